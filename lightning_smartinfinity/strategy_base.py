@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 import warnings
 import weakref
@@ -19,11 +18,8 @@ from torch.optim import Optimizer
 from lightning_smartinfinity.checks import check, instance, optional
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import require_xclbin_named
+from lightning_smartinfinity.gain_warning import warn_of_no_gain
 from lightning_smartinfinity.lightning_options import attributes_of, checked_options
-from lightning_smartinfinity.plan.cost import CompressionResources, gain_of
-from lightning_smartinfinity.plan.gradients import Dense
-from lightning_smartinfinity.plan.handler import Route
-from lightning_smartinfinity.plan.workload import Workload
 from lightning_smartinfinity.settings import StrategySettings, gradients_are_16_bit, is_16_bit, nvme_path_of
 from lightning_smartinfinity.transfer.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.transfer.rules import rule_for
@@ -253,7 +249,7 @@ class NearStorage(ABC):
             feed_back_threads=feed_back_threads(settings.transfer.compute_threads, self._local_world_size),
         )
         offload = choose_update_device(offload, optimizer=type(optimizer).__name__)
-        _warn_of_no_gain(
+        warn_of_no_gain(
             offload,
             num_arrays=len(rule_for(optimizer).arrays),
             num_processes=self._local_world_size,
@@ -349,34 +345,3 @@ class NearStorage(ABC):
 
 # Strategies whose training is over, by folders and job. Their state is readable until the next training closes it.
 _IDLE: dict[tuple[tuple[Path, ...], str], weakref.ref[NearStorage]] = {}
-
-
-def _warn_of_no_gain(offload: OffloadSettings, *, num_arrays: int, num_processes: int, on_gpu: bool) -> None:
-    """Warn if compression, which costs accuracy or at least memory, is predicted to bring no gain.
-
-    Args:
-        offload: Settings, with the cards of this process.
-        num_arrays: Number of arrays of the optimizer's state.
-        num_processes: Number of processes on this machine.
-        on_gpu: Whether gradients come from a GPU.
-    """
-    if offload.compression is None or torch.distributed.get_rank() != 0:
-        return
-    dense = Workload(
-        numel=1,
-        gradients=Dense(offload.gradient_itemsize),
-        num_arrays=num_arrays,
-        parameter_bytes=offload.parameter_itemsize,
-    )
-    through_storage = offload.smartssd is not None and offload.smartssd.gradient_route == "storage"
-    plan = offload.cards
-    resources = CompressionResources(
-        num_cards=0 if plan is None else max(1, num_processes * len(plan.cards) // plan.sharers),
-        num_cores=len(os.sched_getaffinity(0)),
-        num_threads=num_processes * offload.feed_back_threads,
-        num_gpus=num_processes if on_gpu else 0,
-        route=Route.STORAGE if through_storage else Route.HOST,
-    )
-    gain = gain_of(offload.compression, dense, resources)
-    if not gain.gains:
-        warnings.warn(f"compression={offload.compression} is predicted to bring no gain. {gain.reason}", stacklevel=2)

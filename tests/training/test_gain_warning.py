@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lightning_smartinfinity import TopK, TransferConfig
+from lightning_smartinfinity.gain_warning import warn_of_no_gain
 from lightning_smartinfinity.plan import cost
-from lightning_smartinfinity.strategy_base import _warn_of_no_gain
 from lightning_smartinfinity.transfer.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from tests.helpers.card_runs import setup_of
@@ -36,7 +36,7 @@ def reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            _warn_of_no_gain(offload, num_arrays=3, num_processes=num_processes, on_gpu=on_gpu)
+            warn_of_no_gain(offload, num_arrays=3, num_processes=num_processes, on_gpu=on_gpu)
         return [str(warning.message) for warning in caught]
 
     return reasons
