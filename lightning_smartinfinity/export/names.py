@@ -35,8 +35,8 @@ def plan_for(model: Model, contents: Contents, *, dtype: torch.dtype | None) -> 
     present = contents.specs()
     _require_known(model, present, expected, contents)
     specs = {name: present.get(name, expected[name]) for name in expected}
-    kept = [name for name in specs if name not in _repeated(model, contents)]
-    kept = [name for name in kept if not _is_ignored(model, name)]
+    repeated = _repeated(model, contents)
+    kept = [name for name in specs if name not in repeated and not _is_ignored(model, name)]
     tensors, ranges = _in_files(model, {name: rounded(specs[name], dtype) for name in kept})
     here = {name for name, origin in ranges.items() if origin.origin in present}
     return ExportPlan(
