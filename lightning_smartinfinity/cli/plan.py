@@ -7,7 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from lightning_smartinfinity.cli.plan_options import add_options, given_resources, training_of
+from lightning_smartinfinity.cli.plan_options import add_options, found_here, given_resources, training_of
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.cli.plan_report import Findings
@@ -51,13 +51,13 @@ def _run(options: argparse.Namespace) -> int:
 
 def _findings(spec: str, options: argparse.Namespace) -> Findings:
     from lightning_smartinfinity.cli.plan_report import Findings
-    from lightning_smartinfinity.plan.choice import alternatives, cheapest, make_plan
+    from lightning_smartinfinity.plan.choice import alternatives, cheapest, make_plan, nearest
     from lightning_smartinfinity.plan.pace import TBW_PER_TB
     from lightning_smartinfinity.survey.models import find_source, survey_model
     from lightning_smartinfinity.survey.resources import survey_resources
 
-    training = training_of(options)
     resources = given_resources(survey_resources(options.storage), options)
+    training = training_of(options, resources)
     source = find_source(spec, arguments=options.init_args)
     model = survey_model(source, batch=training.batch, seq=training.seq, in_16_bit=training.item_bytes == 2)
     rates = _rates(options, training, resources, source=source, model=model)
@@ -66,6 +66,8 @@ def _findings(spec: str, options: argparse.Namespace) -> Findings:
         resources=resources,
         asked=make_plan(model, training, resources, rates),
         chosen=cheapest(model, training, resources, rates),
+        nearest=nearest(model, training, resources, rates),
+        found_here=found_here(options),
         alternatives=alternatives(model, training, resources),
         tbw=options.tbw or TBW_PER_TB * resources.drive_bytes / 1e12,
         tbw_given=options.tbw is not None,

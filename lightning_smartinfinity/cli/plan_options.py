@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_smartinfinity.checks import Rule, between
 from lightning_smartinfinity.cli.option_types import reading, whole_number_in
+from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.plan.training import BUILDS, OFFLOADS, OPTIMIZERS, PRECISIONS, Training
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.plan.choice import Resources
 
-__all__ = ["add_options", "given_resources", "training_of"]
+__all__ = ["add_options", "found_here", "given_resources", "training_of"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(k|m|g|t|ki|mi|gi|ti)?b?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
@@ -37,15 +38,23 @@ def _json_in(text: str) -> object:
         return None
 
 
-_size = reading(
-    _bytes_in, Rule("Pass bytes such as 24GB, 24GiB or 512MB", lambda value: value is not None, "is no size")
-)
+_LEAST_BYTES = 10**6  # 24 means 24GB, most likely
+
+
+def _is_size(value: Any) -> bool:
+    return value is not None and value >= _LEAST_BYTES
+
+
+_size = reading(_bytes_in, Rule("Pass a size with its unit, such as 24GB, 24GiB or 512MB", _is_size, "is no size"))
 _gpu_size = reading(
-    lambda text: 0 if text == "none" else _bytes_in(text),
-    Rule("Pass bytes such as 24GB, or none", lambda value: value is not None, "is no size"),
+    lambda text: "none" if text == "none" else _bytes_in(text),
+    Rule("Pass a size with its unit, such as 24GB, or none", lambda value: value == "none" or _is_size(value)),
 )
 _count = reading(whole_number_in, between(1, 10**15))
-_checkpoints = reading(whole_number_in, between(0, 10**6))
+_checkpoints = reading(
+    whole_number_in,
+    replace(between(0, 10**6), remedy="Pass how many will be kept; with save_top_k=-1 that is how often it saves"),
+)
 _arguments = reading(
     _json_in, Rule("""Pass an object such as '{"width": 1024}'""", lambda value: isinstance(value, dict), "is no JSON")
 )
@@ -82,43 +91,70 @@ def _add_training(group: Any) -> None:
     add("state-format", "format of the state on storage", choices=tuple(STATE_FORMATS))
     add("offload-param", "where parameters lie between uses", choices=OFFLOADS)
     add("build", "where the module builds the model", choices=BUILDS)
-    add("processes", "processes on this machine, one for each GPU", type=_count, metavar="N")
-    add("save-top-k", "checkpoints that are kept", type=_checkpoints, metavar="N")
+    group.add_argument(
+        "--processes", type=_count, metavar="N", help="processes on the machine (default: one for each GPU)"
+    )
+    add("save-top-k", "number of checkpoints that are kept", type=_checkpoints, metavar="N")
     add("tokens", "tokens of the whole training", type=_count, metavar="N")
 
 
 def _add_machine(group: Any) -> None:
     group.add_argument("--storage", type=Path, default=Path(), help="the storage folder (default: here)")
-    group.add_argument("--gpu-memory", type=_gpu_size, metavar="SIZE", help="of each GPU; none: the CPU computes")
+    group.add_argument(
+        "--gpu-memory", type=_gpu_size, metavar="SIZE", help="memory of each GPU, or none if the CPU computes"
+    )
     group.add_argument("--gpus", type=_count, metavar="N", help="number of GPUs")
-    group.add_argument("--host-memory", type=_size, metavar="SIZE", help="for all processes")
+    group.add_argument("--host-memory", type=_size, metavar="SIZE", help="memory that all processes may use together")
     group.add_argument("--disk", type=_size, metavar="SIZE", help="free space for state and checkpoints")
-    group.add_argument("--drive-size", type=_size, metavar="SIZE", help="of the drive, for its life")
-    group.add_argument("--cores", type=_count, metavar="N", help="CPU cores")
-    group.add_argument("--drive-read", type=_size, metavar="RATE", help="bytes per second, such as 3GB")
-    group.add_argument("--drive-write", type=_size, metavar="RATE", help="bytes per second")
+    group.add_argument(
+        "--drive-size", type=_size, metavar="SIZE", help="size of the drive, for its life (default: that of --disk)"
+    )
+    group.add_argument("--cores", type=_count, metavar="N", help="number of CPU cores")
+    group.add_argument("--drive-read", type=_size, metavar="RATE", help="bytes that the drive reads in a second")
+    group.add_argument("--drive-write", type=_size, metavar="RATE", help="bytes that the drive writes in a second")
     group.add_argument(
         "--tbw", type=_count, metavar="TB", help="terabytes that the drive may write (default: 600 for each TB of size)"
     )
 
 
-def training_of(options: argparse.Namespace) -> Training:
-    """Return the training that the options describe.
+def training_of(options: argparse.Namespace, resources: Resources) -> Training:
+    """Return the training that the options describe, on a machine.
 
     Raises:
         ConfigError: Options contradict each other.
     """
     given = {each.name: getattr(options, each.name) for each in fields(Training) if hasattr(options, each.name)}
+    given["processes"] = options.processes or max(1, resources.num_gpus)
+    if resources.on_gpu and given["processes"] > resources.num_gpus:
+        raise ConfigError(
+            f"--processes {given['processes']} need a GPU each, and there are {resources.num_gpus}.",
+            f"Pass --gpus {given['processes']} or fewer processes.",
+        )
     return Training(**given)
 
 
+def found_here(options: argparse.Namespace) -> list[str]:
+    """Return what was looked up on this machine, since the options do not say it."""
+    names = {"GPU memory": "gpu_memory", "host memory": "host_memory", "disk": "disk", "cores": "cores"}
+    return [words for words, name in names.items() if getattr(options, name) is None]
+
+
 def given_resources(found: Resources, options: argparse.Namespace) -> Resources:
-    """Return what a machine has, with what the options say instead."""
+    """Return what a machine has, with what the options say instead.
+
+    Raises:
+        ConfigError: Options contradict each other.
+    """
     names = {"host_memory": options.host_memory, "disk": options.disk, "cores": options.cores}
     given = {name: value for name, value in names.items() if value is not None}
     if options.gpu_memory is not None:
-        given |= {"gpu_memory": options.gpu_memory or None, "num_gpus": int(options.gpu_memory > 0)}
+        has_gpu = options.gpu_memory != "none"
+        given |= {"gpu_memory": options.gpu_memory if has_gpu else None, "num_gpus": int(has_gpu)}
     if options.gpus is not None:
+        if given.get("gpu_memory", found.gpu_memory) is None:
+            raise ConfigError(
+                f"--gpus {options.gpus} have no memory: no GPU was found here.", "Pass --gpu-memory 24GB."
+            )
         given["num_gpus"] = options.gpus
-    drive = options.drive_size or (options.disk if options.disk is not None else None)
+    drive = options.drive_size or options.disk
     return replace(found, **given, **({"drive_bytes": drive} if drive is not None else {}))

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Findings", "as_json", "print_report", "print_table"]
 
-_GIGA = 1e9
+_GIGA, _TERA = 1e9, 1e12
 _SHOWN_OWNERS = 4
+_TIGHT = 0.9  # plans are right to 10 %
 _PARTS = ("forward", "backward", "parameters", "gradients", "update", "step")
 
 
@@ -32,20 +33,24 @@ class Findings:
         resources: What the machine has.
         asked: Plan of the training as asked.
         chosen: The fastest plan that fits; None if none does.
+        nearest: The plan that lacks the least.
         alternatives: Ways to train without storage.
         tbw: Terabytes that the drive may write.
         tbw_given: Whether the user gave that figure.
         storage: The storage folder.
+        found_here: What was looked up on this machine, in words.
     """
 
     model: ModelFigures
     resources: Resources
     asked: Plan
     chosen: Plan | None
+    nearest: Plan
     alternatives: Sequence[Alternative]
     tbw: float
     tbw_given: bool
     storage: Path
+    found_here: Sequence[str]
 
 
 def print_report(found: Findings) -> None:
@@ -63,21 +68,23 @@ def _report(found: Findings) -> Iterator[str]:
         f"{training.batch} x {training.seq} tokens, {training.accumulate} micro-batch(es) a step,"
         f" {training.processes} process(es), {training.precision}, {training.optimizer}, {training.state_format} state"
     )
+    if found.found_here:
+        yield f"Looked up on this machine: {', '.join(found.found_here)}"
     yield ""
     yield from _needs(found.asked, found.resources)
     yield from _verdict(found)
-    shown = found.chosen or found.asked
+    shown = found.asked if found.asked.fits else found.chosen or found.nearest
     yield from _pace(shown, found)
     yield from _without_storage(found.alternatives)
-    if found.chosen is not None:
-        yield from _recipes(found.chosen, found)
+    if shown.fits:
+        yield from _recipes(shown, found)
 
 
 def _needs(plan: Plan, resources: Resources) -> Iterator[str]:
     yield f"{'place':<13}{'while':<10}{'needs':>9}{'has':>9}  {'':<9}owners, in GB"
     for need in plan.needs:
         has = resources.has(need.place)
-        word = "fits" if need.total <= has else "TOO BIG"
+        word = "TOO BIG" if need.total > has else "tight" if need.total > _TIGHT * has else "fits"
         amounts = f"{_gb(need.total):>9}{_gb(has):>9}"
         yield f"{need.place.value:<13}{need.phase:<10}{amounts}  {word:<9}{_owners(need.owners)}"
 
@@ -92,16 +99,21 @@ def _owners(owners: Mapping[str, int]) -> str:
 def _verdict(found: Findings) -> Iterator[str]:
     yield ""
     if found.asked.fits:
-        yield "It fits."
-    else:
-        yield f"It does not fit as asked: {'; '.join(_broken(need, found.resources) for need in found.asked.broken)}."
+        known = "" if found.model.passes is not None else " as far as is known: activations were not counted"
+        yield f"It fits{known}."
+        if found.chosen is not None and found.chosen.training != found.asked.training:
+            yield f"It may be faster with {', '.join(_changes(found.chosen, found.asked))}."
+        return
+    yield "It does not fit as asked:"
+    yield from (f"  {_broken(need, found.resources)}" for need in found.asked.broken)
     if found.chosen is None:
         yield "Nothing that was tried fits: where parameters lie, where the model is built, activation checkpoints,"
         yield "smaller micro-batches, smaller state formats, bf16."
-    elif found.chosen.training != found.asked.training:
-        yield f"{'Faster' if found.asked.fits else 'It fits'} with {', '.join(_changes(found))}:"
+    best = found.chosen or found.nearest
+    if best.training != found.asked.training:
+        yield f"{'It fits' if best.fits else 'It lacks the least'} with {', '.join(_changes(best, found.asked))}:"
         yield ""
-        yield from _needs(found.chosen, found.resources)
+        yield from _needs(best, found.resources)
 
 
 def _broken(need: Need, resources: Resources) -> str:
@@ -110,9 +122,8 @@ def _broken(need: Need, resources: Resources) -> str:
     return f"{need.place.value} ({need.phase}) needs {_gb(need.total)} of {has} GB, mostly {what}"
 
 
-def _changes(found: Findings) -> list[str]:
-    assert found.chosen is not None
-    before, after = asdict(found.asked.training), asdict(found.chosen.training)
+def _changes(plan: Plan, asked: Plan) -> list[str]:
+    before, after = asdict(asked.training), asdict(plan.training)
     return [f"{name}={after[name]!r}" for name in after if after[name] != before[name]]
 
 
@@ -129,7 +140,8 @@ def _pace(plan: Plan, found: Findings) -> Iterator[str]:
         millions = plan.training.tokens / 1e6
         yield f"Hours of the training:    {_range(plan.pace.hours_per_million_tokens.times(millions))}"
         written = plan.pace.written_bytes * plan.training.tokens / plan.pace.tokens_per_step
-        yield f"Written by the training:  {written / 1e12:.1f} TB"
+        worn = f", more than the {found.tbw:,.0f} TB that the drive may write" if written > found.tbw * _TERA else ""
+        yield f"Written by the training:  {written / _TERA:,.1f} TB{worn}"
     yield _life(plan.pace, found)
 
 
@@ -146,9 +158,9 @@ def _without_storage(alternatives: Sequence[Alternative]) -> Iterator[str]:
     for one in alternatives:
         word = "fits" if one.fits else "too big"
         yield f"  {one.name:<34}{_gb(one.total):>9} of {_gb(one.available)} GB  {word}"
-    same = next((one for one in alternatives if one.fits and one.same_result), None)
-    if same is not None:
-        yield f"You need no storage: {same.name} fits, is faster, and gives the same results."
+    fitting = next((one for one in alternatives if one.fits and one.full_precision), None)
+    if fitting is not None:
+        yield f"You need no storage: {fitting.name} fits, and is faster."
 
 
 def _recipes(plan: Plan, found: Findings) -> Iterator[str]:
@@ -158,13 +170,13 @@ def _recipes(plan: Plan, found: Findings) -> Iterator[str]:
     yield ""
     yield python_recipe(plan.training, storage=storage, on_gpu=on_gpu)
     yield ""
-    yield "YAML, for LightningCLI"
+    yield "YAML, for LightningCLI (pip install 'jsonargparse[signatures]')"
     yield ""
     yield yaml_recipe(plan.training, storage=storage, on_gpu=on_gpu)
 
 
 def print_table(findings: Sequence[Findings]) -> None:
-    """Print a table in Markdown with a row for each model, by the settings that fit, or else as asked."""
+    """Print a table in Markdown with a row for each model, by the settings that fit, or else lack the least."""
     print("| model | GPU GB | host GB | disk GB | drive life, steps | what breaks first as asked | fits with |")
     print("|---|---|---|---|---|---|---|")
     for found in findings:
@@ -172,11 +184,12 @@ def print_table(findings: Sequence[Findings]) -> None:
 
 
 def _row(found: Findings) -> list[str]:
-    plan = found.chosen or found.asked
+    plan = found.chosen or found.nearest
     most = {place: max((need.total for need in plan.needs if need.place is place), default=0) for place in Place}
     broken = found.asked.broken
     first = f"{broken[0].place.value}: {broken[0].largest}" if broken else "nothing"
-    changes = "nothing that was tried" if found.chosen is None else ", ".join(_changes(found)) or "the defaults"
+    changes = ", ".join(_changes(plan, found.asked)) or "the defaults"
+    changes = changes if plan.fits else f"nothing that was tried; least with {changes}"
     life = "" if plan.pace is None else f"{plan.pace.life_in_steps(found.tbw):,.0f}"
     return [found.model.name, *(_gb(most[place]) for place in Place), life, first, changes]
 
@@ -196,6 +209,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         "machine": asdict(found.resources),
         "asked": _plan_json(found.asked),
         "chosen": None if found.chosen is None else _plan_json(found.chosen),
+        "nearest": _plan_json(found.nearest),
         "drive": {"tbw": found.tbw, "assumed": not found.tbw_given},
         "without_storage": [
             {"name": one.name, "bytes": one.total, "available": one.available, "fits": one.fits, "owners": one.owners}

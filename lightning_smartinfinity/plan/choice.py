@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from math import isqrt
 
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.plan.model import ModelFigures
@@ -13,9 +14,10 @@ from lightning_smartinfinity.plan.needs import CUDA_CONTEXT_BYTES, PROCESS_BYTES
 from lightning_smartinfinity.plan.pace import Pace, Rates, pace, seconds_beside_update
 from lightning_smartinfinity.plan.training import OFFLOADS, OPTIMIZERS, Training
 
-__all__ = ["Alternative", "Plan", "Resources", "alternatives", "cheapest", "make_plan"]
+__all__ = ["Alternative", "Plan", "Resources", "alternatives", "cheapest", "make_plan", "nearest"]
 
 _BF16_BYTES, _FP32_BYTES, _ADAM_BYTES, _ADAM_8_BIT_BYTES = 2, 4, 8, 2
+_GATHERED_BY_FSDP = 3
 _LORA = 0.01  # part of the parameters that adapters usually have
 _FORMATS = ("fp32", "bf16", "int8")
 
@@ -82,13 +84,13 @@ class Alternative:
         name: Name for people.
         owners: Bytes by owner, on each GPU or, without one, in host memory.
         available: Bytes that are there.
-        same_result: Whether it trains all parameters with fp32 state, as this package does.
+        full_precision: Whether it trains all parameters with fp32 masters and state, as this package does.
     """
 
     name: str
     owners: Mapping[str, int]
     available: int
-    same_result: bool
+    full_precision: bool
 
     @property
     def total(self) -> int:
@@ -141,6 +143,24 @@ def cheapest(model: ModelFigures, training: Training, resources: Resources, rate
     return None
 
 
+def nearest(model: ModelFigures, training: Training, resources: Resources, rates: Rates) -> Plan:
+    """Return the plan that lacks the least of what :func:`cheapest` tries, as a share of what there is.
+
+    Args:
+        model: The model.
+        training: The training as asked.
+        resources: What the machine has.
+        rates: Rates of the machine.
+    """
+
+    def lack(one: Training) -> float:
+        found = needs(model, one, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
+        return sum(max(0.0, need.total / max(1, resources.has(need.place)) - 1.0) for need in found)
+
+    tried = (one for candidates in _stages(training, on_gpu=resources.on_gpu) for one in candidates)
+    return make_plan(model, min(tried, key=lack), resources, rates)
+
+
 def _fits(model: ModelFigures, training: Training, resources: Resources) -> bool:
     found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
     return all(need.total <= resources.has(need.place) for need in found)
@@ -164,12 +184,12 @@ def _smaller(training: Training) -> list[str]:
 
 
 def _divided(training: Training) -> Iterator[Training]:
-    """Yield the training with its batch halved again and again, and with as many more micro-batches."""
-    while True:
+    """Yield the training with ever smaller batches, down to single sequences, and with as many more micro-batches."""
+    yield training
+    while training.batch > 1:
+        factor = next((n for n in range(2, isqrt(training.batch) + 1) if training.batch % n == 0), training.batch)
+        training = replace(training, batch=training.batch // factor, accumulate=factor * training.accumulate)
         yield training
-        if training.batch % 2:
-            return
-        training = replace(training, batch=training.batch // 2, accumulate=2 * training.accumulate)
 
 
 def _placed(training: Training, *, on_gpu: bool) -> Iterator[Training]:
@@ -181,38 +201,49 @@ def _placed(training: Training, *, on_gpu: bool) -> Iterator[Training]:
 
 
 def alternatives(model: ModelFigures, training: Training, resources: Resources) -> list[Alternative]:
-    """Return the ways to train in memory, from the one with the same results to the one that gives up most.
+    """Return the ways to train in memory, from those that keep fp32 parameters and state to the one that gives up most.
 
     Args:
         model: The model.
         training: The training as asked.
         resources: What the machine has.
     """
-    activations = activation_owners(model, training)
-    plain = _in_memory(model.numel, _FP32_BYTES, _ADAM_BYTES) | activations
     gpus = max(1, resources.num_gpus)
-    found = [("AdamW in memory (DDP)" if gpus > 1 else "AdamW in memory", plain, True)]
-    if gpus > 1:
-        sharded = {owner: nbytes // gpus for owner, nbytes in _in_memory(model.numel, _FP32_BYTES, _ADAM_BYTES).items()}
-        gathered = {"gathered layers": 2 * _FP32_BYTES * model.largest_module}
+    activations = activation_owners(model, training)
+    state_bytes = _FP32_BYTES * (training.num_arrays - 1)  # the parameters themselves are the master
+    plain = _in_memory(model, _FP32_BYTES, state_bytes)
+    # Autocast keeps its 16-bit copies of weights for backward.
+    cast = {} if training.item_bytes == _FP32_BYTES else {"weights cast to 16 bit": _BF16_BYTES * model.trained_numel}
+    found: list[tuple[str, dict[str, int], bool]] = []
+    if gpus == 1:
+        found.append((f"{training.optimizer} in memory", plain | cast | activations, True))
+    else:
+        buckets = {"gradient buckets": _FP32_BYTES * model.trained_numel}
+        found.append((f"{training.optimizer} in memory (DDP)", plain | cast | buckets | activations, True))
+        sharded = {owner: nbytes // gpus for owner, nbytes in plain.items()}
+        # Of two layers the parameters, and of one the gradients.
+        layer = max(model.largest_module, model.numel // model.num_layers)
+        gathered = {"gathered layers": _GATHERED_BY_FSDP * training.item_bytes * layer}
         found.append((f"FSDP over {gpus} GPUs", sharded | gathered | activations, True))
     adapters = int(_LORA * model.numel)
-    lora = {"frozen parameters": _BF16_BYTES * model.numel, **_in_memory(adapters, _FP32_BYTES, _ADAM_BYTES)}
+    adapted = ModelFigures(name=model.name, trained=(adapters,), frozen=(model.numel,))
     found += [
-        ("8-bit AdamW, weights in bf16", _in_memory(model.numel, _BF16_BYTES, _ADAM_8_BIT_BYTES) | activations, False),
-        ("LoRA with 1 % of the parameters", lora | activations, False),
+        ("8-bit AdamW, weights in bf16", _in_memory(model, _BF16_BYTES, _ADAM_8_BIT_BYTES) | activations, False),
+        ("LoRA with 1 % of the parameters", _in_memory(adapted, _FP32_BYTES, _ADAM_BYTES) | activations, False),
     ]
     available = resources.gpu_memory if resources.gpu_memory is not None else resources.host_memory
     base = {"CUDA context": CUDA_CONTEXT_BYTES} if resources.on_gpu else {"process": resources.process_bytes}
     return [
-        Alternative(name=name, owners=base | owners, available=available, same_result=same)
-        for name, owners, same in found
+        Alternative(name=name, owners=base | owners, available=available, full_precision=full)
+        for name, owners, full in found
     ]
 
 
-def _in_memory(numel: int, item_bytes: int, state_bytes: int) -> dict[str, int]:
-    return {
-        "parameters": item_bytes * numel,
-        "gradients": item_bytes * numel,
-        "optimizer state": state_bytes * numel,
+def _in_memory(model: ModelFigures, item_bytes: int, state_bytes: int) -> dict[str, int]:
+    owners = {
+        "parameters": item_bytes * model.trained_numel,
+        "gradients": item_bytes * model.trained_numel,
+        "optimizer state": state_bytes * model.trained_numel,
     }
+    frozen = {"frozen parameters": _BF16_BYTES * sum(model.frozen)} if model.frozen else {}
+    return owners | frozen

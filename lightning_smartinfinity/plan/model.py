@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -41,18 +42,14 @@ class Passes:
     counted: bool = True
 
     def of_batch(self, batch: int) -> Passes:
-        """Return the same for another number of sequences, to which it is proportional.
-
-        What lives at the peak beyond what is saved may be the gradient of a parameter: it does not become less.
-        """
+        """Return the same for another number of sequences, as if everything were proportional to it."""
         scale = batch / self.batch
-        beyond = max(1.0, scale) * (self.peak_bytes - self.saved_bytes)
         return replace(
             self,
             batch=batch,
             saved_bytes=int(self.saved_bytes * scale),
             kept_bytes=int(self.kept_bytes * scale),
-            peak_bytes=int(self.saved_bytes * scale + beyond),
+            peak_bytes=int(self.peak_bytes * scale),
             logits_bytes=int(self.logits_bytes * scale),
             forward_flops=self.forward_flops * scale,
             backward_flops=self.backward_flops * scale,
@@ -87,6 +84,7 @@ class ModelFigures:
         num_layers: Number of repeated layers; 1 if unknown.
         largest_module: Largest number of elements that one module holds directly.
         passes: What a forward and backward take; None if they could not be counted.
+        count: Counts the same for another number of sequences; None if all figures are proportional to it.
         assumed: What was assumed of the model, in words; empty if nothing was.
     """
 
@@ -97,7 +95,14 @@ class ModelFigures:
     num_layers: int = 1
     largest_module: int = 0
     passes: Passes | None = None
+    count: Callable[[int], Passes | None] | None = None
     assumed: str = ""
+
+    def passes_of(self, batch: int) -> Passes | None:
+        """Return what a forward and backward of so many sequences take; None if they cannot be counted."""
+        if self.passes is None or batch == self.passes.batch:
+            return self.passes
+        return self.passes.of_batch(batch) if self.count is None else self.count(batch)
 
     @cached_property
     def trained_numel(self) -> int:

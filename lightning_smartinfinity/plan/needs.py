@@ -16,6 +16,7 @@ from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLay
 
 __all__ = [
     "CUDA_CONTEXT_BYTES",
+    "CUDA_HOST_BYTES",
     "PROCESS_BYTES",
     "Need",
     "Place",
@@ -37,8 +38,10 @@ From ``benchmarks/plan.py --sizes 20M`` with a CPU build of torch 2.13; other bu
 CUDA_CONTEXT_BYTES = 600_000_000
 """Memory of the driver and of libraries on a GPU; assumed."""
 
+CUDA_HOST_BYTES = 1_000_000_000
+"""Host memory of the driver and of libraries in a process with a GPU; assumed."""
+
 _BUCKET_NUMEL = 16 * 1024 * 1024  # zero3/deepspeed_config.py
-_LIVE_NUMEL = 10**9  # DeepSpeed's stage3_max_live_parameters
 _PREFETCH_NUMEL = 5 * 10**7  # DeepSpeed's stage3_prefetch_bucket_size
 _KEPT_NUMEL = 10**5  # DeepSpeed's stage3_param_persistence_threshold: parameters up to this are not stored
 _PARAMETER_BUFFERS = 5  # DeepSpeed's offload_param.buffer_count
@@ -113,16 +116,16 @@ def _gathered_numel(model: ModelFigures, training: Training) -> int:
     """Return the most elements that are gathered on a GPU beside its own partition."""
     if training.processes == 1 and training.offload_param == "none":
         return 0  # the partition of a single process is the parameter
-    ahead = model.largest_module + _PREFETCH_NUMEL
-    # With parameters on storage, the strategy keeps none gathered for a later use.
-    return min(model.numel, ahead if training.offload_param == "nvme" else max(_LIVE_NUMEL, ahead))
+    # The strategy keeps none gathered for a later use (stage3_max_reuse_distance).
+    return min(model.numel, model.largest_module + _PREFETCH_NUMEL)
 
 
 def activation_owners(model: ModelFigures, training: Training) -> dict[str, int]:
     """Return the bytes of activations and logits of one process; empty if they could not be counted."""
-    if model.passes is None:
+    passes = model.passes_of(training.batch)
+    if passes is None:
         return {}
-    passes, scale = model.passes.of_batch(training.batch), training.item_bytes / model.passes.item_bytes
+    scale = training.item_bytes / passes.item_bytes
     nbytes = passes.activation_bytes(checkpointing=training.checkpointing, num_layers=model.num_layers)
     return {"activations": int(nbytes * scale), "logits": passes.logits_bytes}
 
@@ -131,7 +134,7 @@ def _host_phases(
     model: ModelFigures, training: Training, *, on_gpu: bool, process_bytes: int
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """Yield the phases of one process with its host memory."""
-    process = {"process": process_bytes}
+    process = {"process": process_bytes, "CUDA libraries": CUDA_HOST_BYTES if on_gpu else 0}
     held = {**process, **_held_parameters(model, training, on_gpu=on_gpu)}
     update = held_by_update(model, training, on_gpu=on_gpu)
     building = {**process, **building_owners(model, training, on_gpu=on_gpu)}

@@ -180,16 +180,20 @@ def seconds_beside_update(model: ModelFigures, training: Training, rates: Rates,
 
 def _parts(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: bool) -> dict[str, Range] | None:
     """Return the parts of a step other than the update, forward first; None if the passes are unknown."""
-    if model.passes is None:
+    passes = model.passes_of(training.batch)
+    if passes is None:
         return None
-    passes, count = model.passes.of_batch(training.batch), training.accumulate
+    # Without GPUs all processes share the cores and the memory's bandwidth.
+    count = training.accumulate * (1 if on_gpu else training.processes)
     recomputed = passes.recomputed_flops(checkpointing=training.checkpointing)
-    moved = count * model.trained_numel * (training.item_bytes + training.gradient_bytes)
+    # On a CPU a gradient is read in one place and written in another; each process of a GPU has a part of them.
+    copied = model.trained_numel * (training.item_bytes + training.gradient_bytes)
+    sent = -(-model.trained_numel // training.processes) * training.item_bytes
     return {
         "forward": _seconds(count * passes.forward_flops, rates.flops),
         "backward": _seconds(count * recomputed, rates.backward_flops),
         "parameters": _parameter_seconds(model, training, rates, on_gpu=on_gpu),
-        "gradients": _seconds(moved, rates.to_gpu if on_gpu else rates.copy),
+        "gradients": _seconds(count * sent, rates.to_gpu) if on_gpu else _seconds(count * copied, rates.copy),
     }
 
 
@@ -214,13 +218,15 @@ def _seconds(amount: float, rate: Range) -> Range:
 
 
 def _parameter_seconds(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: bool) -> Range:
-    """Return the seconds in which parameters are read for each forward and each backward."""
+    """Return the seconds in which parameters are read for each forward and backward, or return to a GPU updated."""
     nbytes = 2 * training.accumulate * training.item_bytes * model.numel
     if training.offload_param == "nvme":
         return _seconds(nbytes, rates.drive_read)
-    if training.offload_param == "cpu" and on_gpu:
-        return _seconds(nbytes, rates.to_gpu)
-    return Range.exactly(0.0)
+    if not on_gpu:
+        return Range.exactly(0.0)
+    if training.offload_param == "cpu":
+        return _seconds(nbytes / training.processes, rates.to_gpu)
+    return _seconds(training.item_bytes * model.trained_numel / training.processes, rates.to_gpu)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError, in_short
-from lightning_smartinfinity.plan.model import LlamaShape, ModelFigures, llama_shape
-from lightning_smartinfinity.survey.passes import count_passes
+from lightning_smartinfinity.plan.model import LlamaShape, ModelFigures, Passes, llama_shape
+from lightning_smartinfinity.survey.passes import count_passes, transformer_in
 
-__all__ = ["ModelSource", "default_dtype", "find_source", "survey_model"]
+__all__ = ["ModelSource", "default_dtype", "find_source", "survey_model", "with_transformer"]
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMBT])", re.IGNORECASE)
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -98,12 +98,19 @@ def survey_model(source: ModelSource, *, batch: int, seq: int, in_16_bit: bool =
             passes=source.shape.passes(batch=batch, seq=seq),
             assumed=f"{source.assumed}; activations by a formula, as transformers is not installed",
         )
-    with default_dtype(torch.bfloat16 if in_16_bit else torch.float32), FakeTensorMode():
+    dtype = torch.bfloat16 if in_16_bit else torch.float32
+    with default_dtype(dtype), FakeTensorMode() as fake:
         module = source.build()
         trained = tuple(p.numel() for p in module.parameters() if p.requires_grad)
         if not trained:
             raise ConfigError(f"{source.name} has no parameter to train.", "Build its layers in __init__.")
         passes, missing = count_passes(module, batch=batch, seq=seq)
+
+        @lru_cache
+        def count(other_batch: int) -> Passes | None:
+            with default_dtype(dtype), fake:
+                return count_passes(module, batch=other_batch, seq=seq)[0]
+
         return ModelFigures(
             name=source.name,
             trained=trained,
@@ -112,6 +119,7 @@ def survey_model(source: ModelSource, *, batch: int, seq: int, in_16_bit: bool =
             num_layers=_num_layers(module),
             largest_module=max(sum(p.numel() for p in each.parameters(recurse=False)) for each in module.modules()),
             passes=passes,
+            count=count,
             assumed="; ".join(filter(None, (source.assumed, missing))),
         )
 
@@ -199,9 +207,9 @@ def _from_class(spec: str, arguments: dict[str, Any]) -> ModelSource:
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         found = getattr(importlib.import_module(module_name), class_name, None)
-    except ImportError as error:
+    except Exception as error:  # whatever the module's own code raises
         raise ConfigError(
-            f"MODEL={spec!r}: the module {module_name!r} cannot be imported: {error}.",
+            f"MODEL={spec!r}: the module {module_name!r} cannot be imported: {in_short(error)}.",
             "Run the command in the folder that holds it, or install its package.",
         ) from error
     finally:
@@ -216,16 +224,46 @@ def _from_class(spec: str, arguments: dict[str, Any]) -> ModelSource:
 
 def _constructed(found: type[nn.Module], arguments: dict[str, Any]) -> nn.Module:
     try:
-        module = found(**arguments)
-    except TypeError as error:
+        with _without_weights():
+            module = found(**arguments)
+            configure = getattr(module, "configure_model", None)
+            if callable(configure):
+                configure()
+    except Exception as error:  # whatever the class's own code raises
         raise ConfigError(
-            f"{found.__name__} cannot be built with the arguments {arguments}: {error}.",
-            "Pass its arguments as JSON: --init-args '{\"width\": 1024}'.",
+            f"{found.__name__} cannot be built with the arguments {arguments}: {in_short(error)}.",
+            "Pass its arguments as JSON: --init-args '{\"width\": 1024}'. Or pass the folder of the model itself.",
         ) from error
-    configure = getattr(module, "configure_model", None)
-    if callable(configure):
-        configure()
     return module
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Let ``from_pretrained`` of transformers' models build them from their configurations, without reading weights."""
+    try:
+        modeling = importlib.import_module("transformers.modeling_utils")
+    except ImportError:
+        yield
+        return
+    original = modeling.PreTrainedModel.__dict__["from_pretrained"]
+
+    def build(cls: type[Any], /, name: Any = None, *_: Any, config: Any = None, **__: Any) -> Any:
+        return cls(cls.config_class.from_pretrained(name, local_files_only=True) if config is None else config)
+
+    modeling.PreTrainedModel.from_pretrained = classmethod(build)
+    try:
+        yield
+    finally:
+        modeling.PreTrainedModel.from_pretrained = original
+
+
+def with_transformer(source: ModelSource) -> ModelSource:
+    """Return the source of the only model of transformers in a module, or the same source if it is of one already."""
+    if source.config is not None or source.build is None:
+        return source
+    with FakeTensorMode():
+        model = transformer_in(source.build())
+    return source if model is None else _of_transformers(source.name, type(model), model.config)
 
 
 def _transformers() -> Any:

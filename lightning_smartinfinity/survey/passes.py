@@ -36,6 +36,10 @@ def count_passes(module: nn.Module, *, batch: int, seq: int) -> tuple[Passes | N
     if model is None:
         return None, f"{_UNCOUNTED}: the module holds no model of transformers, or several"
     model.train()
+    # A cache of keys and values is for generating; with activation checkpoints transformers warns of it.
+    for config in {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}.values():
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
     try:
         kept = _kept_bytes(model, batch=batch, seq=seq)
         return _counted(model, batch=batch, seq=seq, kept=kept), ""

@@ -19,7 +19,7 @@ from lightning_smartinfinity.plan.model import ModelFigures
 from lightning_smartinfinity.plan.pace import Range, Rates
 from lightning_smartinfinity.plan.training import Training
 from lightning_smartinfinity.survey.drive import measure_drive
-from lightning_smartinfinity.survey.models import ModelSource, default_dtype
+from lightning_smartinfinity.survey.models import ModelSource, default_dtype, with_transformer
 from lightning_smartinfinity.survey.passes import loss_of, transformer_in
 
 __all__ = ["measure_rates", "require_device"]
@@ -29,7 +29,6 @@ _TIMED_BYTES = 10**9  # of parameters, unless three layers have more
 _RUNS = 3
 _SECONDS_FOR_PASSES = 15.0  # each of the two models stops repeating then
 _COPIED_BYTES = 256 << 20
-_MATRIX = 2048
 
 
 def require_device(device: str) -> str:
@@ -50,7 +49,7 @@ def measure_rates(
 
     A model of transformers runs forward and backward in the parameters' dtype. If its parameters have more than 1 GB,
     two models with fewer layers of its shapes do, of which the larger one has about 1 GB, but at least three layers.
-    The rest follows from the difference. Of other models only a product of matrices is measured.
+    The rest follows from the difference. Of a module that contains a model of transformers, this model is measured.
 
     Args:
         source: The model.
@@ -63,12 +62,12 @@ def measure_rates(
     Raises:
         StorageError: The drive cannot be measured.
     """
-    forward, backward = _flops(source, model, training, device=device)
+    if model.passes is not None:
+        forward, backward = _flops(with_transformer(source), model, training, device=device)
+        rates = replace(rates, flops=Range.exactly(forward), backward_flops=Range.exactly(backward))
     drive = measure_drive(storage, state_format=training.state_format)
     measured = replace(
         rates,
-        flops=Range.exactly(forward),
-        backward_flops=Range.exactly(backward),
         copy=Range.exactly(_copy_rate()),
         drive_read=Range.exactly(drive.bytes_per_second),
         drive_write=Range.exactly(drive.bytes_per_second),
@@ -80,11 +79,9 @@ def measure_rates(
 def _flops(source: ModelSource, model: ModelFigures, training: Training, *, device: str) -> tuple[float, float]:
     """Return the operations per second of forward and backward."""
     dtype = torch.float32 if training.item_bytes == 4 else torch.bfloat16
-    if source.config is None or model.passes is None:
-        rate = _matrix_rate(dtype, device)
-        return rate, rate
     seconds = _seconds_of_model(source, model, training, dtype=dtype, device=device)
-    passes = model.passes.of_batch(training.batch)
+    passes = model.passes_of(training.batch)
+    assert passes is not None
     return passes.forward_flops / seconds[0], passes.backward_flops / seconds[1]
 
 
@@ -142,11 +139,6 @@ def _now(device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def _matrix_rate(dtype: torch.dtype, device: str) -> float:
-    a, b = (torch.randn(_MATRIX, _MATRIX, device=device).to(dtype) for _ in range(2))
-    return 2.0 * _MATRIX**3 / _median_seconds(lambda: torch.mm(a, b), device)
 
 
 def _copy_rate() -> float:
