@@ -25,20 +25,20 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
     f"{unit}i": 1 << (10 * power) for power, unit in enumerate("kmgt", start=1)
 }
 
+_LONGEST = 40  # characters
+_LEAST_BYTES = 10**6  # 24 means 24GB, most likely
+
 
 def _bytes_in(text: str) -> int | None:
-    found = _SIZE.fullmatch(text.strip())
+    found = _SIZE.fullmatch(text.strip()) if len(text) <= _LONGEST else None
     return round(float(found[1]) * _UNITS[(found[2] or "").lower()]) if found else None
 
 
 def _json_in(text: str) -> object:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return None
-
-
-_LEAST_BYTES = 10**6  # 24 means 24GB, most likely
 
 
 def _is_size(value: Any) -> bool:
@@ -50,6 +50,7 @@ _gpu_size = reading(
     lambda text: "none" if text == "none" else _bytes_in(text),
     Rule("Pass a size with its unit, such as 24GB, or none", lambda value: value == "none" or _is_size(value)),
 )
+_gpus = reading(whole_number_in, between(1, 1024))
 _count = reading(whole_number_in, between(1, 10**15))
 _checkpoints = reading(
     whole_number_in,
@@ -69,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="folder or config.json of a Hugging Face model, package.module:Class of a LightningModule, or a number of"
         " parameters such as 7B; several models: a table in Markdown with a row for each",
     )
-    parser.add_argument("--init-args", type=_arguments, default={}, metavar="JSON", help="arguments of the class")
+    parser.add_argument("--init-args", type=_arguments, metavar="JSON", help="arguments of package.module:Class")
     _add_training(parser.add_argument_group("the training"))
     _add_machine(parser.add_argument_group("the machine; what is left out is looked up on this one"))
     parser.add_argument("--measure", action="store_true", help="measure layers, memory and drive, in about a minute")
@@ -103,7 +104,7 @@ def _add_machine(group: Any) -> None:
     group.add_argument(
         "--gpu-memory", type=_gpu_size, metavar="SIZE", help="memory of each GPU, or none if the CPU computes"
     )
-    group.add_argument("--gpus", type=_count, metavar="N", help="number of GPUs")
+    group.add_argument("--gpus", type=_gpus, metavar="N", help="number of GPUs")
     group.add_argument("--host-memory", type=_size, metavar="SIZE", help="memory that all processes may use together")
     group.add_argument("--disk", type=_size, metavar="SIZE", help="free space for state and checkpoints")
     group.add_argument(
@@ -153,7 +154,7 @@ def given_resources(found: Resources, options: argparse.Namespace) -> Resources:
     if options.gpus is not None:
         if given.get("gpu_memory", found.gpu_memory) is None:
             raise ConfigError(
-                f"--gpus {options.gpus} have no memory: no GPU was found here.", "Pass --gpu-memory 24GB."
+                f"--gpus {options.gpus}: the memory is unknown, as no GPU was found here.", "Pass --gpu-memory 24GB."
             )
         given["num_gpus"] = options.gpus
     drive = options.drive_size or options.disk

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -19,14 +19,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError, in_short
 from lightning_smartinfinity.plan.model import LlamaShape, ModelFigures, Passes, llama_shape
-from lightning_smartinfinity.survey.passes import count_passes, transformer_in
+from lightning_smartinfinity.survey.passes import UNCOUNTED, count_passes, transformer_in
 
 __all__ = ["ModelSource", "default_dtype", "find_source", "survey_model", "with_transformer"]
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMBT])", re.IGNORECASE)
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_LEAST, _MOST = 10**6, 2 * 10**12
+_LEAST, _MOST = 10**6, 10**12
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_SHOWN = 100  # characters
 _REMEDY = "Pass a folder with a config.json, package.module:Class, or a number of parameters such as 7B or 124M."
 
 
@@ -63,15 +65,21 @@ def find_source(spec: str, *, arguments: Mapping[str, Any] | None = None) -> Mod
         UnsupportedError: transformers is missing or has no such model.
     """
     number = _NUMBER.fullmatch(spec.strip())
+    if arguments is not None and (number or not _CLASS.fullmatch(spec)):
+        raise ConfigError(f"--init-args are for a class, and MODEL={spec!r} is none.", "Leave them out.")
     if number:
         return _from_number(round(float(number[1]) * _UNITS[number[2].upper()]), spec)
     if _CLASS.fullmatch(spec) and not os.path.exists(spec):
         return _from_class(spec, dict(arguments or {}))
-    path = Path(spec).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
+    path = Path(os.path.expanduser(spec))
+    if os.path.isdir(path) and not (path / "config.json").is_file():
         raise ConfigError(f"The folder {spec!r} has no config.json.", _REMEDY)
-    if not path.exists():
-        raise ConfigError(f"MODEL={spec!r} is no folder, no file, no class and no number of parameters.", _REMEDY)
+    if os.path.isfile(path) and path.suffix != ".json":
+        raise ConfigError(f"The file {spec!r} is no config.json.", _REMEDY)
+    if not os.path.exists(path):
+        if _HUB_NAME.fullmatch(spec):
+            return _from_hub(spec)
+        raise ConfigError(f"MODEL={spec[:_SHOWN]!r} is no folder, no file, no class and no number.", _REMEDY)
     return _from_folder(path)
 
 
@@ -100,11 +108,11 @@ def survey_model(source: ModelSource, *, batch: int, seq: int, in_16_bit: bool =
         )
     dtype = torch.bfloat16 if in_16_bit else torch.float32
     with default_dtype(dtype), FakeTensorMode() as fake:
-        module = source.build()
+        module, why = _built_without_memory(source)
         trained = tuple(p.numel() for p in module.parameters() if p.requires_grad)
         if not trained:
             raise ConfigError(f"{source.name} has no parameter to train.", "Build its layers in __init__.")
-        passes, missing = count_passes(module, batch=batch, seq=seq)
+        passes, missing = (None, why) if why else count_passes(module, batch=batch, seq=seq)
 
         @lru_cache
         def count(other_batch: int) -> Passes | None:
@@ -135,6 +143,17 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def _built_without_memory(source: ModelSource) -> tuple[nn.Module, str]:
+    """Build a model on fake tensors, or else on the meta device, with words why it cannot be run."""
+    assert source.build is not None
+    try:
+        return source.build(), ""
+    except ConfigError as error:
+        with suppress(ConfigError), torch.device("meta"):
+            return source.build(), f"{UNCOUNTED}: {in_short(error)}"
+        raise
+
+
 def _num_layers(module: nn.Module) -> int:
     """Return the length of the longest list of modules, which is that of the repeated layers."""
     return max((len(each) for each in module.modules() if isinstance(each, nn.ModuleList)), default=1) or 1
@@ -142,7 +161,7 @@ def _num_layers(module: nn.Module) -> int:
 
 def _from_number(numel: int, spec: str) -> ModelSource:
     if not _LEAST <= numel <= _MOST:
-        raise ConfigError(f"MODEL={spec!r} is out of range.", "Pass a number of parameters from 1M to 2T.")
+        raise ConfigError(f"MODEL={spec!r} is out of range.", "Pass a number of parameters from 1M to 1T.")
     shape = llama_shape(numel)
     words = f"a Llama-like shape: {shape.layers} layers of width {shape.width}, {shape.vocab} tokens"
     try:
@@ -170,19 +189,41 @@ def _from_folder(path: Path) -> ModelSource:
             f"The configuration in {str(folder)!r} cannot be read: {in_short(error)}.",
             "Pass a model that the installed transformers knows, without code of its own.",
         ) from error
-    names = getattr(config, "architectures", None) or []
-    if not names:
+    return _from_config(folder.resolve().name, config)
+
+
+def _from_hub(name: str) -> ModelSource:
+    """Return a model of the hub, whose configuration lies in the cache of this machine."""
+    try:
+        config = _transformers().AutoConfig.from_pretrained(name, local_files_only=True)
+    except Exception as error:  # whatever transformers raises if there is no such file in the cache
         raise ConfigError(
-            f"The config.json in {str(folder)!r} names no architectures.",
+            f"MODEL={name!r} is no folder here, and no model in the local cache of the hub.",
+            f"Fetch its configuration: hf download {name} config.json. Or pass a folder, or a number such as 7B.",
+        ) from error
+    return _from_config(name, config)
+
+
+def _from_config(name: str, config: Any) -> ModelSource:
+    transformers = _transformers()
+    architectures = getattr(config, "architectures", None)
+    if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
+        raise ConfigError(
+            f"The config.json of {name!r} names no architectures.",
             'Add the class of the model to it, such as "architectures": ["LlamaForCausalLM"].',
         )
-    model_class = getattr(transformers, names[0], None)
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedError(
+            f"{name!r} is quantized (quantization_config), and its weights cannot be trained.",
+            "Plan for the model from which it was made.",
+        )
+    model_class = getattr(transformers, architectures[0], None)
     if model_class is None:
         raise UnsupportedError(
-            f"The installed transformers has no class {names[0]!r}.",
+            f"The installed transformers has no class {architectures[0]!r}.",
             "Install a newer version: pip install -U transformers.",
         )
-    return _of_transformers(f"{folder.resolve().name} ({names[0]})", model_class, config)
+    return _of_transformers(f"{name} ({architectures[0]})", model_class, config)
 
 
 def _of_transformers(name: str, model_class: Any, config: Any, *, assumed: str = "") -> ModelSource:
@@ -207,7 +248,7 @@ def _from_class(spec: str, arguments: dict[str, Any]) -> ModelSource:
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         found = getattr(importlib.import_module(module_name), class_name, None)
-    except Exception as error:  # whatever the module's own code raises
+    except (Exception, SystemExit) as error:  # whatever the module's own code raises
         raise ConfigError(
             f"MODEL={spec!r}: the module {module_name!r} cannot be imported: {in_short(error)}.",
             "Run the command in the folder that holds it, or install its package.",
@@ -229,7 +270,7 @@ def _constructed(found: type[nn.Module], arguments: dict[str, Any]) -> nn.Module
             configure = getattr(module, "configure_model", None)
             if callable(configure):
                 configure()
-    except Exception as error:  # whatever the class's own code raises
+    except (Exception, SystemExit) as error:  # whatever the class's own code raises
         raise ConfigError(
             f"{found.__name__} cannot be built with the arguments {arguments}: {in_short(error)}.",
             "Pass its arguments as JSON: --init-args '{\"width\": 1024}'. Or pass the folder of the model itself.",

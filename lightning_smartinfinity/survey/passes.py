@@ -14,9 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from lightning_smartinfinity.errors import in_short
 from lightning_smartinfinity.plan.model import Passes
 
-__all__ = ["count_passes", "loss_of", "transformer_in"]
+__all__ = ["UNCOUNTED", "count_passes", "loss_of", "transformer_in"]
 
-_UNCOUNTED = "activations and time were not counted"
+UNCOUNTED = "activations and time were not counted"
+"""The beginning of words that say why there are no passes."""
 
 
 def count_passes(module: nn.Module, *, batch: int, seq: int) -> tuple[Passes | None, str]:
@@ -34,7 +35,7 @@ def count_passes(module: nn.Module, *, batch: int, seq: int) -> tuple[Passes | N
     """
     model = transformer_in(module)
     if model is None:
-        return None, f"{_UNCOUNTED}: the module holds no model of transformers, or several"
+        return None, f"{UNCOUNTED}: the module holds no model of transformers, or several"
     model.train()
     # A cache of keys and values is for generating; with activation checkpoints transformers warns of it.
     for config in {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}.values():
@@ -44,7 +45,7 @@ def count_passes(module: nn.Module, *, batch: int, seq: int) -> tuple[Passes | N
         kept = _kept_bytes(model, batch=batch, seq=seq)
         return _counted(model, batch=batch, seq=seq, kept=kept), ""
     except Exception as error:  # whatever a model's own code raises on tensors without values
-        return None, f"{_UNCOUNTED}: {in_short(error)}"
+        return None, f"{UNCOUNTED}: {in_short(error)}"
 
 
 def transformer_in(module: nn.Module) -> Any:

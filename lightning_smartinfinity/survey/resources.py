@@ -27,7 +27,10 @@ def survey_resources(storage: Path) -> Resources:
         StorageError: The disk of the folder cannot be read.
     """
     try:
-        disk = shutil.disk_usage(_existing(storage.absolute()))
+        existing = _existing(storage.absolute())
+        if not existing.is_dir():
+            raise NotADirectoryError(f"{str(existing)!r} is no folder")
+        disk = shutil.disk_usage(existing)
     except OSError as error:
         raise StorageError(f"The disk of {str(storage)!r} cannot be read: {error}.", "Pass --storage.") from error
     report = measure_memory(reserved=0)

@@ -48,8 +48,9 @@ def test_what_breaks_is_named(folder: str, capsys: pytest.CaptureFixture[str]) -
     """Exit status 3: nothing fits on a disk of a megabyte, and the optimizer state is the largest part there."""
     assert main(["plan", folder, *SMALL, "--seq", "16", "--disk", "1MB"]) == 3
     printed = capsys.readouterr().out
-    assert "It does not fit as asked: disk (in all) needs" in printed
+    assert "It does not fit as asked:\n  disk (in all) needs" in printed
     assert "Nothing that was tried fits" in printed
+    assert "It lacks the least with " in printed and "state_format='int8'" in printed
     found = planned(capsys, folder, *SMALL, "--seq", "16", "--disk", "1MB", status=3)
     assert found["chosen"] is None
     assert [(each["place"], each["owner"]) for each in found["asked"]["broken"]] == [("disk", "optimizer state")]
@@ -79,8 +80,67 @@ def test_several_models_make_a_table(capsys: pytest.CaptureFixture[str]) -> None
     assert len({line.count("|") for line in lines}) == 1
 
 
+def test_settings_that_fit_are_printed_as_asked(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What may be faster is a hint; the recipe has what was asked for."""
+    assert main(["plan", folder, *MACHINE, "--seq", "16", "--offload-param", "nvme"]) == 0
+    printed = capsys.readouterr().out
+    assert "It may be faster with offload_param='none'" in printed
+    assert "zero={'offload_param': {'device': 'nvme'}}" in printed
+
+
+def test_what_was_looked_up_is_told(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sizes that were not given are those of this machine, and the report names them."""
+    assert main(["plan", folder, *MACHINE[:4], "--seq", "16"]) in (0, 3)
+    assert "Looked up on this machine: disk, cores\n" in capsys.readouterr().out
+
+
+def test_a_worn_out_drive_is_told(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The drive of the plan may write less than the training does."""
+    assert main(["plan", folder, *SMALL, "--seq", "16", "--tokens", "1e12", "--tbw", "1"]) == 0
+    assert "more than the 1 TB that the drive may write" in capsys.readouterr().out
+
+
+def test_a_plan_without_activations_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """It fits only as far as is known."""
+    assert main(["plan", "tests.survey.models_of_users:Plain", *SMALL]) == 0
+    assert "It fits as far as is known: activations were not counted." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
-    "wrong", [["--host-memory", "24 gigs"], ["--init-args", "[1]"], ["--batch", "0"], ["--gpu-memory", "big"]]
+    ("wrong", "words"),
+    [
+        (["--processes", "4"], "Pass --gpus 4"),
+        (["--init-args", "{}"], "are for a class"),
+        (["--storage", __file__], "is no folder"),
+    ],
+)
+def test_contradictions_are_refused(wrong: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status 1, and the message names the option."""
+    assert main(["plan", "20M", *MACHINE, *wrong]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_gpus_of_unknown_memory_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """There is no GPU here whose memory could be taken."""
+    assert main(["plan", "20M", "--gpus", "2", "--gpu-memory", "none"]) == 1
+    assert "Pass --gpu-memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--host-memory", "24 gigs"],
+        ["--init-args", "[1]"],
+        ["--init-args", "[" * 100_000],
+        ["--batch", "0"],
+        ["--gpu-memory", "big"],
+        ["--gpu-memory", "24"],
+        ["--gpu-memory", "0"],
+        ["--gpu-memory", "9" * 400],
+        ["--drive-read", "0"],
+        ["--save-top-k", "-1"],
+        ["--gpus", "999999"],
+    ],
 )
 def test_bad_options_name_a_remedy(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Argparse's error holds the text and the rule's remedy."""
@@ -88,7 +148,7 @@ def test_bad_options_name_a_remedy(wrong: list[str], capsys: pytest.CaptureFixtu
         main(["plan", "7B", *wrong])
     assert caught.value.code == 2
     printed = capsys.readouterr().err
-    assert repr(wrong[1]) in printed and "Pass " in printed
+    assert repr(wrong[1][:40]) in printed and "Pass " in printed
 
 
 def test_a_missing_folder_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_smartinfinity.errors import ConfigError
-from lightning_smartinfinity.plan.choice import Plan, Resources, alternatives, cheapest, make_plan
+from lightning_smartinfinity.plan.choice import Plan, Resources, _divided, alternatives, cheapest, make_plan, nearest
 from lightning_smartinfinity.plan.model import ModelFigures, llama_shape
 from lightning_smartinfinity.plan.needs import Need, Place
 from lightning_smartinfinity.plan.pace import Range, assumed_rates, pace, written_bytes
@@ -130,8 +130,46 @@ def test_a_small_model_needs_no_storage() -> None:
     seven = {one.name: one for one in alternatives(SEVEN, TRAINING, resources)}
     assert not seven["AdamW in memory"].fits and seven["LoRA with 1 % of the parameters"].fits
     assert seven["AdamW in memory"].total > 16 * SEVEN.numel
-    many = [one.name for one in alternatives(SEVEN, TRAINING, replace(resources, num_gpus=8))]
-    assert "FSDP over 8 GPUs" in many
+    many = {one.name: one for one in alternatives(SEVEN, TRAINING, replace(resources, num_gpus=8))}
+    assert many["AdamW in memory (DDP)"].total > many["FSDP over 8 GPUs"].total > 2 * SEVEN.numel
+
+
+def test_frozen_parameters_have_no_state_in_memory_either() -> None:
+    """Of a model of which a thousandth is trained, 2 bytes per parameter are needed without storage, not 16."""
+    trained = SEVEN.trained[-2:-1]
+    model = replace(SEVEN, trained=trained, frozen=(SEVEN.numel - sum(trained),), passes=None)
+    (plain, *_) = alternatives(model, TRAINING, LARGE)
+    assert plain.total == pytest.approx(2 * model.numel, rel=0.1)
+
+
+def test_an_optimizer_in_memory_has_its_own_state() -> None:
+    """SGD without momentum keeps one array less than AdamW's two, at least."""
+    adam, sgd = (alternatives(SEVEN, replace(TRAINING, optimizer=name), LARGE)[0] for name in ("AdamW", "SGD"))
+    assert sgd.name == "SGD in memory"
+    assert adam.owners["optimizer state"] == 8 * SEVEN.numel > sgd.owners["optimizer state"]
+
+
+@pytest.mark.parametrize(("batch", "parts"), [(16, [16, 8, 4, 2, 1]), (15, [15, 5, 1]), (7, [7, 1]), (1, [1])])
+def test_batches_are_divided_down_to_single_sequences(batch: int, parts: list[int]) -> None:
+    """The tokens of a step stay the same, whatever the batch is."""
+    divided = [*_divided(replace(TRAINING, batch=batch))]
+    assert [each.batch for each in divided] == parts
+    assert {each.batch * each.accumulate for each in divided} == {batch}
+
+
+def test_what_lacks_the_least_is_found() -> None:
+    """On a disk that is too small for every state, the smallest state is nearest."""
+    small = replace(LARGE, disk=GB)
+    assert cheapest(SEVEN, TRAINING, small, RATES) is None
+    assert nearest(SEVEN, TRAINING, small, RATES).training.state_format == "int8"
+
+
+def test_processes_on_a_cpu_share_its_cores() -> None:
+    """Four processes compute four times as much on the same cores; each on a GPU of its own takes no longer."""
+    for on_gpu, factor in ((False, 4), (True, 1)):
+        one, four = (pace(SEVEN, replace(TRAINING, processes=n), RATES, on_gpu=on_gpu) for n in (1, 4))
+        assert one is not None and four is not None
+        assert four.forward.low == pytest.approx(factor * one.forward.low)
 
 
 def test_measured_rates_make_figures() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 
 class WithTransformer(pl.LightningModule):
@@ -32,6 +34,35 @@ class Needy(nn.Module):
         super().__init__()
         self.layer = nn.Linear(width, width)
         self.register_buffer("counts", torch.zeros(width))
+
+
+class Loading(pl.LightningModule):
+    """Loads a model from a folder in configure_model, as the README does."""
+
+    def configure_model(self) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained("my-model")
+
+
+class RaisesValueError(nn.Module):
+    def __init__(self) -> None:
+        raise ValueError
+
+
+class Exits(nn.Module):
+    def __init__(self) -> None:
+        sys.exit(7)
+
+
+class UsesACard(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2).to("xpu:77")
+
+
+class ReadsValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = float(torch.zeros(1, device="meta"))
 
 
 NOT_A_CLASS = 3

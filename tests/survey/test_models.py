@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.survey.models import find_source, survey_model
@@ -66,14 +66,14 @@ def test_a_number_becomes_a_llama() -> None:
     assert torch.get_default_dtype() == dtype
 
 
-def test_without_transformers_a_number_still_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_a_number_still_has_a_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Formulas take the place of counting, and the plan says so; a folder is refused with what to install."""
     _hide_transformers(monkeypatch)
     model = survey_model(find_source("7B"), batch=1, seq=512)
     assert model.passes is not None and not model.passes.counted
     assert "transformers is not installed" in model.assumed
     with pytest.raises(UnsupportedError, match=r"lightning-smartinfinity\[huggingface\]"):
-        find_source(str(Path(__file__).parent.parent / "survey" / "models_of_users.py"))
+        find_source(str(folder))
 
 
 def _hide_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,12 +89,79 @@ def _hide_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib, "import_module", without)
 
 
+def test_passes_of_another_batch_are_counted(folder: Path) -> None:
+    """Of one sequence they are those that a survey of one finds, and not a part of those of four."""
+    source = find_source(str(folder))
+    four, one = (survey_model(source, batch=batch, seq=16) for batch in (4, 1))
+    assert four.passes_of(1) == one.passes
+    assert four.passes is not None and one.passes is not None and four.passes != one.passes
+
+
+def test_a_class_that_loads_a_model_is_built_without_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """from_pretrained builds what the folder's configuration says, here of a folder that has no weights at all."""
+    monkeypatch.chdir(tmp_path)
+    CONFIG.save_pretrained(tmp_path / "my-model")
+    model = survey_model(find_source(f"{HERE}:Loading"), batch=2, seq=16)
+    expected = survey_model(find_source(str(tmp_path / "my-model")), batch=2, seq=16)
+    assert (model.trained, model.passes) == (expected.trained, expected.passes)
+    with pytest.raises(OSError, match="my-model"):
+        LlamaForCausalLM.from_pretrained("my-model")  # is as it was
+
+
+def test_a_model_that_fake_tensors_cannot_build_has_no_passes(tmp_path: Path) -> None:
+    """Its parameters are those of the built model, and the plan says that activations were not counted."""
+    config = ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        architectures=["ViTForImageClassification"],
+    )
+    config.save_pretrained(tmp_path)
+    model = survey_model(find_source(str(tmp_path)), batch=1, seq=4)
+    assert model.trained == tuple(param.numel() for param in ViTForImageClassification(config).parameters())
+    assert model.passes is None and "not counted" in model.assumed
+
+
+def test_a_quantized_model_is_refused(folder: Path) -> None:
+    """Its weights cannot be trained, and the remedy says what to plan for."""
+    file = folder / "config.json"
+    quantized = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | quantized))
+    with pytest.raises(UnsupportedError, match="from which it was made"):
+        find_source(str(folder))
+
+
+@pytest.mark.parametrize("name", ["RaisesValueError", "Exits", "UsesACard", "ReadsValues"])
+def test_a_class_that_cannot_be_built_is_refused(name: str) -> None:
+    """Whatever its own code raises is told by our error."""
+    with pytest.raises(ConfigError, match=f"{name} cannot be built"):
+        survey_model(find_source(f"{HERE}:{name}"), batch=1, seq=1)
+
+
+@pytest.mark.parametrize("code", ["x = undefined", "def f(:", "import sys; sys.exit(7)"])
+def test_a_module_that_cannot_be_imported_is_refused(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the module, and nothing of it decides about the exit status."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_module.py").write_text(code)
+    with pytest.raises(ConfigError, match="'broken_module' cannot be imported"):
+        find_source("broken_module:Class")
+
+
 @pytest.mark.parametrize(
     ("spec", "remedy"),
     [
         ("nowhere/at/all", "such as 7B or 124M"),
+        ("a" * 5000, "such as 7B or 124M"),
+        ("~nobody", "such as 7B or 124M"),
+        ("some-name/of-the-hub", "hf download some-name/of-the-hub config.json"),
+        (__file__, "such as 7B or 124M"),
         ("3", "such as 7B"),
-        ("900T", "from 1M to 2T"),
+        ("900T", "from 1M to 1T"),
         ("no_such_package_x.y:Class", "cannot be imported"),
         (f"{HERE}:Missing", "Name a class"),
         (f"{HERE}:NOT_A_CLASS", "Name a class"),
@@ -134,6 +201,9 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         find_source(str(tmp_path))
     file.write_text(json.dumps({"model_type": "llama", "architectures": ["NoSuchModel"]}))
     with pytest.raises(UnsupportedError, match="NoSuchModel"):
+        find_source(str(tmp_path))
+    file.write_text(json.dumps({"model_type": "llama", "architectures": "LlamaForCausalLM"}))
+    with pytest.raises(ConfigError, match="names no architectures"):
         find_source(str(tmp_path))
     file.write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):

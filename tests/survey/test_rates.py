@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -46,15 +45,15 @@ def test_measuring_leaves_only_figures(tmp_path: Path, small_drive: None) -> Non
     assert config.num_hidden_layers == 5
 
 
-def test_other_models_measure_a_product_of_matrices(tmp_path: Path, small_drive: None) -> None:
-    """A module without a model of transformers has rates, too."""
-    source = find_source("tests.survey.models_of_users:Plain")
-    model = survey_model(source, batch=1, seq=16)
+def test_the_model_in_a_module_is_measured(tmp_path: Path, small_drive: None) -> None:
+    """Passes of a module are those of the only model of transformers in it; without one they stay unmeasured."""
     rates = assumed_rates(on_gpu=False, cores=2)
-    measured = measure_rates(
-        source, model, replace(TRAINING, precision="32-true"), rates, storage=tmp_path, device="cpu"
-    )
-    assert measured.flops.measured and measured.flops.low > 1e6
+    for name, has_passes in {"WithTransformer": True, "Plain": False}.items():
+        source = find_source(f"tests.survey.models_of_users:{name}")
+        model = survey_model(source, batch=1, seq=16)
+        measured = measure_rates(source, model, TRAINING, rates, storage=tmp_path, device="cpu")
+        assert measured.flops.measured is measured.backward_flops.measured is has_passes
+        assert measured.drive_read.measured
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
