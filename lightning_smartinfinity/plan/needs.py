@@ -17,6 +17,7 @@ from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLay
 __all__ = [
     "CUDA_CONTEXT_BYTES",
     "CUDA_HOST_BYTES",
+    "ENGINE_BYTES",
     "PROCESS_BYTES",
     "Need",
     "Place",
@@ -33,6 +34,12 @@ PROCESS_BYTES = 620_000_000
 """Resident memory of a process that trains, without model and update: imports, threads, engine and kernels.
 
 From ``benchmarks/plan.py --sizes 20M`` with a CPU build of torch 2.13; other builds take more.
+"""
+
+ENGINE_BYTES = 180_000_000
+"""Part of :data:`PROCESS_BYTES` that comes with the engine, its threads and kernels, after the model was built.
+
+From ``benchmarks/plan.py --sizes 355M 1.1B``.
 """
 
 CUDA_CONTEXT_BYTES = 600_000_000
@@ -137,16 +144,18 @@ def _host_phases(
     process = {"process": process_bytes, "CUDA libraries": CUDA_HOST_BYTES if on_gpu else 0}
     held = {**process, **_held_parameters(model, training, on_gpu=on_gpu)}
     update = held_by_update(model, training, on_gpu=on_gpu)
-    building = {**process, **building_owners(model, training, on_gpu=on_gpu)}
+    imported = {**process, "process": process_bytes - ENGINE_BYTES}
+    building = {**imported, **building_owners(model, training, on_gpu=on_gpu)}
     # The first state is written through the ring once the model is partitioned, before there are gradients.
-    writing = {**held, "ring": update["ring"]}
+    slots = training.num_buffers * layout_of(model.trained, training).extents.place_bytes
+    writing = {**held, "ring": slots}
     yield "building", max(building, writing, key=lambda owners: sum(owners.values()))
     computing = {} if on_gpu else {**activation_owners(model, training), "buffers": model.buffer_bytes}
     if not on_gpu and training.processes > 1:
         computing["gathered layers"] = training.item_bytes * _gathered_numel(model, training)
     yield "training", {**held, **update, **computing}
-    # Between steps no activations live. The state moves through a window as large as the ring.
-    yield "saving", {**held, **update, "window": update["ring"]}
+    # Between steps no activations live. The state moves through a window as large as the slots of the ring.
+    yield "saving", {**held, **update, "window": slots}
 
 
 def building_owners(model: ModelFigures, training: Training, *, on_gpu: bool) -> dict[str, int]:

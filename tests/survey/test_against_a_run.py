@@ -1,4 +1,4 @@
-"""Plans of a training of 20 million parameters are compared with a run in a process of its own."""
+"""Plans of a training of 60 million parameters are compared with a run in a process of its own."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from tests.helpers.waiting import PROCESS_LIMIT
 
 BENCHMARK = REPOSITORY / "benchmarks" / "plan.py"
 BATCH, SEQ = 1, 256
-BOUND = 200e6  # bytes; or a tenth
+SIZE = "60M"
+BOUND = 80e6  # bytes; or a tenth. A copy of the model in 16 bit has 120e6.
 
 
 @pytest.fixture(scope="module", params=["none", "nvme"])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Training, Any, Any, Any]:
     """Return the training, the model, the plan and the figures of a run."""
     folder = tmp_path_factory.mktemp("run")
-    size = "20M" if request.param == "none" else "20M/nvme"
+    size = SIZE if request.param == "none" else f"{SIZE}/nvme"
     shape = ["--batch", str(BATCH), "--seq", str(SEQ)]
     done = subprocess.run(
         [sys.executable, BENCHMARK, "--child", "run", size, "--storage", folder, *shape],
@@ -39,14 +40,14 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     )
     assert done.returncode == 0, done.stderr
     training = Training(batch=BATCH, seq=SEQ, offload_param=request.param)
-    model = survey_model(find_source("20M"), batch=BATCH, seq=SEQ)
+    model = survey_model(find_source(SIZE), batch=BATCH, seq=SEQ)
     plan = make_plan(model, training, survey_resources(folder), assumed_rates(on_gpu=False, cores=2))
     return training, model, plan, json.loads(done.stdout.split("FIGURES ")[1].splitlines()[0])
 
 
 @pytest.mark.parametrize("phase", ["building", "training", "saving"])
 def test_peak_memory(both: tuple[Any, ...], phase: str) -> None:
-    """The highest resident memory of each phase is met within a tenth or 200 MB."""
+    """The highest resident memory of each phase is met more closely than any owner of the model is large."""
     _, _, plan, run = both
     (need,) = [each for each in plan.needs if each.place is Place.HOST and each.phase == phase]
     assert need.total == pytest.approx(run[phase], rel=0.1, abs=BOUND)
