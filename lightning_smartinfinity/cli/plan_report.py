@@ -189,7 +189,7 @@ def _row(found: Findings) -> list[str]:
     broken = found.asked.broken
     first = f"{broken[0].place.value}: {broken[0].largest}" if broken else "nothing"
     changes = ", ".join(_changes(plan, found.asked)) or "the defaults"
-    changes = changes if plan.fits else f"nothing that was tried; least with {changes}"
+    changes = changes if plan.fits else f"nothing; nearest: {changes}"
     life = "" if plan.pace is None else f"{plan.pace.life_in_steps(found.tbw):,.0f}"
     return [found.model.name, *(_gb(most[place]) for place in Place), life, first, changes]
 

@@ -155,7 +155,8 @@ def nearest(model: ModelFigures, training: Training, resources: Resources, rates
 
     def lack(one: Training) -> float:
         found = needs(model, one, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
-        return sum(max(0.0, need.total / max(1, resources.has(need.place)) - 1.0) for need in found)
+        lacking = sum(max(0.0, need.total / max(1, resources.has(need.place)) - 1.0) for need in found)
+        return round(lacking, 2)  # settings that give up less come first
 
     tried = (one for candidates in _stages(training, on_gpu=resources.on_gpu) for one in candidates)
     return make_plan(model, min(tried, key=lack), resources, rates)
