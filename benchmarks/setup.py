@@ -1,6 +1,7 @@
 """Peak memory of each phase of a training: imports, building, set-up with the first state, steps, saving.
 
     python benchmarks/setup.py --numel 571000000 --where configure_model
+    python benchmarks/setup.py --numel 20000000 --layers 20000
 
 The model is a chain of layers of 1 to 64 MB, as those of a language model, in bf16. Each peak is the resident set's
 high-water mark (VmHWM), which is reset before the phase, above what the process takes after its imports. The storage
@@ -23,7 +24,7 @@ from peak_memory import resident
 from torch import nn
 from torch.utils.data import DataLoader
 
-STEPS = 3
+STEPS = 4
 
 
 class Phases:
@@ -69,8 +70,8 @@ class Chain(pl.LightningModule):
     def on_train_start(self) -> None:
         self.phases.end("set-up, first state")
 
-    def on_train_end(self) -> None:
-        self.phases.end(f"{STEPS} steps")
+    def on_train_batch_end(self, *_: object) -> None:
+        self.phases.end(f"step {self.global_step}")
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return self.layers(batch.to(self.dtype)).float().square().mean()  # type: ignore[no-any-return]
@@ -82,8 +83,10 @@ class Chain(pl.LightningModule):
         return DataLoader(torch.randn(STEPS, self.shape[0]), batch_size=1)  # type: ignore[arg-type]
 
 
-def shape_of(numel: int) -> tuple[int, int]:
+def shape_of(numel: int, layers: int | None) -> tuple[int, int]:
     """Return width and depth of a chain with about this number of parameters."""
+    if layers is not None:
+        return max(1, round((numel / layers) ** 0.5)), layers
     width = 2048 if numel > 100_000_000 else 1024 if numel > 10_000_000 else 128
     return width, max(1, round(numel / width**2))
 
@@ -92,6 +95,7 @@ def main() -> int:
     """Measure the phases and print a table below the machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=571_000_000, help="number of parameters")
+    parser.add_argument("--layers", type=int, help="number of layers, each with one tensor (default: few large ones)")
     parser.add_argument("--where", choices=("init", "configure_model"), default="configure_model")
     parser.add_argument("--precision", choices=("bf16-true", "bf16-mixed"), default="bf16-true")
     options = parser.parse_args()
@@ -99,7 +103,7 @@ def main() -> int:
     from lightning_smartinfinity import SmartInfinityStrategy
     from lightning_smartinfinity.zero3 import engine  # noqa: F401  (its import is a phase of its own)
 
-    phases, (width, depth) = Phases(), shape_of(options.numel)
+    phases, (width, depth) = Phases(), shape_of(options.numel, options.layers)
     base = resident("VmRSS")
     phases.end("import")
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
