@@ -46,7 +46,7 @@ def _run(options: argparse.Namespace) -> int:
         print_report(found[0])
     else:
         print_table(found)
-    return 0 if all(one.chosen is not None for one in found) else _DOES_NOT_FIT
+    return 0 if all(one.best.fits for one in found) else _DOES_NOT_FIT
 
 
 def _findings(spec: str, options: argparse.Namespace) -> Findings:
@@ -61,12 +61,12 @@ def _findings(spec: str, options: argparse.Namespace) -> Findings:
     source = find_source(spec, arguments=options.init_args)
     model = survey_model(source, batch=training.batch, seq=training.seq, in_16_bit=training.item_bytes == 2)
     rates = _rates(options, training, resources, source=source, model=model)
+    chosen = cheapest(model, training, resources, rates)
     return Findings(
         model=model,
         resources=resources,
         asked=make_plan(model, training, resources, rates),
-        chosen=cheapest(model, training, resources, rates),
-        nearest=nearest(model, training, resources, rates),
+        best=nearest(model, training, resources, rates) if chosen is None else chosen,
         found_here=found_here(options),
         alternatives=alternatives(model, training, resources),
         tbw=options.tbw or TBW_PER_TB * resources.drive_bytes / 1e12,

@@ -32,8 +32,7 @@ class Findings:
         model: Its sizes.
         resources: What the machine has.
         asked: Plan of the training as asked.
-        chosen: The fastest plan that fits; None if none does.
-        nearest: The plan that lacks the least.
+        best: The fastest plan that fits; if none does, the one that lacks the least.
         alternatives: Ways to train without storage.
         tbw: Terabytes that the drive may write.
         tbw_given: Whether the user gave that figure.
@@ -44,8 +43,7 @@ class Findings:
     model: ModelFigures
     resources: Resources
     asked: Plan
-    chosen: Plan | None
-    nearest: Plan
+    best: Plan
     alternatives: Sequence[Alternative]
     tbw: float
     tbw_given: bool
@@ -73,7 +71,7 @@ def _report(found: Findings) -> Iterator[str]:
     yield ""
     yield from _needs(found.asked, found.resources)
     yield from _verdict(found)
-    shown = found.asked if found.asked.fits else found.chosen or found.nearest
+    shown = found.asked if found.asked.fits else found.best
     yield from _pace(shown, found)
     yield from _without_storage(found.alternatives)
     if shown.fits:
@@ -101,15 +99,15 @@ def _verdict(found: Findings) -> Iterator[str]:
     if found.asked.fits:
         known = "" if found.model.passes is not None else " as far as is known: activations were not counted"
         yield f"It fits{known}."
-        if found.chosen is not None and found.chosen.training != found.asked.training:
-            yield f"It may be faster with {', '.join(_changes(found.chosen, found.asked))}."
+        if found.best.training != found.asked.training:
+            yield f"It may be faster with {', '.join(_changes(found.best, found.asked))}."
         return
     yield "It does not fit as asked:"
     yield from (f"  {_broken(need, found.resources)}" for need in found.asked.broken)
-    if found.chosen is None:
+    best = found.best
+    if not best.fits:
         yield "Nothing that was tried fits: where parameters lie, where the model is built, activation checkpoints,"
         yield "smaller micro-batches, smaller state formats, bf16."
-    best = found.chosen or found.nearest
     if best.training != found.asked.training:
         yield f"{'It fits' if best.fits else 'It lacks the least'} with {', '.join(_changes(best, found.asked))}:"
         yield ""
@@ -184,7 +182,7 @@ def print_table(findings: Sequence[Findings]) -> None:
 
 
 def _row(found: Findings) -> list[str]:
-    plan = found.chosen or found.nearest
+    plan = found.best
     most = {place: max((need.total for need in plan.needs if need.place is place), default=0) for place in Place}
     broken = found.asked.broken
     first = f"{broken[0].place.value}: {broken[0].largest}" if broken else "nothing"
@@ -208,8 +206,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         },
         "machine": asdict(found.resources),
         "asked": _plan_json(found.asked),
-        "chosen": None if found.chosen is None else _plan_json(found.chosen),
-        "nearest": _plan_json(found.nearest),
+        "best": _plan_json(found.best),
         "drive": {"tbw": found.tbw, "assumed": not found.tbw_given},
         "without_storage": [
             {"name": one.name, "bytes": one.total, "available": one.available, "fits": one.fits, "owners": one.owners}

@@ -52,7 +52,7 @@ def test_what_breaks_is_named(folder: str, capsys: pytest.CaptureFixture[str]) -
     assert "Nothing that was tried fits" in printed
     assert "It lacks the least with " in printed and "state_format='int8'" in printed
     found = planned(capsys, folder, *SMALL, "--seq", "16", "--disk", "1MB", status=3)
-    assert found["chosen"] is None
+    assert not found["best"]["fits"]
     assert [(each["place"], each["owner"]) for each in found["asked"]["broken"]] == [("disk", "optimizer state")]
 
 
