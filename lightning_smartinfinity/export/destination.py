@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from lightning_smartinfinity.errors import CheckpointError, StorageFullError
+from lightning_smartinfinity.export.staging_lock import locked, remove_content
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.replacement import beside, flush, put_back, put_in_place
 
@@ -78,28 +79,32 @@ def staged(target: Path, *, keeps_others: bool = False) -> Iterator[Path]:
             for those that the export has, too.
 
     Raises:
+        StorageLockedError: Another process writes to the same path.
+        CheckpointError: Something was put at ``target`` meanwhile, and others are not kept.
         StorageFullError: The disk is full.
         StorageError: The folder cannot be written.
     """
     place = Path(os.path.realpath(target))
     staging = beside(place)
     new = staging / place.name
-    try:
-        with storage_errors("Writing the export", target):
-            put_back(staging, place)
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
+    with storage_errors("Writing the export", target), locked(staging, target):
+        put_back(staging, place)
+        remove_content(staging)
+        if not keeps_others:
+            require_unused(target)
+        try:
             yield new
             for path in new.glob("*"):
                 flush(path)
             if keeps_others and place.is_dir():
                 _keep_others(place, new)
             flush(new)
+            if not keeps_others:
+                require_unused(target)  # another program may have made it meanwhile
             put_in_place(new, place)
             flush(place.parent)
-    finally:
-        put_back(staging, place)
-        shutil.rmtree(staging, ignore_errors=True)
+        finally:
+            put_back(staging, place)
 
 
 def _keep_others(old: Path, new: Path) -> None:

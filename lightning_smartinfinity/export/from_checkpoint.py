@@ -23,13 +23,11 @@ from lightning_smartinfinity.export.models import (
     without_memory,
 )
 from lightning_smartinfinity.export.pretrained import FolderExport, plain_export, pretrained_export, writing_folder
+from lightning_smartinfinity.export.routes import DTYPES
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
 from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents, Part
 
-__all__ = ["DTYPES", "FORMATS", "ExportSettings", "export_checkpoint"]
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtypes of an export by the names that the command knows."""
+__all__ = ["FORMATS", "ExportSettings", "export_checkpoint"]
 
 FORMATS = ("safetensors", "lightning")
 """Formats of an export."""

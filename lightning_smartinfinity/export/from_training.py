@@ -8,9 +8,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lightning_smartinfinity.checks import check, one_of, optional
+from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.export.destination import require_folder
 from lightning_smartinfinity.export.models import choose, describe, models_in
 from lightning_smartinfinity.export.pretrained import FolderExport, plain_export, pretrained_export, writing_folder
+from lightning_smartinfinity.export.routes import DTYPES
 from lightning_smartinfinity.zero3.checkpoints.live_weights import LiveWeights
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put
 from lightning_smartinfinity.zero3.collectives import raising_together
@@ -32,7 +35,8 @@ def save_module(
     Args:
         module: The module.
         target: Path of the folder. If it exists, its files stay, except for older weights.
-        dtype: Dtype of trained weights; None means that of the training, whose bits they then have.
+        dtype: Dtype of trained weights, one of :data:`DTYPES`; None means that of the training, whose bits they then
+            have.
         max_shard_size: Bytes of a file, or text such as ``"5GB"``; None means transformers' default.
 
     Raises:
@@ -40,7 +44,9 @@ def save_module(
     """
     export: FolderExport | None = None
     with raising_together():
+        check("save_pretrained", "dtype", dtype, optional(one_of(*DTYPES.values())))
         require_folder(target)
+        _require_values(module)
         source, export = _planned(module, dtype=dtype, max_shard_size=max_shard_size)
     assert export is not None
     with ExitStack() as written:
@@ -66,6 +72,24 @@ def _planned(
     return source, pretrained_export(
         model, describe(model), source.contents, dtype=dtype, max_shard_size=max_shard_size
     )
+
+
+def _require_values(module: torch.nn.Module) -> None:
+    """Check that every weight has values: moving a partitioned module to "meta" leaves new, empty parameters."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.is_meta or _lost_its_partition(tensor):
+            raise UnsupportedError(
+                f"{name!r} of {type(module).__name__} has no values: it is empty or on the device 'meta', for example "
+                "after module.to('meta').",
+                "Call save_pretrained before its parameters are moved or replaced, or export a checkpoint by "
+                "`smart-infinity export`.",
+            )
+
+
+def _lost_its_partition(tensor: torch.Tensor) -> bool:
+    """Return whether it has the shape of ZeRO-3's empty tensors, but is none that ZeRO-3 knows."""
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return is_parameter and tensor.shape == (0,) and not hasattr(tensor, "ds_id")
 
 
 def _needs_masters(export: FolderExport) -> bool:
