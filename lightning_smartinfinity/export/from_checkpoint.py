@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from lightning_smartinfinity.checks import one_of, require
+from lightning_smartinfinity.checks import one_of, optional, require
 from lightning_smartinfinity.errors import CheckpointError, ConfigError
 from lightning_smartinfinity.export.companions import has_tokenizer
-from lightning_smartinfinity.export.destination import require_unused
+from lightning_smartinfinity.export.destination import require_unused, resolved
 from lightning_smartinfinity.export.lightning_file import write_lightning_file
 from lightning_smartinfinity.export.models import (
     Model,
@@ -24,6 +24,7 @@ from lightning_smartinfinity.export.models import (
 )
 from lightning_smartinfinity.export.pretrained import FolderExport, plain_export, pretrained_export, writing_folder
 from lightning_smartinfinity.export.routes import DTYPES
+from lightning_smartinfinity.export.shards import SHARD_SIZE
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
 from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents, Part
 
@@ -59,6 +60,7 @@ class ExportSettings:
         require(self, "an export", to=one_of(*FORMATS))
         if self.dtype is not None:
             require(self, "an export", dtype=one_of(*DTYPES))
+        require(self, "an export", max_shard_size=optional(SHARD_SIZE))
 
 
 def export_checkpoint(checkpoint: Path, target: Path, settings: ExportSettings) -> list[str]:
@@ -75,6 +77,7 @@ def export_checkpoint(checkpoint: Path, target: Path, settings: ExportSettings) 
     Raises:
         SmartInfinityError: The checkpoint cannot be read or exported, or the export cannot be written.
     """
+    target = resolved(target)
     require_unused(target, outside=checkpoint)
     source = CheckpointWeights(checkpoint)
     if settings.to == "lightning":

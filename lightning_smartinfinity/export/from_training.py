@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from lightning_smartinfinity.checks import check, one_of, optional
-from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.export.destination import require_folder
+from lightning_smartinfinity.checks import Rule, check, optional
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.export.destination import require_folder, resolved
 from lightning_smartinfinity.export.models import choose, describe, models_in
 from lightning_smartinfinity.export.pretrained import FolderExport, plain_export, pretrained_export, writing_folder
 from lightning_smartinfinity.export.routes import DTYPES
+from lightning_smartinfinity.export.shards import SHARD_SIZE
 from lightning_smartinfinity.zero3.checkpoints.live_weights import LiveWeights
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put
 from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.release import trainings_of
 
 __all__ = ["save_module"]
+
+_DTYPE = optional(
+    Rule(
+        f"Pass one of {', '.join(map(str, DTYPES.values()))}, since others would lose trained weights",
+        lambda value: value in DTYPES.values(),
+    )
+)
 
 
 def save_module(
@@ -44,8 +54,11 @@ def save_module(
     """
     export: FolderExport | None = None
     with raising_together():
-        check("save_pretrained", "dtype", dtype, optional(one_of(*DTYPES.values())))
+        check("save_pretrained", "dtype", dtype, _DTYPE)
+        check("save_pretrained", "max_shard_size", max_shard_size, optional(SHARD_SIZE))
+        target = resolved(target)
         require_folder(target)
+        _require_outside_storage(module, target)
         _require_values(module)
         source, export = _planned(module, dtype=dtype, max_shard_size=max_shard_size)
     assert export is not None
@@ -72,6 +85,20 @@ def _planned(
     return source, pretrained_export(
         model, describe(model), source.contents, dtype=dtype, max_shard_size=max_shard_size
     )
+
+
+def _require_outside_storage(module: torch.nn.Module, target: Path) -> None:
+    """Check that the folder is not where a training of the module keeps its state, nor around it."""
+    for training in trainings_of(module):
+        offload = training._offload
+        for folder in offload.storage if training.rank_state.is_open else ():
+            storage = Path(os.path.realpath(folder))
+            if target.is_relative_to(storage / offload.transfer.job) or storage.is_relative_to(target):
+                raise ConfigError(
+                    f"save_pretrained cannot write {target}: the training keeps its optimizer state in "
+                    f"{storage / offload.transfer.job}.",
+                    "Name a folder elsewhere.",
+                )
 
 
 def _require_values(module: torch.nn.Module) -> None:

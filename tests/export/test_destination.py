@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from lightning_smartinfinity.errors import CheckpointError, StorageLockedError
+from lightning_smartinfinity.cli.main import main
+from lightning_smartinfinity.errors import CheckpointError, ConfigError, SmartInfinityError, StorageLockedError
 from lightning_smartinfinity.export.destination import staged
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
+from lightning_smartinfinity.export.from_training import save_module
 from lightning_smartinfinity.store.replacement import beside
 from tests.export.trained import Trained, files_of
 
@@ -70,3 +75,59 @@ def test_what_another_program_puts_there_meanwhile_stays(tmp_path: Path) -> None
         write_both(folder, out)
     assert out.read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# ---- paths that nothing can be put at
+
+
+@pytest.mark.parametrize("name", [".", "", "..", "/", "/dev/shm", "x\0y", "/proc/x", "link"])
+def test_a_path_that_cannot_be_replaced(
+    name: str, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways to save refuse it, before anything is written."""
+    checkpoint, here = trained("llama").checkpoint, tmp_path / "a" / "b"
+    here.mkdir(parents=True)
+    (here / "link").symlink_to(here / "gone")
+    monkeypatch.chdir(here)
+    message = "current folder|mount point|NUL byte|cannot be written|which does not exist"
+    with pytest.raises(SmartInfinityError, match=message):
+        export_checkpoint(checkpoint, Path(name), ExportSettings())
+    with pytest.raises(SmartInfinityError, match=message):
+        save_module(torch.nn.Linear(2, 2), Path(name))
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "b", "link"]
+
+
+def test_a_path_through_a_folder_that_is_missing(
+    trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """./x/../out is out, whether or not there is an x."""
+    checkpoint = trained("llama").checkpoint
+    monkeypatch.chdir(tmp_path)
+    told = export_checkpoint(checkpoint, Path("./x/../out"), ExportSettings())
+    assert str(tmp_path / "out") in told[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert files_of(tmp_path / "out") == files_of(trained("llama").root / "live")
+
+
+SIZES = ["0", "0GB", "-1", "-5GB", "x", "", "nan", "nanGB", "inf", "infGB", "5XB", "GB", "\u0665GB"]
+
+
+@pytest.mark.parametrize("size", [*SIZES, 0, -1, True, 1.5])
+def test_a_size_of_files_that_is_none(size: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both ways to save and the command name the value, and write nothing."""
+    with pytest.raises(ConfigError, match=re.escape(f"max_shard_size={size!r}")):
+        ExportSettings(max_shard_size=size)
+    with pytest.raises(ConfigError, match=re.escape(f"max_shard_size={size!r}")):
+        save_module(torch.nn.Linear(2, 2), tmp_path / "out", max_shard_size=size)
+    if isinstance(size, str):
+        assert main(["export", str(tmp_path), str(tmp_path / "out"), f"--max-shard-size={size}"]) == 1
+        assert repr(size) in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [20_000, "20000", "20KB", " 0.02 mb "])
+def test_sizes_of_files(size: Any, trained: Train, tmp_path: Path) -> None:
+    """A number of bytes may be text, and units are those of transformers."""
+    export_checkpoint(trained("llama").checkpoint, tmp_path / "out", ExportSettings(max_shard_size=size))
+    sizes = [file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")]
+    assert len(sizes) > 1 and max(sizes) < 22_000
