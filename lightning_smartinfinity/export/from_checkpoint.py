@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_smartinfinity.checks import one_of, optional, require
+from lightning_smartinfinity.checks import Rule, one_of, optional, require
 from lightning_smartinfinity.errors import CheckpointError, ConfigError
 from lightning_smartinfinity.export.companions import has_tokenizer
 from lightning_smartinfinity.export.destination import require_unused, resolved
@@ -33,6 +34,8 @@ __all__ = ["FORMATS", "ExportSettings", "export_checkpoint"]
 FORMATS = ("safetensors", "lightning")
 """Formats of an export."""
 
+_FOLDER = Rule("Pass the folder of the model before it was trained", os.path.isdir, "is no folder")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings:
@@ -47,7 +50,7 @@ class ExportSettings:
         max_shard_size: Largest size of a file, such as ``"5GB"``. Default: that of transformers.
 
     Raises:
-        ConfigError: A setting is unknown.
+        ConfigError: A setting is unknown, out of range, or does not apply to the format.
     """
 
     to: str = "safetensors"
@@ -60,7 +63,14 @@ class ExportSettings:
         require(self, "an export", to=one_of(*FORMATS))
         if self.dtype is not None:
             require(self, "an export", dtype=one_of(*DTYPES))
-        require(self, "an export", max_shard_size=optional(SHARD_SIZE))
+        require(self, "an export", max_shard_size=optional(SHARD_SIZE), model=optional(_FOLDER))
+        for name in ("model", "submodule", "max_shard_size"):
+            if self.to == "lightning" and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} does not apply to --to lightning, which writes the whole module to "
+                    "one file.",
+                    "Leave it out, or export --to safetensors.",
+                )
 
 
 def export_checkpoint(checkpoint: Path, target: Path, settings: ExportSettings) -> list[str]:
@@ -92,7 +102,7 @@ def export_checkpoint(checkpoint: Path, target: Path, settings: ExportSettings) 
 
 def _export_plain(source: CheckpointWeights, target: Path, settings: ExportSettings) -> list[str]:
     _require_frozen(source)
-    export = plain_export(source.contents, dtype=_dtype(settings))
+    export = plain_export(source.contents, dtype=_dtype(settings), max_shard_size=settings.max_shard_size)
     with writing_folder(target, export) as put:
         source.read(export.names, put, masters=True)
     return _told_plain(target, export)

@@ -79,7 +79,7 @@ def _planned(
     name = choose(models, None, option="module=...")
     if name is None:
         source = LiveWeights(module)
-        return source, plain_export(source.contents, dtype=dtype)
+        return source, plain_export(source.contents, dtype=dtype, max_shard_size=max_shard_size)
     model = models[name]
     source = LiveWeights(model)
     return source, pretrained_export(
