@@ -27,6 +27,7 @@ from lightning_smartinfinity.export.pretrained import FolderExport, plain_export
 from lightning_smartinfinity.export.routes import DTYPES
 from lightning_smartinfinity.export.shards import SHARD_SIZE
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
+from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents, Part
 
 __all__ = ["FORMATS", "ExportSettings", "export_checkpoint"]
@@ -136,7 +137,8 @@ def _dtype(settings: ExportSettings) -> torch.dtype | None:
 
 def _chosen(source: CheckpointWeights, settings: ExportSettings) -> tuple[str, ModelDescription, Model] | None:
     """Return name, description and model of what is to be exported; None if nothing tells of a model."""
-    described = described_in(source.saved_models)
+    with reading_checkpoint(source.path):
+        described = described_in(source.saved_models)
     name = choose(described, settings.submodule, option="--submodule NAME") if described else None
     if name is not None:
         return name, described[name], without_memory(described[name])
@@ -181,7 +183,9 @@ def _fits(name: str, names: Sequence[str], own: set[str]) -> bool:
 
 def _require_frozen(source: CheckpointWeights) -> None:
     saved = source.saved_models
-    if source.lacks_frozen and (saved is None or saved["frozen"]):
+    with reading_checkpoint(source.path):
+        lacks_any = source.lacks_frozen and (saved is None or bool(saved["frozen"]))
+    if lacks_any:
         lost = "" if saved is None else f", {saved['frozen'][0]!r} for one"
         raise CheckpointError(
             f"{source.path} was saved without its frozen parameters (exclude_frozen_parameters=True){lost}.",

@@ -277,6 +277,39 @@ def test_a_damaged_checkpoint_leaves_nothing(to: str, trained: Train, tmp_path: 
 
 
 @pytest.mark.parametrize("to", ["safetensors", "lightning"])
+@pytest.mark.parametrize(
+    "content",
+    [[1], {}, {"module": 3}, {"dp_world_size": 1, "module": {}}, {"dp_world_size": 1, MODEL_KEY: 5}, "entries"],
+)
+def test_model_states_with_another_content(content: Any, to: str, trained: Train, tmp_path: Path) -> None:
+    """A whole file with other content than a checkpoint's raises a CheckpointError, whatever the content is."""
+    shutil.copytree(trained("llama").checkpoint, tmp_path / "ckpt")
+    file = next((tmp_path / "ckpt").rglob("*_model_states.pt"))
+    states = torch.load(file, weights_only=False)
+    changed = {**states, "param_shapes": 5, "module": None} if content == "entries" else content
+    torch.save(changed, file)
+    with pytest.raises(CheckpointError, match="ckpt"):
+        export(tmp_path / "ckpt", tmp_path / "out", to=to)
+    assert not (tmp_path / "out").exists()
+
+
+def test_any_flipped_bit_of_model_states(trained: Train, tmp_path: Path) -> None:
+    """It raises a CheckpointError, unless it lies where it changes nothing."""
+    shutil.copytree(trained("llama").checkpoint, tmp_path / "ckpt")
+    file = next((tmp_path / "ckpt").rglob("*_model_states.pt"))
+    whole, seen = file.read_bytes(), 0
+    for position in range(0, len(whole), max(1, len(whole) // 50)):
+        content = bytearray(whole)
+        content[position] ^= 1 << position % 8
+        file.write_bytes(content)
+        try:
+            export(tmp_path / "ckpt", tmp_path / f"out-{position}")
+        except CheckpointError:
+            seen += 1
+    assert seen > 15
+
+
+@pytest.mark.parametrize("to", ["safetensors", "lightning"])
 def test_a_full_disk_leaves_nothing(to: str, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk may run full at any write."""
     calls = 0

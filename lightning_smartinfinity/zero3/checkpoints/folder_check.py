@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import shlex
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import restore_interrupted
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import check_records
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.untyped import SavedState
@@ -151,7 +151,7 @@ def reading_checkpoint(path: str | Path) -> Iterator[None]:
         yield
     except SmartInfinityError:
         raise
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError, AssertionError, pickle.UnpicklingError) as error:
+    except DAMAGE as error:
         raise CheckpointError(
             f"The checkpoint {path} could not be loaded: {type(error).__name__}: {error}.",
             "Use an undamaged checkpoint of the same model, configuration and number of processes.",
