@@ -38,6 +38,7 @@ __all__ = [
 SAVE_ID = "smart_infinity_save"
 """Key of the save's random name in the model states."""
 
+_NAMED = 3
 _OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
 
 
@@ -179,9 +180,18 @@ def tagged_folder(path: Path) -> Path:
     if not (path / tag).is_dir():
         raise CheckpointError(
             f"{path} has no folder {tag!r}: it is not a ZeRO-3 checkpoint.",
-            "Check the path, or pass the folder in it that holds the files of the processes.",
+            _where_else(path),
         )
     return path / tag
+
+
+def _where_else(path: Path) -> str:
+    """Say where checkpoints are if a folder that holds some was passed, such as lightning_logs."""
+    found = [folder for levels in range(4) for folder in sorted(path.glob("*/" * levels + "*.ckpt")) if folder.is_dir()]
+    if not found:
+        return "Check the path, or pass the folder in it that holds the files of the processes."
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f"Pass a checkpoint in it: {', '.join(map(str, found[:_NAMED]))}{more}."
 
 
 def _checked_folder(path: str | Path, engine: PortableEngine) -> Path:
