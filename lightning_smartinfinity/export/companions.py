@@ -14,13 +14,11 @@ import torch
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.export.models import ModelDescription
 
-__all__ = ["has_tokenizer", "write_companions"]
+__all__ = ["has_tokenizer", "origins_of", "write_companions"]
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.spm", "*.model")
+_WITH_TOKENIZER = (*_TOKENIZER_FILES, "special_tokens_map*", "added_tokens*")
 _COPIED = (
-    *_TOKENIZER_FILES,
-    "special_tokens_map*",
-    "added_tokens*",
     "chat_template*",
     "*preprocessor*",
     "processor_config*",
@@ -32,7 +30,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 def write_companions(
     description: ModelDescription, folder: Path, *, dtype: torch.dtype, origins: Sequence[Path]
 ) -> list[str]:
-    """Write config.json, and copy the small files of the model from the first of some folders that has any.
+    """Write config.json, and copy each small file of the model from the first of some folders that has it.
 
     Args:
         description: The model.
@@ -68,14 +66,41 @@ def has_tokenizer(folder: Path) -> bool:
     return any(_matches(file.name, _TOKENIZER_FILES) for file in folder.iterdir())
 
 
+def origins_of(description: ModelDescription, folder: Path | None) -> list[Path]:
+    """Return the folders that may hold small files of a model, the best one first.
+
+    Args:
+        description: The model, which may have been loaded from a folder or by a name on the hub that is in the cache.
+        folder: The folder that the user named.
+    """
+    loaded_from = Path(description.origin) if description.origin else None
+    if loaded_from is not None and not loaded_from.is_dir():
+        loaded_from = _cached(description.origin)
+    return [origin for origin in (folder, loaded_from) if origin is not None]
+
+
+def _cached(name: str) -> Path | None:
+    """Return the folder of a model in the cache of the hub, without asking the hub; None if there is none."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, local_files_only=True))
+    except Exception:  # it is no name of the hub, it is not cached, or the cache is damaged: then nothing is copied
+        return None
+
+
 def _copy(origins: Sequence[Path], folder: Path, patterns: Sequence[str]) -> list[str]:
+    """Copy files of the first folder that has them; those of the tokenizer fit together, so one folder has them all."""
+    sources: dict[str, Path] = {}
+    with_tokenizer = next((origin for origin in origins if has_tokenizer(origin)), None)
     for origin in origins:
-        files = sorted(file for file in origin.iterdir() if file.is_file() and _matches(file.name, patterns))
-        if files:
-            for file in files:
-                shutil.copyfile(file, folder / file.name)
-            return [file.name for file in files]
-    return []
+        wanted = (*_WITH_TOKENIZER, *patterns) if origin == with_tokenizer else patterns
+        for file in origin.iterdir():
+            if file.is_file() and _matches(file.name, wanted):
+                sources.setdefault(file.name, file)
+    for name, file in sources.items():
+        shutil.copyfile(file, folder / name)
+    return sorted(sources)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

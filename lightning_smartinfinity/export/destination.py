@@ -4,18 +4,46 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
-from lightning_smartinfinity.errors import CheckpointError, StorageFullError
+from lightning_smartinfinity.errors import CheckpointError, ConfigError, StorageError, StorageFullError
+from lightning_smartinfinity.export.staging_lock import locked, remove_content
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.replacement import beside, flush, put_back, put_in_place
 
-__all__ = ["require_folder", "require_room", "require_unused", "staged"]
+__all__ = ["require_folder", "require_room", "require_unused", "resolved", "staged"]
 
 _OLDER_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*")
+
+
+def resolved(target: Path) -> Path:
+    """Return the path of an export without links and dots.
+
+    Raises:
+        ConfigError: Nothing can be put in its place: it is no name, or a mount point, or it holds the current folder.
+        StorageError: It cannot be looked at.
+    """
+    if "\0" in str(target):
+        raise ConfigError(f"The path {str(target)!r} contains a NUL byte.", "Name another path.")
+    with storage_errors("Looking at", target):
+        place = Path(os.path.realpath(target))
+        current = Path(os.path.realpath(os.getcwd()))
+    if current.is_relative_to(place):
+        raise ConfigError(
+            f"The export {str(target)!r} would replace {place}, which is or holds the current folder.",
+            "Name a folder in it, or run this from another folder.",
+        )
+    if os.path.ismount(place):
+        raise ConfigError(f"{target} is a mount point, which cannot be replaced.", "Name a folder in it.")
+    if os.path.islink(target) and not place.exists():
+        raise CheckpointError(
+            f"{target} is a link to {place}, which does not exist.", "Remove it, or name another path."
+        )
+    return place
 
 
 def require_folder(target: Path) -> None:
@@ -53,16 +81,29 @@ def require_room(target: Path, num_bytes: int) -> None:
 
     Raises:
         StorageFullError: They do not.
+        StorageError: Nothing can be written there.
     """
     existing = next(parent for parent in Path(os.path.realpath(target)).parents if parent.exists())
     with storage_errors("Looking for free space in", existing):
         status = os.statvfs(existing)
     free = status.f_bavail * status.f_frsize
-    if free < num_bytes:
+    if status.f_blocks == 0:  # the system tells no size, as of /proc and of some network file systems
+        _require_writable(existing, target)
+    elif free < num_bytes:
         raise StorageFullError(
             f"The export {target} needs {num_bytes} bytes, and {free} are free there.",
             "Free space there, or name a path on another file system.",
         )
+
+
+def _require_writable(folder: Path, target: Path) -> None:
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise StorageError(
+            f"The export {target} cannot be written: {folder} takes no files ({error.strerror or error}).",
+            "Name a path elsewhere.",
+        ) from error
 
 
 @contextmanager
@@ -78,28 +119,32 @@ def staged(target: Path, *, keeps_others: bool = False) -> Iterator[Path]:
             for those that the export has, too.
 
     Raises:
+        StorageLockedError: Another process writes to the same path.
+        CheckpointError: Something was put at ``target`` meanwhile, and others are not kept.
         StorageFullError: The disk is full.
         StorageError: The folder cannot be written.
     """
     place = Path(os.path.realpath(target))
     staging = beside(place)
     new = staging / place.name
-    try:
-        with storage_errors("Writing the export", target):
-            put_back(staging, place)
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
+    with storage_errors("Writing the export", target), locked(staging, target):
+        put_back(staging, place)
+        remove_content(staging)
+        if not keeps_others:
+            require_unused(target)
+        try:
             yield new
             for path in new.glob("*"):
                 flush(path)
             if keeps_others and place.is_dir():
                 _keep_others(place, new)
             flush(new)
+            if not keeps_others:
+                require_unused(target)  # another program may have made it meanwhile
             put_in_place(new, place)
             flush(place.parent)
-    finally:
-        put_back(staging, place)
-        shutil.rmtree(staging, ignore_errors=True)
+        finally:
+            put_back(staging, place)
 
 
 def _keep_others(old: Path, new: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from lightning_smartinfinity.checks import one_of, require
+from lightning_smartinfinity.checks import Rule, one_of, optional, require
 from lightning_smartinfinity.errors import CheckpointError, ConfigError
 from lightning_smartinfinity.export.companions import has_tokenizer
-from lightning_smartinfinity.export.destination import require_unused
+from lightning_smartinfinity.export.destination import require_unused, resolved
 from lightning_smartinfinity.export.lightning_file import write_lightning_file
 from lightning_smartinfinity.export.models import (
     Model,
@@ -23,16 +24,18 @@ from lightning_smartinfinity.export.models import (
     without_memory,
 )
 from lightning_smartinfinity.export.pretrained import FolderExport, plain_export, pretrained_export, writing_folder
+from lightning_smartinfinity.export.routes import DTYPES
+from lightning_smartinfinity.export.shards import SHARD_SIZE
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
+from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents, Part
 
-__all__ = ["DTYPES", "FORMATS", "ExportSettings", "export_checkpoint"]
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtypes of an export by the names that the command knows."""
+__all__ = ["FORMATS", "ExportSettings", "export_checkpoint"]
 
 FORMATS = ("safetensors", "lightning")
 """Formats of an export."""
+
+_FOLDER = Rule("Pass the folder of the model before it was trained", os.path.isdir, "is no folder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class ExportSettings:
         max_shard_size: Largest size of a file, such as ``"5GB"``. Default: that of transformers.
 
     Raises:
-        ConfigError: A setting is unknown.
+        ConfigError: A setting is unknown, out of range, or does not apply to the format.
     """
 
     to: str = "safetensors"
@@ -61,6 +64,14 @@ class ExportSettings:
         require(self, "an export", to=one_of(*FORMATS))
         if self.dtype is not None:
             require(self, "an export", dtype=one_of(*DTYPES))
+        require(self, "an export", max_shard_size=optional(SHARD_SIZE), model=optional(_FOLDER))
+        for name in ("model", "submodule", "max_shard_size"):
+            if self.to == "lightning" and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} does not apply to --to lightning, which writes the whole module to "
+                    "one file.",
+                    "Leave it out, or export --to safetensors.",
+                )
 
 
 def export_checkpoint(checkpoint: Path, target: Path, settings: ExportSettings) -> list[str]:
@@ -77,6 +88,7 @@ def export_checkpoint(checkpoint: Path, target: Path, settings: ExportSettings) 
     Raises:
         SmartInfinityError: The checkpoint cannot be read or exported, or the export cannot be written.
     """
+    target = resolved(target)
     require_unused(target, outside=checkpoint)
     source = CheckpointWeights(checkpoint)
     if settings.to == "lightning":
@@ -91,7 +103,7 @@ def export_checkpoint(checkpoint: Path, target: Path, settings: ExportSettings) 
 
 def _export_plain(source: CheckpointWeights, target: Path, settings: ExportSettings) -> list[str]:
     _require_frozen(source)
-    export = plain_export(source.contents, dtype=_dtype(settings))
+    export = plain_export(source.contents, dtype=_dtype(settings), max_shard_size=settings.max_shard_size)
     with writing_folder(target, export) as put:
         source.read(export.names, put, masters=True)
     return _told_plain(target, export)
@@ -125,7 +137,8 @@ def _dtype(settings: ExportSettings) -> torch.dtype | None:
 
 def _chosen(source: CheckpointWeights, settings: ExportSettings) -> tuple[str, ModelDescription, Model] | None:
     """Return name, description and model of what is to be exported; None if nothing tells of a model."""
-    described = described_in(source.saved_models)
+    with reading_checkpoint(source.path):
+        described = described_in(source.saved_models)
     name = choose(described, settings.submodule, option="--submodule NAME") if described else None
     if name is not None:
         return name, described[name], without_memory(described[name])
@@ -170,7 +183,9 @@ def _fits(name: str, names: Sequence[str], own: set[str]) -> bool:
 
 def _require_frozen(source: CheckpointWeights) -> None:
     saved = source.saved_models
-    if source.lacks_frozen and (saved is None or saved["frozen"]):
+    with reading_checkpoint(source.path):
+        lacks_any = source.lacks_frozen and (saved is None or bool(saved["frozen"]))
+    if lacks_any:
         lost = "" if saved is None else f", {saved['frozen'][0]!r} for one"
         raise CheckpointError(
             f"{source.path} was saved without its frozen parameters (exclude_frozen_parameters=True){lost}.",

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from lightning_smartinfinity.export.destination import require_folder
+from lightning_smartinfinity.checks import Rule, check, optional
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.export.destination import require_folder, resolved
 from lightning_smartinfinity.export.models import choose, describe, models_in
 from lightning_smartinfinity.export.pretrained import FolderExport, plain_export, pretrained_export, writing_folder
+from lightning_smartinfinity.export.routes import DTYPES
+from lightning_smartinfinity.export.shards import SHARD_SIZE
 from lightning_smartinfinity.zero3.checkpoints.live_weights import LiveWeights
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put
 from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.release import trainings_of
 
 __all__ = ["save_module"]
+
+_DTYPE = optional(
+    Rule(
+        f"Pass one of {', '.join(map(str, DTYPES.values()))}, since others would lose trained weights",
+        lambda value: value in DTYPES.values(),
+    )
+)
 
 
 def save_module(
@@ -32,7 +45,8 @@ def save_module(
     Args:
         module: The module.
         target: Path of the folder. If it exists, its files stay, except for older weights.
-        dtype: Dtype of trained weights; None means that of the training, whose bits they then have.
+        dtype: Dtype of trained weights, one of :data:`DTYPES`; None means that of the training, whose bits they then
+            have.
         max_shard_size: Bytes of a file, or text such as ``"5GB"``; None means transformers' default.
 
     Raises:
@@ -40,7 +54,12 @@ def save_module(
     """
     export: FolderExport | None = None
     with raising_together():
+        check("save_pretrained", "dtype", dtype, _DTYPE)
+        check("save_pretrained", "max_shard_size", max_shard_size, optional(SHARD_SIZE))
+        target = resolved(target)
         require_folder(target)
+        _require_outside_storage(module, target)
+        _require_values(module)
         source, export = _planned(module, dtype=dtype, max_shard_size=max_shard_size)
     assert export is not None
     with ExitStack() as written:
@@ -60,12 +79,44 @@ def _planned(
     name = choose(models, None, option="module=...")
     if name is None:
         source = LiveWeights(module)
-        return source, plain_export(source.contents, dtype=dtype)
+        return source, plain_export(source.contents, dtype=dtype, max_shard_size=max_shard_size)
     model = models[name]
     source = LiveWeights(model)
     return source, pretrained_export(
         model, describe(model), source.contents, dtype=dtype, max_shard_size=max_shard_size
     )
+
+
+def _require_outside_storage(module: torch.nn.Module, target: Path) -> None:
+    """Check that the folder is not where a training of the module keeps its state, nor around it."""
+    for training in trainings_of(module):
+        offload = training._offload
+        for folder in offload.storage if training.rank_state.is_open else ():
+            storage = Path(os.path.realpath(folder))
+            if target.is_relative_to(storage / offload.transfer.job) or storage.is_relative_to(target):
+                raise ConfigError(
+                    f"save_pretrained cannot write {target}: the training keeps its optimizer state in "
+                    f"{storage / offload.transfer.job}.",
+                    "Name a folder elsewhere.",
+                )
+
+
+def _require_values(module: torch.nn.Module) -> None:
+    """Check that every weight has values: moving a partitioned module to "meta" leaves new, empty parameters."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.is_meta or _lost_its_partition(tensor):
+            raise UnsupportedError(
+                f"{name!r} of {type(module).__name__} has no values: it is empty or on the device 'meta', for example "
+                "after module.to('meta').",
+                "Call save_pretrained before its parameters are moved or replaced, or export a checkpoint by "
+                "`smart-infinity export`.",
+            )
+
+
+def _lost_its_partition(tensor: torch.Tensor) -> bool:
+    """Return whether it has the shape of ZeRO-3's empty tensors, but is none that ZeRO-3 knows."""
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return is_parameter and tensor.shape == (0,) and not hasattr(tensor, "ds_id")
 
 
 def _needs_masters(export: FolderExport) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.export.companions import write_companions
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.export.companions import origins_of, write_companions
 from lightning_smartinfinity.export.destination import require_room, staged
 from lightning_smartinfinity.export.models import Model, ModelDescription, require_transformers
 from lightning_smartinfinity.export.names import plan_for
@@ -84,24 +84,37 @@ def pretrained_export(
         originals = OriginalWeights(_required(folder, plan), prefix=model.base_model_prefix)
         others = {name: originals.spec(name, spec.shape) for name, spec in plan.others.items()}
         plan = ExportPlan(tensors=plan.tensors, ranges=plan.ranges, others=others)
-    origins = [*([folder] if folder else []), Path(description.origin)]
     return FolderExport(
         contents=contents,
         plan=plan,
         dtype=main_dtype(contents, dtype),
         description=description,
-        origins=[origin for origin in origins if str(origin) != "." and origin.is_dir()],
+        origins=origins_of(description, folder),
         originals=originals,
         max_shard_size=_default_shard_size() if max_shard_size is None else max_shard_size,
     )
 
 
-def plain_export(contents: Contents, *, dtype: torch.dtype | None) -> FolderExport:
+def plain_export(
+    contents: Contents, *, dtype: torch.dtype | None, max_shard_size: int | str | None = None
+) -> FolderExport:
     """Describe the export of a module as one file with the module's own names.
 
+    Args:
+        contents: The weights that there are.
+        dtype: Dtype of trained weights; None means the one in which they are trained.
+        max_shard_size: None, since there is one file.
+
     Raises:
+        ConfigError: There is a size of files.
         UnsupportedError: The module has state that is no tensor.
     """
+    if max_shard_size is not None:
+        raise ConfigError(
+            f"max_shard_size={max_shard_size!r} does not apply: the module holds no known model of transformers, and "
+            "is written as one file.",
+            "Leave it out.",
+        )
     if contents.others:
         raise UnsupportedError(
             f"{next(iter(contents.others))!r} of the module is no tensor, and safetensors files hold nothing else.",

@@ -10,7 +10,10 @@ import torch
 
 from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents, TensorSpec
 
-__all__ = ["ExportPlan", "Range", "plain_plan", "rounded", "router"]
+__all__ = ["DTYPES", "ExportPlan", "Range", "plain_plan", "rounded", "router"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes of an export by the names that the command knows. All others would lose trained weights."""
 
 Write = Callable[[str, int, torch.Tensor], None]
 """Writes elements of an exported tensor: its name, the index of the first one, and the values in its dtype."""

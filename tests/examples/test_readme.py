@@ -52,20 +52,36 @@ def run_python(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_python_blocks_and_commands_run_in_order(folder: Path) -> None:
-    """The model is fine-tuned, resumed and exported, and transformers alone loads both results alike."""
+COUNTING = """
+import atexit, torch.utils.checkpoint
+calls, original = [], torch.utils.checkpoint.checkpoint
+torch.utils.checkpoint.checkpoint = lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs))[1]
+atexit.register(lambda: print("checkpoints of activations:", len(calls)))
+"""
+LAYERS, STEPS = 2, 40
+
+
+def test_the_blocks_run_in_order(folder: Path) -> None:
+    """The model is fine-tuned, resumed and exported in one folder, and transformers alone loads both results alike."""
     scripts = [text for language, text in BLOCKS if language == "python"]
-    assert len(scripts) == 2
-    (folder / "readme.py").write_text("\n".join(scripts))
-    run_python(folder, "readme.py")
-    saved = run_python(folder, "-c", LOADED, "my-model-tuned")
-    (folder / "my-model-tuned").rename(folder / "saved")
-    for command in COMMANDS:
-        if command == SIZES:
-            continue  # see test_sizes_are_those_of_the_plan
-        assert main(shlex.split(command)) == 0, command
-    assert run_python(folder, "-c", LOADED, "my-model-tuned") == saved
+    commands = [command for command in COMMANDS if command != SIZES]  # see test_sizes_are_those_of_the_plan
+    before = [command for command in commands if README.index(command) < README.index(scripts[0])]
+    assert len(scripts) == len(commands) == 2 and len(before) == 1
+    assert main(shlex.split(before[0])) == 0
+    (folder / "readme.py").write_text("\n".join([COUNTING, *scripts]))
+    # In eval mode, as from_pretrained returns a model, transformers would run none.
+    assert f"checkpoints of activations: {LAYERS * STEPS}\n" in run_python(folder, "readme.py")
+    assert main(shlex.split(commands[-1])) == 0, commands
+    saved, exported = (run_python(folder, "-c", LOADED, f"my-model-{how}") for how in ("tuned", "exported"))
+    assert exported == saved
     assert run_python(folder, "-c", LOADED, "my-model") != saved
+
+
+def test_the_example_has_as_many_lines_as_it_says() -> None:
+    """Lines without content do not count."""
+    script = next(text for language, text in BLOCKS if language == "python")
+    assert "## A Hugging Face model in eighteen lines" in README
+    assert len([line for line in script.splitlines() if line.strip()]) == 18
 
 
 def test_it_is_short() -> None:

@@ -112,6 +112,13 @@ def test_a_plain_module_keeps_its_names(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
     assert "names of the module" in capsys.readouterr().out
     assert files_of(tmp_path / "live") == files_of(tmp_path / "out")
+    for save in (
+        lambda: export(tmp_path / "ckpt", tmp_path / "parts", max_shard_size="5GB"),
+        lambda: trainer.strategy.save_pretrained(tmp_path / "parts", max_shard_size="5GB"),  # type: ignore[attr-defined]
+    ):
+        with pytest.raises(ConfigError, match="max_shard_size='5GB' does not apply"):
+            save()
+    assert not (tmp_path / "parts").exists()
     import deepspeed
 
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -199,6 +206,59 @@ def test_frozen_weights_that_were_left_out_come_from_the_model(tmp_path: Path) -
     assert torch.equal(logits(loaded), training.logits)
 
 
+def test_small_files_come_from_several_folders(tmp_path: Path) -> None:
+    """Each folder supplies what earlier ones lack, except that all files of the tokenizer come from one."""
+    import transformers
+
+    before, named = tmp_path / "before", tmp_path / "named"
+    build("gpt2").save_pretrained(before)
+    named.mkdir()
+    for folder, names in {
+        before: ("tokenizer.json", "merges.txt", "chat_template.jinja"),
+        named: ("vocab.json",),
+    }.items():
+        for name in (*names, "preprocessor_config.json"):
+            (folder / name).write_text(folder.name)
+    training = train(tmp_path, LitModel("gpt2", model=transformers.GPT2LMHeadModel.from_pretrained(before)))
+    export(training.checkpoint, tmp_path / "out", model=named)
+    weights = {"config.json", "generation_config.json", "model.safetensors"}
+    small = {name: text for name, text in files_of(tmp_path / "out").items() if name not in weights}
+    assert small == {"vocab.json": b"named", "preprocessor_config.json": b"named", "chat_template.jinja": b"before"}
+    (named / "vocab.json").unlink()
+    export(training.checkpoint, tmp_path / "more", model=named)
+    assert (
+        (tmp_path / "more" / "tokenizer.json").read_text() == (tmp_path / "more" / "merges.txt").read_text() == "before"
+    )
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_model_of_the_hub(cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer is copied from the cache, which is all that is asked; without one the command says so."""
+    import huggingface_hub
+
+    hub = tmp_path / "hub"
+    snapshot = hub / "models--someone--tiny" / "snapshots" / "abc"
+    if cached:
+        snapshot.mkdir(parents=True)
+        (snapshot / "tokenizer.json").write_text("{}")
+        (hub / "models--someone--tiny" / "refs").mkdir()
+        (hub / "models--someone--tiny" / "refs" / "main").write_text("abc")
+    download = huggingface_hub.snapshot_download
+
+    def from_cache(name: str, *, local_files_only: bool) -> str:
+        assert local_files_only
+        return download(name, cache_dir=hub, local_files_only=True)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", from_cache)
+    model = build("gpt2")
+    model.config.name_or_path = "someone/tiny"
+    training = train(tmp_path, LitModel("gpt2", model=model))
+    told = " ".join(export(training.checkpoint, tmp_path / "out"))
+    assert ("no tokenizer" in told) == (not cached)
+    assert ("tokenizer.json" in files_of(tmp_path / "out")) == cached
+    assert files_of(tmp_path / "live") == files_of(tmp_path / "out")
+
+
 # ---- bad input
 
 
@@ -214,6 +274,39 @@ def test_a_damaged_checkpoint_leaves_nothing(to: str, trained: Train, tmp_path: 
     with pytest.raises(CheckpointError, match="checksum"):
         export(tmp_path / "ckpt", tmp_path / "exports" / "out", to=to)
     assert list((tmp_path / "exports").iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["safetensors", "lightning"])
+@pytest.mark.parametrize(
+    "content",
+    [[1], {}, {"module": 3}, {"dp_world_size": 1, "module": {}}, {"dp_world_size": 1, MODEL_KEY: 5}, "entries"],
+)
+def test_model_states_with_another_content(content: Any, to: str, trained: Train, tmp_path: Path) -> None:
+    """A whole file with other content than a checkpoint's raises a CheckpointError, whatever the content is."""
+    shutil.copytree(trained("llama").checkpoint, tmp_path / "ckpt")
+    file = next((tmp_path / "ckpt").rglob("*_model_states.pt"))
+    states = torch.load(file, weights_only=False)
+    changed = {**states, "param_shapes": 5, "module": None} if content == "entries" else content
+    torch.save(changed, file)
+    with pytest.raises(CheckpointError, match="ckpt"):
+        export(tmp_path / "ckpt", tmp_path / "out", to=to)
+    assert not (tmp_path / "out").exists()
+
+
+def test_any_flipped_bit_of_model_states(trained: Train, tmp_path: Path) -> None:
+    """It raises a CheckpointError, unless it lies where it changes nothing."""
+    shutil.copytree(trained("llama").checkpoint, tmp_path / "ckpt")
+    file = next((tmp_path / "ckpt").rglob("*_model_states.pt"))
+    whole, seen = file.read_bytes(), 0
+    for position in range(0, len(whole), max(1, len(whole) // 20)):
+        content = bytearray(whole)
+        content[position] ^= 1 << position % 8
+        file.write_bytes(content)
+        try:
+            export(tmp_path / "ckpt", tmp_path / f"out-{position}")
+        except CheckpointError:
+            seen += 1
+    assert seen > 5
 
 
 @pytest.mark.parametrize("to", ["safetensors", "lightning"])
@@ -328,6 +421,37 @@ def test_what_is_no_checkpoint_is_refused(bad: str, tmp_path: Path, capsys: pyte
     assert main(["export", str(tmp_path / bad), str(tmp_path / "out")]) == 1
     assert "checkpoint" in capsys.readouterr().err.lower()
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_checkpoints_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names them, as for lightning_logs."""
+    folder = tmp_path / "lightning_logs" / "version_0" / "checkpoints"
+    for step in range(1, 5):
+        (folder / f"step={step}.ckpt").mkdir(parents=True)
+    assert main(["export", str(tmp_path / "lightning_logs"), str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert f"Pass a checkpoint in it: {folder / 'step=1.ckpt'}, " in error
+    assert "step=3.ckpt and 1 more." in error and "step=4" not in error
+
+
+@pytest.mark.parametrize("option", ["--model", "--submodule", "--max-shard-size"])
+def test_options_that_do_not_apply(
+    option: str, trained: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --to lightning the command names them, and writes nothing."""
+    value = {"--model": str(trained("llama").root), "--submodule": "inner.model", "--max-shard-size": "5GB"}[option]
+    arguments = [str(trained("llama").checkpoint), str(tmp_path / "out"), "--to", "lightning", option, value]
+    assert main(["export", *arguments]) == 1
+    assert f"{option} does not apply to --to lightning" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_no_folder(trained: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command names it, although the checkpoint describes its model."""
+    missing, out = tmp_path / "missing", tmp_path / "out"
+    assert main(["export", str(trained("llama").checkpoint), str(out), "--model", str(missing)]) == 1
+    assert f"{str(missing)!r}) of an export is no folder" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_unknown_words_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,57 @@ def test_a_folder_stays_as_it_was_if_a_save_fails(
                 save(out)
         assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
         assert not list(tmp_path.glob(".saving*"))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.bool, torch.float64, torch.float8_e4m3fn, torch.complex64], ids=str
+)
+def test_a_dtype_that_weights_would_not_survive(dtype: torch.dtype, trained_gpt2: pl.Trainer, tmp_path: Path) -> None:
+    """save_pretrained refuses it, names those that it takes, and writes nothing."""
+    with pytest.raises(ConfigError, match=rf"dtype={dtype}\) .*torch.float32"):
+        trained_gpt2.strategy.save_pretrained(tmp_path / "out", dtype=dtype)  # type: ignore[attr-defined]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def trained_gpt2(tmp_path_factory: pytest.TempPathFactory) -> pl.Trainer:
+    """Train a model that tests only try to save."""
+    root = tmp_path_factory.mktemp("gpt2")
+    trainer = quiet_trainer(root, SmartInfinityStrategy(root / "storage"))
+    trainer.fit(LitModel("gpt2"))
+    return trainer
+
+
+@pytest.mark.parametrize("name", [".", "storage", "storage/default", "storage/default/out"])
+def test_a_folder_in_which_the_training_keeps_its_state(name: str, trained_gpt2: pl.Trainer) -> None:
+    """save_pretrained refuses the folder of the state, what lies in it and what holds it."""
+    save: Any = trained_gpt2.strategy.save_pretrained  # type: ignore[attr-defined]
+    root = Path(trained_gpt2.default_root_dir)
+    before = sorted(root.rglob("*"))
+    with pytest.raises(ConfigError, match="keeps its optimizer state in"):
+        save(root / name)
+    assert sorted(root.rglob("*")) == before
+    save(root / "storage" / "other")
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lambda module: module.to("meta"),
+        lambda module: setattr(module.inner.model.lm_head, "weight", torch.nn.Parameter(torch.empty(0))),
+    ],
+    ids=["moved to meta", "replaced by an empty tensor"],
+)
+def test_a_model_without_values(lose: Callable[[LitModel], object], tmp_path: Path) -> None:
+    """save_pretrained names a weight without values, and writes nothing."""
+    module = LitModel("gpt2")
+    settings = {"stage3_param_persistence_threshold": 0}
+    trainer: Any = quiet_trainer(tmp_path, SmartInfinityStrategy(tmp_path / "storage", zero=settings))
+    trainer.fit(module)
+    lose(module)
+    with pytest.raises(UnsupportedError, match=r"' of LitModel has no values"):
+        trainer.strategy.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_bad_arguments_of_save_pretrained_are_refused(tmp_path: Path) -> None:

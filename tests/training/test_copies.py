@@ -64,6 +64,24 @@ LOSSES: dict[str, Callable[[LitTiny], object]] = {
     "numpy": lambda module: [value.numpy() for value in module.state_dict().values()],
     "np.asarray": lambda module: [np.asarray(value) for value in module.state_dict().values()],
     "safetensors": save_by_safetensors,
+    "numpy of a parameter": lambda module: weight_of(module).detach().numpy(),
+    "tolist of a parameter": lambda module: weight_of(module).tolist(),
+    "np.asarray of a frozen parameter": lambda module: np.asarray(module.model.norm.weight.requires_grad_(False)),
+    "np.from_dlpack": lambda module: np.from_dlpack(module.state_dict()["model.head.weight"]),
+    "np.from_dlpack of a parameter": lambda module: np.from_dlpack(weight_of(module)),
+    "as_subclass": lambda module: module.state_dict()["model.head.weight"].as_subclass(torch.Tensor),
+    "torch.save(parameter.detach())": lambda module: torch.save(weight_of(module).detach(), io.BytesIO()),
+    "torch.save(parameter.clone())": lambda module: torch.save(weight_of(module).clone(), io.BytesIO()),
+    "torch.save(parameter.detach().cpu().clone())": lambda module: torch.save(
+        weight_of(module).detach().cpu().clone(), io.BytesIO()
+    ),
+    "torch.save(parameter.cpu())": lambda module: torch.save(weight_of(module).cpu(), io.BytesIO()),
+    "torch.save(parameter.float())": lambda module: torch.save(weight_of(module).float(), io.BytesIO()),
+    "torch.save(parameter.half())": lambda module: torch.save(weight_of(module).half(), io.BytesIO()),
+    "torch.save(parameter.double())": lambda module: torch.save(weight_of(module).double(), io.BytesIO()),
+    "torch.save(parameter.to(torch.float64))": lambda module: torch.save(
+        weight_of(module).to(torch.float64), io.BytesIO()
+    ),
     "loaded into itself": lambda module: module.load_state_dict(module.state_dict()),
 }
 
@@ -84,6 +102,19 @@ def test_a_whole_module_is_pickled(dump: Callable[[nn.Module], object], trained:
         dump(trained.model)
     with pytest.raises(UnsupportedError, match=REMEDY):
         dump(trained.model.head)
+
+
+def test_moving_a_module_keeps_its_parameters(trained: LitTiny) -> None:
+    """Module.to and its like leave parameters that ZeRO-3 still knows, which GatheredParameters still gathers."""
+    from deepspeed.runtime.zero.partition_parameters import is_zero_param
+
+    model = trained.model
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        expected = weight_of(trained).detach().clone()
+    for moved in (model.cpu(), model.to("cpu"), model.double().bfloat16()):
+        assert all(type(param) is nn.Parameter and is_zero_param(param) for param in moved.parameters())
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        assert torch.equal(weight_of(trained), expected)
 
 
 def test_an_error_names_the_parameter(trained: LitTiny) -> None:

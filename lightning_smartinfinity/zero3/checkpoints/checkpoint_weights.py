@@ -55,17 +55,20 @@ class CheckpointWeights(WeightSource):
     @property
     def saved_models(self) -> SavedState | None:
         """The strategy's description of the models of transformers in the module; None if it saved none."""
-        saved: SavedState | None = self._folder.model_states.get(MODEL_KEY)
+        with reading_checkpoint(self.path):
+            saved: SavedState | None = self._folder.model_states.get(MODEL_KEY)
         return saved
 
     @property
     def lacks_frozen(self) -> bool:
         """Whether parameters that are not trained were left out (``exclude_frozen_parameters``), if there are any."""
-        return self._folder.frozen_shapes() is None
+        with reading_checkpoint(self.path):
+            return self._folder.frozen_shapes() is None
 
     def client_state(self) -> ClientState:
         """Return what Lightning or the user saved beside the model."""
-        return user_state(self._folder.model_states)
+        with reading_checkpoint(self.path):
+            return user_state(self._folder.model_states)
 
     @cached_property
     @override
@@ -75,7 +78,8 @@ class CheckpointWeights(WeightSource):
 
     def state_dict_order(self) -> list[str]:
         """Return the names of the module's state dict in its order."""
-        return list(self._folder.module)
+        with reading_checkpoint(self.path):
+            return list(self._folder.module)
 
     def other(self, name: str) -> object:
         """Return an entry of the state dict that is no tensor."""

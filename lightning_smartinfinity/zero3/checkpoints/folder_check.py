@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import shlex
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import restore_interrupted
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import check_records
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.untyped import SavedState
@@ -38,6 +38,7 @@ __all__ = [
 SAVE_ID = "smart_infinity_save"
 """Key of the save's random name in the model states."""
 
+_NAMED = 3
 _OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
 
 
@@ -151,7 +152,7 @@ def reading_checkpoint(path: str | Path) -> Iterator[None]:
         yield
     except SmartInfinityError:
         raise
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError, AssertionError, pickle.UnpicklingError) as error:
+    except DAMAGE as error:
         raise CheckpointError(
             f"The checkpoint {path} could not be loaded: {type(error).__name__}: {error}.",
             "Use an undamaged checkpoint of the same model, configuration and number of processes.",
@@ -179,9 +180,18 @@ def tagged_folder(path: Path) -> Path:
     if not (path / tag).is_dir():
         raise CheckpointError(
             f"{path} has no folder {tag!r}: it is not a ZeRO-3 checkpoint.",
-            "Check the path, or pass the folder in it that holds the files of the processes.",
+            _where_else(path),
         )
     return path / tag
+
+
+def _where_else(path: Path) -> str:
+    """Say where checkpoints are if a folder that holds some was passed, such as lightning_logs."""
+    found = [folder for levels in range(4) for folder in sorted(path.glob("*/" * levels + "*.ckpt")) if folder.is_dir()]
+    if not found:
+        return "Check the path, or pass the folder in it that holds the files of the processes."
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f"Pass a checkpoint in it: {', '.join(map(str, found[:_NAMED]))}{more}."
 
 
 def _checked_folder(path: str | Path, engine: PortableEngine) -> Path:

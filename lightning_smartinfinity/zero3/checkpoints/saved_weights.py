@@ -17,7 +17,32 @@ from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
 from lightning_smartinfinity.zero3.untyped import Pickled, SavedState
 
-__all__ = ["WINDOW_NUMEL", "Put", "SavedSlice", "SavedWeights", "Wanted", "holds", "read_saved", "slices_of", "windows"]
+__all__ = [
+    "DAMAGE",
+    "WINDOW_NUMEL",
+    "Put",
+    "SavedSlice",
+    "SavedWeights",
+    "Wanted",
+    "holds",
+    "read_saved",
+    "slices_of",
+    "windows",
+]
+
+DAMAGE = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    AssertionError,
+    pickle.UnpicklingError,
+)
+"""What torch, pickle and DeepSpeed raise on a damaged file, or on one with other content than a checkpoint's."""
 
 WINDOW_NUMEL = 1 << 22
 """Largest number of elements that are in memory at once."""
@@ -129,6 +154,11 @@ class SavedWeights(ABC):
     def model_states_of(self, rank: int) -> SavedState:
         """Return everything that a process saved except the optimizer's state."""
         states: SavedState = self._load(self.model_file(rank))
+        if not isinstance(states, dict):
+            raise CheckpointError(
+                f"{self.model_file(rank)} is damaged: it holds a {type(states).__name__}, not the states of a process.",
+                self.remedy,
+            )
         return states
 
     def frozen_shapes(self) -> dict[str, torch.Size] | None:
@@ -188,7 +218,7 @@ class SavedWeights(ABC):
         try:
             # Like Lightning and DeepSpeed, this trusts the checkpoint, which holds pickled objects.
             return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
-        except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        except DAMAGE as error:
             raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}.", self.remedy) from error
 
 

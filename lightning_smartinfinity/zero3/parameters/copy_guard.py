@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -24,8 +24,13 @@ from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["PartitionedEntry", "guard_copies", "unguarded"]
 
+_T = TypeVar("_T", bound=Tensor)
 _GUARDED: WeakSet[torch.nn.Module] = WeakSet()
 _UNGUARDED: ContextVar[bool] = ContextVar("_UNGUARDED", default=False)
+# Methods that return a copy or a view of a parameter for use elsewhere.
+_COPIES = ("detach", "clone", "to", "cpu", "float", "half", "bfloat16", "double")
+# Methods that return the elements in another form.
+_READS = ("tolist", "numpy", "__array__", "__dlpack__")
 
 
 def guard_copies(modules: Iterable[torch.nn.Module]) -> None:
@@ -58,6 +63,10 @@ def _guard(param: ZeroParameter) -> None:
     param.__deepcopy__ = MethodType(_deepcopy, param)
     param.__reduce_ex__ = MethodType(_reduce_ex, param)
     param.untyped_storage = MethodType(_untyped_storage, param)
+    for name in _COPIES:
+        setattr(param, name, MethodType(_copying(name), param))
+    for name in _READS:
+        setattr(param, name, MethodType(_reading(name), param))
 
 
 def _deepcopy(param: ZeroParameter, memo: dict[int, object]) -> object:
@@ -77,9 +86,36 @@ def _untyped_storage(param: ZeroParameter) -> object:
     return type(param).untyped_storage(param)
 
 
+def _copying(name: str) -> Callable[..., object]:
+    """Return a method that returns a guarded entry where torch's own would return an empty tensor."""
+
+    def method(param: ZeroParameter, *args: object, **kwargs: object) -> object:
+        result = getattr(type(param), name)(param, *args, **kwargs)
+        # Code that gathers on use has gathered it by now.
+        if _UNGUARDED.get() or not _is_empty(param) or TracingContext.try_get() is not None:
+            return result
+        return PartitionedEntry.of(result, _in_words(param)) if isinstance(result, Tensor) else result
+
+    return method
+
+
+def _reading(name: str) -> Callable[..., object]:
+    """Return a method that raises where torch's own would return no elements."""
+
+    def method(param: ZeroParameter, *args: object, **kwargs: object) -> object:
+        _require_whole(param)
+        return getattr(type(param), name)(param, *args, **kwargs)
+
+    return method
+
+
+def _in_words(param: ZeroParameter) -> str:
+    return f"A parameter of shape {tuple(param.ds_shape)}"
+
+
 def _require_whole(param: ZeroParameter) -> None:
     if _is_empty(param) and not _UNGUARDED.get():
-        _refuse(f"A parameter of shape {tuple(param.ds_shape)}")
+        _refuse(_in_words(param))
 
 
 def _is_empty(param: ZeroParameter) -> bool:
@@ -125,9 +161,16 @@ class PartitionedEntry(Tensor):
             tensor: The empty tensor.
             what: The parameter, in words.
         """
-        entry = tensor.detach().as_subclass(PartitionedEntry)
+        with torch._C.DisableTorchFunctionSubclass():  # it may be such an entry already
+            entry = tensor.detach().as_subclass(PartitionedEntry)
         entry.what = what
         return entry
+
+    def as_subclass(self, cls: type[_T]) -> _T:  # torch asks no __torch_function__ about it
+        """Return such an entry of a subclass; any other class would end the guard."""
+        if not issubclass(cls, PartitionedEntry):
+            _refuse(self.what)
+        return super().as_subclass(cls)
 
     @classmethod
     def __torch_function__(
@@ -146,12 +189,13 @@ class PartitionedEntry(Tensor):
         return result
 
 
-# What torch.save, pickle, copy, safetensors, numpy and multiprocessing call.
+# What torch.save, pickle, copy, safetensors, numpy, DLPack and multiprocessing call, and what would end the guard.
 _USES_OF_MEMORY: frozenset[object] = frozenset(
     {
         Tensor.__reduce_ex__,
         Tensor.__deepcopy__,
         Tensor.__array__,
+        Tensor.__dlpack__,
         Tensor.numpy,
         Tensor.tolist,
         Tensor.data_ptr,

@@ -1,0 +1,133 @@
+"""Where an export may be written, and who writes there at one time."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_smartinfinity.cli.main import main
+from lightning_smartinfinity.errors import CheckpointError, ConfigError, SmartInfinityError, StorageLockedError
+from lightning_smartinfinity.export.destination import staged
+from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
+from lightning_smartinfinity.export.from_training import save_module
+from lightning_smartinfinity.store.replacement import beside
+from tests.export.trained import Trained, files_of
+
+Train = Callable[[str], Trained]
+
+
+@pytest.mark.parametrize("to", ["safetensors", "lightning"])
+def test_a_second_export_to_a_path_that_another_one_writes(to: str, trained: Train, tmp_path: Path) -> None:
+    """It raises and names the path, and the first one is whole."""
+    checkpoint, out = trained("llama").checkpoint, tmp_path / "out"
+    with staged(out) as folder:
+        folder.mkdir()
+        (folder / "weights").write_text("first")
+        with pytest.raises(StorageLockedError, match=f"Another process is writing .*{out} now"):
+            export_checkpoint(checkpoint, out, ExportSettings(to=to))
+        with pytest.raises(StorageLockedError), staged(out, keeps_others=True):
+            pass
+    assert files_of(out) == {"weights": b"first"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_lock_that_its_owner_removed_while_another_process_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock on a removed file counts for nothing: the process makes a new one."""
+    staging, opened, calls = beside(tmp_path / "out"), os.open, 0
+
+    def removing(path: Path, *arguments: int) -> int:
+        nonlocal calls
+        descriptor = opened(path, *arguments)
+        if path == staging / staging.name:
+            calls += 1
+            if calls == 1:
+                path.unlink()
+                staging.rmdir()
+        return descriptor
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", removing)
+        with staged(tmp_path / "out") as file:
+            file.write_text("whole")
+            with pytest.raises(StorageLockedError), staged(tmp_path / "out"):
+                pass
+    assert calls == 3
+    assert (tmp_path / "out").read_text() == "whole"
+
+
+def write_both(new: Path, out: Path) -> None:
+    new.write_text("exported")
+    out.write_text("mine")
+
+
+def test_what_another_program_puts_there_meanwhile_stays(tmp_path: Path) -> None:
+    """An export looks once more before it replaces anything."""
+    out = tmp_path / "out"
+    with pytest.raises(CheckpointError, match="replaces nothing"), staged(out) as folder:
+        write_both(folder, out)
+    assert out.read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# ---- paths that nothing can be put at
+
+
+@pytest.mark.parametrize("name", [".", "", "..", "/", "/dev/shm", "x\0y", "/proc/x", "link"])
+def test_a_path_that_cannot_be_replaced(
+    name: str, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways to save refuse it, before anything is written."""
+    checkpoint, here = trained("llama").checkpoint, tmp_path / "a" / "b"
+    here.mkdir(parents=True)
+    (here / "link").symlink_to(here / "gone")
+    monkeypatch.chdir(here)
+    message = "current folder|mount point|NUL byte|cannot be written|which does not exist"
+    with pytest.raises(SmartInfinityError, match=message):
+        export_checkpoint(checkpoint, Path(name), ExportSettings())
+    with pytest.raises(SmartInfinityError, match=message):
+        save_module(torch.nn.Linear(2, 2), Path(name))
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "b", "link"]
+
+
+def test_a_path_through_a_folder_that_is_missing(
+    trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """./x/../out is out, whether or not there is an x."""
+    checkpoint = trained("llama").checkpoint
+    monkeypatch.chdir(tmp_path)
+    told = export_checkpoint(checkpoint, Path("./x/../out"), ExportSettings())
+    assert str(tmp_path / "out") in told[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert files_of(tmp_path / "out") == files_of(trained("llama").root / "live")
+
+
+SIZES = ["0", "0GB", "-1", "-5GB", "x", "", "nan", "nanGB", "inf", "infGB", "5XB", "GB", "\u0665GB"]
+
+
+@pytest.mark.parametrize("size", [*SIZES, 0, -1, True, 1.5])
+def test_a_size_of_files_that_is_none(size: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both ways to save and the command name the value, and write nothing."""
+    with pytest.raises(ConfigError, match=re.escape(f"max_shard_size={size!r}")):
+        ExportSettings(max_shard_size=size)
+    with pytest.raises(ConfigError, match=re.escape(f"max_shard_size={size!r}")):
+        save_module(torch.nn.Linear(2, 2), tmp_path / "out", max_shard_size=size)
+    if isinstance(size, str):
+        assert main(["export", str(tmp_path), str(tmp_path / "out"), f"--max-shard-size={size}"]) == 1
+        assert repr(size) in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [20_000, "20000", "20KB", " 0.02 mb "])
+def test_sizes_of_files(size: Any, trained: Train, tmp_path: Path) -> None:
+    """A number of bytes may be text, and units are those of transformers."""
+    export_checkpoint(trained("llama").checkpoint, tmp_path / "out", ExportSettings(max_shard_size=size))
+    sizes = [file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")]
+    assert len(sizes) > 1 and max(sizes) < 22_000
