@@ -12,7 +12,7 @@ from pathlib import Path
 __all__ = ["beside", "exchange", "flush", "put_back", "put_in_place"]
 
 _STAGING = ".saving"
-_PREVIOUS = "previous"
+_PREVIOUS = ".saving-previous"  # no target has such a name
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
