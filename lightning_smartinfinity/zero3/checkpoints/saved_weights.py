@@ -42,7 +42,7 @@ DAMAGE = (
     AssertionError,
     pickle.UnpicklingError,
 )
-"""What torch, pickle and DeepSpeed raise on a damaged file, or on one with other content than a checkpoint's."""
+"""Errors that torch, pickle and DeepSpeed raise on a damaged file, or on one with other content than a checkpoint's."""
 
 WINDOW_NUMEL = 1 << 22
 """Largest number of elements that are in memory at once."""
