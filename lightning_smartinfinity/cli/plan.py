@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_smartinfinity.cli.plan_options import add_options, found_here, given_resources, training_of
@@ -60,6 +61,7 @@ def _findings(spec: str, options: argparse.Namespace) -> Findings:
     training = training_of(options, resources)
     source = find_source(spec, arguments=options.init_args)
     model = survey_model(source, batch=training.batch, seq=training.seq, in_16_bit=training.item_bytes == 2)
+    training = replace(training, checkpointing=training.checkpointing or model.checkpointing)
     rates = _rates(options, training, resources, source=source, model=model)
     chosen = cheapest(model, training, resources, rates)
     return Findings(
@@ -76,8 +78,6 @@ def _findings(spec: str, options: argparse.Namespace) -> Findings:
 
 
 def _rates(options: argparse.Namespace, training: Training, resources: Resources, *, source: Any, model: Any) -> Rates:
-    from dataclasses import replace
-
     from lightning_smartinfinity.plan.pace import Range, assumed_rates
 
     rates = assumed_rates(on_gpu=resources.on_gpu, cores=resources.cores, in_16_bit=training.item_bytes == 2)

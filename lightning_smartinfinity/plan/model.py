@@ -85,6 +85,7 @@ class ModelFigures:
         largest_module: Largest number of elements that one module holds directly.
         passes: What a forward and backward take; None if they could not be counted.
         count: Counts the same for another number of sequences; None if all figures are proportional to it.
+        checkpointing: Whether the model turns activation checkpoints on by itself.
         assumed: What was assumed of the model, in words; empty if nothing was.
     """
 
@@ -96,6 +97,7 @@ class ModelFigures:
     largest_module: int = 0
     passes: Passes | None = None
     count: Callable[[int], Passes | None] | None = None
+    checkpointing: bool = False
     assumed: str = ""
 
     def passes_of(self, batch: int) -> Passes | None:

@@ -112,6 +112,7 @@ def survey_model(source: ModelSource, *, batch: int, seq: int, in_16_bit: bool =
         trained = tuple(p.numel() for p in module.parameters() if p.requires_grad)
         if not trained:
             raise ConfigError(f"{source.name} has no parameter to train.", "Build its layers in __init__.")
+        checkpointing = bool(getattr(transformer_in(module), "is_gradient_checkpointing", False))
         passes, missing = (None, why) if why else count_passes(module, batch=batch, seq=seq)
 
         @lru_cache
@@ -128,6 +129,7 @@ def survey_model(source: ModelSource, *, batch: int, seq: int, in_16_bit: bool =
             largest_module=max(sum(p.numel() for p in each.parameters(recurse=False)) for each in module.modules()),
             passes=passes,
             count=count,
+            checkpointing=checkpointing,
             assumed="; ".join(filter(None, (source.assumed, missing))),
         )
 

@@ -100,6 +100,20 @@ def test_a_worn_out_drive_is_told(folder: str, capsys: pytest.CaptureFixture[str
     assert "more than the 1 TB that the drive may write" in capsys.readouterr().out
 
 
+def test_activation_checkpoints_of_a_class_are_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A class that turns them on itself is planned as with --checkpointing."""
+    monkeypatch.chdir(tmp_path)
+    llama_config().save_pretrained(tmp_path / "my-model")
+    found = planned(capsys, "tests.survey.models_of_users:Loading", *SMALL, "--seq", "16")
+    assert found["asked"]["training"]["checkpointing"] is True
+    assert (
+        found["asked"]["needs"]
+        == planned(capsys, "my-model", *SMALL, "--seq", "16", "--checkpointing")["asked"]["needs"]
+    )
+
+
 def test_a_plan_without_activations_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """It fits only as far as is known."""
     assert main(["plan", "tests.survey.models_of_users:Plain", *SMALL]) == 0

@@ -41,6 +41,7 @@ class Loading(pl.LightningModule):
 
     def configure_model(self) -> None:
         self.model = AutoModelForCausalLM.from_pretrained("my-model")
+        self.model.gradient_checkpointing_enable()
 
 
 class RaisesValueError(nn.Module):

@@ -106,6 +106,7 @@ def test_a_class_that_loads_a_model_is_built_without_its_weights(
     model = survey_model(find_source(f"{HERE}:Loading"), batch=2, seq=16)
     expected = survey_model(find_source(str(tmp_path / "my-model")), batch=2, seq=16)
     assert (model.trained, model.passes) == (expected.trained, expected.passes)
+    assert model.checkpointing and not expected.checkpointing
     with pytest.raises(OSError, match="my-model"):
         LlamaForCausalLM.from_pretrained("my-model")  # is as it was
 
