@@ -29,7 +29,6 @@ __all__ = [
     "StorageFullError",
     "StorageLockedError",
     "UnsupportedError",
-    "in_short",
 ]
 
 
@@ -87,9 +86,3 @@ class CudaError(SmartInfinityError, RuntimeError):
 
 class CheckpointError(SmartInfinityError, RuntimeError):
     """A checkpoint does not fit this model or is damaged."""
-
-
-def in_short(error: BaseException) -> str:
-    """Return the class and the first line of an error of foreign code, in at most 160 characters."""
-    first = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first}"[:160].rstrip(" .:")

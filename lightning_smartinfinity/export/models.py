@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from lightning_smartinfinity.errors import CheckpointError, ConfigError, UnsupportedError, in_short
+from lightning_smartinfinity.errors import CheckpointError, ConfigError, UnsupportedError
+from lightning_smartinfinity.store.os_errors import in_short
 
 __all__ = [
     "Model",

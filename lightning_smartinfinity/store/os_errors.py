@@ -1,4 +1,4 @@
-"""Turns errors of the operating system into this package's errors, with a remedy."""
+"""Turns errors of the operating system and of foreign code into this package's errors, with a remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import ConfigError, StorageError, StorageFullError
 
-__all__ = ["failure_error", "require_io_engine", "storage_error", "storage_errors"]
+__all__ = ["failure_error", "in_short", "require_io_engine", "storage_error", "storage_errors"]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -85,3 +85,9 @@ def storage_errors(doing: str, path: str | Path) -> Iterator[None]:
     except OSError as error:
         problem = f"{doing} {str(path)!r} failed: {error.strerror or error}."
         raise storage_error(error.errno or 0, problem=problem) from error
+
+
+def in_short(error: BaseException) -> str:
+    """Return the class and the first line of an error of foreign code, in at most 160 characters."""
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}"[:160].rstrip(" .:")

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_smartinfinity.errors import ConfigError, UnsupportedError, in_short
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.plan.model import LlamaShape, ModelFigures, Passes, llama_shape
+from lightning_smartinfinity.store.os_errors import in_short
 from lightning_smartinfinity.survey.passes import UNCOUNTED, count_passes, transformer_in
 
 __all__ = ["ModelSource", "default_dtype", "find_source", "survey_model", "with_transformer"]

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from lightning_smartinfinity.errors import in_short
 from lightning_smartinfinity.plan.model import Passes
+from lightning_smartinfinity.store.os_errors import in_short
 
 __all__ = ["UNCOUNTED", "count_passes", "loss_of", "transformer_in"]
 

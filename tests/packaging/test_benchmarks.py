@@ -36,7 +36,7 @@ RUNS = {
     ),
     "setup.py": (
         ["--numel", "100000", "--where", "init"],
-        ["| phase |", "| import |", "| build |", "| set-up, first state |", "| 3 steps |", "| save |"],
+        ["| phase |", "| import |", "| build |", "| set-up, first state |", "| step 4 |", "| save |"],
     ),
     "compression.py": (["--tiny"], ["top 1 %  ", "8 bits  "]),
     "compression_accuracy.py": (
