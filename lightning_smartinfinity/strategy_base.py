@@ -23,7 +23,12 @@ from lightning_smartinfinity.lightning_options import attributes_of, checked_opt
 from lightning_smartinfinity.settings import StrategySettings, gradients_are_16_bit, is_16_bit, nvme_path_of
 from lightning_smartinfinity.transfer.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.transfer.rules import rule_for
-from lightning_smartinfinity.zero3 import OffloadSettings, build_deepspeed_config, prepare_environment
+from lightning_smartinfinity.zero3 import (
+    OffloadSettings,
+    build_deepspeed_config,
+    prepare_environment,
+    return_freed_memory,
+)
 from lightning_smartinfinity.zero3.untyped import ClientState
 
 if TYPE_CHECKING:
@@ -339,6 +344,7 @@ class NearStorage(ABC):
             optimizer.rank_state.in_fit = False
             # After an error, which may have come on this rank alone, a step may still be in progress.
             optimizer.update.training_over()
+        return_freed_memory()  # no step will use it again
         if self._idle_key is not None:
             _IDLE[self._idle_key] = weakref.ref(self)
 
