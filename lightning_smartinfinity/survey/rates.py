@@ -20,7 +20,7 @@ from lightning_smartinfinity.plan.pace import Range, Rates
 from lightning_smartinfinity.plan.training import Training
 from lightning_smartinfinity.survey.drive import measure_drive
 from lightning_smartinfinity.survey.models import ModelSource, default_dtype, with_transformer
-from lightning_smartinfinity.survey.passes import loss_of, transformer_in
+from lightning_smartinfinity.survey.passes import loss_of
 
 __all__ = ["measure_rates", "require_device"]
 
@@ -127,7 +127,7 @@ def _truncated(source: ModelSource, num_layers: int, *, dtype: torch.dtype, devi
 
 def _time_passes(model: Any, training: Training, *, device: str) -> tuple[float, float]:
     begin = time.perf_counter()
-    loss = loss_of(transformer_in(model), batch=training.batch, seq=training.seq, device=device)
+    loss = loss_of(model, batch=training.batch, seq=training.seq, device=device)
     middle = _now(device)
     loss.backward()  # type: ignore[no-untyped-call]
     end = _now(device)

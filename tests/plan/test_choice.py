@@ -135,7 +135,7 @@ def test_a_small_model_needs_no_storage() -> None:
 
 
 def test_frozen_parameters_have_no_state_in_memory_either() -> None:
-    """Of a model of which a thousandth is trained, 2 bytes per parameter are needed without storage, not 16."""
+    """A model of which little is trained needs 2 bytes per parameter without storage, not 16."""
     trained = SEVEN.trained[-2:-1]
     model = replace(SEVEN, trained=trained, frozen=(SEVEN.numel - sum(trained),), passes=None)
     (plain, *_) = alternatives(model, TRAINING, LARGE)

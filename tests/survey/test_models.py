@@ -90,7 +90,7 @@ def _hide_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_passes_of_another_batch_are_counted(folder: Path) -> None:
-    """Of one sequence they are those that a survey of one finds, and not a part of those of four."""
+    """The passes of one sequence equal those of a survey of one sequence, and are not a part of those of four."""
     source = find_source(str(folder))
     four, one = (survey_model(source, batch=batch, seq=16) for batch in (4, 1))
     assert four.passes_of(1) == one.passes
@@ -112,7 +112,7 @@ def test_a_class_that_loads_a_model_is_built_without_its_weights(
 
 
 def test_a_model_that_fake_tensors_cannot_build_has_no_passes(tmp_path: Path) -> None:
-    """Its parameters are those of the built model, and the plan says that activations were not counted."""
+    """The plan counts the parameters of the built model, and says that activations were not counted."""
     config = ViTConfig(
         hidden_size=32,
         num_hidden_layers=2,
@@ -127,7 +127,7 @@ def test_a_model_that_fake_tensors_cannot_build_has_no_passes(tmp_path: Path) ->
 
 
 def test_a_quantized_model_is_refused(folder: Path) -> None:
-    """Its weights cannot be trained, and the remedy says what to plan for."""
+    """The error says that quantized weights cannot be trained, and the remedy names the model to plan for."""
     file = folder / "config.json"
     quantized = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     file.write_text(json.dumps(json.loads(file.read_text()) | quantized))
