@@ -23,10 +23,10 @@ from typing_extensions import Unpack, override
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig, storage_folders
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
-from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision
+from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
+from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
 from lightning_smartinfinity.settings import StrategySettings, check_save_path, documents_settings
-from lightning_smartinfinity.strategy_base import NearStorage
 from lightning_smartinfinity.zero3.untyped import ClientState, Pickled, SavedState
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         zero: Mapping[str, Any] | None = None,
         **options: Unpack[FabricOptions],
     ) -> None:
-        # DeepSpeedStrategy's own constructor is skipped: see _take_settings.
+        # DeepSpeedStrategy's own constructor is skipped: see take_options.
         super(DeepSpeedStrategy, self).__init__(
             accelerator=options.get("accelerator"),
             parallel_devices=options.get("parallel_devices"),
@@ -96,7 +96,8 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             transfer=TransferConfig() if transfer is None else transfer,
             zero=zero,
         )
-        self._take_settings(settings, options, known=FabricOptions)
+        self._take_settings(settings)
+        take_options(self, options, known=FabricOptions)
         self._backward_sync_control = _AlwaysSync()
         self._deepspeed_engine = None
 
@@ -248,7 +249,6 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         refuse_reserved(rest)
         client_state = self._convert_stateful_objects_in_state(rest, filter={})
         path = self.broadcast(path)
-        self._name_save(client_state)
         save_engine(engine, path, client_state, exclude_frozen=self.exclude_frozen_parameters)
 
     @override

@@ -13,7 +13,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_smartinfinity.checks import FLAG, STRATEGY, Rule, between, check, instance, number, optional
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 
-__all__ = ["SharedOptions", "attributes_of", "checked_options", "indexed_device", "swapped_precision"]
+__all__ = ["SharedOptions", "checked_options", "indexed_device", "swapped_precision", "take_options"]
 
 
 class SharedOptions(TypedDict, total=False):
@@ -55,10 +55,26 @@ _RULES = {
 }
 
 
-def attributes_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes that ``DeepSpeedStrategy.__init__`` would have set from these options and its defaults."""
-    kept = {name: options.get(name, default) for name, default in _DEFAULTS.items()}
-    return {**kept, "_timeout": options.get("timeout", default_pg_timeout)}
+def take_options(strategy: Any, options: Mapping[str, Any], *, known: type) -> None:
+    """Set the attributes that ``DeepSpeedStrategy.__init__`` would have set.
+
+    Our strategies skip that constructor, since it imports deepspeed, which chooses an accelerator once and for all,
+    before the Trainer has chosen one.
+
+    Args:
+        strategy: The strategy.
+        options: Options that the user passed in addition to our own settings.
+        known: TypedDict of the options that Lightning takes.
+
+    Raises:
+        ConfigError: Options are unknown, or one is out of range; the message names them.
+    """
+    options = checked_options(type(strategy).__name__, options, known)
+    for name, default in _DEFAULTS.items():
+        setattr(strategy, name, options.get(name, default))
+    strategy._timeout = options.get("timeout", default_pg_timeout)
+    strategy._config_initialized = False
+    strategy.remote_device = None
 
 
 def checked_options(strategy: str, options: Mapping[str, Any], known: type) -> dict[str, Any]:

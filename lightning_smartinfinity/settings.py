@@ -42,7 +42,7 @@ class StrategySettings:
 
     Args:
         storage: Folder, or list with a folder per storage device. Default: ``smart_infinity`` below the Trainer's
-            ``default_root_dir``, or below the current folder with Fabric.
+            ``default_root_dir`` or ``output_dir``, or below the current folder with Fabric and Accelerate.
         update_device: Where the update runs: ``"host"`` (CPU), ``"smartssd"`` (the accelerators of SmartSSDs), or
             ``"auto"``: SmartSSDs if an xclbin for them is named and they can be used, otherwise the host.
         smartssd: Settings for SmartSSDs: xclbin, cards, route of gradients, timeout and binding of XRT.
@@ -93,10 +93,13 @@ class StrategySettings:
 
 
 def documents_settings(strategy: Strategy) -> Strategy:
-    """Put the arguments of :class:`StrategySettings` before those in a strategy's own docstring."""
+    """Put the arguments of :class:`StrategySettings` before those in a class's own docstring, or before its errors."""
     shared = _ARGUMENTS.search(StrategySettings.__doc__ or "")
     if shared is not None and strategy.__doc__ is not None:  # python -OO removes docstrings
-        strategy.__doc__ = strategy.__doc__.replace("Args:\n", f"Args:\n{shared[1]}", 1)
+        arguments = f"Args:\n{shared[1]}"
+        own = "Args:\n" if "Args:\n" in strategy.__doc__ else "Raises:\n"
+        merged = arguments if own == "Args:\n" else f"{arguments}\n    {own}"
+        strategy.__doc__ = strategy.__doc__.replace(own, merged, 1)
     return strategy
 
 

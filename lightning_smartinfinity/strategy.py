@@ -30,12 +30,12 @@ from lightning_smartinfinity.compatibility import OptimizerList, accumulates, ad
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig, storage_folders
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision
+from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
+from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityPrecision
 from lightning_smartinfinity.resume import continue_epoch
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import StrategySettings, check_save_path, documents_settings
-from lightning_smartinfinity.strategy_base import NearStorage
 from lightning_smartinfinity.update_rules import optimizer_names
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
@@ -93,7 +93,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         zero: Mapping[str, Any] | None = None,
         **options: Unpack[LightningOptions],
     ) -> None:
-        # DeepSpeedStrategy's own constructor is skipped: see _take_settings.
+        # DeepSpeedStrategy's own constructor is skipped: see take_options.
         super(DeepSpeedStrategy, self).__init__(
             accelerator=options.get("accelerator"),
             parallel_devices=options.get("parallel_devices"),
@@ -112,7 +112,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             transfer=TransferConfig() if transfer is None else transfer,
             zero=zero,
         )
-        self._take_settings(settings, options, known=LightningOptions)
+        self._take_settings(settings)
+        take_options(self, options, known=LightningOptions)
         self._random_state: dict[str, Any] | None = None
 
     @property
@@ -245,7 +246,6 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         present, optimizer = self.model, self._near_storage_optimizer
         self.model = self._training_engine
         try:
-            self._name_save(checkpoint)
             if optimizer is not None:
                 # Lightning leaves these states out with save_weights_only=True.
                 optimizer.saves_weights_only = "optimizer_states" not in checkpoint

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.export.models import ModelDescription
+from lightning_smartinfinity.transformers_models import ModelDescription
 
 __all__ = ["has_tokenizer", "origins_of", "write_companions"]
 

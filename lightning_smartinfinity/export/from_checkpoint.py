@@ -15,17 +15,11 @@ from lightning_smartinfinity.errors import CheckpointError, ConfigError
 from lightning_smartinfinity.export.companions import has_tokenizer
 from lightning_smartinfinity.export.destination import require_unused, resolved
 from lightning_smartinfinity.export.lightning_file import write_lightning_file
-from lightning_smartinfinity.export.models import (
-    Model,
-    ModelDescription,
-    choose,
-    described_by,
-    described_in,
-    without_memory,
-)
+from lightning_smartinfinity.export.models import choose, described_by, described_in, without_memory
 from lightning_smartinfinity.export.pretrained import FolderExport, plain_export, pretrained_export, writing_folder
 from lightning_smartinfinity.export.routes import DTYPES
 from lightning_smartinfinity.export.shards import SHARD_SIZE
+from lightning_smartinfinity.transformers_models import Model, ModelDescription
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
 from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents, Part

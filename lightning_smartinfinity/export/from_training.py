@@ -12,10 +12,11 @@ import torch.distributed as dist
 from lightning_smartinfinity.checks import Rule, check, optional
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.export.destination import require_folder, resolved
-from lightning_smartinfinity.export.models import choose, describe, models_in
+from lightning_smartinfinity.export.models import choose
 from lightning_smartinfinity.export.pretrained import FolderExport, plain_export, pretrained_export, writing_folder
 from lightning_smartinfinity.export.routes import DTYPES
 from lightning_smartinfinity.export.shards import SHARD_SIZE
+from lightning_smartinfinity.transformers_models import describe, models_in
 from lightning_smartinfinity.zero3.checkpoints.live_weights import LiveWeights
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put
 from lightning_smartinfinity.zero3.collectives import raising_together

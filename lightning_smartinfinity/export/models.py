@@ -1,113 +1,23 @@
-"""Finds the models of transformers inside a module, and describes them in checkpoints by plain values."""
+"""Chooses the model of transformers that is exported, and builds it without memory from its description."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from lightning_smartinfinity.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_smartinfinity.store.os_errors import in_short
+from lightning_smartinfinity.transformers_models import Model, ModelDescription, optional_package
 
-__all__ = [
-    "Model",
-    "ModelDescription",
-    "choose",
-    "describe",
-    "describe_models",
-    "described_by",
-    "described_in",
-    "models_in",
-    "require_transformers",
-    "without_memory",
-]
-
-Model = Any
-"""A ``transformers.PreTrainedModel``; transformers is an optional dependency."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelDescription:
-    """Says what an export has to know of a model of transformers.
-
-    Args:
-        module: Name of the Python module that defines its class.
-        name: Name of the class.
-        config: Its configuration as the text of config.json.
-        generation_config: Its settings for generation as the text of generation_config.json; None if it has none.
-        origin: The path or name from which it was loaded; may be empty.
-    """
-
-    module: str
-    name: str
-    config: str
-    generation_config: str | None = None
-    origin: str = ""
-
-
-def require_transformers() -> ModuleType:
-    """Return transformers.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            f"Exporting a model of transformers needs transformers, which cannot be imported: {error}.",
-            "Install it: pip install 'lightning-smartinfinity[huggingface]'.",
-        ) from error
-    return transformers
-
-
-def models_in(module: torch.nn.Module) -> dict[str, Model]:
-    """Return the models of transformers in a module by name, without those that are parts of others."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None:  # then there can be no such model
-        return {}
-    found: dict[str, Model] = {}
-    for name, child in module.named_modules():
-        inside = any(outer == "" or name.startswith(f"{outer}.") for outer in found)
-        if not inside and isinstance(child, modeling.PreTrainedModel):
-            found[name] = child
-    return found
-
-
-def describe(model: Model) -> ModelDescription:
-    """Describe a model."""
-    origin = str(getattr(model.config, "name_or_path", "") or "")
-    generates = model.can_generate() and model.generation_config is not None
-    return ModelDescription(
-        module=type(model).__module__,
-        name=type(model).__name__,
-        config=model.config.to_json_string(use_diff=True),
-        generation_config=model.generation_config.to_json_string(use_diff=True) if generates else None,
-        origin=os.path.abspath(origin) if os.path.isdir(origin) else origin,
-    )
-
-
-def describe_models(module: torch.nn.Module) -> dict[str, Any]:
-    """Describe a module for its checkpoints, in types that every reader knows: its models, and what is not trained."""
-    descriptions: dict[str, dict[str, object]] = {}
-    for name, model in models_in(module).items():
-        # A model that cannot be described is no reason to lose a checkpoint: it can be exported with --model.
-        with suppress(TypeError, ValueError, AttributeError):
-            descriptions[name] = asdict(describe(model))
-    frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
-    return {"models": descriptions, "frozen": frozen}
+__all__ = ["choose", "described_by", "described_in", "without_memory"]
 
 
 def described_in(saved: Mapping[str, Any] | None) -> dict[str, ModelDescription]:
-    """Return the descriptions that :func:`describe_models` has made; none if a checkpoint holds nothing of the kind."""
+    """Return the descriptions that ``describe_models`` has made; none if a checkpoint holds nothing of the kind."""
     models = {} if saved is None else saved["models"]
     return {name: ModelDescription(**fields) for name, fields in models.items()}
 
@@ -158,7 +68,7 @@ def without_memory(description: ModelDescription) -> Model:
         ConfigError: transformers is not installed.
         UnsupportedError: The model needs code that is not part of transformers, or cannot be built without memory.
     """
-    transformers = require_transformers()
+    transformers = optional_package("transformers", purpose="Exporting a model of transformers")
     kind = getattr(transformers, description.name, None)
     if kind is None or description.module.partition(".")[0] != "transformers":
         raise UnsupportedError(

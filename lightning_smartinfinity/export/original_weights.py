@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from lightning_smartinfinity.errors import CheckpointError, ConfigError
+from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.transformers_models import optional_package
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import WINDOW_NUMEL
 from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
 
@@ -75,19 +76,13 @@ class OriginalWeights:
     @cached_property
     def _files(self) -> Mapping[str, str]:
         """The file of each tensor."""
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError as error:
-            raise ConfigError(
-                f"Reading the weights in {self._folder} needs safetensors, which cannot be imported: {error}.",
-                "Install it: pip install 'lightning-smartinfinity[huggingface]'.",
-            ) from error
+        safetensors = optional_package("safetensors", purpose=f"Reading the weights in {self._folder}")
         try:
             if (self._folder / _INDEX).is_file():
                 return dict(json.loads((self._folder / _INDEX).read_text())["weight_map"])
-            with safe_open(self._folder / _WEIGHTS, framework="pt") as file:
+            with safetensors.safe_open(self._folder / _WEIGHTS, framework="pt") as file:
                 return dict.fromkeys(file.keys(), _WEIGHTS)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
             raise CheckpointError(
                 f"{self._folder} holds no readable safetensors files: {error}.",
                 "Pass a folder with model.safetensors as --model.",

@@ -13,12 +13,12 @@ import torch
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.export.companions import origins_of, write_companions
 from lightning_smartinfinity.export.destination import require_room, staged
-from lightning_smartinfinity.export.models import Model, ModelDescription, require_transformers
 from lightning_smartinfinity.export.names import plan_for
 from lightning_smartinfinity.export.original_weights import OriginalWeights
 from lightning_smartinfinity.export.routes import ExportPlan, plain_plan, router
 from lightning_smartinfinity.export.shards import Shards, writing_shards
 from lightning_smartinfinity.progress import Advance, showing_progress
+from lightning_smartinfinity.transformers_models import Model, ModelDescription, optional_package
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put
 from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents
 
@@ -182,6 +182,7 @@ def _required(folder: Path | None, plan: ExportPlan) -> Path:
 
 
 def _default_shard_size() -> int | str:
-    parameters = inspect.signature(require_transformers().PreTrainedModel.save_pretrained).parameters
+    transformers = optional_package("transformers", purpose="Exporting a model of transformers")
+    parameters = inspect.signature(transformers.PreTrainedModel.save_pretrained).parameters
     size: int | str = parameters["max_shard_size"].default
     return size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageLockedError
+from lightning_smartinfinity.store.lock import acquire
 
 __all__ = ["locked", "remove_content"]
 
@@ -58,29 +58,12 @@ def _lock_file(staging: Path) -> Path:
 def _acquire(staging: Path, target: Path) -> int:
     while True:
         staging.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(_lock_file(staging), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:  # the former owner removed the folder after our mkdir
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(_lock_file(staging), descriptor):
-                return descriptor
-        except BlockingIOError:
-            os.close(descriptor)
-            raise StorageLockedError(
-                f"Another process is writing an export or a model to {target} now.",
-                "Wait for it, or name another path.",
-            ) from None
-        except BaseException:
-            os.close(descriptor)
-            raise
-        # The former owner removed the file between our open and our lock: our lock is no longer at this path.
-        os.close(descriptor)
+        # The former owner may remove the folder after our mkdir.
+        with suppress(FileNotFoundError):
+            return acquire(_lock_file(staging), mode=0o666, in_use=lambda _: _locked_error(target))
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+def _locked_error(target: Path) -> StorageLockedError:
+    return StorageLockedError(
+        f"Another process is writing an export or a model to {target} now.", "Wait for it, or name another path."
+    )

@@ -1,4 +1,4 @@
-"""The lock of a store's folder: one process at a time."""
+"""Locks of files, and the lock of a store's folder: one process at a time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import errno
 import fcntl
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageLockedError
 from lightning_smartinfinity.store.os_errors import storage_errors
 
-__all__ = ["FolderLock", "is_locked"]
+__all__ = ["FolderLock", "acquire", "is_locked"]
 
 _LOCK_NAME = "lock"
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
@@ -66,22 +68,42 @@ def is_locked(folder: Path) -> bool:
         os.close(descriptor)
 
 
-def _acquire(path: Path) -> int:
+def acquire(path: Path, *, mode: int, in_use: Callable[[int], StorageLockedError]) -> int:
+    """Create and lock a file, and return its descriptor, which unlocks when it is closed.
+
+    Args:
+        path: Path of the file, in an existing folder.
+        mode: Permissions of a new file.
+        in_use: Function that makes the error if another process holds the lock; it gets the file's descriptor.
+
+    Raises:
+        StorageLockedError: Another process holds it.
+        OSError: The file cannot be opened or locked.
+    """
     while True:
-        with storage_errors("Locking", path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                if not _try_lock(descriptor):
-                    raise _locked_error(path, descriptor)
-                if _is_at(path, descriptor):
-                    os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-                    return descriptor
-            except BaseException:
-                os.close(descriptor)
-                raise
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+        try:
+            if not _try_lock(descriptor):
+                raise in_use(descriptor)
+            if _is_at(path, descriptor):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
         # The former owner removed the file between our open and our lock: our lock is no longer at this path.
         os.close(descriptor)
+
+
+def _acquire(path: Path) -> int:
+    with storage_errors("Locking", path):
+        descriptor = acquire(path, mode=0o600, in_use=partial(_locked_error, path))
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    return descriptor
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -21,6 +21,7 @@ from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.plan.model import LlamaShape, ModelFigures, Passes, llama_shape
 from lightning_smartinfinity.store.os_errors import in_short
 from lightning_smartinfinity.survey.passes import UNCOUNTED, count_passes, transformer_in
+from lightning_smartinfinity.transformers_models import optional_package
 
 __all__ = ["ModelSource", "default_dtype", "find_source", "survey_model", "with_transformer"]
 
@@ -169,7 +170,7 @@ def _from_number(numel: int, spec: str) -> ModelSource:
     words = f"a Llama-like shape: {shape.layers} layers of width {shape.width}, {shape.vocab} tokens"
     try:
         transformers = _transformers()
-    except UnsupportedError:
+    except ConfigError:
         return ModelSource(name=spec, shape=shape, assumed=words)
     config = transformers.LlamaConfig(
         hidden_size=shape.width,
@@ -311,10 +312,4 @@ def with_transformer(source: ModelSource) -> ModelSource:
 
 
 def _transformers() -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise UnsupportedError(
-            "Reading a Hugging Face model needs transformers, which is not installed.",
-            "Install it: pip install 'lightning-smartinfinity[huggingface]'.",
-        ) from error
+    return optional_package("transformers", purpose="Reading a Hugging Face model")

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from lightning_smartinfinity.plan.model import Passes
 from lightning_smartinfinity.store.os_errors import in_short
+from lightning_smartinfinity.transformers_models import models_in
 
 __all__ = ["UNCOUNTED", "count_passes", "loss_of", "transformer_in"]
 
@@ -50,16 +51,8 @@ def count_passes(module: nn.Module, *, batch: int, seq: int) -> tuple[Passes | N
 
 def transformer_in(module: nn.Module) -> Any:
     """Return the only outermost model of transformers in a module; None if there is none, or several."""
-    found: list[tuple[str, nn.Module]] = []
-    for name, each in module.named_modules():
-        inside = any(name.startswith(f"{outer}." if outer else "") for outer, _ in found)
-        if not inside and _is_transformer(each):
-            found.append((name, each))
-    return found[0][1] if len(found) == 1 else None
-
-
-def _is_transformer(module: nn.Module) -> bool:
-    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
+    found = list(models_in(module).values())
+    return found[0] if len(found) == 1 else None
 
 
 def loss_of(model: Any, *, batch: int, seq: int, device: str = "cpu") -> torch.Tensor:

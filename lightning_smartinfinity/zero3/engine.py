@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -21,9 +22,18 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.transformers_models import describe_models
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
+from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
+from lightning_smartinfinity.zero3.checkpoints.folder_check import (
+    SAVE_ID,
+    check_checkpoint,
+    check_same_save,
+    reading_checkpoint,
+)
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
 from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_loading
+from lightning_smartinfinity.zero3.collectives import gather
 from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
@@ -43,6 +53,7 @@ __all__ = [
     "build_evaluation_engine",
     "engine_with",
     "evaluation_engine",
+    "initializing_with",
     "refuse_in_fit",
     "refuse_trained",
 ]
@@ -75,6 +86,15 @@ class PortableEngine(DeepSpeedEngine):
         for module in model.modules():
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
                 _cast_statistics(module)
+
+    @contextmanager
+    def without_state_dict(self) -> Iterator[None]:
+        """Let a state dict that transformers asks for be empty within this context: weights are written already."""
+        self._zero3_consolidated_16bit_state_dict = dict
+        try:
+            yield
+        finally:
+            del self._zero3_consolidated_16bit_state_dict
 
     def _do_sanity_check(self) -> None:
         # On a CPU, DeepSpeed requires oneDNN's fp16 kernels. torch's own kernels are slower but run on every CPU.
@@ -201,12 +221,57 @@ class SmartInfinityEngine(PortableEngine):
         """
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         return_freed_memory()  # which the next step on a CPU would use again: a save needs memory of its own
+        # Every file of one save carries the same random name, by which a mixture of two saves is recognised.
+        self.optimizer.save_id = gather(uuid.uuid4().hex, None)[0]
+        named = {SAVE_ID: self.optimizer.save_id, MODEL_KEY: describe_models(self.module)}
         # DeepSpeed's format has an empty tensor for every partitioned parameter, whose values are in other files.
         with replacing(save_dir, tag, local_rank=self.local_rank) as staging, unguarded():
             saved: bool = super().save_checkpoint(
-                str(staging), tag, client_state, save_latest, exclude_frozen_parameters
+                str(staging), tag, {**client_state, **named}, save_latest, exclude_frozen_parameters
             )
         return saved
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        *args: object,
+        needed: Collection[str] = (),
+        **kwargs: object,
+    ) -> tuple[str, ClientState]:
+        """Load like the base class, after every rank has checked the folder.
+
+        Args:
+            load_dir: The folder that :meth:`save_checkpoint` wrote.
+            tag: The subfolder; None means the one that ``latest`` names.
+            load_module_strict: Whether names of parameters and buffers have to match.
+            *args: Further arguments of the base class.
+            needed: Keys that must have been saved beside the model.
+            **kwargs: Further arguments of the base class.
+
+        Returns:
+            The path of the checkpoint, and the state that was saved beside the model.
+
+        Raises:
+            CheckpointError: There is no checkpoint, it is damaged, or it belongs to another model; raised on every
+                rank.
+        """
+        path = load_dir if tag is None else Path(load_dir) / tag
+        folder = check_checkpoint(path, engine=self, strict=load_module_strict, needed=needed)
+        with reading_checkpoint(path):
+            loaded, client_state = super().load_checkpoint(
+                str(folder.parent), folder.name, load_module_strict, *args, **kwargs
+            )
+        check_same_save(self, client_state)
+        return loaded, client_state
+
+    # ---- accumulation
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Tell the engine whether a step follows the next backward, within which its update may then begin."""
+        super().set_gradient_accumulation_boundary(is_boundary)
+        self.optimizer.step_follows = is_boundary
 
     # ---- refused
 
@@ -301,6 +366,17 @@ def evaluation_engine() -> Iterator[None]:
 def engine_with(offload: OffloadSettings) -> Iterator[None]:
     """Let ``deepspeed.initialize`` build a :class:`SmartInfinityEngine` within this context."""
     with _replaced(deepspeed, "DeepSpeedEngine", functools.partial(SmartInfinityEngine, offload=offload)):
+        yield
+
+
+@contextmanager
+def initializing_with(initialize: Callable[..., object]) -> Iterator[None]:
+    """Redirect ``deepspeed.initialize`` within this context.
+
+    Args:
+        initialize: Function that takes the original as its first argument.
+    """
+    with _replaced(deepspeed, "initialize", functools.partial(initialize, deepspeed.initialize)):
         yield
 
 

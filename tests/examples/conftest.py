@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.model_folder import TEXT, make_model_folder
 from tests.helpers.waiting import PROCESS_LIMIT
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -44,3 +45,12 @@ def run_example(tmp_path: Path) -> Callable[..., str]:
         return output
 
     return run
+
+
+@pytest.fixture
+def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a folder with what the pages take for granted, a model and a text, and go there."""
+    monkeypatch.chdir(tmp_path)
+    make_model_folder(tmp_path / "my-model")
+    (tmp_path / "my-text.txt").write_text(TEXT)
+    return tmp_path

@@ -4,54 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_smartinfinity.cli import main
-from tests.helpers.fresh_python import fresh_environment
-from tests.helpers.model_folder import TEXT, make_model_folder
-from tests.helpers.waiting import PROCESS_LIMIT
+from tests.examples.pages import LOADED, commands_in, page, run_python, scripts_in
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-COMMANDS = re.findall(r"^smart-infinity (.*)$", README, re.MULTILINE)
+README = page("README.md")
+COMMANDS = commands_in(README)
 (SIZES,) = (command for command in COMMANDS if "--gpu-memory" in command)
-LOADED = """
-import sys
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-tokens = AutoTokenizer.from_pretrained(sys.argv[1])("A drive", return_tensors="pt")
-assert "lightning_smartinfinity" not in sys.modules or not hasattr(sys.modules["lightning_smartinfinity"], "zero3")
-print(model(**tokens).logits.double().sum().item())
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the README takes for granted: a model and a text."""
-    monkeypatch.chdir(tmp_path)
-    make_model_folder(tmp_path / "my-model")
-    (tmp_path / "my-text.txt").write_text(TEXT)
-    return tmp_path
-
-
-def run_python(folder: Path, *arguments: str) -> str:
-    """Run Python in the folder on one CPU thread, assert that it succeeds, and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**fresh_environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PROCESS_LIMIT,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return done.stdout
-
-
 COUNTING = """
 import atexit, torch.utils.checkpoint
 calls, original = [], torch.utils.checkpoint.checkpoint
@@ -61,25 +23,25 @@ atexit.register(lambda: print("checkpoints of activations:", len(calls)))
 LAYERS, STEPS = 2, 40
 
 
-def test_the_blocks_run_in_order(folder: Path) -> None:
+def test_the_blocks_run_in_order(page_folder: Path) -> None:
     """The model is fine-tuned, resumed and exported in one folder, and transformers alone loads both results alike."""
-    scripts = [text for language, text in BLOCKS if language == "python"]
+    scripts = scripts_in(README)
     commands = [command for command in COMMANDS if command != SIZES]  # see test_sizes_are_those_of_the_plan
     before = [command for command in commands if README.index(command) < README.index(scripts[0])]
     assert len(scripts) == len(commands) == 2 and len(before) == 1
     assert main(shlex.split(before[0])) == 0
-    (folder / "readme.py").write_text("\n".join([COUNTING, *scripts]))
+    (page_folder / "readme.py").write_text("\n".join([COUNTING, *scripts]))
     # In eval mode, as from_pretrained returns a model, transformers would run none.
-    assert f"checkpoints of activations: {LAYERS * STEPS}\n" in run_python(folder, "readme.py")
+    assert f"checkpoints of activations: {LAYERS * STEPS}\n" in run_python(page_folder, "readme.py")
     assert main(shlex.split(commands[-1])) == 0, commands
-    saved, exported = (run_python(folder, "-c", LOADED, f"my-model-{how}") for how in ("tuned", "exported"))
+    saved, exported = (run_python(page_folder, "-c", LOADED, f"my-model-{how}") for how in ("tuned", "exported"))
     assert exported == saved
-    assert run_python(folder, "-c", LOADED, "my-model") != saved
+    assert run_python(page_folder, "-c", LOADED, "my-model") != saved
 
 
 def test_the_example_has_as_many_lines_as_it_says() -> None:
     """Lines without content do not count."""
-    script = next(text for language, text in BLOCKS if language == "python")
+    script = scripts_in(README)[0]
     assert "## A Hugging Face model in eighteen lines" in README
     assert len([line for line in script.splitlines() if line.strip()]) == 18
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_smartinfinity.zero3.checkpoints.client_state import user_state
-from lightning_smartinfinity.zero3.checkpoints.folder_check import check_checkpoint, check_same_save, reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.full_weights import load_full_weights
 from lightning_smartinfinity.zero3.checkpoints.universal import load_universal
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import is_universal
@@ -48,12 +47,9 @@ def load_engine(
         return load_saved_weights(engine, path, strict=strict)
     if is_universal(path):
         return load_universal(engine, path, strict=strict, needed=needed)
-    folder = check_checkpoint(path, engine=engine, strict=strict, needed=needed)
-    with reading_checkpoint(path):
-        _, client_state = engine.load_checkpoint(
-            str(folder.parent), tag=folder.name, load_lr_scheduler_states=False, load_module_strict=strict
-        )
-    check_same_save(engine, client_state)
+    _, client_state = engine.load_checkpoint(
+        path, load_module_strict=strict, load_lr_scheduler_states=False, needed=needed
+    )
     return user_state(client_state)
 
 

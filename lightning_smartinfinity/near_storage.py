@@ -1,12 +1,11 @@
-"""The common part of the strategies of Trainer and Fabric: the training engine and its storage."""
+"""What the three doors (Trainer, Fabric and transformers) share: the training engine and its storage."""
 
 from __future__ import annotations
 
-import uuid
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from lightning_smartinfinity.checks import check, instance, optional
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import require_xclbin_named
 from lightning_smartinfinity.gain_warning import warn_of_no_gain
-from lightning_smartinfinity.lightning_options import attributes_of, checked_options
 from lightning_smartinfinity.settings import StrategySettings, gradients_are_16_bit, is_16_bit, nvme_path_of
 from lightning_smartinfinity.transfer.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.transfer.rules import rule_for
@@ -29,7 +27,7 @@ from lightning_smartinfinity.zero3 import (
     prepare_environment,
     return_freed_memory,
 )
-from lightning_smartinfinity.zero3.untyped import ClientState
+from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
@@ -43,25 +41,19 @@ T = TypeVar("T")
 
 
 class NearStorage(ABC):
-    """Mixin that precedes one of Lightning's two ``DeepSpeedStrategy`` classes among the bases of a strategy.
+    """Base of what a user opens a training with. It knows neither Lightning nor transformers.
 
-    It calls none of their methods. Of their attributes it uses those that :meth:`_take_settings` sets.
+    It precedes one of Lightning's two ``DeepSpeedStrategy`` classes among the bases of a strategy, and calls none of
+    their methods.
+
+    Attributes:
+        config: DeepSpeed's configuration, under the name that Lightning gives it.
     """
 
-    config: Any  # Lightning's attribute
+    config: Any
 
-    def _take_settings(self, settings: StrategySettings, options: Mapping[str, Any], *, known: type) -> None:
-        """Keep what the user passed, and set what ``DeepSpeedStrategy.__init__`` would have set.
-
-        That constructor is skipped, since it imports deepspeed, which chooses an accelerator once and for all, before
-        the Trainer has chosen one.
-
-        Args:
-            settings: Our own settings.
-            options: Other options that the user passed.
-            known: TypedDict of the options that exist.
-        """
-        options = checked_options(type(self).__name__, options, known)
+    def _take_settings(self, settings: StrategySettings) -> None:
+        """Keep what the user passed, and build DeepSpeed's configuration from it."""
         if settings.update_device == "smartssd":
             require_xclbin_named(settings.smartssd)
         if settings.update_device == "host" and settings.smartssd is not None:
@@ -74,10 +66,6 @@ class NearStorage(ABC):
         # The swapper of parameters that lie on storage.
         self._parameters: ParameterSwapper | None = None
         self._nvme_path = nvme_path_of(settings.zero)
-        self._config_initialized = False
-        self.remote_device: str | None = None
-        for name, value in attributes_of(options).items():
-            setattr(self, name, value)
         self.config = build_deepspeed_config(settings.zero)
 
     def close(self) -> None:
@@ -189,18 +177,24 @@ class NearStorage(ABC):
     def _near_storage_optimizer(self) -> SmartInfinityOptimizer | None:
         return None if self._training_engine is None else self._training_engine.optimizer
 
+    @property
+    def _engine_config(self) -> DeepSpeedConfig:
+        """DeepSpeed's configuration with the precision and the accumulation of this training."""
+        config: DeepSpeedConfig = self.config
+        return config
+
     def _prepare_environment(self, device: torch.device, *, local_world_size: int) -> None:
         """Prepare the environment before DeepSpeed is first imported, and check settings that only it can check."""
         self._local_world_size, self._on_cuda = local_world_size, device.type == "cuda"
         prepare_environment(device.type, local_world_size=local_world_size)
         from lightning_smartinfinity.zero3.validation import check_zero_section
 
-        check_zero_section(self.config["zero_optimization"])
+        check_zero_section(self._engine_config["zero_optimization"])
 
     def _build_engine(
         self, model: torch.nn.Module, optimizer: Optimizer, initialize: Callable[[], tuple[SmartInfinityEngine, T]]
     ) -> tuple[SmartInfinityEngine, T]:
-        """Run Lightning's call of ``deepspeed.initialize`` so that the engine it returns trains near storage.
+        """Run a call of ``deepspeed.initialize`` so that the engine it returns trains near storage.
 
         Args:
             model: Module to train.
@@ -223,8 +217,8 @@ class NearStorage(ABC):
             refuse_in_fit(model)
             check_model(model)
             check_optimizer(optimizer, state_format=self._settings.state_format)
-            check_dtype(model, self.config)
-            check_state_format(self._settings.state_format, self.config)
+            check_dtype(model, self._engine_config)
+            check_state_format(self._settings.state_format, self._engine_config)
         self._release_storage()
         end_training(model)
         release_module(model)
@@ -233,7 +227,7 @@ class NearStorage(ABC):
         with self._parameters_on_storage(), engine_with(offload):
             if self._parameters is not None:
                 require_parameter_space(
-                    self._parameters.settings, offload, model, optimizer, in_16_bit=is_16_bit(self.config)
+                    self._parameters.settings, offload, model, optimizer, in_16_bit=is_16_bit(self._engine_config)
                 )
             engine, rest = initialize()
         # This runs at interpreter exit, too: nothing stays on storage unless it is to be kept.
@@ -249,8 +243,8 @@ class NearStorage(ABC):
         assert settings.storage is not None
         offload = OffloadSettings(
             **vars(settings),
-            gradient_itemsize=2 if gradients_are_16_bit(self.config) else 4,
-            parameter_itemsize=2 if is_16_bit(self.config) else 4,
+            gradient_itemsize=2 if gradients_are_16_bit(self._engine_config) else 4,
+            parameter_itemsize=2 if is_16_bit(self._engine_config) else 4,
             feed_back_threads=feed_back_threads(settings.transfer.compute_threads, self._local_world_size),
         )
         offload = choose_update_device(offload, optimizer=type(optimizer).__name__)
@@ -269,7 +263,7 @@ class NearStorage(ABC):
 
         storage, transfer = self._settings.storage, self._settings.transfer
         assert storage is not None
-        section = self.config["zero_optimization"]
+        section = self._engine_config["zero_optimization"]
         settings = parameter_settings(section, storage=storage, nvme_path=self._nvme_path, transfer=transfer)
         if settings is None:
             yield
@@ -299,7 +293,7 @@ class NearStorage(ABC):
             sharded(),
             partitioning("Building the model", None),
             gathering_on_use(module),
-            loading_pretrained(self.config),
+            loading_pretrained(self._engine_config),
         ):
             yield
 
@@ -320,22 +314,6 @@ class NearStorage(ABC):
         idle = _IDLE.pop(self._idle_key, lambda: None)()
         if idle is not None:
             idle._close_state()
-
-    def _name_save(self, client_state: ClientState) -> None:
-        """Give the files of one save the same random name, and describe the models for an export.
-
-        A mixture of two saves can be recognised by the name.
-        """
-        from lightning_smartinfinity.export.models import describe_models
-        from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
-        from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID
-        from lightning_smartinfinity.zero3.collectives import gather
-
-        assert self._training_engine is not None
-        client_state[MODEL_KEY] = describe_models(self._training_engine.module)
-        optimizer = self._near_storage_optimizer
-        if optimizer is not None:
-            optimizer.save_id = client_state[SAVE_ID] = gather(uuid.uuid4().hex, None)[0]
 
     def _become_idle(self) -> None:
         """Mark training as over; the state stays readable until the next training on the same storage."""

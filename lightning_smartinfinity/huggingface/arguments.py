@@ -1,0 +1,63 @@
+"""Checks what ``transformers.TrainingArguments`` say before anything is allocated."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.transformers_models import models_in
+
+__all__ = ["Arguments", "check_arguments", "job_of", "refuse_quantized"]
+
+Arguments: TypeAlias = Any
+"""``transformers.TrainingArguments``; transformers is an optional dependency."""
+
+# The names that transformers has for the optimizers of torch.optim that have an update rule.
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+
+
+def check_arguments(args: Arguments) -> None:
+    """Refuse arguments that would switch DeepSpeed off, or whose optimizer keeps its state in memory.
+
+    Raises:
+        UnsupportedError: There is such an argument.
+    """
+    if args.use_cpu:
+        raise UnsupportedError(
+            "TrainingArguments(use_cpu=True) switches DeepSpeed off, and the model would train in memory.",
+            "Leave it out: without a GPU the training runs on the CPU all the same.",
+        )
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in _OPTIMIZERS:
+        raise UnsupportedError(
+            f"TrainingArguments(optim={name!r}) does not work with SmartInfinityTraining: no update rule is known "
+            "for this optimizer, whose state would have to lie on storage.",
+            f"Use optim={' or '.join(map(repr, _OPTIMIZERS))}; state_format='int8' makes the state on storage smaller.",
+        )
+
+
+def refuse_quantized(model: torch.nn.Module) -> None:
+    """Refuse models with quantized weights, which ZeRO-3 cannot partition.
+
+    Raises:
+        UnsupportedError: A model of transformers in the module is quantized.
+    """
+    for name, each in models_in(model).items():
+        if getattr(each, "is_quantized", False) or getattr(each, "hf_quantizer", None) is not None:
+            raise UnsupportedError(
+                f"{type(each).__name__} {name!r} has quantized weights (4 or 8 bits), which ZeRO-3 cannot partition.",
+                "Load it without quantization_config; its weights may lie on storage instead: "
+                "SmartInfinityTraining(zero={'offload_param': {'device': 'nvme'}}).",
+            )
+
+
+def job_of(output_dir: str | Path) -> str:
+    """Return a job's name for an output folder, so that two trainings may share a storage folder."""
+    path = os.path.realpath(output_dir)
+    digest = hashlib.sha256(path.encode()).hexdigest()[:8]
+    return f"{os.path.basename(path) or 'root'}-{digest}"

@@ -1,0 +1,70 @@
+"""A user's own loop with Accelerate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+from torch.utils.data import DataLoader
+
+from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from tests.huggingface.trained import BATCH, dataset, load, weights_in
+
+
+def run(model_folder: Path, out: Path, *, accumulate: int = 1, save_at: int = 0, resume: Path | None = None) -> Any:
+    """Train over the data once, and return the losses and the weights."""
+    losses = []
+    with SmartInfinityTraining(out / "storage") as training:
+        plugin = DeepSpeedPlugin(hf_ds_config=training.config, gradient_accumulation_steps=accumulate)
+        accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=accumulate)
+        model = load(model_folder)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(dataset(), batch_size=BATCH))
+        if resume is not None:
+            accelerator.load_state(str(resume))
+        for number, batch in enumerate(loader, 1):
+            if resume is not None and number <= save_at:
+                continue
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            if resume is None and number == save_at:
+                accelerator.save_state(str(out / "state"))
+        training.save_pretrained(out / "saved")
+    return losses, weights_in(out / "saved")
+
+
+def reference(model_folder: Path, accumulate: int) -> list[float]:
+    """Return the losses of plain torch."""
+    model = load(model_folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for number, batch in enumerate(DataLoader(dataset(), batch_size=BATCH), 1):
+        loss = model(**batch).loss
+        (loss / accumulate).backward()
+        losses.append(loss.item())
+        if number % accumulate == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # accelerate takes 1.0 for "auto"
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def test_a_loop_with_accumulation_trains_like_torch(model_folder: Path, tmp_path: Path) -> None:
+    """Losses are those of plain torch: "auto" takes the accumulation from Accelerate, and its clipping at 1.0."""
+    losses, _ = run(model_folder, tmp_path, accumulate=2)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(reference(model_folder, 2)), atol=1e-5, rtol=0)
+
+
+def test_a_loop_goes_on_from_its_saved_state(model_folder: Path, tmp_path: Path) -> None:
+    """``save_state`` and ``load_state`` resume bit for bit."""
+    whole, weights = run(model_folder, tmp_path / "whole", save_at=2)
+    resumed, after = run(model_folder, tmp_path / "resumed", save_at=2, resume=tmp_path / "whole" / "state")
+    assert resumed == whole[2:]
+    assert all(torch.equal(after[name], weights[name]) for name in weights)

@@ -1,0 +1,114 @@
+"""What a SmartInfinityTraining refuses, before anything is written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from lightning_smartinfinity import ConfigError, UnsupportedError
+from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from tests.huggingface.trained import arguments, dataset, load, train
+
+
+def test_a_cpu_that_is_asked_for_by_name(tmp_path: Path) -> None:
+    """``use_cpu=True`` would switch DeepSpeed off without a word."""
+    with SmartInfinityTraining() as training, pytest.raises(UnsupportedError, match=r"use_cpu=True.*Leave it out"):
+        arguments(tmp_path, training.config, use_cpu=True)
+
+
+@pytest.mark.parametrize("name", ["paged_adamw_8bit", "adamw_bnb_8bit", "adafactor", "galore_adamw"])
+def test_an_optimizer_that_keeps_its_state_in_memory(name: str, tmp_path: Path) -> None:
+    """Paged and 8-bit optimizers, and others without an update rule, are refused by the name that was typed."""
+    with SmartInfinityTraining() as training, pytest.raises(UnsupportedError, match=f"{name}.*adamw_torch"):
+        arguments(tmp_path, training.config, optim=name)
+
+
+def test_every_optimizer_that_is_offered_is_one_of_transformers(tmp_path: Path) -> None:
+    """The names in the error are names that TrainingArguments know."""
+    from lightning_smartinfinity.huggingface.arguments import _OPTIMIZERS
+
+    assert set(_OPTIMIZERS) <= {name.value for name in transformers.training_args.OptimizerNames}
+
+
+def test_a_quantized_base(model_folder: Path, tmp_path: Path) -> None:
+    """A model in 4 bits is refused by name; nothing lies on storage."""
+
+    def quantize(trainer: Any) -> None:
+        trainer.model.is_quantized = True
+
+    with pytest.raises(UnsupportedError, match="quantized weights"):
+        train(model_folder, tmp_path, before=quantize)
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_another_configuration_of_deepspeed(tmp_path: Path) -> None:
+    """A configuration that is not the training's own is refused with the way to change it."""
+    with SmartInfinityTraining() as training:
+        for other in ({"zero_optimization": {"stage": 2}}, {**training.config, "zero_optimization": {"stage": 3}}):
+            with pytest.raises(ConfigError, match=r"deepspeed=training\.config"):
+                arguments(tmp_path, other)
+
+
+def test_a_training_within_a_training() -> None:
+    """The second context is refused, and the first one goes on."""
+    with SmartInfinityTraining() as training:
+        with pytest.raises(UnsupportedError, match="within another"), SmartInfinityTraining():
+            pass
+        assert training.config["zero_optimization"]["stage"] == 3
+    with SmartInfinityTraining():  # it ended
+        pass
+
+
+def test_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the extra to install."""
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with (
+        pytest.raises(ConfigError, match=r"accelerate.*lightning-smartinfinity\[huggingface\]"),
+        SmartInfinityTraining(),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_an_optimizer_of_deepspeed(section: str, tmp_path: Path) -> None:
+    """A section of the configuration would build DeepSpeed's own Adam, which it compiles."""
+    with SmartInfinityTraining() as training, pytest.raises(ConfigError, match=f"{section}.*Leave it out"):
+        arguments(tmp_path, {**training.config, section: {"type": "AdamW", "params": {"lr": "auto"}}})
+
+
+def test_an_error_in_the_training_ends_the_context_cleanly(model_folder: Path, tmp_path: Path) -> None:
+    """The error arrives, state leaves the storage, and the next training works."""
+
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("stop here")
+
+    with pytest.raises(RuntimeError, match="stop here"):
+        train(model_folder, tmp_path / "a", before=lambda trainer: trainer.add_callback(Stop()))
+    assert not list((tmp_path / "a" / "smart_infinity").iterdir())
+    assert train(model_folder, tmp_path / "b", data=dataset(2)).weights
+
+
+def test_saving_by_the_model_itself_names_the_way(model_folder: Path, tmp_path: Path) -> None:
+    """``model.save_pretrained`` would write empty tensors: it raises instead."""
+    with SmartInfinityTraining(zero={"stage3_param_persistence_threshold": 0}) as training:
+        args = arguments(tmp_path, training.config)
+        trainer = transformers.Trainer(model=load(model_folder), args=args, train_dataset=dataset(2))
+        trainer.train()
+        with pytest.raises(UnsupportedError, match="save_pretrained"):
+            trainer.model.save_pretrained(tmp_path / "lost")
+        assert not list((tmp_path / "lost").glob("*.safetensors"))
+        training.save_pretrained(tmp_path / "kept")
+    assert torch.isfinite(load(tmp_path / "kept").lm_head.weight).all()
+
+
+def test_several_processes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate would give every process the same batches."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UnsupportedError, match="WORLD_SIZE=2"), SmartInfinityTraining():
+        pass

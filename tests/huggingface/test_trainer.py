@@ -1,0 +1,278 @@
+"""Trainings by ``transformers.Trainer``: the same results as in Lightning, checkpoints, evaluation, adapters."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import transformers
+
+from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
+from tests.huggingface.trained import (
+    LENGTH,
+    STEPS,
+    Loss,
+    arguments,
+    dataset,
+    load,
+    train,
+    train_in_lightning,
+    weights_in,
+)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def bf16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let TrainingArguments believe that bf16 can be trained here: they ask for a GPU."""
+    monkeypatch.setattr(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True)
+
+
+def test_it_trains_to_the_bits_of_the_lightning_route(model_folder: Path, tmp_path: Path) -> None:
+    """In 32-true, with the same groups, clipping, batches and schedule, losses and weights are equal bit for bit."""
+    ours = train(model_folder, tmp_path / "trainer", max_grad_norm=1.0)
+    losses, weights = train_in_lightning(model_folder, tmp_path / "lightning")
+    assert len(losses) == STEPS and losses[0] != losses[-1]
+    assert ours.losses == losses
+    assert same(ours.weights, weights)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_accumulated_it_trains_like_the_lightning_route(
+    precision: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two micro-batches a step, which bf16 accumulates in fp32, too, losses differ by 1e-6 at most."""
+    bf16_on_a_cpu(monkeypatch)
+    mixed = precision == "bf16-mixed"
+    ours = train(model_folder, tmp_path / "trainer", max_grad_norm=1.0, gradient_accumulation_steps=2, bf16=mixed)
+    losses, _ = train_in_lightning(model_folder, tmp_path / "lightning", precision=precision, accumulate=2)
+    assert len(ours.norms) == STEPS // 2
+    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(losses), atol=1e-6, rtol=0)
+
+
+def test_it_trains_like_the_trainer_in_memory(model_folder: Path, tmp_path: Path) -> None:
+    """Losses and the norms of gradients are those of a plain Trainer; after the context Trainers are plain again."""
+    ours = train(model_folder, tmp_path / "ours", max_grad_norm=0.5)
+    args = arguments(tmp_path / "plain", None, max_grad_norm=0.5)
+    model = load(model_folder)
+    assert model.lm_head.weight.numel() > 0, "the model was partitioned"
+    loss = Loss()
+    plain = transformers.Trainer(model=model, args=args, train_dataset=dataset(), compute_loss_func=loss)
+    plain.train()
+    assert not plain.is_deepspeed_enabled
+    norms = [log["grad_norm"] for log in plain.state.log_history if "grad_norm" in log]
+    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(loss.values), atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor(ours.norms), torch.tensor(norms), atol=1e-4, rtol=0)
+
+
+def test_a_model_from_pretrained_is_partitioned_as_it_is_loaded(model_folder: Path, tmp_path: Path) -> None:
+    """Once the arguments exist, no whole model is built."""
+    with SmartInfinityTraining() as training:
+        args = arguments(tmp_path, training.config)
+        model = load(model_folder)
+        assert args.deepspeed and all(param.numel() == 0 and param.ds_numel > 0 for param in model.parameters())
+
+
+def test_a_resumed_training_equals_one_that_never_stopped(model_folder: Path, tmp_path: Path) -> None:
+    """From a checkpoint in the middle, the remaining losses and the weights are equal bit for bit."""
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 3}
+    whole = train(model_folder, tmp_path / "whole", **settings)
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "copy" / "checkpoint-2")
+    resumed = train(model_folder, tmp_path / "copy", resume=True, **settings)
+    assert resumed.losses == whole.losses[2:]
+    assert same(resumed.weights, whole.weights)
+
+
+def test_a_saved_model_is_written_by_windows_and_loads_by_transformers_alone(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``save_model`` and every checkpoint have the bits of the training's weights; nothing gathers the whole model."""
+
+    def gathered(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the whole model was gathered")
+
+    monkeypatch.setattr(SmartInfinityEngine, "_zero3_consolidated_16bit_state_dict", gathered)
+    outcome = train(model_folder, tmp_path, save_strategy="steps", save_steps=STEPS)
+    checkpoint = weights_in(tmp_path / f"checkpoint-{STEPS}")
+    assert same(checkpoint, outcome.weights)
+    assert {"config.json", "training_args.bin"} <= {path.name for path in (tmp_path / "saved").iterdir()}
+    loaded = load(tmp_path / "saved").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in outcome.weights.items())
+    assert all(value.numel() > 0 for value in outcome.weights.values())
+
+
+def test_the_best_model_is_loaded_at_the_end(model_folder: Path, tmp_path: Path) -> None:
+    """With a learning rate that diverges, the best checkpoint is the first, and its weights are what is saved."""
+    outcome = train(
+        model_folder,
+        tmp_path,
+        save_strategy="steps",
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+    )
+    best = Path(outcome.trainer.state.best_model_checkpoint)
+    last = weights_in(tmp_path / f"checkpoint-{STEPS}")
+    assert best.name != f"checkpoint-{STEPS}"
+    assert same(outcome.weights, weights_in(best)) and not same(outcome.weights, last)
+
+
+def test_evaluation_before_and_after_training(model_folder: Path, tmp_path: Path) -> None:
+    """A Trainer that has evaluated trains all the same, and evaluates what it has trained."""
+    losses = []
+    with SmartInfinityTraining() as training:
+        args = arguments(tmp_path, training.config)
+        trainer = transformers.Trainer(
+            model=load(model_folder), args=args, train_dataset=dataset(), eval_dataset=dataset()
+        )
+        losses.append(trainer.evaluate()["eval_loss"])
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
+        trainer.save_model(str(tmp_path / "saved"))
+    model = load(tmp_path / "saved")
+    rows = torch.stack([row["input_ids"] for row in dataset()])
+    with torch.no_grad():
+        expected = float(model(input_ids=rows, labels=rows).loss)
+    assert losses[1] == pytest.approx(expected, abs=1e-5)
+    assert losses[1] < losses[0]
+
+
+def test_a_trainer_trains_twice(model_folder: Path, tmp_path: Path) -> None:
+    """The second training begins with the weights of the first, and its own optimizer state."""
+    first: list[dict[str, torch.Tensor]] = []
+
+    def train_once(trainer: Any) -> None:
+        trainer.train()
+        trainer.save_model(str(tmp_path / "first"))
+        first.append(weights_in(tmp_path / "first"))
+
+    twice = train(model_folder, tmp_path / "twice", before=train_once)
+    again = train(tmp_path / "first", tmp_path / "again")
+    assert twice.losses == again.losses
+    assert same(twice.weights, again.weights) and not same(twice.weights, first[0])
+
+
+def adapters(model: Any) -> Any:
+    import peft
+
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
+
+
+def test_adapters_train_with_an_empty_group_and_resume(model_folder: Path, tmp_path: Path) -> None:
+    """LoRA leaves the group without decay empty. The checkpoint holds the adapters only; a resume is exact."""
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "wrap": adapters}
+    whole = train(model_folder, tmp_path / "whole", **settings)
+    model = whole.trainer.model
+    trained_names = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert trained_names <= set(whole.trainer.get_decay_parameter_names(model)), "no group was empty"
+    resumed = train(model_folder, tmp_path / "resumed", resume=tmp_path / "whole" / "checkpoint-4", **settings)
+    assert resumed.losses == whole.losses[4:] and len(set(whole.losses)) > 1
+    assert same(resumed.weights, whole.weights)
+    assert all("lora_" in name for name in whole.weights)
+    trained = [value for name, value in whole.weights.items() if "lora_B" in name]
+    assert trained and all(value.abs().sum() > 0 for value in trained)
+    files = [file.stat().st_size for file in (tmp_path / "whole" / "checkpoint-4").rglob("*model_states.pt")]
+    assert files and max(files) < 100_000
+
+
+def test_parameters_on_storage_train_to_the_same_bits(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``offload_param`` they lie in our files, and DeepSpeed's own swapper, which compiles, is never built."""
+
+    def built(*_: Any, **__: Any) -> Any:
+        raise AssertionError("DeepSpeed's swapper was built")
+
+    monkeypatch.setattr(deepspeed.runtime.swap_tensor.partitioned_param_swapper, "AsyncIOBuilder", built)
+    in_memory = train(model_folder, tmp_path / "memory")
+    nbytes: list[int] = []
+    callback = type(
+        "Watch",
+        (transformers.TrainerCallback,),
+        {"on_step_end": lambda self, *args, **kwargs: nbytes.append(seen[0].parameter_bytes)},
+    )()
+    seen: list[SmartInfinityTraining] = []
+    original = SmartInfinityTraining.__enter__
+    monkeypatch.setattr(SmartInfinityTraining, "__enter__", lambda self: seen.append(self) or original(self))
+    zero = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
+    stored = train(
+        model_folder, tmp_path / "storage", strategy={"zero": zero}, before=lambda t: t.add_callback(callback)
+    )
+    assert stored.losses == in_memory.losses and same(stored.weights, in_memory.weights)
+    assert min(nbytes) >= 4 * sum(value.numel() for value in stored.weights.values())
+
+
+def test_the_update_begins_within_the_backward_that_a_step_follows(model_folder: Path, tmp_path: Path) -> None:
+    """With overlap="backward" every step adopts the update that began in its last backward, and bits stay the same."""
+    adopted: list[tuple[int, int]] = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            speculation = watched[0].model_wrapped.optimizer.speculation
+            adopted.append((speculation.num_adopted, speculation.num_discarded))
+
+    watched: list[Any] = []
+
+    def watch(trainer: Any) -> None:
+        watched.append(trainer)
+        trainer.add_callback(Watch())
+
+    settings: dict[str, Any] = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}
+    overlapped = train(model_folder, tmp_path / "overlap", before=watch, strategy={"overlap": "backward"}, **settings)
+    plain = train(model_folder, tmp_path / "none", strategy={"overlap": "none"}, **settings)
+    assert adopted == [(STEPS // 2, 0)]
+    assert overlapped.losses == plain.losses and same(overlapped.weights, plain.weights)
+
+
+def test_the_storage_lies_with_the_checkpoints_or_is_named_after_them(model_folder: Path, tmp_path: Path) -> None:
+    """Two trainings share a storage folder under the names of their output folders; nothing stays when they end."""
+    found: list[list[str]] = []
+
+    def look(folder: Path) -> Any:
+        class Look(transformers.TrainerCallback):
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                found.append([path.name for path in folder.iterdir()])
+
+        return lambda trainer: trainer.add_callback(Look())
+
+    train(model_folder, tmp_path / "a", before=look(tmp_path / "a" / "smart_infinity"))
+    assert found[0] == ["default"]
+    assert not list((tmp_path / "a" / "smart_infinity").iterdir())
+    for name in ("b", "c"):
+        found.clear()
+        storage = tmp_path / "nvme"
+        train(model_folder, tmp_path / name, before=look(storage), strategy={"storage": storage})
+        assert len(found[0]) == 1 and found[0][0].startswith(f"{name}-")
+        assert not list(storage.iterdir())
+
+
+def test_a_model_that_was_loaded_before_the_arguments(model_folder: Path, tmp_path: Path) -> None:
+    """It is whole at first, and trains to the same bits."""
+    partitioned = train(model_folder, tmp_path / "partitioned")
+    whole = load(model_folder)
+    assert whole.lm_head.weight.numel() > 0
+    after = train(model_folder, tmp_path / "whole", wrap=lambda _: whole)
+    assert after.losses == partitioned.losses and same(after.weights, partitioned.weights)
+
+
+def test_generation_within_the_context(model_folder: Path, tmp_path: Path) -> None:
+    """A trained model generates as many tokens as it is asked for."""
+    with SmartInfinityTraining() as training:
+        args = arguments(tmp_path, training.config)
+        trainer = transformers.Trainer(model=load(model_folder), args=args, train_dataset=dataset())
+        trainer.train()
+        tokens = trainer.model.generate(
+            torch.ones(1, LENGTH, dtype=torch.long), max_new_tokens=3, min_new_tokens=3, do_sample=False
+        )
+    assert tokens.shape == (1, LENGTH + 3)

@@ -1,0 +1,130 @@
+"""Tests the seams of transformers and accelerate that trainings by ``transformers.Trainer`` rely on."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from unittest import mock
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
+from transformers.integrations import deepspeed as integration
+
+from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.huggingface.launch import launched
+from lightning_smartinfinity.huggingface.seams import fresh_accelerate
+from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
+from tests.huggingface.trained import arguments
+
+
+def test_accelerate_asks_deepspeed_for_an_engine_by_name_and_keeps_the_optimizer() -> None:
+    """It looks ``deepspeed.initialize`` up when it prepares, and passes model, configuration and torch's optimizer."""
+
+    class Asked(Exception):
+        pass
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = SmartInfinityTraining().config
+    with fresh_accelerate(), launched(), mock.patch("deepspeed.initialize", side_effect=Asked) as initialize:
+        plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=3)
+        accelerator = Accelerator(deepspeed_plugin=plugin)
+        loader = torch.utils.data.DataLoader([1, 2], batch_size=2)  # type: ignore[arg-type]
+        with pytest.raises(Asked):
+            accelerator.prepare(model, optimizer, loader)
+    passed = initialize.call_args.kwargs
+    assert passed.keys() == {"model", "config_params", "optimizer"}
+    assert passed["model"] is model and passed["optimizer"] is optimizer
+    assert passed["config_params"]["zero_optimization"] == config["zero_optimization"]
+    assert passed["config_params"]["gradient_accumulation_steps"] == 3
+
+
+def test_arguments_complete_the_configuration_and_show_themselves(tmp_path: Path) -> None:
+    """They call ``trainer_config_process`` with themselves, and have what is asked of them."""
+    seen: list[transformers.TrainingArguments] = []
+    original = integration.HfTrainerDeepSpeedConfig.trainer_config_process
+
+    def process(self: object, args: transformers.TrainingArguments, *rest: object) -> None:
+        original(self, args, *rest)
+        seen.append(args)
+
+    with (
+        fresh_accelerate(),
+        launched(),
+        mock.patch.object(integration.HfTrainerDeepSpeedConfig, "trainer_config_process", process),
+    ):
+        made = arguments(tmp_path, SmartInfinityTraining().config, gradient_accumulation_steps=2)
+    assert seen == [made]
+    assert made.output_dir == str(tmp_path) and made.use_cpu is False and made.optim == "adamw_torch_fused"
+    completed = made.hf_deepspeed_config.config
+    assert completed["gradient_accumulation_steps"] == 2 and completed["bf16"]["enabled"] is False
+    integration.unset_hf_deepspeed_config()
+    assert not integration.is_deepspeed_zero3_enabled()
+
+
+def test_the_boundary_of_a_window_is_told_before_backward() -> None:
+    """Accelerate says whether a step follows, then runs backward, then steps if it said so."""
+    engine = mock.MagicMock()
+    wrapper = DeepSpeedEngineWrapper(engine)
+    wrapper.backward("loss", sync_gradients=False, scale_wrt_gas=False)
+    wrapper.backward("loss", sync_gradients=True)
+    assert engine.mock_calls == [
+        mock.call.set_gradient_accumulation_boundary(is_boundary=False),
+        mock.call.backward("loss", scale_wrt_gas=False),
+        mock.call.set_gradient_accumulation_boundary(is_boundary=True),
+        mock.call.backward("loss"),
+        mock.call.step(),
+    ]
+
+
+def test_the_trainer_saves_models_by_one_method() -> None:
+    """``save_model`` takes a folder, asks the engine for a state dict, and writes it by the model's own method."""
+    assert list(inspect.signature(transformers.Trainer.save_model).parameters) == [
+        "self",
+        "output_dir",
+        "_internal_call",
+    ]
+    accelerator, engine = mock.MagicMock(), mock.MagicMock()
+    accelerator.distributed_type = "DEEPSPEED"
+    accelerator.deepspeed_config = {"zero_optimization": {"stage": 3}}
+    state_dict = Accelerator.get_state_dict(accelerator, engine)
+    engine.zero_gather_16bit_weights_on_model_save.assert_called_once_with()
+    assert state_dict is engine._zero3_consolidated_16bit_state_dict.return_value
+    source = inspect.getsource(transformers.Trainer._save)
+    assert "self.model.save_pretrained(output_dir, state_dict=state_dict" in source
+
+
+def test_checkpoints_are_asked_of_the_engine(tmp_path: Path) -> None:
+    """The Trainer looks for DeepSpeed's folders, and calls the engine's own methods with what ours take."""
+    (tmp_path / "global_step3").mkdir()
+    engine = mock.MagicMock()
+    engine.load_checkpoint.return_value = ("path", {})
+    integration.deepspeed_load_checkpoint(engine, str(tmp_path), load_module_strict=False)
+    (call,) = engine.load_checkpoint.mock_calls
+    inspect.signature(SmartInfinityEngine.load_checkpoint).bind(engine, *call.args, **call.kwargs)
+    assert call.args == (str(tmp_path),) and call.kwargs["load_module_strict"] is False
+    # It leaves frozen weights out of checkpoints of adapters if the engine can.
+    assert "exclude_frozen_parameters" in inspect.signature(SmartInfinityEngine.save_checkpoint).parameters
+
+
+def test_a_trainer_keeps_the_evaluations_engine() -> None:
+    """``train`` would take ``model_wrapped`` for its own engine, so it is reset to the model before."""
+    source = inspect.getsource(transformers.Trainer._prepare_for_training)
+    assert "self._wrap_model(self.model_wrapped)" in source
+    assert "use_accelerator_prepare = model is self.model" in source
+
+
+def test_accelerate_forgets_its_state() -> None:
+    """The method that TrainingArguments call lets a process use another configuration of DeepSpeed."""
+    for _ in range(2):
+        with fresh_accelerate(), launched():
+            config = {**SmartInfinityTraining().config, "train_micro_batch_size_per_gpu": 1}
+            accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+            assert accelerator.distributed_type == "DEEPSPEED"
