@@ -72,9 +72,13 @@ def take_options(strategy: Any, options: Mapping[str, Any], *, known: type) -> N
     options = checked_options(type(strategy).__name__, options, known)
     for name, default in _DEFAULTS.items():
         setattr(strategy, name, options.get(name, default))
-    strategy._timeout = options.get("timeout", default_pg_timeout)
-    strategy._config_initialized = False
-    strategy.remote_device = None
+    others = {
+        "_timeout": options.get("timeout", default_pg_timeout),
+        "_config_initialized": False,
+        "remote_device": None,
+    }
+    for name, value in others.items():
+        setattr(strategy, name, value)
 
 
 def checked_options(strategy: str, options: Mapping[str, Any], known: type) -> dict[str, Any]:

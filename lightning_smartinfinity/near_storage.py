@@ -1,4 +1,4 @@
-"""What the three doors (Trainer, Fabric and transformers) share: the training engine and its storage."""
+"""The training engine and its storage, as the three doors (Trainer, Fabric and transformers) share them."""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
+from lightning_smartinfinity.zero3.parameters.module_trace import read_trace_lazily
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 from lightning_smartinfinity.zero3.parameters.partitioning import cast_parameters, partitioning, whole_bytes
 from lightning_smartinfinity.zero3.release import release_module, trainings_of
@@ -70,7 +71,9 @@ class PortableEngine(DeepSpeedEngine):
         self._partitioning = ExitStack()
         with self._partitioning:
             super().__init__(**kwargs)
-        retrace_for_external_parameters(getattr(self.optimizer, "parameter_offload", self.optimizer))
+        parameter_offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
+        retrace_for_external_parameters(parameter_offload)
+        read_trace_lazily(parameter_offload)
         refuse_plain_loading(self.module)
         guard_copies(self.module.modules())
 
@@ -220,10 +223,10 @@ class SmartInfinityEngine(PortableEngine):
             CheckpointError: The checkpoint could not be written; raised on every rank.
         """
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
-        return_freed_memory()  # which the next step on a CPU would use again: a save needs memory of its own
         # Every file of one save carries the same random name, by which a mixture of two saves is recognised.
         self.optimizer.save_id = gather(uuid.uuid4().hex, None)[0]
         named = {SAVE_ID: self.optimizer.save_id, MODEL_KEY: describe_models(self.module)}
+        return_freed_memory()  # which the next step on a CPU would use again: a save needs memory of its own
         # DeepSpeed's format has an empty tensor for every partitioned parameter, whose values are in other files.
         with replacing(save_dir, tag, local_rank=self.local_rank) as staging, unguarded():
             saved: bool = super().save_checkpoint(

@@ -22,7 +22,7 @@ from tests.helpers.waiting import PROCESS_LIMIT
 BENCHMARK = REPOSITORY / "benchmarks" / "plan.py"
 BATCH, SEQ = 1, 256
 SIZE = "60M"
-BOUND = 80e6  # bytes; or a tenth. A copy of the model in 16 bit has 120e6.
+BOUND = 140e6  # bytes; or a tenth. A copy of the model in fp32 has 240e6; builds of Python differ by 80e6.
 
 
 @pytest.fixture(scope="module", params=["none", "nvme"])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_smartinfinity.zero3.parameters.module_trace import ModuleTrace
 from tests.helpers.trainers import fit
 
 NUM_MODULES = 500
@@ -56,6 +59,29 @@ class Many(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
         return DataLoader(torch.ones(4, 4), batch_size=1)  # type: ignore[arg-type]
+
+
+def test_no_module_copies_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When modules release parameters, they read at most one module of the rest of the trace each."""
+    read = 0
+    get = ModuleTrace.__getitem__
+
+    def counting(trace: ModuleTrace, key: Any) -> Any:
+        nonlocal read
+        if not isinstance(key, slice):
+            return get(trace, key)
+
+        def items() -> Iterator[Any]:
+            nonlocal read
+            for item in get(trace, key):
+                read += 1
+                yield item
+
+        return items()
+
+    monkeypatch.setattr(ModuleTrace, "__getitem__", counting)
+    fit(Many(), tmp_path, precision="32-true", max_steps=2)
+    assert 0 < read <= 2 * (NUM_MODULES + 3)
 
 
 def test_the_second_step_of_many_modules(tmp_path: Path) -> None:

@@ -94,3 +94,11 @@ def test_batch_norms_have_a_common_class() -> None:
     norm = torch.nn.BatchNorm1d(2)
     assert isinstance(norm, torch.nn.modules.batchnorm._BatchNorm)
     assert {"running_mean", "running_var"} <= dict(norm.named_buffers()).keys()
+
+
+def test_the_trace_of_modules_is_frozen_and_sliced() -> None:
+    """A complete trace is a tuple, of which every module reads a slice until enough elements have gone by."""
+    source = inspect.getsource(PartitionedParameterCoordinator)
+    assert "self.__submodule_order = tuple(self.__submodule_order)" in source
+    assert "for module in self.__submodule_order[step_id:]:" in source
+    assert callable(PartitionedParameterCoordinator.reset_step)
