@@ -17,11 +17,11 @@ _TAKEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """Check that an optimizer holds parameters, and none that would be trained outside of the model.
+    """Check that an optimizer holds parameters to train, and that all of them are the model's.
 
     Raises:
-        UnsupportedError: An earlier training has taken the optimizer's parameters, it never had any, or it holds one
-            that the model does not have.
+        UnsupportedError: An earlier training has taken the optimizer's parameters, it never had any to train, or it
+            holds one that the model does not have.
     """
     name = type(optimizer).__name__
     if optimizer in _TAKEN:
@@ -29,9 +29,9 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -
             f"This {name} was used by an earlier training, which took its parameters: its parameter groups are empty.",
             "Make a new optimizer for each training: build it in configure_optimizers, or before each fabric.setup.",
         )
-    if not any(group["params"] for group in optimizer.param_groups):
+    if not any(param.requires_grad for group in optimizer.param_groups for param in group["params"]):
         raise UnsupportedError(
-            f"{name} has no parameters: every parameter group is empty.",
+            f"{name} has no parameters to train: every parameter group is empty or frozen.",
             "Pass it the parameters to train. If DeepSpeed used it before, make a new optimizer.",
         )
     own = {id(param) for param in model.parameters()}

@@ -88,10 +88,11 @@ def test_an_optimizer_whose_parameters_were_taken_is_refused_even_if_others_were
     assert "new optimizer" in caught.value.remedy
 
 
-def test_an_optimizer_that_never_had_parameters_is_refused() -> None:
+@pytest.mark.parametrize("params", [[], [nn.Parameter(torch.ones(2), requires_grad=False)]], ids=["empty", "frozen"])
+def test_an_optimizer_with_nothing_to_train_is_refused(params: list[nn.Parameter]) -> None:
     """Torch accepts it if it is given as a group."""
-    with pytest.raises(UnsupportedError, match="SGD has no parameters"):
-        check_parameters(torch.optim.SGD([{"params": []}]), nn.Linear(2, 2))
+    with pytest.raises(UnsupportedError, match="SGD has no parameters to train"):
+        check_parameters(torch.optim.SGD([{"params": params}]), nn.Linear(2, 2))
 
 
 def test_a_parameter_of_another_module_is_refused() -> None:
