@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
     from lightning_smartinfinity.errors import (
         CheckpointError,
+        CheckpointNotFoundError,
         ConfigError,
         CudaError,
         DeviceError,
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockScaled",
     "CheckpointError",
+    "CheckpointNotFoundError",
     "ConfigError",
     "CudaError",
     "DeviceError",
@@ -60,6 +62,7 @@ __all__ = [
 _HOMES = {
     "BlockScaled": "compression",
     "CheckpointError": "errors",
+    "CheckpointNotFoundError": "errors",
     "ConfigError": "errors",
     "CudaError": "errors",
     "DeviceError": "errors",

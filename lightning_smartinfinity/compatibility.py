@@ -1,9 +1,12 @@
-"""Refuses Lightning callbacks that cannot work with the strategy, and admits one that Lightning itself would refuse."""
+"""Refuses Lightning callbacks that cannot work with the strategy, and lets others do what they do with any strategy."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
+from types import MethodType
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -20,7 +23,7 @@ from lightning.pytorch.callbacks import (
 
 from lightning_smartinfinity.errors import UnsupportedError
 
-__all__ = ["REFUSED_CALLBACKS", "OptimizerList", "Refusal", "accumulates", "adapt_callbacks"]
+__all__ = ["REFUSED_CALLBACKS", "OptimizerList", "Refusal", "accumulates", "adapt_callbacks", "copy_around_training"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,35 @@ def adapt_callbacks(trainer: pl.Trainer) -> None:
             _admit(callback)
 
 
+def copy_around_training(trainer: pl.Trainer) -> None:
+    """Make deep copies of callbacks share the module and the strategy, which cannot be copied once they are set up.
+
+    Progress bars refer to their Trainer. Every callback refers to the module by ``log`` and ``log_dict``, which are the
+    module's own methods: a copy of a method copies its object, and a copy of a function nothing.
+    """
+    trainer.__deepcopy__ = MethodType(_copied, trainer)  # type: ignore[attr-defined]
+    for callback in _callbacks(trainer):
+        for name in ("log", "log_dict"):
+            setattr(callback, name, _as_function(getattr(callback, name)))
+
+
+def _copied(trainer: pl.Trainer, memo: dict[int, object]) -> pl.Trainer:
+    # A profiler refers to the module by a proxy, of which copy would copy the module.
+    for shared in (trainer.strategy, trainer.lightning_module, trainer.profiler):  # type: ignore[attr-defined]
+        memo[id(shared)] = shared
+    copied = memo[id(trainer)] = copy.copy(trainer)
+    vars(copied).update(copy.deepcopy(vars(copied), memo))
+    return copied
+
+
+def _as_function(method: Callable[..., None]) -> Callable[..., None]:
+    @wraps(method)
+    def log(*args: Any, **kwargs: Any) -> None:
+        method(*args, **kwargs)
+
+    return log
+
+
 def accumulates(trainer: pl.Trainer) -> bool:
     """Return whether a step may consist of several micro-batches."""
     if not trainer.lightning_module.automatic_optimization or trainer.accumulate_grad_batches > 1:
@@ -123,7 +155,16 @@ class OptimizerList(list[Any]):
         )
 
 
-_OPTIMIZER_NAMES = ("add_param_group", "load_state_dict", "param_groups", "state", "state_dict", "step", "zero_grad")
+_OPTIMIZER_NAMES = (
+    "add_param_group",
+    "defaults",
+    "load_state_dict",
+    "param_groups",
+    "state",
+    "state_dict",
+    "step",
+    "zero_grad",
+)
 
 
 class _AnyStrategy:

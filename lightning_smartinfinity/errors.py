@@ -12,6 +12,7 @@
     ├── DeviceError            (RuntimeError)  a SmartSSD, its runtime or its xclbin failed
     ├── CudaError              (RuntimeError)  the CUDA driver refused a call, or a copy failed
     └── CheckpointError        (RuntimeError)  a checkpoint does not fit this model or is damaged
+        └── CheckpointNotFoundError            (also a FileNotFoundError) there is no checkpoint at a path
 
 Every message says what failed, with the value at fault, and what to do about it.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "CheckpointNotFoundError",
     "ConfigError",
     "CudaError",
     "DeviceError",
@@ -86,3 +88,7 @@ class CudaError(SmartInfinityError, RuntimeError):
 
 class CheckpointError(SmartInfinityError, RuntimeError):
     """A checkpoint does not fit this model or is damaged."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at a path."""

@@ -203,6 +203,7 @@ class NearStorage(ABC):
         """
         from lightning_smartinfinity.zero3.collectives import raising_together
         from lightning_smartinfinity.zero3.engine import engine_with, refuse_in_fit
+        from lightning_smartinfinity.zero3.parameter_groups import check_parameters
         from lightning_smartinfinity.zero3.parameters.partition import make_contiguous
         from lightning_smartinfinity.zero3.release import end_training, release_module
         from lightning_smartinfinity.zero3.storage import require_parameter_space
@@ -217,6 +218,7 @@ class NearStorage(ABC):
             refuse_in_fit(model)
             check_model(model)
             check_optimizer(optimizer, state_format=self._settings.state_format)
+            check_parameters(optimizer, model)
             check_dtype(model, self._engine_config)
             check_state_format(self._settings.state_format, self._engine_config)
         self._release_storage()

@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smartinfinity.compatibility import OptimizerList, accumulates, adapt_callbacks
+from lightning_smartinfinity.compatibility import OptimizerList, accumulates, adapt_callbacks, copy_around_training
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig, storage_folders
 from lightning_smartinfinity.errors import UnsupportedError
@@ -176,6 +176,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._choose_storage(trainer.default_root_dir)
         self._random_state = None
+        copy_around_training(trainer)
         super().setup(trainer)
 
     @override

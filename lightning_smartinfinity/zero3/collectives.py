@@ -13,7 +13,15 @@ from torch.distributed import ProcessGroup
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.progress import Advance, showing_progress
 
-__all__ = ["failing_together", "gather", "raise_together", "raising_together", "show_on_rank_zero", "sum_over_ranks"]
+__all__ = [
+    "failing_together",
+    "gather",
+    "has_ended",
+    "raise_together",
+    "raising_together",
+    "show_on_rank_zero",
+    "sum_over_ranks",
+]
 
 T = TypeVar("T")
 
@@ -23,6 +31,15 @@ def gather(value: T, group: ProcessGroup | None) -> list[T]:
     values: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return cast("list[T]", values)
+
+
+def has_ended(group: ProcessGroup) -> bool:
+    """Return whether a process group was destroyed."""
+    try:
+        dist.get_backend(group)
+    except ValueError:  # raised for a group that torch does not know any more
+        return True
+    return False
 
 
 def raise_together(error: SmartInfinityError | None, group: ProcessGroup | None) -> None:

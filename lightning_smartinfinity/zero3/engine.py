@@ -38,14 +38,20 @@ from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
+from lightning_smartinfinity.zero3.parameters.module_outputs import accept_any_output
 from lightning_smartinfinity.zero3.parameters.module_trace import read_trace_lazily
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
-from lightning_smartinfinity.zero3.parameters.partitioning import cast_parameters, partitioning, whole_bytes
+from lightning_smartinfinity.zero3.parameters.partitioning import (
+    cast_parameters,
+    having_a_parameter,
+    partitioning,
+    whole_bytes,
+)
 from lightning_smartinfinity.zero3.release import release_module, trainings_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.step.foreign_step import refuse_foreign_steps
 from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedConfig, SavedState, ZeroOptimizer, ZeroParameter
-from lightning_smartinfinity.zero3.validation import check_dtype
+from lightning_smartinfinity.zero3.validation import check_dtype, check_process_groups
 
 __all__ = [
     "EvaluationEngine",
@@ -71,9 +77,10 @@ class PortableEngine(DeepSpeedEngine):
         self._partitioning = ExitStack()
         with self._partitioning:
             super().__init__(**kwargs)
-        parameter_offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
-        retrace_for_external_parameters(parameter_offload)
-        read_trace_lazily(parameter_offload)
+        offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
+        retrace_for_external_parameters(offload)
+        read_trace_lazily(offload)
+        accept_any_output(offload)
         refuse_plain_loading(self.module)
         guard_copies(self.module.modules())
 
@@ -111,9 +118,18 @@ class PortableEngine(DeepSpeedEngine):
 
 
 class EvaluationEngine(PortableEngine):
-    """An engine without an optimizer."""
+    """An engine without an optimizer.
+
+    Args:
+        model: The model, as ``deepspeed.initialize`` passes it to ``DeepSpeedEngine``. It may have no parameters.
+        **kwargs: Further arguments, passed in the same way.
+    """
 
     optimizer: DeepSpeedZeRoOffload
+
+    def __init__(self, *, model: torch.nn.Module, **kwargs: object) -> None:
+        with having_a_parameter(model):
+            super().__init__(model=model, **kwargs)
 
 
 class SmartInfinityEngine(PortableEngine):
@@ -122,21 +138,25 @@ class SmartInfinityEngine(PortableEngine):
     Args:
         offload: Where optimizer state lives and how it moves.
         model: The model, as ``deepspeed.initialize`` passes it to ``DeepSpeedEngine``.
+        optimizer: The user's optimizer, passed in the same way.
         **kwargs: Further arguments, passed in the same way.
     """
 
     optimizer: SmartInfinityOptimizer
 
-    def __init__(self, *, offload: OffloadSettings, model: torch.nn.Module, **kwargs: object) -> None:
+    def __init__(
+        self, *, offload: OffloadSettings, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **kwargs: object
+    ) -> None:
         self._offload = offload
+        self._groups = list(optimizer.param_groups)  # the base class removes the empty ones
         try:
-            super().__init__(model=model, **kwargs)
+            super().__init__(model=model, optimizer=optimizer, **kwargs)
         except BaseException:
             # If the constructor failed early, torch's Module cannot look up attributes yet.
-            optimizer = vars(self).get("optimizer")
-            if isinstance(optimizer, SmartInfinityOptimizer):
-                optimizer.rank_state.close()
-                optimizer.destroy()
+            built = vars(self).get("optimizer")
+            if isinstance(built, SmartInfinityOptimizer):
+                built.rank_state.close()
+                built.destroy()
             release_module(model)
             raise
 
@@ -145,7 +165,7 @@ class SmartInfinityEngine(PortableEngine):
         with _replaced(
             stage3,
             "DeepSpeedZeroOptimizer_Stage3",
-            functools.partial(SmartInfinityOptimizer, offload=self._offload),
+            functools.partial(SmartInfinityOptimizer, offload=self._offload, groups=self._groups),
         ):
             return super()._configure_zero_optimizer(optimizer)
 
@@ -312,8 +332,9 @@ def refuse_trained(module: torch.nn.Module) -> None:
     """Refuse a module whose parameters an engine is training.
 
     Raises:
-        UnsupportedError: The module has such parameters.
+        UnsupportedError: The module has such parameters, or was partitioned over a process group that has ended.
     """
+    check_process_groups(module)
     if any(owner.rank_state.is_open for owner in trainings_of(module)):
         raise UnsupportedError(
             f"{type(module).__name__} is being trained; it cannot be set up once more without its optimizer.",
@@ -325,8 +346,10 @@ def refuse_in_fit(module: torch.nn.Module) -> None:
     """Refuse a module that a Trainer is fitting: another engine would take the module away from the fit.
 
     Raises:
-        UnsupportedError: A fit of the module is in progress.
+        UnsupportedError: A fit of the module is in progress, or the module was partitioned over a process group that
+            has ended.
     """
+    check_process_groups(module)
     if any(owner.rank_state.is_open and owner.rank_state.in_fit for owner in trainings_of(module)):
         raise UnsupportedError(
             f"{type(module).__name__} is being fitted by another Trainer.",

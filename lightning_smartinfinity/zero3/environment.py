@@ -8,6 +8,7 @@ import os
 import sys
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.collectives import has_ended
 
 __all__ = ["FreedMemory", "forbid_jit_builds", "prepare_environment", "return_freed_memory", "reuse_freed_memory"]
 
@@ -39,6 +40,7 @@ def prepare_environment(device_type: str, *, local_world_size: int) -> None:
         os.environ["LOCAL_SIZE"] = str(local_world_size)
     _require_accelerator(device_type)
     forbid_jit_builds()
+    _forget_ended_groups()
     _map_blocks_from(_LEAN_THRESHOLD)
 
 
@@ -63,6 +65,17 @@ def forbid_jit_builds() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _forget_ended_groups() -> None:
+    """Make DeepSpeed forget its process groups if ``torch.distributed.destroy_process_group`` has ended them.
+
+    DeepSpeed keeps them for the whole process, and forgets them only when it ended them itself.
+    """
+    from deepspeed.utils import groups
+
+    if groups._WORLD_GROUP is not None and has_ended(groups._WORLD_GROUP):
+        groups._release_process_group_references()
 
 
 def reuse_freed_memory() -> None:

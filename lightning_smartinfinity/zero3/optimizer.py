@@ -15,6 +15,12 @@ __all__ = ["SmartInfinityOptimizer"]
 class SmartInfinityOptimizer(StateByParameter):
     """The complete stage-3 optimizer of this package."""
 
+    @property
+    def defaults(self) -> ParamGroup:
+        """Default settings of the user's optimizer, which callbacks and modules read of every torch optimizer."""
+        defaults: ParamGroup = self.optimizer.defaults
+        return defaults
+
     # ---- checkpoints
 
     def checkpoint_event_prologue(self) -> None:

@@ -30,6 +30,7 @@ from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.transfer.step_plan import StepPlan
 from lightning_smartinfinity.zero3.collectives import raise_together, raising_together, sum_over_ranks
 from lightning_smartinfinity.zero3.environment import return_freed_memory, reuse_freed_memory
+from lightning_smartinfinity.zero3.parameter_groups import restore_groups, take_parameters
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.parameters.partition import Partition, describe_partition
 from lightning_smartinfinity.zero3.settings import OffloadSettings
@@ -40,7 +41,7 @@ from lightning_smartinfinity.zero3.step.rank_state import RankState, warn_of_rol
 from lightning_smartinfinity.zero3.step.speculation import Speculation
 from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight
 from lightning_smartinfinity.zero3.storage import open_storage, with_cache
-from lightning_smartinfinity.zero3.untyped import ZeroParameter
+from lightning_smartinfinity.zero3.untyped import ParamGroup, ZeroParameter
 from lightning_smartinfinity.zero3.validation import find_ignored
 
 __all__ = ["StorageOptimizer"]
@@ -52,10 +53,12 @@ class StorageOptimizer(GradientPath):
     Args:
         *args: Arguments, as ``DeepSpeedEngine`` passes them.
         offload: Where optimizer state lives and how it moves.
+        groups: All parameter groups of the user's optimizer, empty ones included.
         **kwargs: Further arguments, as ``DeepSpeedEngine`` passes them.
 
     Attributes:
         rule: The update rule of the user's optimizer.
+        groups_left: Numbers of the user's parameter groups that DeepSpeed takes: those with parameters.
         first_values: Initial values of the arrays other than the master.
         save_id: Id of the checkpoint last saved or loaded, which all files of one save carry.
         saves_weights_only: Whether the checkpoint being saved omits the moments.
@@ -68,8 +71,8 @@ class StorageOptimizer(GradientPath):
     rule: UpdateRule
     first_values: Sequence[float]
 
-    def __init__(self, *args: object, offload: OffloadSettings, **kwargs: object) -> None:
-        self._offload = offload
+    def __init__(self, *args: object, offload: OffloadSettings, groups: Sequence[ParamGroup], **kwargs: object) -> None:
+        self._offload, self._groups = offload, groups
         self._warned_of_skip = False
         self.save_id: str | None = None
         self.saves_weights_only = False
@@ -158,10 +161,8 @@ class StorageOptimizer(GradientPath):
         # Empty placeholders: the base class and DeepSpeed's tools index this list, which must hold no state.
         for _ in self.fp16_groups:
             self.fp32_partitioned_groups_flat.append(torch.empty(0, dtype=torch.float32))
-        for group in self.optimizer.param_groups:
-            self._frozen += [param for param in group["params"] if not param.requires_grad]
-            group["params"] = []
-        self.optimizer.state.clear()  # Adagrad's constructor puts a whole array there
+        self.groups_left = restore_groups(self, self._groups)
+        self._frozen += take_parameters(self.optimizer)
 
     def _create_buckets(self) -> None:
         if self.bypasses_buckets:

@@ -14,6 +14,7 @@ from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where, optimizers_of
 from lightning_smartinfinity.transfer.rules import rule_for
+from lightning_smartinfinity.zero3.collectives import has_ended
 from lightning_smartinfinity.zero3.settings import ParameterSettings
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, ZeroParameter
 
@@ -21,6 +22,7 @@ __all__ = [
     "check_dtype",
     "check_model",
     "check_optimizer",
+    "check_process_groups",
     "check_state_format",
     "check_zero_section",
     "find_ignored",
@@ -87,17 +89,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, state_format: str) -> N
     """Refuse optimizers without an update rule.
 
     Raises:
-        UnsupportedError: The optimizer's type or one of its settings is not supported, the state format does not
-            suit the optimizer, or a parameter group is empty.
+        UnsupportedError: The optimizer's type or one of its settings is not supported, or the state format does not
+            suit the optimizer.
     """
     rule = rule_for(optimizer)
-    for number, group in enumerate(optimizer.param_groups):
-        if not group["params"]:
-            raise UnsupportedError(
-                f"Parameter group {number} of {rule.name} has no parameters; DeepSpeed drops such a group, and learning"
-                " rate schedulers would no longer fit the groups that are left.",
-                "Pass only groups that have parameters.",
-            )
     if state_format not in rule.state_formats:
         optimizers = optimizers_of(STATE_FORMATS[state_format])
         raise UnsupportedError(
@@ -202,6 +197,20 @@ def check_dtype(model: torch.nn.Module, config: DeepSpeedConfig) -> None:
                 f"precision needs {wanted}.",
                 "Use the precision that it was first set up with, or build it anew and load a checkpoint.",
             )
+
+
+def check_process_groups(model: torch.nn.Module) -> None:
+    """Refuse a module that was partitioned over processes whose group has ended: nothing can gather it any more.
+
+    Raises:
+        UnsupportedError: ``torch.distributed.destroy_process_group`` was called since.
+    """
+    groups = {param.ds_process_group for param in model.parameters() if hasattr(param, "ds_process_group")}
+    if any(has_ended(group) for group in groups):
+        raise UnsupportedError(
+            f"{type(model).__name__} was partitioned over a process group that has been destroyed since.",
+            "Build it anew and load a checkpoint, or destroy process groups after its last use.",
+        )
 
 
 def check_state_format(state_format: str, config: DeepSpeedConfig) -> None:

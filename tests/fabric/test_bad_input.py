@@ -193,3 +193,27 @@ def test_a_complex_tensor(tmp_path: Path) -> None:
     fabric = quiet_fabric(tmp_path, precision="bf16-true")
     with pytest.raises(UnsupportedError, match="'phase'"):
         fabric.setup(net, torch.optim.AdamW(net.parameters()))
+
+
+def test_an_optimizer_set_up_a_second_time(tmp_path: Path) -> None:
+    """The first set-up took its parameters."""
+    fabric, net = quiet_fabric(tmp_path), nn.Linear(8, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    fabric.setup(net, optimizer)
+    fabric.strategy.close()
+    with pytest.raises(UnsupportedError) as caught:
+        fabric.setup(net, optimizer)
+    assert_helpful(caught.value, "AdamW", "earlier training")
+
+
+def test_a_missing_file_of_plain_weights(trained: tuple[Fabric, Any, Any, Any], tmp_path: Path) -> None:
+    """The error is a FileNotFoundError, too, for fabric.load and for fabric.load_raw."""
+    fabric, model, *_ = trained
+    loads: list[Callable[[Path], Any]] = [
+        lambda path: fabric.load(path, {"model": model}),
+        lambda path: fabric.load_raw(path, model),
+    ]
+    for load in loads:
+        with pytest.raises(FileNotFoundError, match="does not exist") as caught:
+            load(tmp_path / "missing")
+        assert isinstance(caught.value, CheckpointError)

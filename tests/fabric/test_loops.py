@@ -299,6 +299,11 @@ def test_a_second_model_evaluates_beside_the_one_that_trains(fabric: Fabric) -> 
     assert losses_of(model) != expected
 
 
+def test_a_model_without_parameters_evaluates(fabric: Fabric) -> None:
+    """A module of functions alone computes what it computes without Fabric."""
+    assert torch.equal(fabric.setup(nn.Tanh())(batch(0)), torch.tanh(batch(0)))
+
+
 @pytest.mark.parametrize("precision", ["bf16-true", "16-mixed"])
 def test_a_model_evaluates_in_sixteen_bit(precision: str, tmp_path: Path) -> None:
     """A model without an optimizer runs in 16 bit on a CPU."""

@@ -15,6 +15,7 @@ from lightning_smartinfinity import CheckpointError, StorageError, UnsupportedEr
 from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
+from tests.training.test_bad_input import assert_helpful
 from tests.training.worker import Run, train
 
 RECIPE = Recipe(precision="bf16-mixed", max_steps=3)
@@ -186,3 +187,27 @@ def test_a_module_in_a_fit_is_not_given_to_another_trainer(use: str, tmp_path: P
     quiet_trainer(tmp_path / "whole", max_steps=3).fit(whole)
     assert module.losses == whole.losses[:2]
     assert len(resumed.losses) == 1
+
+
+def test_a_fit_after_the_process_group_was_destroyed(tmp_path: Path) -> None:
+    """It trains as the first one did: DeepSpeed does not go on with groups that have ended."""
+    losses = []
+    for name in ("first", "second"):
+        module = LitTiny(RECIPE)
+        trainer = quiet_trainer(tmp_path)
+        trainer.fit(module)
+        losses.append(module.losses)
+        trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+        torch.distributed.destroy_process_group()
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+@pytest.mark.parametrize("run", ["fit", "validate"])
+def test_a_module_whose_process_group_was_destroyed(run: str, tmp_path: Path) -> None:
+    """Its parameters cannot be gathered any more. The error says to build it anew."""
+    module = Evaluated(RECIPE)
+    quiet_trainer(tmp_path / "first", max_steps=1).fit(module)
+    torch.distributed.destroy_process_group()
+    with pytest.raises(UnsupportedError) as caught:
+        getattr(quiet_trainer(tmp_path / "second", max_steps=1), run)(module)
+    assert_helpful(caught.value, "Evaluated", "destroyed")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.core.hooks import ModelHooks
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_smartinfinity import SmartInfinityStrategy
 from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
 from tests.helpers.trainers import quiet_trainer
 
@@ -199,3 +202,68 @@ def test_hooks_are_called_in_the_order_of_plain_lightning(accumulate: int, tmp_p
     order = assert_like_plain_lightning(scenario, tmp_path)
     for name in ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"):
         assert f"module.{name}" in order and f"callback.{name}" in order
+
+
+class WithMomentum(Everything):
+    """A module that reads its optimizer's defaults and has no scheduler.
+
+    Args:
+        optimizer: Name of the optimizer, one of torch's.
+    """
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(dataclasses.replace(RECIPE, groups=True, optimizer=optimizer, eps=None))
+        self.defaults: dict[str, Any] = {}
+
+    def on_train_start(self) -> None:
+        self.defaults = self.optimizers().defaults  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_rates_and_momenta_are_monitored_without_a_scheduler(optimizer: str, tmp_path: Path) -> None:
+    """LearningRateMonitor logs what it logs with plain Lightning, and the optimizer has its defaults."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        monitor = callbacks.LearningRateMonitor(log_momentum=True, log_weight_decay=True)
+        module = WithMomentum(optimizer)
+        logger = CSVLogger(root, version=0)
+        make(max_steps=2, callbacks=[monitor], logger=logger, log_every_n_steps=1).fit(module)
+        return monitor.lrs, monitor.last_momentum_values, monitor.last_weight_decay_values, module.defaults
+
+    rates, momenta, *_ = assert_like_plain_lightning(scenario, tmp_path)
+    assert list(rates) == [f"lr-{optimizer}/pg1", f"lr-{optimizer}/pg2"]
+    assert list(momenta.values()) == [0.9 if optimizer == "AdamW" else 0.0] * 2
+
+
+class Copying(pl.Callback):
+    """A callback that copies all callbacks, its own Trainer's progress bar included."""
+
+    def __init__(self) -> None:
+        self.copies: list[Any] = []
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.copies.append(copy.deepcopy(trainer.callbacks))  # type: ignore[attr-defined]
+
+
+def test_callbacks_are_copied_within_a_fit(tmp_path: Path) -> None:
+    """Copies are as with plain Lightning. Trainers that they refer to are copies, too, which share the one training."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        copying, module = Copying(), Everything()
+        keeper = callbacks.ModelCheckpoint(root / "kept")
+        settings = {"enable_checkpointing": True, "enable_progress_bar": True}
+        trainer = make(max_steps=2, callbacks=[copying, keeper], **settings)
+        trainer.validate(module, verbose=False)
+        trainer.fit(module)
+        trainer.fit_loop.epoch_loop.max_steps = 4
+        trainer.fit(module)
+        for copies in copying.copies:
+            assert all(one is not other for one, other in zip(copies, trainer.callbacks, strict=True))
+            (bar,) = (callback for callback in copies if isinstance(callback, callbacks.ProgressBar))
+            assert bar.trainer is not trainer
+            if isinstance(trainer.strategy, SmartInfinityStrategy):
+                assert (bar.trainer.strategy, bar.trainer.lightning_module) == (trainer.strategy, module)
+        return [[type(callback).__name__ for callback in copies] for copies in copying.copies], module.losses
+
+    (first, second), _ = assert_like_plain_lightning(scenario, tmp_path)
+    assert "ModelCheckpoint" in first and first == second

@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
 from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
 from tests.helpers.processes import run_module
@@ -186,3 +188,31 @@ def test_two_processes_predict_what_one_does(tmp_path: Path) -> None:
     shares = [torch.tensor(json.loads((tmp_path / f"predicted-{rank}.json").read_text())) for rank in range(2)]
     together = torch.stack(shares, 2).flatten(1)
     torch.testing.assert_close(together, torch.stack([before, after]), rtol=2e-5, atol=2e-5)
+
+
+class WithoutParameters(pl.LightningModule):
+    """A module that computes its loss from the data alone, like a baseline to compare with."""
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_loss", batch.float().mean())
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return 2 * batch
+
+    def val_dataloader(self) -> DataLoader[torch.Tensor]:
+        return RECIPE.validation_loader()
+
+    predict_dataloader = val_dataloader
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_module_without_parameters(precision: Any, tmp_path: Path) -> None:
+    """It is evaluated as in plain Lightning, and has no parameters afterwards either."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        module, trainer = WithoutParameters(), make(precision=precision)
+        validated = trainer.validate(module, verbose=False)
+        assert not list(module.parameters())
+        return validated, torch.cat(trainer.predict(module))
+
+    assert_like_plain_lightning(scenario, tmp_path)

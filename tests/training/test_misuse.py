@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_smartinfinity import CheckpointError, UnsupportedError
+from lightning_smartinfinity import CheckpointError, CheckpointNotFoundError, SmartInfinityStrategy, UnsupportedError
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.plain import Everything
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.training.test_bad_input import assert_helpful
 
@@ -76,3 +77,49 @@ def test_another_strategy_after_ours(tmp_path: Path) -> None:
         plain.fit(module)
     assert_helpful(caught.value, "AdamW", "partitioned", "(64, 32)")
     assert fit(LitTiny(RECIPE), tmp_path, "auto", precision="32-true").global_step == 3
+
+
+class OneOptimizer(LitTiny):
+    """A module that returns the same optimizer to every fit."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.optimizer = recipe.build_optimizer(list(self.model.named_parameters()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer
+
+
+def test_an_optimizer_used_for_a_second_fit(tmp_path: Path) -> None:
+    """The first fit took its parameters. The error says so, and the first fit's state stays."""
+    module = OneOptimizer(RECIPE)
+    trainer = fit(module, tmp_path, max_steps=1)
+    trainer.fit_loop.epoch_loop.max_steps = 2
+    with pytest.raises(UnsupportedError) as caught:
+        trainer.fit(module)
+    assert_helpful(caught.value, "AdamW", "earlier training", "new optimizer")
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+
+
+def test_parameters_that_are_not_the_modules(tmp_path: Path) -> None:
+    """The error names group and shape, and nothing is written."""
+    module, stranger = LitTiny(RECIPE), torch.nn.Parameter(torch.ones(3, 5))
+    optimizer = torch.optim.AdamW([*module.parameters(), stranger])
+    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedError) as caught:
+        fit(module, tmp_path)
+    assert_helpful(caught.value, "group 0", "(3, 5)", "LitTiny")
+    assert not (tmp_path / "storage").exists()
+
+
+@pytest.mark.parametrize("run", ["fit", "validate"])
+@pytest.mark.parametrize("full_weights", [False, True])
+def test_a_checkpoint_that_is_missing(run: str, full_weights: bool, tmp_path: Path) -> None:
+    """The error is ours and a FileNotFoundError, as with other strategies, and names the path."""
+    missing = tmp_path / "missing.ckpt"
+    strategy = SmartInfinityStrategy(tmp_path / "storage", load_full_weights=full_weights)
+    trainer = quiet_trainer(tmp_path, strategy, max_steps=1)
+    with pytest.raises(FileNotFoundError) as caught:
+        getattr(trainer, run)(Everything(), ckpt_path=missing)
+    assert isinstance(caught.value, CheckpointNotFoundError)
+    assert_helpful(caught.value, str(missing), "does not exist")

@@ -138,22 +138,6 @@ def test_several_optimizers_by_hand_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
 
 
-class EmptyGroup(LitTiny):
-    """A module with an empty parameter group, as in a model whose parameters all have weight decay."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW([{"params": list(self.parameters())}, {"params": []}])
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-
-def test_empty_parameter_groups_are_refused(tmp_path: Path) -> None:
-    """DeepSpeed would drop the group, and the scheduler's first step would then fail."""
-    with pytest.raises(UnsupportedError) as caught:
-        fit(EmptyGroup(Recipe()), SmartInfinityStrategy(tmp_path / "s"), tmp_path)
-    assert_helpful(caught.value, "group 1", "have parameters")
-    assert not (tmp_path / "s").exists()
-
-
 class CallRefused(pl.Callback):
     """A callback that makes every call on engine and optimizer that is refused during training."""
 

@@ -107,7 +107,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
 def test_initialize_builds_the_engine_from_its_module_global(seen: Observed) -> None:
     """deepspeed.initialize looks DeepSpeedEngine up by its global name, so ours can replace it (zero3/engine.py)."""
     assert seen.has("initialize", "SmartInfinityEngine.__init__"), "stock engines would train instead of ours"
-    assert seen.has("initialize", "PortableEngine.__init__"), "stock engines would evaluate instead of ours"
+    assert seen.has("initialize", "EvaluationEngine.__init__"), "stock engines would evaluate instead of ours"
 
 
 def test_engine_imports_the_optimizer_class_at_call_time(seen: Observed) -> None:
@@ -253,6 +253,24 @@ def test_step_calls_the_verbs_of_the_base(seen: Observed, verb: str) -> None:
 
 
 # ---- hooks and marks on a module
+
+
+def test_hooks_after_a_forward_look_into_the_output(seen: Observed) -> None:
+    """One hook of each module asks its output for attributes, or a dictionary for text keys; it returns nothing.
+
+    The hook is reached through the offload's handles, and ours stands in its place (parameters/module_outputs.py).
+    """
+    offload, norm = seen.engine.optimizer.parameter_offload, seen.module.model.norm
+    (number,) = {handle.id for handle in offload.forward_hooks} & norm._forward_hooks.keys()
+    ours = norm._forward_hooks[number]
+    for output, refused in ((1.0, TypeError), ({0: 1.0}, AttributeError)):
+        parameter_offload.FWD_MODULE_STACK.append(norm)
+        with pytest.raises(refused):
+            ours.__wrapped__(norm, (), output)
+        parameter_offload.FWD_MODULE_STACK.append(norm)
+        assert ours(norm, (), output) is None, "what modules return would be replaced"
+    parameter_offload.FWD_MODULE_STACK.append(norm)
+    assert ours.__wrapped__(norm, (), []) is None
 
 
 def test_hooks_of_deepspeed_can_be_told_by_their_module(seen: Observed) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
-from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
+from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, SmartInfinityError
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import restore_interrupted
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import check_records
@@ -147,26 +148,33 @@ def check_same_save(engine: SmartInfinityEngine, client_state: SavedState) -> No
 
 @contextmanager
 def reading_checkpoint(path: str | Path) -> Iterator[None]:
-    """Turn errors that torch or DeepSpeed raise on a damaged checkpoint into a :class:`CheckpointError`."""
+    """Turn errors that torch or DeepSpeed raise on a missing or damaged checkpoint into a :class:`CheckpointError`."""
     try:
         yield
     except SmartInfinityError:
         raise
     except DAMAGE as error:
+        if isinstance(error, FileNotFoundError) and not os.path.exists(path):
+            raise _not_found(path) from error
         raise CheckpointError(
             f"The checkpoint {path} could not be loaded: {type(error).__name__}: {error}.",
             "Use an undamaged checkpoint of the same model, configuration and number of processes.",
         ) from error
 
 
+def _not_found(path: str | Path) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(f"The checkpoint {path} does not exist.", "Check the path.")
+
+
 def tagged_folder(path: Path) -> Path:
     """Return the folder that holds the processes' files: a subfolder of ``path``, or ``path`` itself.
 
     Raises:
+        CheckpointNotFoundError: There is nothing at ``path``.
         CheckpointError: There is no such folder.
     """
     if not path.exists():
-        raise CheckpointError(f"The checkpoint {path} does not exist.", "Check the path.")
+        raise _not_found(path)
     if not path.is_dir():
         raise CheckpointError(
             f"The checkpoint {path} is a file; the smart_infinity strategy saves folders.",

@@ -29,6 +29,7 @@ from lightning_smartinfinity.zero3.checkpoints.saved_residual import SavedResidu
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import WITHOUT_ARRAYS, describe_stock
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, TensorStream, room_for
 from lightning_smartinfinity.zero3.collectives import raising_together, show_on_rank_zero
+from lightning_smartinfinity.zero3.parameter_groups import saved_numbers
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, ParamGroup, SavedState
 
@@ -230,7 +231,8 @@ def _groups_with_sub_groups(optimizer: StorageOptimizer) -> list[ParamGroup]:
 
 
 def _restore_groups(optimizer: StorageOptimizer, saved: Sequence[SavedState], *, ours: bool) -> None:
-    for group, values in zip(optimizer.optimizer.param_groups, saved, strict=True):
+    for number, values in zip(saved_numbers(optimizer, saved), saved, strict=True):
+        group = optimizer.optimizer.param_groups[number]
         # DeepSpeed's own optimizers have settings that torch's lack.
         group.update({key: value for key, value in values.items() if key != "params" and (ours or key in group)})
 
@@ -241,12 +243,7 @@ def _checked(optimizer: StorageOptimizer, state_dict: SavedState, *, ds_config: 
         extra = describe_stock(optimizer, state_dict, ds_config=ds_config)
     else:
         _check_ours(optimizer, extra)
-    num_groups = len(state_dict[OPTIMIZER_STATE_DICT]["param_groups"])
-    if num_groups != len(optimizer.optimizer.param_groups):
-        raise CheckpointError(
-            f"The checkpoint has {num_groups} parameter groups, the optimizer {len(optimizer.optimizer.param_groups)}.",
-            "Return the same parameter groups from configure_optimizers.",
-        )
+    saved_numbers(optimizer, state_dict[OPTIMIZER_STATE_DICT]["param_groups"])
     return extra
 
 

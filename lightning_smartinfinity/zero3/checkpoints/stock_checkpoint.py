@@ -11,6 +11,7 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.layout import PartitionLayout
+from lightning_smartinfinity.zero3.parameter_groups import saved_numbers
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, SavedState
 
@@ -85,10 +86,12 @@ def check_groups(optimizer: StorageOptimizer, groups: Sequence[SavedState]) -> N
     """Check that the settings of parameter groups are those of this optimizer.
 
     Raises:
-        CheckpointError: They belong to another optimizer, or to this one with settings that are not supported.
+        CheckpointError: They belong to another optimizer, or to this one with settings that are not supported, or they
+            are other groups.
     """
     key = "decoupled_weight_decay"
-    for saved, group in zip(groups, optimizer.optimizer.param_groups, strict=False):
+    for saved, number in zip(groups, saved_numbers(optimizer, groups), strict=True):
+        group = optimizer.optimizer.param_groups[number]
         if optimizer.rule.distinctive_setting not in saved:
             raise CheckpointError(
                 f"The checkpoint's optimizer has the settings {sorted(saved)}: it is not {optimizer.rule.name}.",

@@ -28,6 +28,7 @@ from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import check_gro
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import MASTER_FILE, UniversalFolder
 from lightning_smartinfinity.zero3.checkpoints.weight_loading import check_names
 from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.parameter_groups import saved_numbers
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState, ZeroParameter
 
@@ -158,7 +159,9 @@ def _frozen_slices(engine: SmartInfinityEngine, folder: UniversalFolder) -> dict
 
 def _restore_optimizer(optimizer: StorageOptimizer, folder: UniversalFolder) -> None:
     states = folder.optimizer_states
-    for group, saved in zip(optimizer.optimizer.param_groups, folder.param_groups, strict=True):
+    saved_groups = folder.param_groups
+    for number, saved in zip(saved_numbers(optimizer, saved_groups), saved_groups, strict=True):
+        group = optimizer.optimizer.param_groups[number]
         # Stock DeepSpeed's own optimizers have settings that torch's lack.
         group.update({key: value for key, value in saved.items() if key in group and key != "params"})
     optimizer.loss_scaler = states[LOSS_SCALER]
@@ -218,8 +221,9 @@ def _check_optimizer(optimizer: StorageOptimizer, folder: UniversalFolder) -> No
         raise CheckpointError(
             f"The files of {folder.path} come from different saves.", "Convert one checkpoint into a new folder."
         )
-    groups = [{optimizer.param_names[param] for param in group} for group in _params_of_groups(optimizer)]
-    if [set(group["params"]) for group in folder.param_groups] != groups:
+    names = [{optimizer.param_names[param] for param in group} for group in _params_of_groups(optimizer)]
+    saved = folder.param_groups
+    if [set(group["params"]) for group in saved] != [names[number] for number in saved_numbers(optimizer, saved)]:
         raise CheckpointError(
             f"The optimizer of {folder.path} has other parameter groups than this one.",
             "Return the same parameter groups from configure_optimizers.",

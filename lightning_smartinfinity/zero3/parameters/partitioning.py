@@ -12,7 +12,9 @@ from lightning_smartinfinity.zero3.collectives import show_on_rank_zero
 from lightning_smartinfinity.zero3.environment import FreedMemory
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
-__all__ = ["cast_parameters", "partitioning", "whole_bytes"]
+__all__ = ["cast_parameters", "having_a_parameter", "partitioning", "whole_bytes"]
+
+_PLACEHOLDER = "smart_infinity_placeholder"
 
 
 def cast_parameters(params: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> None:
@@ -63,3 +65,16 @@ def partitioning(what: str, total_bytes: int | None) -> Iterator[None]:
             yield
         finally:
             Init._zero_init_param = original
+
+
+@contextmanager
+def having_a_parameter(module: torch.nn.Module) -> Iterator[None]:
+    """Give a module without parameters one for this context: DeepSpeed takes its dtype from the first parameter."""
+    if next(module.parameters(), None) is not None:
+        yield
+        return
+    module.register_parameter(_PLACEHOLDER, torch.nn.Parameter(torch.zeros(1), requires_grad=False))
+    try:
+        yield
+    finally:
+        delattr(module, _PLACEHOLDER)

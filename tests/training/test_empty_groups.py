@@ -1,0 +1,167 @@
+"""Empty parameter groups, such as "no decay" where only adapters are trained, train and resume as torch takes them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_optimizer_state
+from torch import nn
+
+from lightning_smartinfinity import CheckpointError
+from tests.helpers.hard_models import Case
+from tests.helpers.hard_structures import Adapted, Reused
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
+from tests.helpers.trainers import quiet_trainer
+from tests.helpers.universal import convert, convert_by_command
+from tests.training.model_runs import assert_trains_like_torch, train_near_storage
+
+
+def grouped(named: list[tuple[str, Any]], order: str) -> list[dict[str, Any]]:
+    """Return the groups of weights (w), biases (b) and nothing (0), in the order of a word of these letters."""
+    weights = [param for name, param in named if not name.endswith("bias")]
+    biases = [param for name, param in named if name.endswith("bias")]
+    kinds: dict[str, dict[str, Any]] = {
+        "w": {"params": weights, "weight_decay": 0.1, "lr": 1e-2},
+        "b": {"params": biases, "weight_decay": 0.0, "lr": 5e-3},
+        "0": {"params": [], "weight_decay": 0.5, "lr": 1.0},
+    }
+    return [dict(kinds[letter]) for letter in order]
+
+
+class Decayed(Reused):
+    """A module with empty groups before, between and after the others."""
+
+    order = "0w0b0"
+
+    def build_optimizer(self, named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(grouped(named, self.order), eps=1e-4)
+
+
+class Adapters(Adapted):
+    """A frozen base with adapters that have no bias: the group without decay is empty."""
+
+    def build_optimizer(self, named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(grouped(named, "wb"), eps=1e-4)
+
+
+@pytest.mark.parametrize("module", [Decayed, Adapters])
+def test_empty_groups_beside_others(module: type[Reused], tmp_path: Path) -> None:
+    """Losses and masters equal torch's, with clipping and accumulation."""
+    case = Case(module, clip=0.5, accumulate=2)
+    assert_trains_like_torch(case, train_near_storage(case, tmp_path))
+
+
+class Scheduled(Everything):
+    """A module whose first group is empty, with a scheduler that gives each group a rate of its own."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(grouped(list(self.named_parameters()), "0wb"), eps=1e-4)
+        rates: list[Any] = [lambda step: 1.0, lambda step: 0.5**step, lambda step: 1 / (1 + step)]
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, rates), "interval": "step"}]
+
+
+def test_a_scheduler_counts_empty_groups(tmp_path: Path) -> None:
+    """Every group has its own rate, and the losses are those of plain Lightning."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        trainer, module = make(max_steps=3), Scheduled(RECIPE)
+        trainer.fit(module)
+        return module.losses, [group["lr"] for group in trainer.optimizers[0].param_groups]
+
+    assert_like_plain_lightning(scenario, tmp_path)
+
+
+class Ordered(LitTiny):
+    """A module with its groups in a given order (see :func:`grouped`)."""
+
+    def __init__(self, order: str = "0w0b") -> None:
+        super().__init__(Recipe(depth=1))
+        self.order = order
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(grouped(list(self.named_parameters()), self.order), eps=1e-4)
+
+
+def fitted(root: Path, module: Ordered, *, steps: int, ckpt_path: Path | None = None) -> pl.Trainer:
+    trainer = quiet_trainer(root, max_steps=steps, precision="32-true")
+    trainer.fit(module, ckpt_path=ckpt_path)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint after two steps of an optimizer whose first and third group are empty."""
+    root = tmp_path_factory.mktemp("saved")
+    trainer = fitted(root, Ordered(), steps=2)
+    trainer.save_checkpoint(root / "two.ckpt")
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    return root / "two.ckpt"
+
+
+@pytest.mark.parametrize("converted_by", [None, convert_by_command, convert])
+def test_a_fit_with_empty_groups_resumes_exactly(converted_by: Any, saved: Path, tmp_path: Path) -> None:
+    """Losses, rates and moments go on as those of a fit that never stopped, also from universal checkpoints.
+
+    Our command makes them, or DeepSpeed's script does.
+    """
+    if converted_by is not None:
+        copied = shutil.copytree(saved, tmp_path / "two.ckpt")
+        saved = converted_by(copied)
+    straight, resumed = Ordered(), Ordered()
+    trainers = [
+        fitted(tmp_path / "straight", straight, steps=4),
+        fitted(tmp_path / "resumed", resumed, steps=4, ckpt_path=saved),
+    ]
+    assert resumed.losses == straight.losses[2:]
+    rates = [[group["lr"] for group in trainer.optimizers[0].param_groups] for trainer in trainers]
+    assert rates == [[1.0, 1e-2, 1.0, 5e-3]] * 2
+    for name in ("weight", "bias"):
+        moments = [
+            safe_get_full_optimizer_state(getattr(module.model.side, name), "exp_avg") for module in (straight, resumed)
+        ]
+        assert torch.equal(*moments) and moments[0].any()
+
+
+def test_a_checkpoint_has_every_group(saved: Path) -> None:
+    """Its groups are those of the optimizer, each with the sub-groups of its parameters."""
+    (file,) = saved.rglob("*optim_states.pt")
+    groups = torch.load(file, weights_only=False)["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"]
+    assert [(group["lr"], group["params"]) for group in groups] == [(1.0, []), (1e-2, [0]), (1.0, []), (5e-3, [1])]
+
+
+@pytest.mark.parametrize("order", ["w00b", "0wb", "0w0b0"])
+def test_a_checkpoint_with_other_empty_groups_is_refused(order: str, saved: Path, tmp_path: Path) -> None:
+    """The settings of an empty group would otherwise go to parameters, or the other way around."""
+    with pytest.raises(CheckpointError, match="arameter group"):
+        fitted(tmp_path, Ordered(order), steps=3, ckpt_path=saved)
+
+
+def test_fabric_trains_with_an_empty_group(tmp_path: Path) -> None:
+    """The returned optimizer has all groups, and a step equals torch's."""
+    from tests.fabric.worker import quiet_fabric
+
+    def net() -> nn.Linear:
+        torch.manual_seed(0)
+        return nn.Linear(8, 4)
+
+    def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(grouped(list(net.named_parameters()), "0bw"), eps=1e-4)
+
+    fabric, plain = quiet_fabric(tmp_path), net()
+    given = net()
+    model, optimizer = fabric.setup(given, optimizer_of(given))
+    fabric.backward(model(torch.ones(2, 8)).square().sum())
+    optimizer.step()
+    reference = optimizer_of(plain)
+    plain(torch.ones(2, 8)).square().sum().backward()
+    reference.step()
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.ones(2, 8)), plain(torch.ones(2, 8)))
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 5e-3, 1e-2]
+    fabric.strategy.close()

@@ -1,0 +1,111 @@
+"""Groups of a checkpoint find those of the optimizer, and optimizers that cannot train the model are refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_smartinfinity import CheckpointError, UnsupportedError
+from lightning_smartinfinity.zero3.parameter_groups import (
+    check_parameters,
+    restore_groups,
+    saved_numbers,
+    take_parameters,
+)
+
+
+def built_by_deepspeed(*groups: list[nn.Parameter]) -> Any:
+    """Return an optimizer from which DeepSpeed has removed empty groups; each of the others is one sub-group."""
+    given = torch.optim.SGD([{"params": group, "lr": number} for number, group in enumerate(groups, 1)])
+    everything = list(given.param_groups)
+    given.param_groups[:] = [group for group in everything if group["params"]]
+    numbers = dict(enumerate(range(len(given.param_groups))))
+    optimizer = SimpleNamespace(optimizer=given, sub_group_to_group_id=numbers)
+    optimizer.groups_left = restore_groups(optimizer, everything)
+    return optimizer
+
+
+def some() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2))]
+
+
+def test_empty_groups_are_put_back_where_they_were() -> None:
+    """The optimizer has the user's groups in the user's order, and sub-groups belong to the same ones as before."""
+    optimizer = built_by_deepspeed([], some(), [], some())
+    assert [group["lr"] for group in optimizer.optimizer.param_groups] == [1, 2, 3, 4]
+    assert optimizer.sub_group_to_group_id == {0: 1, 1: 3}
+    assert optimizer.groups_left == (1, 3)
+
+
+def test_groups_that_stock_deepspeed_saved() -> None:
+    """Stock saves only groups with parameters. They belong to the groups with parameters here, in the same order."""
+    optimizer = built_by_deepspeed([], some(), [], some())
+    assert list(saved_numbers(optimizer, [{"params": [0]}, {"params": [1]}])) == [1, 3]
+
+
+def test_groups_that_this_strategy_saved() -> None:
+    """A checkpoint of ours has the empty groups, too."""
+    optimizer = built_by_deepspeed([], some())
+    assert list(saved_numbers(optimizer, [{"params": []}, {"params": [0]}])) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        [{"params": [0]}, {"params": [1]}],
+        [{"params": [0]}, {"params": []}, {"params": []}],
+        [{"params": [0]}, {"params": []}, {"params": [1]}, {"params": []}],
+    ],
+    ids=["fewer", "another one is empty", "more"],
+)
+def test_groups_of_another_optimizer_are_refused(saved: list[Any]) -> None:
+    """Settings would go to parameters that never had them."""
+    with pytest.raises(CheckpointError, match="arameter group") as caught:
+        saved_numbers(built_by_deepspeed([], some(), []), saved)
+    assert "configure_optimizers" in caught.value.remedy
+
+
+def test_an_optimizer_that_trains_the_module_is_accepted() -> None:
+    """Groups may be empty, and a frozen parameter may be any module's."""
+    module = nn.Linear(2, 2)
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    groups = [{"params": []}, {"params": list(module.parameters())}, {"params": list(frozen.parameters())}]
+    check_parameters(torch.optim.SGD(groups), module)
+
+
+def test_an_optimizer_whose_parameters_were_taken_is_refused_even_if_others_were_added() -> None:
+    """It would train the new parameters alone."""
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([module.weight])
+    take_parameters(optimizer)
+    optimizer.add_param_group({"params": [module.bias]})
+    with pytest.raises(UnsupportedError, match="SGD was used by an earlier training") as caught:
+        check_parameters(optimizer, module)
+    assert "new optimizer" in caught.value.remedy
+
+
+@pytest.mark.parametrize("params", [[], [nn.Parameter(torch.ones(2), requires_grad=False)]], ids=["empty", "frozen"])
+def test_an_optimizer_with_nothing_to_train_is_refused(params: list[nn.Parameter]) -> None:
+    """Torch accepts it if it is given as a group."""
+    with pytest.raises(UnsupportedError, match="SGD has no parameters to train"):
+        check_parameters(torch.optim.SGD([{"params": params}]), nn.Linear(2, 2))
+
+
+def test_a_parameter_of_another_module_is_refused() -> None:
+    """The error names group and shape."""
+    module = nn.Linear(2, 2)
+    groups = [{"params": [module.weight]}, {"params": [nn.Parameter(torch.ones(3, 5))]}]
+    with pytest.raises(UnsupportedError, match=r"group 1 of SGD .* shape \(3, 5\) that Linear does not have"):
+        check_parameters(torch.optim.SGD(groups), module)
+
+
+def test_frozen_parameters_are_returned_when_an_optimizer_gives_its_parameters_away() -> None:
+    """Afterwards the optimizer holds neither parameters nor state."""
+    weight, bias = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1), requires_grad=False)
+    optimizer = torch.optim.Adagrad([{"params": [weight]}, {"params": [bias]}])
+    assert take_parameters(optimizer) == [bias]
+    assert [group["params"] for group in optimizer.param_groups] == [[], []] and not optimizer.state
