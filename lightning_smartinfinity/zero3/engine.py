@@ -24,6 +24,7 @@ from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
 from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_loading
+from lightning_smartinfinity.zero3.checkpoints.note import write_note
 from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
@@ -206,6 +207,7 @@ class SmartInfinityEngine(PortableEngine):
             saved: bool = super().save_checkpoint(
                 str(staging), tag, client_state, save_latest, exclude_frozen_parameters
             )
+            write_note(staging, path=save_dir)
         return saved
 
     # ---- refused
