@@ -89,6 +89,7 @@ def test_a_program_that_ends_by_it(tmp_path: Path) -> None:
         IsADirectoryError(errno.EISDIR, "Is a directory", 3),
         IsADirectoryError("without a path"),
         FileNotFoundError(errno.ENOENT, "No such file", "a.ckpt"),
+        PermissionError(errno.EACCES, "Permission denied", "ours.ckpt"),
         ValueError("a.ckpt"),
     ],
     ids=repr,
@@ -97,6 +98,8 @@ def test_another_error(error: Exception, tmp_path: Path, monkeypatch: pytest.Mon
     """It is shown by the hook that was there before, and nothing is printed besides."""
     shown: list[object] = []
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "ours.ckpt").mkdir()
+    (tmp_path / "ours.ckpt" / NOTE_NAME).touch()
     monkeypatch.setattr(sys, "excepthook", lambda *seen: shown.extend(seen))
     checkpoint_hint.install()
     checkpoint_hint.install()
