@@ -55,7 +55,7 @@ class SteppedState:
         ]
         layout = build_layout(
             parameters,
-            tasklet_bytes=transfer.tasklet_bytes or HOST_TASKLET_BYTES,
+            tasklet_bytes=transfer.buffer_bytes or HOST_TASKLET_BYTES,
             num_arrays=3,
             num_devices=len(folders),
             places_per_tasklet=transfer.places_per_tasklet,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from lightning_smartinfinity import _autoload
+from lightning_smartinfinity import _autoload, checkpoint_hint
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.callbacks import StorageTrafficMonitor
@@ -98,3 +98,4 @@ def __dir__() -> list[str]:
 
 
 _autoload.install()
+checkpoint_hint.install()

@@ -15,7 +15,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["install"]
 
 STRATEGY_NAME = "smart_infinity"
+_OTHER_SPELLINGS = ("smart-infinity", "smartinfinity")  # Lightning has turned capitals into small letters before
 _DESCRIPTION = "ZeRO-3 with the optimizer state on storage and the update next to it"
+_NO_NAME = f"no name of a strategy: write {STRATEGY_NAME!r}"
 _DEBUG_VARIABLE = "SMART_INFINITY_AUTOLOAD_DEBUG"
 
 
@@ -58,6 +60,10 @@ def _add(registry: Any, factory: Callable[..., object]) -> None:
     present = registry[STRATEGY_NAME]["strategy"] if STRATEGY_NAME in registry else None
     if present is None or _is_ours(present):  # a name that the user registered stays theirs
         registry.register(STRATEGY_NAME, factory, description=_DESCRIPTION, override=True)
+    for spelling in _OTHER_SPELLINGS:
+        # Lightning refuses every name that is not registered, with an error that does not list ours.
+        if spelling not in registry or _is_ours(registry[spelling]["strategy"]):
+            registry.register(spelling, _refuse, description=_NO_NAME, override=True, spelling=spelling)
 
 
 def _create_trainer_strategy(**settings: object) -> SmartInfinityStrategy:
@@ -74,6 +80,15 @@ def _create_fabric_strategy(**settings: object) -> SmartInfinityFabricStrategy:
 
     factory: Callable[..., SmartInfinityFabricStrategy] = lightning_smartinfinity.SmartInfinityFabricStrategy
     return factory(**settings)
+
+
+def _refuse(spelling: str) -> NoReturn:
+    """Raise ConfigError with the strategy's name, instead of creating the strategy."""
+    import lightning_smartinfinity
+
+    raise lightning_smartinfinity.ConfigError(
+        f"strategy={spelling!r} is no name of a strategy.", f"Write strategy={STRATEGY_NAME!r}."
+    )
 
 
 # Each of Lightning's modules that define a registry, with the function that registers there.

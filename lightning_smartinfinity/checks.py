@@ -12,8 +12,10 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -27,18 +29,28 @@ __all__ = [
     "among",
     "between",
     "check",
+    "in_bytes",
     "instance",
+    "num_bytes",
     "number",
     "one_of",
     "optional",
     "positive",
     "require",
     "require_distinct",
+    "settings_of",
     "shown",
 ]
 
 STRATEGY = "the smart_infinity strategy"
 """Owner of the settings that the strategies of Trainer and Fabric share."""
+
+_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*(|[kmgt]i?)b?\s*", re.ASCII | re.IGNORECASE)
+_UNITS = {"": 1} | {
+    unit + suffix: base**power
+    for power, unit in enumerate("kmgt", start=1)
+    for suffix, base in (("", 1000), ("i", 1024))
+}
 
 
 def _unchanged(value: Any) -> Any:
@@ -110,6 +122,31 @@ def between(least: int, most: int | None = None) -> Rule:
     )
 
 
+def num_bytes(least: int, most: int | None = None) -> Rule:
+    """Allow a number of bytes, as an integer or as text such as ``"8GB"``, within both ends. It is kept as an int."""
+    words = f"of at least {least}" if most is None else f"from {least} to {most}"
+    whole = between(least, most)
+    return Rule(
+        f"Pass a number of bytes {words}, or text such as '64MB' (64 * 10^6) or '64MiB' (64 * 2^20)",
+        lambda value: whole.holds(in_bytes(value)),
+        "is no size in the allowed range",
+        kept=in_bytes,
+    )
+
+
+def in_bytes(size: Any) -> int | None:
+    """Return the bytes of a size, or None if it is none.
+
+    Args:
+        size: An integer, or text: a number, and perhaps a unit, in capitals or not. ``"5GB"`` and ``"5G"`` are
+            5 * 10^9 bytes, ``"5GiB"`` and ``"5Gi"`` are 5 * 2^30. Fractions of a byte are dropped.
+    """
+    if _is_int(size):
+        return operator.index(size)
+    found = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    return None if found is None else int(Fraction(found[1]) * _UNITS[found[2].lower()])
+
+
 def number(least: float, most: float) -> Rule:
     """Allow a number from ``least`` to ``most``, both included."""
     return Rule(
@@ -149,6 +186,17 @@ def instance(kind: type) -> Rule:
     """Allow an instance of a class."""
     name = f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}"
     return Rule(f"Pass {name}", lambda value: isinstance(value, kind), f"is not {name}")
+
+
+def settings_of(kind: type) -> Rule:
+    """Allow an instance of a class of settings, or a mapping of some settings by name, of which an instance is made."""
+    rule = instance(kind)
+    return Rule(
+        f"{rule.remedy}, or a dict of its settings",
+        lambda value: rule.holds(value) or _has_names(value),
+        f"{rule.fault} and no dict of its settings",
+        lambda value: value if rule.holds(value) else kind(**value),
+    )
 
 
 def optional(rule: Rule, other: str | None = None) -> Rule:
@@ -192,6 +240,10 @@ def shown(value: object) -> str:
 
 def _is_same(value: object, other: str | None) -> bool:
     return value is other or (isinstance(value, str) and value == other)
+
+
+def _has_names(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
 def _is_int(value: object) -> bool:

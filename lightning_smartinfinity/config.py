@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,18 @@ from lightning_smartinfinity.checks import (
     Rule,
     between,
     check,
+    num_bytes,
     one_of,
     optional,
     positive,
     require,
     require_distinct,
+    settings_of,
     shown,
 )
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native import MAX_BUFFERS, MAX_THREADS
+from lightning_smartinfinity.wrong_names import named_settings
 
 __all__ = [
     "CARD_TASKLET_BYTES",
@@ -33,7 +36,9 @@ __all__ = [
     "SmartSSDConfig",
     "TransferConfig",
     "resolved_folder",
+    "smartssd_config",
     "storage_folders",
+    "transfer_config",
 ]
 
 HOST_TASKLET_BYTES = 4 * 1024 * 1024
@@ -100,13 +105,17 @@ _FOLDERS = Rule(
 )
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig:
     """How optimizer state moves between storage and the update.
 
+    Sizes are bytes, or text such as ``"8GB"`` (8 * 10^9) and ``"8GiB"`` (8 * 2^30). They are kept as bytes.
+
     Args:
-        tasklet_bytes: Size of one ring buffer in bytes: the most state in one read or write. None: 4 MiB where the host
-            updates, 64 MiB where SmartSSDs do.
+        tasklet_bytes: Size of one ring buffer: the most state in one read or write, at least 64 KiB. Any size will do:
+            the state of whole blocks of elements is put in. None: 4 MiB where the host updates, 64 MiB where SmartSSDs
+            do.
         num_buffers: Number of ring buffers. The ring takes at most ``num_buffers * tasklet_bytes`` bytes for a model of
             any size. The update also holds one gradient per parameter of the rank's partition; on a GPU slots for
             parameters (with Adam a sixth of the ring in 16 bit, a third in fp32); with parameters on storage a staging
@@ -118,10 +127,11 @@ class TransferConfig:
             core of its own), ``"threads"`` (pread and pwrite on a thread pool), ``"plain"`` (the same through the page
             cache, which is released at once: for file systems without direct I/O) or ``"auto"`` (io_uring where the
             system allows it, otherwise threads; plain for all folders if any of them has no direct I/O).
-        dram_cache_bytes: Bytes of optimizer state per rank that stay in host memory: whole tasklets from the start of
-            the partition. They are written to storage as well, which saves only reads; with ``durability="none"`` and
-            ``keep=False`` they lie in memory only, which saves writes, too. ``"auto"``: the memory free when training
-            begins, less a quarter of all memory, divided among the ranks of a machine. No result depends on it.
+        dram_cache_bytes: Size of the optimizer state per rank that stays in host memory: whole tasklets from the start
+            of the partition. They are written to storage as well, which saves only reads; with ``durability="none"``
+            and ``keep=False`` they lie in memory only, which saves writes, too. ``"auto"``: the memory free when
+            training begins, less a quarter of all memory, divided among the ranks of a machine. No result depends on
+            it.
         durability: ``"none"`` (one place for each tasklet: a failed step cannot be rolled back), ``"step"``
             (two: a failed step is rolled back exactly, and ``StateStore.recover`` can open the store after a kill) or
             ``"power"`` (also after a power loss: every step flushes the device). With each of them training resumes
@@ -132,10 +142,10 @@ class TransferConfig:
         keep: Whether the state stays on storage after the strategy is closed.
 
     Raises:
-        ConfigError: A value is out of range or not one of those above.
+        ConfigError: A setting is unknown, out of range or not one of those above.
     """
 
-    tasklet_bytes: int | None = None
+    tasklet_bytes: int | str | None = None
     num_buffers: int = 16
     compute_threads: int = 1
     io_engine: str = "auto"
@@ -148,11 +158,11 @@ class TransferConfig:
     def __post_init__(self) -> None:
         require(
             self,
-            tasklet_bytes=optional(between(_MIN_TASKLET_BYTES, _MAX_TASKLET_BYTES)),
+            tasklet_bytes=optional(num_bytes(_MIN_TASKLET_BYTES, _MAX_TASKLET_BYTES)),
             num_buffers=NUM_BUFFERS,
             compute_threads=between(1, MAX_THREADS),
             io_engine=one_of("auto", "io_uring", "io_uring_sqpoll", "threads", "plain"),
-            dram_cache_bytes=optional(between(0), "auto"),
+            dram_cache_bytes=optional(num_bytes(0), "auto"),
             durability=one_of("none", "step", "power"),
             direct_io=one_of("auto", "on", "off"),
             job=_FOLDER_NAME,
@@ -164,6 +174,13 @@ class TransferConfig:
                 " the page cache.",
                 "Use io_engine='auto', or direct_io='off'.",
             )
+
+    @property
+    def buffer_bytes(self) -> int | None:
+        """Bytes of one ring buffer; None: the default of the device that updates."""
+        kept = self.tasklet_bytes
+        assert not isinstance(kept, str), "a size given as text is kept as bytes"
+        return kept
 
     @property
     def file_access(self) -> str:
@@ -181,6 +198,7 @@ class TransferConfig:
         return self.durability != "none" or self.keep
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class SmartSSDConfig:
     """Settings for Samsung SmartSSDs, whose accelerators update state next to the SSD.
@@ -198,7 +216,7 @@ class SmartSSDConfig:
             Python module, which holds the lock) or ``"auto"``: native, or pyxrt if only that is available.
 
     Raises:
-        ConfigError: A value is out of range or not one of those above.
+        ConfigError: A setting is unknown, out of range or not one of those above.
     """
 
     xclbin: str | Path | None = None
@@ -216,6 +234,26 @@ class SmartSSDConfig:
             timeout=positive(_MAX_TIMEOUT),
             binding=one_of("auto", "native", "pyxrt"),
         )
+
+
+def transfer_config(transfer: TransferConfig | Mapping[str, Any] | None) -> TransferConfig:
+    """Return what the setting ``transfer`` asks for: settings, a dict of them, or None, which means the defaults.
+
+    Raises:
+        ConfigError: It is something else, or a setting in it is unknown or out of range.
+    """
+    config: TransferConfig | None = check(STRATEGY, "transfer", transfer, optional(settings_of(TransferConfig)))
+    return TransferConfig() if config is None else config
+
+
+def smartssd_config(smartssd: SmartSSDConfig | Mapping[str, Any] | None) -> SmartSSDConfig | None:
+    """Return what the setting ``smartssd`` asks for: settings, or a dict of them; None stays None.
+
+    Raises:
+        ConfigError: It is something else, or a setting in it is unknown or out of range.
+    """
+    config: SmartSSDConfig | None = check(STRATEGY, "smartssd", smartssd, optional(settings_of(SmartSSDConfig)))
+    return config
 
 
 def storage_folders(storage: object) -> tuple[Path, ...] | None:

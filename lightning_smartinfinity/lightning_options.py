@@ -12,6 +12,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_smartinfinity.checks import FLAG, STRATEGY, Rule, between, check, instance, number, optional
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.stock_options import what_to_write
 
 __all__ = ["SharedOptions", "checked_options", "indexed_device", "swapped_precision", "take_options"]
 
@@ -94,9 +95,9 @@ def checked_options(strategy: str, options: Mapping[str, Any], known: type) -> d
     """
     unknown = sorted(set(options) - set(known.__annotations__))
     if unknown:
+        remedies = (what_to_write(name, options[name], known=known.__annotations__) for name in unknown)
         raise ConfigError(
-            f"{strategy} has no setting {', '.join(map(repr, unknown))}.",
-            "Settings of ZeRO-3 go into zero={...}, settings of the transfer into transfer=TransferConfig(...).",
+            f"{strategy} has no setting {', '.join(map(repr, unknown))}.", " ".join(dict.fromkeys(remedies))
         )
     return {
         name: check(STRATEGY, name, value, _RULES[name]) if name in _RULES else value for name, value in options.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -78,7 +79,7 @@ class NearStorage(ABC):
         A step in progress is completed first. ``overlap`` may leave one, so every rank has to call this if there are
         several processes.
         """
-        self._close_state()
+        self._close_state(since="close() was called")
         if self._parameters is not None:
             self._parameters.close()
             self._parameters = None
@@ -130,10 +131,10 @@ class NearStorage(ABC):
     def _module_to_save(self, module: torch.nn.Module | None) -> torch.nn.Module:
         """Return the module of :meth:`save_pretrained` without the wrappers of Lightning and DeepSpeed."""
 
-    def _close_state(self) -> None:
+    def _close_state(self, *, since: str) -> None:
         optimizer = self._near_storage_optimizer
         if optimizer is not None:
-            optimizer.close_storage()
+            optimizer.close_storage(since=since)
 
     def traffic(self) -> Traffic:
         """Return this rank's counters since its storage was opened; all zero before training and after :meth:`close`.
@@ -221,8 +222,9 @@ class NearStorage(ABC):
             check_parameters(optimizer, model)
             check_dtype(model, self._engine_config)
             check_state_format(self._settings.state_format, self._engine_config)
-        self._release_storage()
-        end_training(model)
+        later = f"a training of {type(model).__name__} that began at {time.strftime('%H:%M:%S')}"
+        self._release_storage(later)
+        end_training(model, since=f"{later} took its module")
         release_module(model)
         make_contiguous(model)
         offload = self._offload_for(optimizer)
@@ -304,18 +306,24 @@ class NearStorage(ABC):
         if self._settings.storage is None:
             self._settings = replace(self._settings, storage=(Path(root).resolve() / "smart_infinity",))
 
-    def _release_storage(self) -> None:
-        """Close the storage of an earlier training by this strategy, and by an idle one on the same folders."""
+    def _release_storage(self, later: str) -> None:
+        """Close the storage of an earlier training by this strategy, and by an idle one on the same folders.
+
+        Args:
+            later: Words for the training that takes the folders, for the errors of later uses of an earlier one.
+        """
         storage = self._settings.storage
         assert storage is not None
-        self._close_state()
+        folders = ", ".join(repr(str(folder)) for folder in storage)
+        since = f"{later} took its storage {folders} (job {self._settings.transfer.job!r})"
+        self._close_state(since=since)
         if self._training_engine is not None:
             self._training_engine.destroy()
             self._training_engine = None
         self._idle_key = (storage, self._settings.transfer.job)
         idle = _IDLE.pop(self._idle_key, lambda: None)()
         if idle is not None:
-            idle._close_state()
+            idle._close_state(since=since)
 
     def _become_idle(self) -> None:
         """Mark training as over; the state stays readable until the next training on the same storage."""

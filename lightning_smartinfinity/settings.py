@@ -45,7 +45,8 @@ class StrategySettings:
             ``default_root_dir`` or ``output_dir``, or below the current folder with Fabric and Accelerate.
         update_device: Where the update runs: ``"host"`` (CPU), ``"smartssd"`` (the accelerators of SmartSSDs), or
             ``"auto"``: SmartSSDs if an xclbin for them is named and they can be used, otherwise the host.
-        smartssd: Settings for SmartSSDs: xclbin, cards, route of gradients, timeout and binding of XRT.
+        smartssd: Settings for SmartSSDs: xclbin, cards, route of gradients, timeout and binding of XRT, as a
+            :class:`SmartSSDConfig` or a dict such as ``{"xclbin": "kernels.xclbin"}``.
         state_format: Format of optimizer state on storage: ``"fp32"`` (12 bytes per parameter), ``"bf16"`` (8),
             ``"int8"`` (6) or, with parameters in bf16, ``"int8_remainder"`` (6, of which a step reads 4). Optimizers
             other than Adam and AdamW have only ``"fp32"`` (4 bytes per array).
@@ -55,7 +56,7 @@ class StrategySettings:
             sends all in 8 bits, None sends them unchanged. It helps where they cross a channel, as with SmartSSDs.
         activations: Not available in this version.
         transfer: Ring size, I/O engine, state kept in host memory, durability, direct I/O, and name and lifetime of
-            the files.
+            the files, as a :class:`TransferConfig` or a dict such as ``{"num_buffers": 8}``.
         zero: Further keys of DeepSpeed's ``zero_optimization`` section, such as ``reduce_bucket_size``.
 
     Raises:

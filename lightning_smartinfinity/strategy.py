@@ -28,7 +28,13 @@ from typing_extensions import Unpack, override
 
 from lightning_smartinfinity.compatibility import OptimizerList, accumulates, adapt_callbacks, copy_around_training
 from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig, storage_folders
+from lightning_smartinfinity.config import (
+    SmartSSDConfig,
+    TransferConfig,
+    smartssd_config,
+    storage_folders,
+    transfer_config,
+)
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
 from lightning_smartinfinity.near_storage import NearStorage
@@ -84,12 +90,12 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         storage: str | Path | Sequence[str | Path] | None = None,
         *,
         update_device: str = "auto",
-        smartssd: SmartSSDConfig | None = None,
+        smartssd: SmartSSDConfig | Mapping[str, Any] | None = None,
         state_format: str = "fp32",
         overlap: str = "auto",
         compression: GradientCodec | None = None,
         activations: object | None = None,
-        transfer: TransferConfig | None = None,
+        transfer: TransferConfig | Mapping[str, Any] | None = None,
         zero: Mapping[str, Any] | None = None,
         **options: Unpack[LightningOptions],
     ) -> None:
@@ -104,12 +110,12 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         settings = StrategySettings(
             storage=storage_folders(storage),
             update_device=update_device,
-            smartssd=smartssd,
+            smartssd=smartssd_config(smartssd),
             state_format=state_format,
             overlap=overlap,
             compression=compression,
             activations=activations,
-            transfer=TransferConfig() if transfer is None else transfer,
+            transfer=transfer_config(transfer),
             zero=zero,
         )
         self._take_settings(settings)

@@ -29,9 +29,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--rank", type=int, help="convert the state of this rank alone")
     parser.add_argument(
         "--tasklet-bytes",
-        type=int,
         default=HOST_TASKLET_BYTES,
-        help="TransferConfig(tasklet_bytes=...) of the new state (default: %(default)s)",
+        metavar="SIZE",
+        help="TransferConfig(tasklet_bytes=...) of the new state, such as 64MiB (default: %(default)s)",
     )
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     parser.set_defaults(run=_run)

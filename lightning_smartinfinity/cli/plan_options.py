@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_smartinfinity.checks import Rule, between
+from lightning_smartinfinity.checks import Rule, between, num_bytes, optional
 from lightning_smartinfinity.cli.option_types import reading, whole_number_in
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
@@ -20,18 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_options", "found_here", "given_resources", "training_of"]
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(k|m|g|t|ki|mi|gi|ti)?b?", re.IGNORECASE)
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
-    f"{unit}i": 1 << (10 * power) for power, unit in enumerate("kmgt", start=1)
-}
-
-_LONGEST = 40  # characters
 _LEAST_BYTES = 10**6  # 24 means 24GB, most likely
-
-
-def _bytes_in(text: str) -> int | None:
-    found = _SIZE.fullmatch(text.strip()) if len(text) <= _LONGEST else None
-    return round(float(found[1]) * _UNITS[(found[2] or "").lower()]) if found else None
 
 
 def _json_in(text: str) -> object:
@@ -41,15 +29,11 @@ def _json_in(text: str) -> object:
         return None
 
 
-def _is_size(value: Any) -> bool:
-    return value is not None and value >= _LEAST_BYTES
-
-
-_size = reading(_bytes_in, Rule("Pass a size with its unit, such as 24GB, 24GiB or 512MB", _is_size, "is no size"))
-_gpu_size = reading(
-    lambda text: "none" if text == "none" else _bytes_in(text),
-    Rule("Pass a size with its unit, such as 24GB, or none", lambda value: value == "none" or _is_size(value)),
+_SIZE = replace(
+    num_bytes(_LEAST_BYTES), remedy="Pass a size with its unit, such as 24GB, 24GiB or 512MB", fault="is no size"
 )
+_size = reading(str, _SIZE)
+_gpu_size = reading(str, replace(optional(_SIZE, "none"), remedy="Pass a size with its unit, such as 24GB, or none"))
 _gpus = reading(whole_number_in, between(1, 1024))
 _count = reading(whole_number_in, between(1, 10**15))
 _checkpoints = reading(

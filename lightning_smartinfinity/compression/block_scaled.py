@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from lightning_smartinfinity import native
 from lightning_smartinfinity.checks import FLAG, require
 from lightning_smartinfinity.compression.base import GradientCodec
+from lightning_smartinfinity.wrong_names import named_settings
 
 __all__ = ["BlockScaled"]
 
 
+@named_settings
 @dataclass(frozen=True)
 class BlockScaled(GradientCodec):
     """Sends every gradient in 8 bits, with one scale for each block of 256 elements.

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from lightning_smartinfinity import native
 from lightning_smartinfinity.checks import FLAG, one_of, positive, require
 from lightning_smartinfinity.compression.base import GradientCodec
+from lightning_smartinfinity.wrong_names import named_settings
 
 __all__ = ["TopK"]
 
 _DTYPES = {"fp32": native.DType.FLOAT32, "bf16": native.DType.BFLOAT16, "fp16": native.DType.FLOAT16}
 
 
+@named_settings
 @dataclass(frozen=True)
 class TopK(GradientCodec):
     """Sends the gradients of largest magnitude of each tasklet; the update takes zero for the others.

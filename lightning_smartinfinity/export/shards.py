@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from lightning_smartinfinity.checks import Rule
+from lightning_smartinfinity.checks import in_bytes, num_bytes
 from lightning_smartinfinity.export.safetensors_file import SafetensorsFile
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
 
 __all__ = ["SHARD_SIZE", "Shards", "writing_shards"]
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
 _WEIGHTS = "model{suffix}.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
-def _num_bytes(size: object) -> int | None:
-    """Return the bytes of a size as transformers writes it, or None if it is no such size."""
-    if isinstance(size, int) and not isinstance(size, bool):
-        return size
-    found = (
-        re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]B|)\s*", size, re.ASCII | re.I)
-        if isinstance(size, str)
-        else None
-    )
-    return None if found is None else int(float(found[1]) * _UNITS[found[2].upper()])
-
-
-SHARD_SIZE = Rule("Pass a number of bytes above 0, or text such as '5GB'", lambda size: (_num_bytes(size) or 0) > 0)
-"""Rule for the largest size of a file."""
+SHARD_SIZE = replace(num_bytes(1), kept=lambda size: size)
+"""Rule for the largest size of a file, which stays as it was written, for messages."""
 
 
 class Shards:
@@ -100,14 +86,14 @@ def writing_shards(
 def _split(tensors: Mapping[str, TensorSpec], max_shard_size: int | str | None) -> dict[str, list[str]]:
     if max_shard_size is None or not tensors:
         return {_WEIGHTS.format(suffix=""): list(tensors)}
-    num_bytes = _num_bytes(max_shard_size)
-    assert num_bytes, f"{max_shard_size!r} is checked before anything is written"
+    shard_bytes = in_bytes(max_shard_size)
+    assert shard_bytes, f"{max_shard_size!r} is checked before anything is written"
     from huggingface_hub import split_state_dict_into_shards_factory
 
     split = split_state_dict_into_shards_factory(
         dict(tensors),
         get_storage_size=lambda spec: spec.nbytes,
         filename_pattern=_WEIGHTS,
-        max_shard_size=num_bytes,
+        max_shard_size=shard_bytes,
     )
     return {file: names for file, names in split.filename_to_tensors.items() if names}

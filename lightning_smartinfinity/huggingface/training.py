@@ -8,13 +8,19 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from typing_extensions import Self, override
 
 from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig, storage_folders
+from lightning_smartinfinity.config import (
+    SmartSSDConfig,
+    TransferConfig,
+    smartssd_config,
+    storage_folders,
+    transfer_config,
+)
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.huggingface.arguments import Arguments, check_arguments, job_of, refuse_quantized
 from lightning_smartinfinity.huggingface.launch import launched
@@ -26,6 +32,7 @@ from lightning_smartinfinity.huggingface.seams import (
     trainings_ended_by,
     without_weights,
 )
+from lightning_smartinfinity.lightning_options import checked_options
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.settings import StrategySettings, documents_settings
 from lightning_smartinfinity.transformers_models import optional_package
@@ -45,6 +52,10 @@ _AUTO: DeepSpeedConfig = {
     "fp16": {"enabled": "auto"},
 }
 _DEFAULT_JOB = TransferConfig().job
+
+
+class _NoOptions(TypedDict):
+    """There are no options beside the settings."""
 
 
 @documents_settings
@@ -75,23 +86,25 @@ class SmartInfinityTraining(NearStorage):
         storage: str | Path | Sequence[str | Path] | None = None,
         *,
         update_device: str = "auto",
-        smartssd: SmartSSDConfig | None = None,
+        smartssd: SmartSSDConfig | Mapping[str, Any] | None = None,
         state_format: str = "fp32",
         overlap: str = "auto",
         compression: GradientCodec | None = None,
         activations: object | None = None,
-        transfer: TransferConfig | None = None,
+        transfer: TransferConfig | Mapping[str, Any] | None = None,
         zero: Mapping[str, Any] | None = None,
+        **unknown: Any,
     ) -> None:
+        checked_options(type(self).__name__, unknown, _NoOptions)
         settings = StrategySettings(
             storage=storage_folders(storage),
             update_device=update_device,
-            smartssd=smartssd,
+            smartssd=smartssd_config(smartssd),
             state_format=state_format,
             overlap=overlap,
             compression=compression,
             activations=activations,
-            transfer=TransferConfig() if transfer is None else transfer,
+            transfer=transfer_config(transfer),
             zero=zero,
         )
         self._take_settings(settings)

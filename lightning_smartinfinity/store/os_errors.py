@@ -10,9 +10,10 @@ from pathlib import Path
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import ConfigError, StorageError, StorageFullError
 
-__all__ = ["failure_error", "in_short", "require_io_engine", "storage_error", "storage_errors"]
+__all__ = ["FULL", "failure_error", "in_short", "require_io_engine", "storage_error", "storage_errors"]
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Numbers of the errors that mean that no space, or no number of files, is left."""
 
 _OTHER_REMEDY = "Check the file system and the device, or choose another storage folder."
 _REMEDIES = {
@@ -40,7 +41,7 @@ def storage_error(number: int, *, problem: str) -> StorageError:
         number: The call's ``errno``.
         problem: A sentence that says what failed, with the path and the system's message.
     """
-    if number in _FULL:
+    if number in FULL:
         return StorageFullError(problem, "Free space there, or choose a storage folder on a larger file system.")
     return StorageError(problem, _REMEDIES.get(number, _OTHER_REMEDY))
 

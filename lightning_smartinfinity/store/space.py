@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from lightning_smartinfinity.errors import StorageFullError
 from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.folders import parameter_folder_path, rank_folder_path, reclaimable_bytes
-from lightning_smartinfinity.store.os_errors import storage_errors
+from lightning_smartinfinity.store.os_errors import FULL, storage_errors
 from lightning_smartinfinity.store.parameter_files import deal
 from lightning_smartinfinity.store.record import record_bytes
 
@@ -87,7 +88,7 @@ class Shortfall:
 def measure_space(
     folders: Sequence[Path], *, job: str, rank: int, extents: ExtentMap, num_parameters: int
 ) -> list[SpaceRequest]:
-    """Return this rank's requests, one per storage folder, without creating anything.
+    """Return this rank's requests, one per storage folder, and leave nothing there.
 
     Args:
         folders: Storage folders, as for ``StateStore.create``.
@@ -97,7 +98,7 @@ def measure_space(
         num_parameters: Number of parameters in the partition.
 
     Raises:
-        StorageError: The free space of a folder cannot be read.
+        StorageError: The free space of a folder cannot be read, or there is none since nothing can be created there.
     """
     commit_bytes = 2 * record_bytes(extents.num_tasklets, num_parameters)
     overhead = overhead_bytes(extents.num_tasklets, num_parameters)
@@ -214,7 +215,7 @@ def _request(folder: Path, *, needed_bytes: int, reclaimable: int, what: str = "
     with storage_errors("Looking for free space in", folder):
         existing = _nearest_existing(folder.absolute())
         status = os.statvfs(existing)
-        return SpaceRequest(
+        request = SpaceRequest(
             machine=machine_identity(),
             host=platform.node(),
             file_system=os.stat(existing).st_dev,
@@ -224,6 +225,22 @@ def _request(folder: Path, *, needed_bytes: int, reclaimable: int, what: str = "
             reclaimable_bytes=reclaimable,
             what=what,
         )
+    if needed_bytes > request.free_bytes + reclaimable:
+        with storage_errors("Creating a file or folder for", folder):
+            _try_to_create(existing)
+    return request
+
+
+def _try_to_create(folder: Path) -> None:
+    """Raise the reason why nothing can be created in a folder; a full file system is no such reason.
+
+    One that is read-only, or holds no files (``/proc``), has no free space either, and more space would not help.
+    """
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".smart-infinity-", dir=folder))
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
 
 
 def _nearest_existing(path: Path) -> Path:

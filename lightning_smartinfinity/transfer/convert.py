@@ -35,7 +35,7 @@ def convert_store(
     state_format: str,
     job: str = "default",
     rank: int | None = None,
-    tasklet_bytes: int = HOST_TASKLET_BYTES,
+    tasklet_bytes: int | str = HOST_TASKLET_BYTES,
     show: Show = hidden,
 ) -> tuple[int, ...]:
     """Write a copy of kept optimizer state in another format to other folders; the old state stays.
@@ -105,7 +105,7 @@ def _convert(
         opened.callback(source.close, remove=False)
         manifest = source.manifest
         _check_format(state_format, manifest)
-        wanted = config.tasklet_bytes or HOST_TASKLET_BYTES
+        wanted = config.buffer_bytes or HOST_TASKLET_BYTES
         layout = _layout(manifest, tasklet_bytes=wanted, num_devices=len(into), state_format=state_format)
         target = StateStore.create(
             into,

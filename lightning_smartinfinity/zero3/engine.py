@@ -33,6 +33,7 @@ from lightning_smartinfinity.zero3.checkpoints.folder_check import (
 )
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
 from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_loading
+from lightning_smartinfinity.zero3.checkpoints.note import write_note
 from lightning_smartinfinity.zero3.collectives import gather
 from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
@@ -252,6 +253,7 @@ class SmartInfinityEngine(PortableEngine):
             saved: bool = super().save_checkpoint(
                 str(staging), tag, {**client_state, **named}, save_latest, exclude_frozen_parameters
             )
+            write_note(staging, path=save_dir)
         return saved
 
     def load_checkpoint(

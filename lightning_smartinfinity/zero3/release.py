@@ -26,10 +26,15 @@ def trainings_of(module: torch.nn.Module) -> list[StorageOptimizer]:
     return [owner for owner in owners if isinstance(owner, StorageOptimizer)]
 
 
-def end_training(module: torch.nn.Module) -> None:
-    """End earlier trainings of a module, under any strategy, and close their storage."""
+def end_training(module: torch.nn.Module, *, since: str) -> None:
+    """End earlier trainings of a module, under any strategy, and close their storage.
+
+    Args:
+        module: The module.
+        since: Half a sentence that says why, for the errors of later uses.
+    """
     for owner in trainings_of(module):
-        owner.close_storage()
+        owner.close_storage(since=since)
         owner.destroy()
 
 

@@ -43,7 +43,7 @@ class OffloadSettings(StrategySettings):
     @property
     def tasklet_bytes(self) -> int:
         """``TransferConfig.tasklet_bytes``, or the default of the device."""
-        return self.transfer.tasklet_bytes or (HOST_TASKLET_BYTES if self.cards is None else CARD_TASKLET_BYTES)
+        return self.transfer.buffer_bytes or (HOST_TASKLET_BYTES if self.cards is None else CARD_TASKLET_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)

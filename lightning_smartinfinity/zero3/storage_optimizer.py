@@ -331,15 +331,18 @@ class StorageOptimizer(GradientPath):
 
     # ---- access to what the rank holds open
 
-    def close_storage(self) -> None:
+    def close_storage(self, *, since: str = "") -> None:
         """Drain the step in flight, on which all ranks agree, and close its storage. Collective.
 
         While an error is handled, or after one has ended the training, ranks do not agree, since the error may be this
         rank's alone. Each then commits what it can; a kept store continues from the newest generation that all have.
+
+        Args:
+            since: Half a sentence that says why, for the errors of later uses.
         """
         if dist.is_initialized() and sys.exc_info()[0] is None and not self.update.is_in_doubt:
             try:
                 self.update.drain()
             except SmartInfinityError as error:
                 warn_of_rolled_back_step(error)
-        self.rank_state.close()
+        self.rank_state.close(since=since)

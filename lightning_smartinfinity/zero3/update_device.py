@@ -174,7 +174,7 @@ def _require_direct_io(offload: OffloadSettings) -> None:
 
 
 def _require_tasklets(offload: OffloadSettings, kernel: Kernel) -> None:
-    nbytes, largest = offload.transfer.tasklet_bytes, LARGEST_NUMEL * kernel.num_arrays * 4
+    nbytes, largest = offload.transfer.buffer_bytes, LARGEST_NUMEL * kernel.num_arrays * 4
     if nbytes is not None and nbytes > largest + BLOCK_BYTES:
         raise ConfigError(
             f"TransferConfig(tasklet_bytes={nbytes}) is too large for SmartSSDs, whose {kernel.name} works at most"
@@ -226,9 +226,9 @@ def _sharers(reports: Sequence[_Report]) -> int:
 
 def _warn_of_settings(offload: OffloadSettings) -> None:
     transfer = offload.transfer
-    if transfer.tasklet_bytes is not None and transfer.tasklet_bytes < _SMALL_TASKLET_BYTES:
+    if transfer.buffer_bytes is not None and transfer.buffer_bytes < _SMALL_TASKLET_BYTES:
         warnings.warn(
-            f"TransferConfig(tasklet_bytes={transfer.tasklet_bytes}) is small for SmartSSDs, whose P2P wants 16 MiB or"
+            f"TransferConfig(tasklet_bytes={transfer.buffer_bytes}) is small for SmartSSDs, whose P2P wants 16 MiB or"
             " more at once. Leave it out: the default is 64 MiB.",
             stacklevel=2,
         )

@@ -14,6 +14,7 @@ from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where, optimizers_of
 from lightning_smartinfinity.transfer.rules import rule_for
+from lightning_smartinfinity.wrong_names import did_you_mean
 from lightning_smartinfinity.zero3.collectives import has_ended
 from lightning_smartinfinity.zero3.settings import ParameterSettings
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, ZeroParameter
@@ -46,9 +47,12 @@ def check_zero_section(section: DeepSpeedConfig) -> None:
         zero = DeepSpeedZeroConfig(**section)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        keys = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
+        wrong = [str(e["loc"][0]) for e in error.errors() if e["type"] == "extra_forbidden" and len(e["loc"]) == 1]
+        meant = "".join(did_you_mean(name, keys) for name in wrong)
         raise ConfigError(
             f"zero={{...}} of the smart_infinity strategy was refused by DeepSpeed: {problems}.",
-            "Use the keys of DeepSpeed's zero_optimization section.",
+            f"{meant}Use the keys of DeepSpeed's zero_optimization section.",
         ) from error
     if zero.offload_param is not None and zero.offload_param.buffer_count < 1:
         raise ConfigError(

@@ -46,6 +46,14 @@ def test_one_rank_without_a_word(
     assert capsys.readouterr().err == ""
 
 
+def test_a_size_of_tasklets_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A size may have its unit. What is no size ends in an error that names it."""
+    kept(tmp_path, Case())
+    assert convert(tmp_path, "--state-format", "bf16", "--tasklet-bytes", "64 slices") == 1
+    assert "tasklet_bytes='64 slices'" in capsys.readouterr().err
+    assert convert(tmp_path, "--state-format", "bf16", "--tasklet-bytes", "64KiB") == 0
+
+
 def test_an_error_ends_in_its_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The message says what failed and what to do, without a traceback."""
     assert convert(tmp_path, "--state-format", "bf16") == 1

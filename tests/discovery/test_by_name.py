@@ -21,13 +21,14 @@ print("smart_infinity" in StrategyRegistry, *loaded)
 REGISTERED_LAZILY = "True False False"
 
 
-def test_import_torch_loads_two_small_modules(tmp_path: Path) -> None:
-    """Discovery adds this package's two modules and the standard library to ``import torch``, and nothing else."""
+def test_import_torch_loads_three_small_modules(tmp_path: Path) -> None:
+    """Discovery adds three modules of this package and the standard library to ``import torch``, and nothing else."""
     code = "import sys, torch; print(sorted(sys.modules))"
     without = set(ast.literal_eval(fresh_python(code, cwd=tmp_path, autoload=False)))
     added = set(ast.literal_eval(fresh_python(code, cwd=tmp_path))) - without
     foreign = {name for name in added if name.split(".")[0] not in sys.stdlib_module_names}
-    assert foreign == {"lightning_smartinfinity", "lightning_smartinfinity._autoload"}
+    ours = {"lightning_smartinfinity._autoload", "lightning_smartinfinity.checkpoint_hint"}
+    assert foreign == {"lightning_smartinfinity", *ours}
 
 
 @pytest.mark.parametrize(

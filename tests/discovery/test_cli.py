@@ -83,6 +83,24 @@ def test_settings_in_a_file(tmp_path: Path) -> None:
     assert strategy.config["zero_optimization"]["reduce_bucket_size"] == 1_000_000  # type: ignore[index]
 
 
+def test_sizes_with_their_units(tmp_path: Path) -> None:
+    """Sizes may be text, on the command line and in a file."""
+    config = tmp_path / "config.yaml"
+    config.write_text(YAML.format(folder=tmp_path).replace("1048576", "4MB\n        dram_cache_bytes: 8GiB"))
+    strategy = strategy_from(f"--config={config}", "--trainer.strategy.init_args.transfer.dram_cache_bytes=1GB")
+    transfer = strategy._settings.transfer
+    assert (transfer.tasklet_bytes, transfer.dram_cache_bytes, transfer.num_buffers) == (4_000_000, 10**9, 8)
+
+
+def test_a_misspelt_setting_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command ends with a message that names the setting that was meant."""
+    config = tmp_path / "config.yaml"
+    config.write_text(YAML.format(folder=tmp_path).replace("num_buffers", "num_bufers"))
+    with pytest.raises((ValueError, SystemExit)) as ended:  # jsonargparse quotes our error in its own
+        strategy_from(f"--config={config}")
+    assert "Did you mean 'num_buffers'?" in f"{ended.value} {capsys.readouterr().err}"
+
+
 ARGUMENTS = (
     ("storage", "Folder, or list with", ("str", "Path", "Sequence"), "null"),
     ("update_device", "Where the update runs", ("str",), "auto"),

@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from lightning.fabric import Fabric
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch import Trainer
 
-from lightning_smartinfinity import _autoload
+from lightning_smartinfinity import ConfigError, _autoload
 
 TARGET = "lightning_smartinfinity_hook_target"
 SOURCE = "LOADS = globals().get('LOADS', 0) + 1\nStrategyRegistry = None\n"
@@ -130,6 +132,25 @@ def test_name_that_the_user_registered_stays_theirs() -> None:
     registry.register("smart_infinity", dict, storage="mine")
     _autoload._register_with_trainer(module)
     assert registry.get("smart_infinity") == {"storage": "mine"}
+
+
+@pytest.mark.parametrize("name", ["smart-infinity", "Smart-Infinity", "smartinfinity", "SmartInfinity"])
+@pytest.mark.parametrize("user", [Trainer, Fabric])
+def test_another_spelling_of_the_name(name: str, user: Callable[..., object]) -> None:
+    """Trainer and Fabric answer it with the name of the strategy."""
+    _autoload.install()
+    with pytest.raises(ConfigError, match=r"Write strategy='smart_infinity'\.") as caught:
+        user(strategy=name, accelerator="cpu", devices=1)
+    assert f"strategy={name.lower()!r} is no name" in str(caught.value)
+
+
+def test_another_spelling_that_the_user_registered_stays_theirs() -> None:
+    """A preset of the user is kept, also where the name is only like ours."""
+    module = ModuleType("lightning.pytorch.strategies")
+    module.StrategyRegistry = registry = _StrategyRegistry()  # type: ignore[attr-defined]
+    registry.register("smart-infinity", dict, storage="mine")
+    _autoload._register_with_trainer(module)
+    assert registry.get("smart-infinity") == {"storage": "mine"}
 
 
 def test_name_of_ours_is_replaced_after_reload() -> None:

@@ -112,3 +112,17 @@ def test_several_processes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UnsupportedError, match="WORLD_SIZE=2"), SmartInfinityTraining():
         pass
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        ({"storag": "x"}, "storage"),
+        ({"transfer": {"num_bufers": 8}}, "num_buffers"),
+        ({"offload_optimizer": True}, "storage"),
+    ],
+)
+def test_a_setting_that_does_not_exist(options: dict[str, Any], answer: str) -> None:
+    """It is answered as in the strategies, with the name that was meant."""
+    with pytest.raises(ConfigError, match=answer):
+        SmartInfinityTraining(**options)

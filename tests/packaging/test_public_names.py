@@ -72,6 +72,7 @@ def test_import_loads_nothing_but_the_standard_library(tmp_path: Path) -> None:
     assert {name for name in added if name.startswith("lightning_smartinfinity")} == {
         "lightning_smartinfinity",
         "lightning_smartinfinity._autoload",
+        "lightning_smartinfinity.checkpoint_hint",
     }
     assert not {"torch", "lightning", "numpy", "deepspeed"} & set(added)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_smartinfinity.errors import StorageFullError
+from lightning_smartinfinity.errors import StorageError, StorageFullError
 from lightning_smartinfinity.store import SpaceRequest, measure_space, require_space, shortfalls
 from tests.store.makers import create, extents
 
@@ -96,6 +98,61 @@ def test_measured_where_the_folder_will_be(tmp_path: Path) -> None:
         assert 0 < found.free_bytes <= status.f_blocks * status.f_frsize
         assert found.reclaimable_bytes == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def measured(folder: Path) -> SpaceRequest:
+    return measure_space([folder], job="j", rank=0, extents=extents(), num_parameters=2)[0]
+
+
+def test_a_file_system_that_holds_no_files() -> None:
+    """/proc has no free space, and the error does not ask for more."""
+    with pytest.raises(StorageError, match=r"'/proc/nowhere/storage' failed: No such file") as caught:
+        measured(Path("/proc/nowhere/storage"))
+    assert not isinstance(caught.value, StorageFullError)
+    assert "are free" not in str(caught.value) and "choose another storage folder" in caught.value.remedy
+
+
+@pytest.fixture
+def without_space(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Make the system say that no file system has free space."""
+    real = os.statvfs
+
+    def full(path: Any) -> os.statvfs_result:
+        values = list(real(path))
+        values[4] = 0  # f_bavail
+        return os.statvfs_result(values)
+
+    monkeypatch.setattr(os, "statvfs", full)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("number", "remedy"), [(errno.EROFS, "mounted read-only"), (errno.EACCES, "write permission")])
+def test_a_folder_in_which_nothing_can_be_created(
+    number: int, remedy: str, tmp_path: Path, without_space: pytest.MonkeyPatch
+) -> None:
+    """A read-only file system, which has no free space either, and a lack of permission are named."""
+
+    def refused(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    without_space.setattr(os, "mkdir", refused)
+    with pytest.raises(StorageError, match=os.strerror(number)) as caught:
+        measured(tmp_path / "storage")
+    assert not isinstance(caught.value, StorageFullError)
+    assert remedy in caught.value.remedy and str(tmp_path / "storage") in caught.value.problem
+
+
+def test_a_full_file_system(tmp_path: Path, without_space: pytest.MonkeyPatch) -> None:
+    """It is measured, whether or not it has room for another folder, and nothing is left there."""
+    assert measured(tmp_path / "storage").free_bytes == 0
+    assert list(tmp_path.iterdir()) == []
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    without_space.setattr(os, "mkdir", refused)
+    with pytest.raises(StorageFullError, match=r"where 0\.00 MiB are free"):
+        require_space([measured(tmp_path / "storage")])
 
 
 def test_measured_bytes_suffice(tmp_path: Path) -> None:

@@ -45,6 +45,13 @@ def on_cards() -> SmartInfinityStrategy:
     return SmartInfinityStrategy(["/mnt/a", "/mnt/b"], update_device="smartssd", smartssd=cards)
 
 
+def with_dicts_and_text() -> SmartInfinityStrategy:
+    transfer = TransferConfig(tasklet_bytes="4MB", dram_cache_bytes="8GB")
+    assert_type(transfer.buffer_bytes, int | None)
+    SmartInfinityFabricStrategy(transfer={"num_buffers": 8, "dram_cache_bytes": "8GB"})
+    return SmartInfinityStrategy(transfer={"num_buffers": 8}, smartssd={"xclbin": "kernels.xclbin"})
+
+
 def one_folder(folder: Path) -> SmartInfinityStrategy:
     return SmartInfinityStrategy(folder)
 
@@ -89,7 +96,8 @@ def refused(folder: Path) -> None:
     SmartInfinityStrategy(folder, "host")  # type: ignore[call-arg]
     SmartInfinityStrategy(storages=[folder])  # type: ignore[call-arg]
     SmartInfinityFabricStrategy(storages=[folder])  # type: ignore[call-arg]
-    SmartInfinityStrategy(transfer={"num_buffers": 8})  # type: ignore[arg-type]
+    SmartInfinityStrategy(transfer=8)  # type: ignore[arg-type]
+    TransferConfig(num_bufers=8)  # type: ignore[call-arg]
     SmartSSDConfig("kernels.xclbin")  # type: ignore[call-arg]
     SmartInfinityStrategy(smartssd="kernels.xclbin")  # type: ignore[arg-type]
     TransferConfig(1 << 20)  # type: ignore[call-arg]

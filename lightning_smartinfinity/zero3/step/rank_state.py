@@ -34,6 +34,7 @@ class RankState:
         self._arena: GradientArena | None = None
         self._handler: TransferHandler | None = None
         self._unusable_reason: str | None = None
+        self._closed_since = ""
         self.compressed: CompressedGradients | None = None
         self.in_fit = False
 
@@ -69,9 +70,7 @@ class RankState:
             StorageError: The storage was closed, or a step failed that could not be rolled back.
         """
         if self._handler is None:
-            raise StorageError(
-                "The optimizer state of this training has been closed.", "Start a new fit, or set the model up again."
-            )
+            raise self._closed("optimizer state")
         if self._unusable_reason is not None:
             raise StorageError(
                 f"The optimizer state of this training is lost: {self._unusable_reason}",
@@ -87,10 +86,14 @@ class RankState:
             StorageError: The storage was closed.
         """
         if self._arena is None:
-            raise StorageError(
-                "The gradient arena of this training has been closed.", "Start a new fit, or set the model up again."
-            )
+            raise self._closed("gradient arena")
         return self._arena
+
+    def _closed(self, what: str) -> StorageError:
+        return StorageError(
+            f"The {what} of this training has been closed{self._closed_since}.",
+            "Start a new fit, or set the model up again.",
+        )
 
     def roll_back(self, error: BaseException) -> None:
         """Roll back the step in flight, if there is one, or record that it cannot be rolled back.
@@ -137,12 +140,17 @@ class RankState:
         """Return the counters since the storage was opened; zero once it is closed."""
         return self._handler.traffic() if self._handler is not None else Traffic()
 
-    def close(self) -> None:
+    def close(self, *, since: str = "") -> None:
         """Close the handler and the arena, and remove the state on storage unless ``keep``. Idempotent.
 
         A step that is still in flight is committed first, if this rank can, so that the parameters in memory are whole.
         Not collective: no rank resumes from a step that another rank could not commit.
+
+        Args:
+            since: Half a sentence that says why, for the errors of later uses.
         """
+        if since and self._handler is not None:
+            self._closed_since = f", since {since}"
         # Close each before dropping its reference, so that this can be called again after an interrupt.
         if self._handler is not None:
             if self._unusable_reason is None:

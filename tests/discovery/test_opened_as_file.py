@@ -1,0 +1,141 @@
+"""A checkpoint folder that is opened as if it were a file is answered with the command that makes a file of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_smartinfinity import CheckpointError, checkpoint_hint
+from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
+from lightning_smartinfinity.cli import main
+from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import fit, quiet_trainer
+from tests.helpers.waiting import PROCESS_LIMIT
+from tests.training.test_bad_input import assert_helpful
+
+RECIPE = Recipe(depth=1)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> pl.Trainer:
+    """Return a Trainer of ours whose fit is over."""
+    return fit(LitTiny(RECIPE), tmp_path_factory.mktemp("run"), max_steps=1, precision="32-true")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(trainer: pl.Trainer) -> Path:
+    """Return the path of a checkpoint of ours."""
+    path = Path(trainer.default_root_dir) / "a last.ckpt"
+    trainer.save_checkpoint(path)
+    return path
+
+
+def by_a_plain_trainer(checkpoint: Path) -> None:
+    plain = quiet_trainer(checkpoint.parent, "auto", precision="32-true")
+    plain.fit(LitTiny(RECIPE), ckpt_path=checkpoint)
+
+
+OPENED: dict[str, Callable[[Path], object]] = {
+    "torch.load": torch.load,
+    "load_from_checkpoint": lambda checkpoint: LitTiny.load_from_checkpoint(checkpoint, recipe=RECIPE),
+    "a Trainer with another strategy": by_a_plain_trainer,
+}
+
+
+@pytest.mark.parametrize("opened_by", OPENED)
+def test_a_checkpoint_opened_as_a_file(
+    opened_by: str, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the error ends the program, the command that makes a file follows the traceback."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    checkpoint_hint.install()
+    with pytest.raises(IsADirectoryError) as caught:
+        OPENED[opened_by](checkpoint)
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    traceback, hint = capsys.readouterr().err.split("IsADirectoryError: ")
+    assert "Traceback" in traceback
+    assert f"smart-infinity export {shlex.quote(str(checkpoint))} module.ckpt --to lightning" in hint
+
+
+def test_a_program_that_ends_by_it(tmp_path: Path) -> None:
+    """A program that imports nothing but torch is told, too."""
+    (tmp_path / NOTE_NAME).touch()
+    ended = subprocess.run(
+        [sys.executable, "-c", "import sys, torch; torch.load(sys.argv[1])", str(tmp_path)],
+        cwd=tmp_path,
+        env=fresh_environment(),
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_LIMIT,
+    )
+    assert ended.returncode == 1
+    assert f"smart-infinity export {tmp_path} module.ckpt --to lightning" in ended.stderr.split("IsADirectoryError")[1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        IsADirectoryError(errno.EISDIR, "Is a directory", os.curdir),
+        IsADirectoryError(errno.EISDIR, "Is a directory", 3),
+        IsADirectoryError("without a path"),
+        FileNotFoundError(errno.ENOENT, "No such file", "a.ckpt"),
+        PermissionError(errno.EACCES, "Permission denied", "ours.ckpt"),
+        ValueError("a.ckpt"),
+    ],
+    ids=repr,
+)
+def test_another_error(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is shown by the hook that was there before, and nothing is printed besides."""
+    shown: list[object] = []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ours.ckpt").mkdir()
+    (tmp_path / "ours.ckpt" / NOTE_NAME).touch()
+    monkeypatch.setattr(sys, "excepthook", lambda *seen: shown.extend(seen))
+    checkpoint_hint.install()
+    checkpoint_hint.install()
+    written: list[str] = []
+    monkeypatch.setattr(sys.stderr, "write", written.append)
+    sys.excepthook(type(error), error, None)
+    assert shown == [type(error), error, None]
+    assert written == []
+
+
+def test_a_folder_that_someone_finds(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint holds instructions, and the command in them makes a file for load_from_checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    text = (checkpoint / NOTE_NAME).read_text()
+    (command,) = (line.strip() for line in text.splitlines() if "--to lightning" in line)
+    name, *arguments = shlex.split(command)
+    assert name == "smart-infinity"
+    assert main(arguments) == 0
+    module = LitTiny.load_from_checkpoint("module.ckpt", recipe=RECIPE)
+    saved = torch.load("module.ckpt", weights_only=False)["state_dict"]
+    assert all(torch.equal(values, saved[key]) for key, values in module.state_dict().items())
+
+
+def test_instructions_that_cannot_be_written(
+    trainer: pl.Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save fails as it does for its other files, and leaves nothing."""
+    write = Path.write_text
+
+    def refused(path: Path, *args: object, **kwargs: object) -> int:
+        if path.name == NOTE_NAME:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "write_text", refused)
+    with pytest.raises(CheckpointError) as caught:
+        trainer.save_checkpoint(tmp_path / "full.ckpt")
+    assert_helpful(caught.value, NOTE_NAME, "No space left")
+    assert list(tmp_path.iterdir()) == []

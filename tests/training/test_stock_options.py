@@ -1,0 +1,80 @@
+"""Options of Lightning's DeepSpeedStrategy are answered with what does the same here, in one hop."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from typing import Any
+
+import pytest
+from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+from lightning_smartinfinity import ConfigError, SmartInfinityFabricStrategy, SmartInfinityStrategy
+from lightning_smartinfinity.fabric import FabricOptions
+from lightning_smartinfinity.stock_options import what_to_write
+from lightning_smartinfinity.strategy import LightningOptions
+from lightning_smartinfinity.zero3 import prepare_environment
+
+DEFAULTS = {
+    name: parameter.default
+    for stock in (FabricDeepSpeedStrategy, DeepSpeedStrategy)
+    for name, parameter in inspect.signature(stock).parameters.items()
+}
+REFUSED = sorted(DEFAULTS.keys() - (LightningOptions.__annotations__.keys() & FabricOptions.__annotations__.keys()))
+OURS = ((SmartInfinityStrategy, LightningOptions), (SmartInfinityFabricStrategy, FabricOptions))
+# Values that people give, where the default is None or switches nothing on.
+VALUES: dict[str, Any] = {
+    "config": "ds_config.json",
+    "cpu_checkpointing": True,
+    "offload_optimizer": True,
+    "offload_parameters": True,
+    "offload_params_device": "nvme",
+    "remote_device": "nvme",
+}
+
+
+def value_of(name: str) -> Any:
+    return VALUES.get(name, DEFAULTS[name])
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_an_option_of_stock_deepspeed(name: str) -> None:
+    """Each option of the installed class is taken as it is, or answered with what to write instead."""
+    for strategy, known in OURS:
+        if name in known.__annotations__:
+            strategy(**{name: value_of(name)})
+            continue
+        with pytest.raises(ConfigError) as caught:
+            strategy(**{name: value_of(name)})
+        assert caught.value.problem == f"{strategy.__name__} has no setting {name!r}."
+        assert re.match("Leave it out|Pass|Call", caught.value.remedy), "the option has no answer of its own"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_written_instead_is_taken(name: str) -> None:
+    """The settings that an answer names are not refused in turn, neither here nor by DeepSpeed."""
+    prepare_environment("cpu", local_world_size=1)
+    from lightning_smartinfinity.zero3.validation import check_zero_section
+
+    answer = what_to_write(name, value_of(name), known=())
+    found = {
+        key: ast.literal_eval(text)
+        for key, text in re.findall(r"\b(zero|transfer|storage)=(\{[^.]*?\}+|'[^']*')(?=[ ;,.:])", answer)
+    }
+    strategy = SmartInfinityStrategy(**found)
+    assert isinstance(strategy.config, dict)
+    check_zero_section(strategy.config["zero_optimization"])
+    if answer.startswith("Pass") and "=(...)" not in answer and "={...}" not in answer:
+        assert found or "precision=" in answer
+
+
+def test_a_stage_and_an_offloaded_optimizer() -> None:
+    """Several options are answered one by one."""
+    with pytest.raises(ConfigError) as caught:
+        SmartInfinityStrategy(stage=3, offload_optimizer=True, nvme_path="/nvme")  # type: ignore[call-arg]
+    assert "always ZeRO stage 3" in str(caught.value)
+    assert "optimizer state always lies in the folders of storage=" in str(caught.value)
+    assert "Pass storage='/nvme'" in str(caught.value)
+    assert "zero={'offload_optimizer'" not in str(caught.value)
