@@ -42,7 +42,11 @@ def main(arguments: list[str] | None = None) -> None:
         model, data = build_model(options), build_data(options)
     except ValueError as error:
         sys.exit(f"finetune_causal_lm: {error}")
-    build_trainer(options).fit(model, data, ckpt_path=options.resume)
+    finish = Finish(options.out)
+    trainer = build_trainer(options, finish)
+    trainer.fit(model, data, ckpt_path=options.resume)
+    if not finish.has_run:
+        sys.exit(f"finetune_causal_lm: {options.resume} is at its end already: raise --epochs or --max-steps.")
 
 
 def build_model(options: argparse.Namespace) -> CausalLM:
@@ -65,11 +69,17 @@ def build_data(options: argparse.Namespace) -> Chats:
     return data
 
 
-def build_trainer(options: argparse.Namespace) -> L.Trainer:
+def build_trainer(options: argparse.Namespace, finish: Finish) -> L.Trainer:
     """Return a Trainer like any other but for its strategy."""
     # Frozen weights are in the model's folder: checkpoints of adapters leave them out.
     strategy = SmartInfinityStrategy(options.storage, exclude_frozen_parameters=options.lora > 0)
-    saving = ModelCheckpoint(options.run_dir / "checkpoints", "{step}", every_n_train_steps=options.save_every)
+    saving = ModelCheckpoint(
+        options.run_dir / "checkpoints",
+        "{step}",
+        every_n_train_steps=options.save_every,
+        save_top_k=options.keep,
+        save_last="link",
+    )
     return L.Trainer(
         strategy=strategy,
         accelerator=options.accelerator,
@@ -80,7 +90,7 @@ def build_trainer(options: argparse.Namespace) -> L.Trainer:
         accumulate_grad_batches=options.accumulate,
         gradient_clip_val=1.0,
         num_sanity_val_steps=-1,  # all held-out chats, for the loss before training
-        callbacks=[saving, Report(), Finish(options.out)],
+        callbacks=[saving, Report(), finish],
         default_root_dir=options.run_dir,
         logger=False,
     )
@@ -237,6 +247,7 @@ class Finish(L.Callback):
 
     def __init__(self, out: Path) -> None:
         self.out = Path(out)
+        self.has_run = False
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, CausalLM)
@@ -247,6 +258,7 @@ class Finish(L.Callback):
         if trainer.is_global_zero:
             data.tokenizer.save_pretrained(self.out)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self.has_run = True
         say(trainer, f"saved {self.out}; peak memory of the process: {peak / 1e9:.2f} GB")
 
 
@@ -303,6 +315,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, default=Path("runs/finetune_causal_lm"), help="default: %(default)s")
     parser.add_argument("--resume", metavar="CKPT", help="go on exactly where a checkpoint was saved")
     parser.add_argument("--save-every", type=int, metavar="STEPS", help="default: a checkpoint after each epoch")
+    parser.add_argument("--keep", type=int, default=1, help="newest checkpoints that are kept; -1: all (default: 1)")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--max-steps", type=int, default=-1, help="end earlier, after so many optimizer steps")
     parser.add_argument("--batch-size", type=int, default=1, help="chats per micro-batch and process")

@@ -1,4 +1,7 @@
-"""Runs a script of examples/ as ``python SCRIPT`` does: ``python -m tests.examples.script FOLDER SCRIPT ARGUMENTS...``."""
+"""Runs a script of examples/ in a folder: ``python -m tests.examples.script FOLDER SCRIPT ARGUMENTS...``.
+
+Packages below ``FOLDER/site`` count as installed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def main() -> None:
     os.chdir(folder)
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(1)  # models this small run best on one thread
-    sys.path.insert(0, str(EXAMPLES))
+    sys.path[:0] = [str(EXAMPLES), os.path.abspath("site")]
     sys.argv = [str(EXAMPLES / script), *arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
