@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from lightning_smartinfinity.cli import main
 from tests.examples.conftest import EXAMPLES
@@ -59,10 +58,10 @@ def test_commands_run_as_they_stand(run_example: Callable[..., str], folder: Pat
 
 
 def test_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The plans that the README asks for are made."""
+    """The plan that the README asks for is made."""
     (command,) = (command for command in COMMANDS if "plan my-model" in command)
-    main([*shlex.split(command)[1:], "--gpu-memory", "none"])
-    assert "LlamaForCausalLM" in capsys.readouterr().out or torch.cuda.is_available()
+    assert main(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out.startswith("my-model: ")
 
 
 def test_recipes_have_commands() -> None:
