@@ -83,9 +83,9 @@ def test_every_twentieth_chat_is_held_out(data: Callable[..., Any]) -> None:
 
 def test_long_chats_are_cut(data: Callable[..., Any]) -> None:
     """A warning counts the chats that are cut, and those that have no answer left."""
-    long = [{"role": "user", "content": "what " * 60}, CHATS[0][2]]
-    chats = data([CHATS[0], CHATS[1], long], max_tokens=80)
-    with pytest.warns(UserWarning, match=r"1 of 2 chats have more than 80 tokens.*1 of them have no answer"):
+    long = [{"role": "user", "content": "xyz " * 100}, CHATS[0][2]]
+    chats = data([CHATS[0], CHATS[1], long], max_tokens=200)
+    with pytest.warns(UserWarning, match=r"1 of 2 chats have more than 200 tokens.*1 of them have no answer"):
         chats.setup("fit")
     assert len(chats.train_chats) == 1
     with pytest.raises(ValueError, match="No answer begins within 4 tokens"), pytest.warns(match="cut there"):
