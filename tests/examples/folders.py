@@ -17,6 +17,17 @@ __all__ = ["CHATS", "MARKED", "UNMARKED", "make_chat_model", "make_encoder", "ma
 UNMARKED = """\
 {%- for message in messages -%}
 <|start|>{{ message.role }}
+{{ message.content }}<|end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|start|>assistant
+{% endif -%}
+"""
+"""A chat template as ChatML, without marks around answers."""
+
+MARKED = """\
+{%- for message in messages -%}
+<|start|>{{ message.role }}
 {% if message.role == "assistant" -%}
 {% generation %}{{ message.content }}<|end|>{% endgeneration %}
 {%- else -%}
