@@ -89,11 +89,10 @@ class Chats(L.LightningDataModule):
             self.train_chats, self.batch_size, seed=self.seed, rank=trainer.global_rank, num_ranks=trainer.world_size
         )
 
-    def val_dataloader(self) -> list[dict[str, Tensor]]:
+    def val_dataloader(self) -> Batches:
         trainer = self.trainer
         assert trainer is not None
-        batches = Batches(self.val_chats, self.batch_size, rank=trainer.global_rank, num_ranks=trainer.world_size)
-        return list(batches)
+        return Batches(self.val_chats, self.batch_size, rank=trainer.global_rank, num_ranks=trainer.world_size)
 
 
 def read_chats(path: Path) -> list[Messages]:
@@ -176,7 +175,7 @@ class Batches:
     Args:
         chats: What ``tokenize`` returned.
         batch_size: Chats of a micro-batch.
-        seed: Seed for the order; None keeps the order.
+        seed: Seed for the order; None keeps the order, and begins anew each time.
         rank: The number of this process.
         num_ranks: Number of processes. All have the same number of batches, since ZeRO-3 needs all of them in each.
     """
@@ -195,7 +194,7 @@ class Batches:
         return -(-len(self.chats) // (self.batch_size * self.num_ranks))
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        if self.position == len(self):
+        if self.position == len(self) or self.seed is None:
             self.epoch, self.position = self.epoch + 1, 0
         order = self.order()
         while self.position < len(self):

@@ -100,7 +100,7 @@ def quieten() -> None:
     """Silence messages of libraries about each other."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
-    warnings.filterwarnings("ignore", message=r".*gradient_checkpointing_enable.*deprecated.*")
+    warnings.filterwarnings("ignore", message=r".*gradient_checkpointing.* is deprecated.*")
 
 
 class CausalLM(L.LightningModule):
