@@ -60,7 +60,7 @@ def test_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan that the README asks for is made."""
     (command,) = (command for command in COMMANDS if "plan my-model" in command)
     assert main(shlex.split(command)[1:]) == 0
-    assert capsys.readouterr().out.startswith("my-model: ")
+    assert capsys.readouterr().out.startswith("my-model (LlamaForCausalLM): ")
 
 
 def test_recipes_have_commands() -> None:
