@@ -47,7 +47,7 @@ def test_loss_in_chunks_is_that_of_torch(example: Example, num_labels: int, num_
     labels = torch.full((TIME,), -100)
     labels[torch.randperm(TIME)[:num_labels]] = torch.randint(0, VOCABULARY, (num_labels,))
     labels = labels.view(2, -1)
-    chunked = example("finetune_causal_lm").chunked_cross_entropy
+    chunked = example("causal_lm").chunked_cross_entropy
     found = loss_and_gradients(lambda *given: chunked(*given, num_chunks=num_chunks), labels)
     for value, expected in zip(found, loss_and_gradients(whole_cross_entropy, labels), strict=True):
         torch.testing.assert_close(value, expected)
@@ -67,7 +67,7 @@ class LargestTensor(TorchDispatchMode):
 def test_logits_are_never_whole(example: Example) -> None:
     """In forward and backward no tensor is larger than the logits of one chunk, or the head's weight."""
     labels = torch.randint(0, VOCABULARY, (2, TIME // 2))
-    chunked = example("finetune_causal_lm").chunked_cross_entropy
+    chunked = example("causal_lm").chunked_cross_entropy
     with LargestTensor() as whole:
         loss_and_gradients(whole_cross_entropy, labels)
     with LargestTensor() as largest:
@@ -78,7 +78,7 @@ def test_logits_are_never_whole(example: Example) -> None:
 
 def test_model_that_caps_its_logits(example: Example) -> None:
     """A model whose logits are not those of its output layer is refused by name."""
-    recipe = example("finetune_causal_lm")
+    recipe = example("causal_lm")
     head = nn.Linear(WIDTH, VOCABULARY)
 
     class Module(nn.Module):
@@ -103,7 +103,7 @@ def test_model_that_caps_its_logits(example: Example) -> None:
 
 def test_adapters_without_peft(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what to install."""
-    recipe = example("finetune_causal_lm")
+    recipe = example("causal_lm")
     monkeypatch.setattr(recipe, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install peft"):
         recipe.CausalLM("my-model", lora_rank=4)
