@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         sys.exit(f"finetune_encoder: {error}")
     frozen = frozen_accuracy(options.model, data)
+    print(f"A linear layer on frozen features is right for {100 * frozen:.2f} %.", flush=True)
     began = time.perf_counter()
     trainer = build_trainer(options)
     trainer.fit(Classifier(options.model, lr=options.lr), data)
@@ -50,7 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
     if trainer.is_global_zero:
         data.tokenizer.save_pretrained(options.out)
         seconds = time.perf_counter() - began
-        print(summary(trainer, data, frozen=frozen, seconds=seconds), f"\nsaved {options.out}", flush=True)
+        print(summary(trainer, data, frozen=frozen, seconds=seconds), flush=True)
+        print(f"saved {options.out}")
 
 
 def build_data(options: argparse.Namespace) -> Passages:
