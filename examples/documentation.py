@@ -45,7 +45,7 @@ class Passages(L.LightningDataModule):
         model: str,
         labelled: str | None = None,
         per_label: int = 600,
-        batch_size: int = 32,
+        batch_size: int = 16,
         max_tokens: int = 64,
     ) -> None:
         super().__init__()

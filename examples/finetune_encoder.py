@@ -84,6 +84,7 @@ def quieten() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)  # the layer for the labels is new, as it has to be
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
     warnings.filterwarnings("ignore", message=r".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=r".*in eval mode at the start of training.*")
 
 
 class Classifier(L.LightningModule):
@@ -110,7 +111,8 @@ class Classifier(L.LightningModule):
             id2label=dict(enumerate(labels)),
             label2id={label: number for number, label in enumerate(labels)},
         )
-        self.model.train()  # from_pretrained leaves it in eval mode: no dropout
+        # It stays in eval mode, without dropout, as from_pretrained leaves it: one epoch does not overfit, and the
+        # activations take less memory. For many epochs call self.model.train() here.
         self.accuracy = MulticlassAccuracy(len(labels), average="micro")
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -202,7 +204,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/finetune_encoder/model"), help="default: %(default)s")
     parser.add_argument("--per-label", type=int, default=600, help="passages of each package (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--batch-size", type=int, default=32, help="passages per micro-batch and process")
+    parser.add_argument("--batch-size", type=int, default=16, help="passages per micro-batch and process")
     parser.add_argument("--lr", type=float, default=3e-4, help="peak learning rate (default: %(default)s)")
     parser.add_argument("--storage", nargs="+", metavar="FOLDER", help="where the optimizer state lies")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/finetune_encoder"), help="default: %(default)s")
