@@ -26,7 +26,7 @@ class CausalLM(L.LightningModule):
     """
 
     def __init__(
-        self, model: str, lr: float = 1e-5, warmup_share: float = 0.05, lora_rank: int = 0, loss_chunks: int = 8
+        self, model: str, lr: float = 1e-5, warmup_share: float = 0.05, lora_rank: int = 0, loss_chunks: int = 32
     ) -> None:
         super().__init__()
         if lora_rank > 0 and find_spec("peft") is None:

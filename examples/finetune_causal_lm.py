@@ -191,7 +191,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=2048, help="longer chats are cut (default: %(default)s)")
     parser.add_argument("--answers", choices=("all", "last"), default="all", help="which answers of a chat are learnt")
     parser.add_argument("--lr", type=float, help="peak learning rate (default: 1e-5, with --lora 2e-4)")
-    parser.add_argument("--loss-chunks", type=int, default=8, help="pieces of the loss (default: %(default)s)")
+    parser.add_argument("--loss-chunks", type=int, default=32, help="pieces of the loss (default: %(default)s)")
     parser.add_argument("--precision", default="bf16-mixed", help="32-true is faster on a CPU without bfloat16")
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--devices", type=int, default=1)
