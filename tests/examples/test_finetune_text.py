@@ -46,10 +46,10 @@ def test_trains_saves_and_goes_on(run_example: Run, tmp_path: Path) -> None:
     assert "is at step 4 already: raise --max-steps" in over
 
 
-def test_two_processes(run_example: Run, tmp_path: Path) -> None:
+def test_two_processes(start_example: Run, tmp_path: Path) -> None:
     """Both processes take part to the end, and only the first prints."""
     options = ("--max-steps", "2", "--devices", "2", "--accumulate", "2", "--precision", "bf16-true")
-    output = run_example("finetune_text.py", *SMALL, *options)
+    output = start_example("finetune_text.py", *SMALL, *options)
     assert output.count("held-out loss") == 1
     assert "512 bytes of text per step" in output
     assert (tmp_path / "runs/finetune_text/smart_infinity-step2.ckpt").is_dir()
@@ -75,7 +75,7 @@ def test_lightning_cli(run_example: Run, tmp_path: Path) -> None:
         "data.batch_size": "4",
     }
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    run_example("finetune_text_cli.py", "fit", "--config", str(EXAMPLES / "finetune_text.yaml"), *arguments)
+    run_example("cli.py", "fit", "--config", str(EXAMPLES / "finetune_text.yaml"), *arguments)
     (metrics,) = tmp_path.rglob("metrics.csv")
     with metrics.open() as file:
         rows = [row for row in csv.DictReader(file) if row["io/bytes_per_parameter"]]
@@ -91,7 +91,7 @@ def test_precision_follows_the_hardware(example: Callable[[str], ModuleType]) ->
 
 def test_cli_imports_no_strategy() -> None:
     """The CLI and its model do not mention the package."""
-    for name in ("finetune_text_cli.py", "byte_lm.py", "text_folder.py"):
+    for name in ("cli.py", "byte_lm.py", "text_folder.py"):
         assert "lightning_smartinfinity" not in (EXAMPLES / name).read_text()
 
 
