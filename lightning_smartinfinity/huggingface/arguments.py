@@ -11,14 +11,14 @@ import torch
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.transformers_models import models_in
+from lightning_smartinfinity.update_rules import RULES
 
-__all__ = ["Arguments", "check_arguments", "job_of", "refuse_quantized"]
+__all__ = ["Arguments", "check_arguments", "has_rule", "job_of", "refuse_quantized"]
 
 Arguments: TypeAlias = Any
 """``transformers.TrainingArguments``; transformers is an optional dependency."""
 
-# The names that transformers has for the optimizers of torch.optim that have an update rule.
-_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+_RULED = frozenset(name.lower() for rule in RULES for name in rule.optimizers)
 
 
 def check_arguments(args: Arguments) -> None:
@@ -33,12 +33,20 @@ def check_arguments(args: Arguments) -> None:
             "Leave it out: without a GPU the training runs on the CPU all the same.",
         )
     name = str(getattr(args.optim, "value", args.optim))
-    if name not in _OPTIMIZERS:
+    if not has_rule(name):
+        from transformers.training_args import OptimizerNames
+
+        usable = [repr(each.value) for each in OptimizerNames if has_rule(each.value)]
         raise UnsupportedError(
             f"TrainingArguments(optim={name!r}) does not work with SmartInfinityTraining: no update rule is known "
             "for this optimizer, whose state would have to lie on storage.",
-            f"Use optim={' or '.join(map(repr, _OPTIMIZERS))}; state_format='int8' makes the state on storage smaller.",
+            f"Use optim={' or '.join(usable)}; state_format='int8' makes the state on storage smaller.",
         )
+
+
+def has_rule(name: str) -> bool:
+    """Return whether transformers' name of an optimizer stands for one of torch.optim that has an update rule."""
+    return name.removesuffix("_fused").removesuffix("_torch") in _RULED
 
 
 def refuse_quantized(model: torch.nn.Module) -> None:

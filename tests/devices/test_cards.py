@@ -163,7 +163,7 @@ def test_strategy_wants_an_xclbin(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     with pytest.warns(UserWarning, match="ignored with update_device='host'"):
         SmartInfinityStrategy(update_device="host", smartssd=SmartSSDConfig(xclbin="a"))
     with pytest.raises(ConfigError, match="not a SmartSSDConfig"):
-        SmartInfinityStrategy(smartssd={"xclbin": "a"})  # type: ignore[arg-type]
+        SmartInfinityStrategy(smartssd="a")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

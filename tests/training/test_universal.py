@@ -188,7 +188,7 @@ def test_a_universal_checkpoint_resumes_with_parameters_on_storage(tiny: Path, t
 
 MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "another optimizer": ({"optimizer": "Adam"}, "saved with AdamW, the model is configured with Adam"),
-    "other parameter groups": ({"groups": False}, "other parameter groups"),
+    "other parameter groups": ({"groups": False}, "has 2 parameter groups, the optimizer 1"),
     "a parameter more": ({"depth": 3}, "blocks.2.down.bias' is missing there"),
     "a parameter less": ({"depth": 1}, "blocks.1.down.bias' is of shape .* there and missing here"),
     "another shape": ({"width": 16}, "is of shape .* there and of shape .* here"),
