@@ -114,7 +114,7 @@ def survey_model(source: ModelSource, *, batch: int, seq: int, in_16_bit: bool =
         trained = tuple(p.numel() for p in module.parameters() if p.requires_grad)
         if not trained:
             raise ConfigError(f"{source.name} has no parameter to train.", "Build its layers in __init__.")
-        checkpointing = bool(getattr(transformer_in(module), "is_gradient_checkpointing", False))
+        checkpointing = _checkpoints(transformer_in(module))
         passes, missing = (None, why) if why else count_passes(module, batch=batch, seq=seq)
 
         @lru_cache
@@ -309,6 +309,12 @@ def with_transformer(source: ModelSource) -> ModelSource:
     with FakeTensorMode():
         model = transformer_in(source.build())
     return source if model is None else _of_transformers(source.name, type(model), model.config)
+
+
+def _checkpoints(model: Any) -> bool:
+    """Return whether a model of transformers, or None, has activation checkpoints; asking by an old name warns."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    return bool(next((getattr(model, name) for name in names if hasattr(type(model), name)), False))
 
 
 def _transformers() -> Any:

@@ -1,4 +1,4 @@
-"""What people type: settings as dicts, and misspelt names, which are answered with the right one."""
+"""People type settings as dicts, and misspell names: a misspelt one is answered with the right one."""
 
 from __future__ import annotations
 

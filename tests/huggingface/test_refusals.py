@@ -1,4 +1,4 @@
-"""What a SmartInfinityTraining refuses, before anything is written."""
+"""A SmartInfinityTraining refuses what it cannot train, before anything is written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_optimizer_that_keeps_its_state_in_memory(name: str, tmp_path: Path) 
 
 
 def test_the_optimizers_that_are_taken() -> None:
-    """Of the names that TrainingArguments know, those of torch's own optimizers with an update rule."""
+    """TrainingArguments know many names; those of torch's own optimizers with an update rule are taken."""
     names = {name.value for name in transformers.training_args.OptimizerNames}
     same = {name.lower() for name in torch.optim.__all__} & names
     assert {name for name in names if has_rule(name)} == {"adamw_torch", "adamw_torch_fused", *same} - {"adafactor"}

@@ -68,7 +68,7 @@ class Loss:
 
 @dataclass
 class Outcome:
-    """What a training leaves behind.
+    """Holds what a training leaves behind.
 
     Attributes:
         losses: The loss of every micro-batch.

@@ -129,7 +129,7 @@ def test_a_fit_with_empty_groups_resumes_exactly(converted_by: Any, saved: Path,
 
 
 def test_a_checkpoint_has_every_group(saved: Path) -> None:
-    """Its groups are those of the optimizer, each with the sub-groups of its parameters."""
+    """A state dict has the groups of the optimizer, each with the sub-groups of its parameters."""
     (file,) = saved.rglob("*optim_states.pt")
     groups = torch.load(file, weights_only=False)["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"]
     assert [(group["lr"], group["params"]) for group in groups] == [(1.0, []), (1e-2, [0]), (1.0, []), (5e-3, [1])]

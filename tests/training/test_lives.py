@@ -204,7 +204,7 @@ def test_a_fit_after_the_process_group_was_destroyed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run", ["fit", "validate"])
 def test_a_module_whose_process_group_was_destroyed(run: str, tmp_path: Path) -> None:
-    """Its parameters cannot be gathered any more. The error says to build it anew."""
+    """Nothing can gather its parameters any more, and the error says to build it anew."""
     module = Evaluated(RECIPE)
     quiet_trainer(tmp_path / "first", max_steps=1).fit(module)
     torch.distributed.destroy_process_group()
