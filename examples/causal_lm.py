@@ -84,22 +84,10 @@ class CausalLM(L.LightningModule):
     def configure_optimizers(self) -> dict[str, Any]:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=self.hparams["lr"], weight_decay=0.0)
-        num_steps = count_steps(self.trainer)
+        num_steps = int(self.trainer.estimated_stepping_batches)
         num_warmup = round(self.hparams["warmup_share"] * num_steps)
         schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup, num_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def count_steps(trainer: L.Trainer) -> int:
-    """Return how many optimizer steps the training has.
-
-    Lightning's ``trainer.estimated_stepping_batches`` sets the batches up before a resumed training knows where they go
-    on: then they would begin anew.
-    """
-    loader = trainer.datamodule.train_dataloader()  # type: ignore[attr-defined]
-    in_epochs = -(-len(loader) // trainer.accumulate_grad_batches) * (trainer.max_epochs or 1)
-    limits = [number for number in (trainer.max_steps, in_epochs) if number > 0]
-    return min(limits)
 
 
 def with_adapters(model: Any, rank: int) -> Any:

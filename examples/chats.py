@@ -15,9 +15,11 @@ from typing import Any
 
 import lightning as L
 import torch
+from inputs import lines_of
+from jinja2 import TemplateError
+from pretrained import load_tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer
 
 IGNORED = -100  # the label of tokens that are not learnt, as everywhere in torch and transformers
 HELD_OUT_EVERY = 20
@@ -58,17 +60,19 @@ class Chats(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         if self.train_chats:
             return
-        self.tokenizer = AutoTokenizer.from_pretrained(self.hparams["model"])
+        self.tokenizer = load_tokenizer(self.hparams["model"])
+        require_template(self.tokenizer, self.hparams["model"])
         chats = read_chats(Path(self.hparams["chats"]))
         self.val_chats = self.tokenized(chats[::HELD_OUT_EVERY])
         self.train_chats = self.tokenized([chat for index, chat in enumerate(chats) if index % HELD_OUT_EVERY])
-        first_answer = [message["role"] for message in chats[0]].index("assistant")
-        self.prompt = chats[0][:first_answer]
+        _, messages = chats[0]
+        first_answer = [message["role"] for message in messages].index("assistant")
+        self.prompt = messages[:first_answer]
 
-    def tokenized(self, chats: list[Messages]) -> list[Chat]:
+    def tokenized(self, chats: list[tuple[str, Messages]]) -> list[Chat]:
         """Return the chats that have an answer within ``max_tokens``; those without are counted, and left out."""
         limit = self.hparams["max_tokens"]
-        whole = [tokenize(self.tokenizer, messages, answers=self.hparams["answers"]) for messages in chats]
+        whole = [self.tokenized_line(where, messages) for where, messages in chats]
         num_cut = sum(len(chat["input_ids"]) > limit for chat in whole)
         cut = [{name: tokens[:limit] for name, tokens in chat.items()} for chat in whole]
         kept = [chat for chat in cut if set(chat["labels"][1:]) - {IGNORED}]
@@ -81,6 +85,17 @@ class Chats(L.LightningDataModule):
         if not kept:
             raise ValueError(f"No answer begins within {limit} tokens: raise max_tokens.")
         return kept
+
+    def tokenized_line(self, where: str, messages: Messages) -> Chat:
+        """Return a chat's tokens and labels.
+
+        Raises:
+            ValueError: The chat template does not take it.
+        """
+        try:
+            return tokenize(self.tokenizer, messages, answers=self.hparams["answers"])
+        except TemplateError as error:
+            raise ValueError(f"{where}: the model's chat template does not take this chat: {error}.") from None
 
     def train_dataloader(self) -> Batches:
         trainer = self.trainer
@@ -95,15 +110,26 @@ class Chats(L.LightningDataModule):
         return Batches(self.val_chats, self.batch_size, rank=trainer.global_rank, num_ranks=trainer.world_size)
 
 
-def read_chats(path: Path) -> list[Messages]:
-    """Return the chats of a file of JSON lines.
+def require_template(tokenizer: Any, model: str) -> None:
+    """Require that a tokenizer has a chat template.
 
     Raises:
-        ValueError: There is no such file, a line is no chat, or there are fewer than two chats.
+        ValueError: It has none.
     """
-    if not path.is_file():
-        raise ValueError(f"{path} is not a file.")
-    chats = [read_chat(line, f"{path}:{number}") for number, line in enumerate(path.open(), start=1) if line.strip()]
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"The tokenizer of {model} has no chat template. Take the instruct version of the model, or set"
+            " tokenizer.chat_template and save the tokenizer beside the model."
+        )
+
+
+def read_chats(path: Path) -> list[tuple[str, Messages]]:
+    """Return the chats of a file of JSON lines, each with the file and line where it stands.
+
+    Raises:
+        ValueError: The file cannot be read, a line is no chat, or there are fewer than two chats.
+    """
+    chats = [(where, read_chat(line, where)) for where, line in lines_of(path).items()]
     if len(chats) < 2:
         raise ValueError(f"{path} holds {len(chats)} chats: one to learn from and one to hold out are needed.")
     return chats
@@ -113,13 +139,18 @@ def read_chat(line: str, where: str) -> Messages:
     """Return the messages of a line.
 
     Raises:
-        ValueError: The line is no chat, or nobody answers in it.
+        ValueError: The line is no chat, a message says nothing, or nobody answers.
     """
     try:
         messages: Messages = json.loads(line)["messages"]
         roles = [message["role"] for message in messages]
     except (ValueError, TypeError, KeyError):
         raise ValueError(f'{where} is no chat, {{"messages": [{{"role": ..., "content": ...}}, ...]}}.') from None
+    for number, message in enumerate(messages):
+        # Templates leave out what is missing, or end in an error of Jinja's. A message may be a call of tools instead.
+        if message.get("content") is None and not message.get("tool_calls"):
+            fields = ", ".join(map(repr, message))
+            raise ValueError(f"{where}: message {number} has no 'content' (its fields: {fields}).")
     if "assistant" not in roles[1:] or roles[0] == "assistant":
         raise ValueError(f"{where}: nobody asks, or the assistant does not answer (roles: {', '.join(roles)}).")
     return messages

@@ -8,11 +8,16 @@ The strategy is found by its name: nothing here imports the package.
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+
 from lightning.pytorch.cli import LightningCLI
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the subcommand that the arguments name."""
+    if find_spec("jsonargparse") is None:
+        sys.exit("cli: LightningCLI needs jsonargparse. In the checkout: pip install '.[cli]'")
     LightningCLI(seed_everything_default=0, save_config_kwargs={"overwrite": True}, args=arguments)
 
 

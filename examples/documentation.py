@@ -8,18 +8,22 @@ takes their place if there is one.
 from __future__ import annotations
 
 import ast
+import ctypes
 import json
 import random
 import re
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+from inputs import lines_of
+from pretrained import load_tokenizer
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, DataCollatorWithPadding
+from transformers import DataCollatorWithPadding
 
 PACKAGES = ("python", "networkx", "numpy", "sympy", "torch", "transformers")
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
@@ -58,7 +62,7 @@ class Passages(L.LightningDataModule):
         path = self.hparams["labelled"]
         learnt, held_out = documentation(self.hparams["per_label"]) if path is None else read_labelled(Path(path))
         self.labels = sorted({label for _, label in learnt + held_out})
-        self.tokenizer = AutoTokenizer.from_pretrained(self.hparams["model"])
+        self.tokenizer = load_tokenizer(self.hparams["model"])
         self.train_passages, self.val_passages = self.tokenized(learnt), self.tokenized(held_out)
 
     def tokenized(self, passages: list[Labelled]) -> list[dict[str, Any]]:
@@ -86,17 +90,15 @@ def read_labelled(path: Path) -> tuple[list[Labelled], list[Labelled]]:
     """Return the passages of a file to learn, and every fourth one, which is held out.
 
     Raises:
-        ValueError: There is no such file, a line is not labelled, or there is too little.
+        ValueError: The file cannot be read, a line is not labelled, or there is too little.
     """
-    if not path.is_file():
-        raise ValueError(f"{path} is not a file.")
     passages = []
-    for number, line in enumerate(path.open(), start=1):
+    for where, line in lines_of(path).items():
         try:
             entry = json.loads(line)
             passages.append((str(entry["text"]), str(entry["label"])))
         except (ValueError, TypeError, KeyError):
-            raise ValueError(f'{path}:{number} is not {{"text": ..., "label": ...}}.') from None
+            raise ValueError(f'{where} is not {{"text": ..., "label": ...}}.') from None
     if len(passages) < HELD_OUT_EVERY:
         raise ValueError(f"{path} holds {len(passages)} passages: at least {HELD_OUT_EVERY} are needed.")
     learnt = [passage for index, passage in enumerate(passages) if index % HELD_OUT_EVERY]
@@ -111,7 +113,14 @@ def documentation(per_label: int) -> tuple[list[Labelled], list[Labelled]]:
         files = source_files(package)
         learnt += first([file for index, file in enumerate(files) if index % HELD_OUT_EVERY], per_label, package)
         held_out += first(files[::HELD_OUT_EVERY], -(-per_label // 3), package)
+    release_freed_memory()
     return learnt, held_out
+
+
+def release_freed_memory() -> None:
+    """Give the system back what the syntax trees took, so that it does not add to the peak of the training."""
+    with suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def source_files(package: str) -> list[Path]:

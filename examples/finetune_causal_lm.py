@@ -20,11 +20,16 @@ from typing import Any
 
 import lightning as L
 import torch
-from causal_lm import CausalLM
-from chats import Chats
+from inputs import at_least
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_smartinfinity import SmartInfinityStrategy
+from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy
+
+try:
+    from causal_lm import CausalLM
+    from chats import Chats
+except ModuleNotFoundError as error:
+    sys.exit(f"finetune_causal_lm: {error}. In the checkout: pip install '.[huggingface]'")
 
 SAMPLE_TOKENS = 40
 
@@ -35,14 +40,35 @@ def main(arguments: list[str] | None = None) -> None:
     quieten()
     L.seed_everything(options.seed, verbose=False)
     try:
+        require_own_folder(options.run_dir / "checkpoints", options.resume)
         model, data = build_model(options), build_data(options)
     except ValueError as error:
         sys.exit(f"finetune_causal_lm: {error}")
     finish = Finish(options.out)
     trainer = build_trainer(options, finish)
-    trainer.fit(model, data, ckpt_path=options.resume)
+    try:
+        trainer.fit(model, data, ckpt_path=options.resume)
+    except SmartInfinityError as error:  # it says what failed and what to do: no traceback
+        sys.exit(f"finetune_causal_lm: {error}")
     if not finish.has_run:
         sys.exit(f"finetune_causal_lm: {options.resume} is at its end already: raise --epochs or --max-steps.")
+
+
+def require_own_folder(folder: Path, resumed: str | None) -> None:
+    """Require that a folder holds no checkpoints, or those of the training that is resumed.
+
+    Otherwise ``last.ckpt`` would be of another training than its neighbours, and a later ``--resume`` of the wrong one.
+
+    Raises:
+        ValueError: Another training has its checkpoints there.
+    """
+    if resumed is not None and folder.resolve() == Path(resumed).absolute().parent.resolve():
+        return
+    if any(folder.glob("*.ckpt")):
+        raise ValueError(
+            f"{folder} holds the checkpoints of an earlier training. To go on with it: --resume {folder}/last.ckpt."
+            f" To train anew: --run-dir ANOTHER_FOLDER, or remove {folder.parent}."
+        )
 
 
 def build_model(options: argparse.Namespace) -> CausalLM:
@@ -75,6 +101,7 @@ def build_trainer(options: argparse.Namespace, finish: Finish) -> L.Trainer:
         every_n_train_steps=options.save_every,
         save_top_k=options.keep,
         save_last="link",
+        enable_version_counter=False,  # last.ckpt is always the newest, also after resuming an older one
     )
     return L.Trainer(
         strategy=strategy,
@@ -173,30 +200,41 @@ def say(trainer: L.Trainer, text: str) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    positive = at_least(1)
     parser.add_argument("model", help="local folder or name on the hub")
     parser.add_argument("chats", help="file of JSON lines")
     parser.add_argument("out", type=Path, help="folder for the result")
     parser.add_argument(
-        "--lora", type=int, nargs="?", const=16, default=0, metavar="RANK", help="train adapters of this rank only (16)"
+        "--lora",
+        type=positive,
+        nargs="?",
+        const=16,
+        default=0,
+        metavar="RANK",
+        help="train adapters only (rank 16)",
     )
     parser.add_argument("--storage", nargs="+", metavar="FOLDER", help="where the optimizer state lies")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/finetune_causal_lm"), help="default: %(default)s")
+    parser.add_argument("--run-dir", type=Path, help="for checkpoints and state (default: runs/ and the name of OUT)")
     parser.add_argument("--resume", metavar="CKPT", help="go on exactly where a checkpoint was saved")
-    parser.add_argument("--save-every", type=int, metavar="STEPS", help="default: a checkpoint after each epoch")
-    parser.add_argument("--keep", type=int, default=1, help="newest checkpoints that are kept; -1: all (default: 1)")
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--max-steps", type=int, default=-1, help="end earlier, after so many optimizer steps")
-    parser.add_argument("--batch-size", type=int, default=1, help="chats per micro-batch and process")
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
-    parser.add_argument("--max-tokens", type=int, default=2048, help="longer chats are cut (default: %(default)s)")
+    parser.add_argument("--save-every", type=positive, metavar="STEPS", help="default: a checkpoint after each epoch")
+    parser.add_argument("--keep", type=at_least(-1), default=1, help="newest checkpoints to keep; -1: all (default: 1)")
+    parser.add_argument("--epochs", type=positive, default=1)
+    parser.add_argument("--max-steps", type=positive, default=-1, help="end earlier, after so many optimizer steps")
+    parser.add_argument("--batch-size", type=positive, default=1, help="chats per micro-batch and process")
+    parser.add_argument("--accumulate", type=positive, default=1, help="micro-batches per step")
+    parser.add_argument("--max-tokens", type=positive, default=2048, help="longer chats are cut (default: %(default)s)")
     parser.add_argument("--answers", choices=("all", "last"), default="all", help="which answers of a chat are learnt")
     parser.add_argument("--lr", type=float, help="peak learning rate (default: 1e-5, with --lora 2e-4)")
-    parser.add_argument("--loss-chunks", type=int, default=32, help="pieces of the loss (default: %(default)s)")
+    parser.add_argument("--loss-chunks", type=positive, default=32, help="pieces of the loss (default: %(default)s)")
     parser.add_argument("--precision", default="bf16-mixed", help="32-true is faster on a CPU without bfloat16")
     parser.add_argument("--accelerator", default="auto")
-    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--devices", type=positive, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.resume is not None and not Path(options.resume).exists():
+        parser.error(f"--resume {options.resume}: no such checkpoint")
+    options.run_dir = options.run_dir or Path("runs") / options.out.resolve().name
+    return options
 
 
 if __name__ == "__main__":

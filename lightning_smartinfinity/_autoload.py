@@ -28,7 +28,18 @@ if TYPE_CHECKING:
 __all__ = ["install"]
 
 STRATEGY_NAME = "smart_infinity"
-_OTHER_SPELLINGS = ("smart-infinity", "smartinfinity")  # Lightning has turned capitals into small letters before
+# What people write instead; Lightning has turned capitals into small letters before.
+_OTHER_SPELLINGS = (
+    "lightning_smartinfinity.smartinfinitystrategy",  # LightningCLI takes a class path without settings for a name
+    "smart infinity",
+    "smart-infinity",
+    "smart_infinity_strategy",
+    "smart_infinty",
+    "smartinfinity",
+    "smartinfinityfabricstrategy",
+    "smartinfinitystrategy",
+    "smartinfinty",
+)
 _DESCRIPTION = "ZeRO-3 with the optimizer state on storage and the update next to it"
 _NO_NAME = f"no name of a strategy: write {STRATEGY_NAME!r}"
 _DEBUG_VARIABLE = "SMART_INFINITY_AUTOLOAD_DEBUG"

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_smartinfinity.checks import between, check, optional, positive
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.metrics import Phase, StorageCounters, TrafficTable, traffic_between
+from lightning_smartinfinity.wrong_names import named_settings
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.devices.base import Traffic
@@ -47,6 +48,7 @@ class _CountsTraffic(Protocol):
     def drain(self) -> None: ...
 
 
+@named_settings
 class StorageTrafficMonitor(Callback):
     """Logs the storage traffic of the optimizer state and the time spent waiting for it.
 

@@ -27,6 +27,7 @@ __all__ = [
     "STRATEGY",
     "Rule",
     "among",
+    "as_passed",
     "between",
     "check",
     "in_bytes",
@@ -90,10 +91,14 @@ def check(owner: str, name: str, value: object, rule: Rule) -> Any:
         ConfigError: The value is not allowed.
     """
     if not rule.holds(value):
-        setting = f"{name}={shown(value)}"
-        subject = f"{setting} of {owner}" if " " in owner else f"{owner}({setting})"
-        raise ConfigError(f"{subject} {rule.fault}.", f"{rule.remedy}.")
+        raise ConfigError(f"{as_passed(owner, name, value)} {rule.fault}.", f"{rule.remedy}.")
     return rule.kept(value)
+
+
+def as_passed(owner: str, name: str, value: object) -> str:
+    """Write a setting as it was passed to its owner, which is as in :func:`check`."""
+    setting = f"{name}={shown(value)}"
+    return f"{setting} of {owner}" if " " in owner else f"{owner}({setting})"
 
 
 def require(settings: object, owner: str | None = None, /, **rules: Rule) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 
 from lightning_smartinfinity.checks import (
     FLAG,
-    STRATEGY,
     Rule,
+    as_passed,
     between,
     check,
     num_bytes,
@@ -22,7 +23,6 @@ from lightning_smartinfinity.checks import (
     require,
     require_distinct,
     settings_of,
-    shown,
 )
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native import MAX_BUFFERS, MAX_THREADS
@@ -31,6 +31,7 @@ from lightning_smartinfinity.wrong_names import named_settings
 __all__ = [
     "CARD_TASKLET_BYTES",
     "HOST_TASKLET_BYTES",
+    "LOCAL_FOLDER",
     "MAX_CARD_NUMBER",
     "NUM_BUFFERS",
     "SmartSSDConfig",
@@ -54,6 +55,7 @@ NUM_BUFFERS = between(2, MAX_BUFFERS)
 """Rule for the number of buffers of a ring."""
 
 _MIN_TASKLET_BYTES, _MAX_TASKLET_BYTES = 64 * 1024, 1 << 60
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")  # Path has made one slash of two
 _MAX_TIMEOUT = 2_147_483  # XRT counts milliseconds in an int
 
 
@@ -95,6 +97,13 @@ _CARDS = Rule(
     "names no cards",
     _cards,
 )
+LOCAL_FOLDER = Rule(
+    "Pass a local folder on a drive of this machine",
+    lambda folder: _URL.match(str(folder)) is None,
+    "is a URL, and no folder",
+)
+"""Rule for a folder that can be storage. Python would take the URL ``s3://bucket/x`` for a folder named ``s3:``."""
+
 _FOLDERS = Rule(
     "Pass a folder or a list of folders",
     lambda storage: (
@@ -236,37 +245,50 @@ class SmartSSDConfig:
         )
 
 
-def transfer_config(transfer: TransferConfig | Mapping[str, Any] | None) -> TransferConfig:
+def transfer_config(transfer: TransferConfig | Mapping[str, Any] | None, *, owner: str) -> TransferConfig:
     """Return what the setting ``transfer`` asks for: settings, a dict of them, or None, which means the defaults.
+
+    Args:
+        transfer: The setting.
+        owner: Class to which it was passed, for the error.
 
     Raises:
         ConfigError: It is something else, or a setting in it is unknown or out of range.
     """
-    config: TransferConfig | None = check(STRATEGY, "transfer", transfer, optional(settings_of(TransferConfig)))
+    config: TransferConfig | None = check(owner, "transfer", transfer, optional(settings_of(TransferConfig)))
     return TransferConfig() if config is None else config
 
 
-def smartssd_config(smartssd: SmartSSDConfig | Mapping[str, Any] | None) -> SmartSSDConfig | None:
+def smartssd_config(smartssd: SmartSSDConfig | Mapping[str, Any] | None, *, owner: str) -> SmartSSDConfig | None:
     """Return what the setting ``smartssd`` asks for: settings, or a dict of them; None stays None.
+
+    Args:
+        smartssd: The setting.
+        owner: Class to which it was passed, for the error.
 
     Raises:
         ConfigError: It is something else, or a setting in it is unknown or out of range.
     """
-    config: SmartSSDConfig | None = check(STRATEGY, "smartssd", smartssd, optional(settings_of(SmartSSDConfig)))
+    config: SmartSSDConfig | None = check(owner, "smartssd", smartssd, optional(settings_of(SmartSSDConfig)))
     return config
 
 
-def storage_folders(storage: object) -> tuple[Path, ...] | None:
+def storage_folders(storage: object, *, owner: str) -> tuple[Path, ...] | None:
     """Resolve the folders that the setting ``storage`` names, or return None if the user chose none.
 
+    Args:
+        storage: The setting.
+        owner: Class or command to which it was passed, for the error.
+
     Raises:
-        ConfigError: The setting names something that is no folder, or a folder twice.
+        ConfigError: The setting names something that is no local folder, or a folder twice.
     """
-    given = check(STRATEGY, "storage", storage, optional(_FOLDERS))
+    given = check(owner, "storage", storage, optional(_FOLDERS))
     if given is None:
         return None
-    folders = tuple(resolved_folder(folder, setting=f"storage={shown(storage)}") for folder in given)
-    require_distinct(f"storage={shown(storage)} of {STRATEGY}", folders)
+    setting = as_passed(owner, "storage", storage)
+    folders = tuple(resolved_folder(folder, setting=setting) for folder in given)
+    require_distinct(setting, folders)
     return folders
 
 
@@ -275,14 +297,14 @@ def resolved_folder(folder: str | Path, *, setting: str) -> Path:
 
     Args:
         folder: The folder, which need not exist.
-        setting: The strategy's setting that names it, for the error.
+        setting: The setting that names it, with its owner, for the error.
 
     Raises:
-        ConfigError: The path cannot be that of a folder.
+        ConfigError: The path cannot be that of a local folder.
     """
+    if not LOCAL_FOLDER.holds(folder):
+        raise ConfigError(f"{setting} {LOCAL_FOLDER.fault}.", f"{LOCAL_FOLDER.remedy}.")
     try:
         return Path(folder).expanduser().resolve()
     except (OSError, RuntimeError, ValueError) as error:  # no such user, links in a circle, a null byte
-        raise ConfigError(
-            f"{setting} of {STRATEGY} cannot be a folder: {error}.", "Pass the path of a folder."
-        ) from error
+        raise ConfigError(f"{setting} cannot be a folder: {error}.", "Pass the path of a folder.") from error

@@ -21,18 +21,13 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import (
-    SmartSSDConfig,
-    TransferConfig,
-    smartssd_config,
-    storage_folders,
-    transfer_config,
-)
+from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
-from lightning_smartinfinity.settings import StrategySettings, check_save_path, documents_settings
+from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
+from lightning_smartinfinity.stock_options import OF_FABRIC
 from lightning_smartinfinity.zero3.untyped import ClientState, Pickled, SavedState
 
 if TYPE_CHECKING:
@@ -91,19 +86,21 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             precision=options.get("precision"),
             process_group_backend=options.get("process_group_backend"),
         )
-        settings = StrategySettings(
-            storage=storage_folders(storage),
+        settings = given_settings(
+            type(self).__name__,
+            storage=storage,
             update_device=update_device,
-            smartssd=smartssd_config(smartssd),
+            smartssd=smartssd,
             state_format=state_format,
             overlap=overlap,
             compression=compression,
             activations=activations,
-            transfer=transfer_config(transfer),
+            transfer=transfer,
             zero=zero,
         )
         self._take_settings(settings)
-        take_options(self, options, known=FabricOptions)
+        self.config = self._engine_config
+        take_options(self, options, known=FabricOptions, answers=OF_FABRIC)
         self._backward_sync_control = _AlwaysSync()
         self._deepspeed_engine = None
 
@@ -176,8 +173,8 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     def _initialize_engine(
         self, model: Module, optimizer: Optimizer | None = None, scheduler: Any = None
     ) -> tuple[PortableEngine, Optimizer, Any]:
-        from lightning_smartinfinity.zero3.engine import evaluation_engine, refuse_trained
         from lightning_smartinfinity.zero3.engine_optimizer import EngineOptimizer
+        from lightning_smartinfinity.zero3.engine_setup import evaluation_engine, refuse_trained
 
         # The user alone steps the scheduler: DeepSpeed's engine would step it, too.
         initialize = super()._initialize_engine

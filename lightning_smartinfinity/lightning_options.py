@@ -10,9 +10,9 @@ from typing import Any, TypedDict
 import torch
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_smartinfinity.checks import FLAG, STRATEGY, Rule, between, check, instance, number, optional
-from lightning_smartinfinity.errors import ConfigError, UnsupportedError
-from lightning_smartinfinity.stock_options import what_to_write
+from lightning_smartinfinity.checks import FLAG, Rule, between, check, instance, number, optional
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.stock_options import refuse_unknown
 
 __all__ = ["SharedOptions", "checked_options", "indexed_device", "swapped_precision", "take_options"]
 
@@ -56,7 +56,7 @@ _RULES = {
 }
 
 
-def take_options(strategy: Any, options: Mapping[str, Any], *, known: type) -> None:
+def take_options(strategy: Any, options: Mapping[str, Any], *, known: type, answers: Mapping[str, str]) -> None:
     """Set the attributes that ``DeepSpeedStrategy.__init__`` would have set.
 
     Our strategies skip that constructor, since it imports deepspeed, which chooses an accelerator once and for all,
@@ -66,11 +66,13 @@ def take_options(strategy: Any, options: Mapping[str, Any], *, known: type) -> N
         strategy: The strategy.
         options: Options that the user passed in addition to our own settings.
         known: TypedDict of the options that Lightning takes.
+        answers: What to write instead of other options, where that depends on the strategy.
 
     Raises:
         ConfigError: Options are unknown, or one is out of range; the message names them.
     """
-    options = checked_options(type(strategy).__name__, options, known)
+    refuse_unknown(type(strategy).__name__, options, known=known.__annotations__, answers=answers)
+    options = checked_options(type(strategy).__name__, options)
     for name, default in _DEFAULTS.items():
         setattr(strategy, name, options.get(name, default))
     others = {
@@ -82,25 +84,18 @@ def take_options(strategy: Any, options: Mapping[str, Any], *, known: type) -> N
         setattr(strategy, name, value)
 
 
-def checked_options(strategy: str, options: Mapping[str, Any], known: type) -> dict[str, Any]:
+def checked_options(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the checked options. DeepSpeed would refuse some values late, only in fp16, or not at all.
 
     Args:
         strategy: Class name, for the message.
-        options: Options that the user passed in addition to our own settings.
-        known: TypedDict of the options that Lightning takes.
+        options: Options that the user passed in addition to our own settings, and that Lightning takes.
 
     Raises:
-        ConfigError: Options are unknown, or one is out of range; the message names them.
+        ConfigError: One is out of range; the message names it.
     """
-    unknown = sorted(set(options) - set(known.__annotations__))
-    if unknown:
-        remedies = (what_to_write(name, options[name], known=known.__annotations__) for name in unknown)
-        raise ConfigError(
-            f"{strategy} has no setting {', '.join(map(repr, unknown))}.", " ".join(dict.fromkeys(remedies))
-        )
     return {
-        name: check(STRATEGY, name, value, _RULES[name]) if name in _RULES else value for name, value in options.items()
+        name: check(strategy, name, value, _RULES[name]) if name in _RULES else value for name, value in options.items()
     }
 
 

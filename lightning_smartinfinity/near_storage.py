@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_smartinfinity.checks import check, instance, optional
+from lightning_smartinfinity.config import resolved_folder
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import require_xclbin_named
 from lightning_smartinfinity.gain_warning import warn_of_no_gain
@@ -66,8 +67,10 @@ class NearStorage(ABC):
         self._training_engine: SmartInfinityEngine | None = None
         # The swapper of parameters that lie on storage.
         self._parameters: ParameterSwapper | None = None
-        self._nvme_path = nvme_path_of(settings.zero)
-        self.config = build_deepspeed_config(settings.zero)
+        owner = type(self).__name__
+        self._nvme_path = nvme_path_of(settings.zero, owner=owner)
+        # DeepSpeed's configuration; precision and accumulation are filled in before the training is set up.
+        self._engine_config: DeepSpeedConfig = build_deepspeed_config(settings.zero, owner=owner)
 
     def close(self) -> None:
         """Release the ring and remove parameters and, unless ``transfer.keep`` is set, optimizer state from storage.
@@ -178,19 +181,13 @@ class NearStorage(ABC):
     def _near_storage_optimizer(self) -> SmartInfinityOptimizer | None:
         return None if self._training_engine is None else self._training_engine.optimizer
 
-    @property
-    def _engine_config(self) -> DeepSpeedConfig:
-        """DeepSpeed's configuration with the precision and the accumulation of this training."""
-        config: DeepSpeedConfig = self.config
-        return config
-
     def _prepare_environment(self, device: torch.device, *, local_world_size: int) -> None:
         """Prepare the environment before DeepSpeed is first imported, and check settings that only it can check."""
         self._local_world_size, self._on_cuda = local_world_size, device.type == "cuda"
         prepare_environment(device.type, local_world_size=local_world_size)
         from lightning_smartinfinity.zero3.validation import check_zero_section
 
-        check_zero_section(self._engine_config["zero_optimization"])
+        check_zero_section(self._engine_config["zero_optimization"], owner=type(self).__name__)
 
     def _build_engine(
         self, model: torch.nn.Module, optimizer: Optimizer, initialize: Callable[[], tuple[SmartInfinityEngine, T]]
@@ -203,7 +200,7 @@ class NearStorage(ABC):
             initialize: Function that returns the engine and something else.
         """
         from lightning_smartinfinity.zero3.collectives import raising_together
-        from lightning_smartinfinity.zero3.engine import engine_with, refuse_in_fit
+        from lightning_smartinfinity.zero3.engine_setup import engine_with, refuse_in_fit
         from lightning_smartinfinity.zero3.parameter_groups import check_parameters
         from lightning_smartinfinity.zero3.parameters.partition import make_contiguous
         from lightning_smartinfinity.zero3.release import end_training, release_module
@@ -302,9 +299,11 @@ class NearStorage(ABC):
             yield
 
     def _choose_storage(self, root: str | Path) -> None:
-        """Default ``storage`` to ``<root>/smart_infinity``."""
+        """Default ``storage`` to ``<root>/smart_infinity``; raise ConfigError if the root is a URL."""
         if self._settings.storage is None:
-            self._settings = replace(self._settings, storage=(Path(root).resolve() / "smart_infinity",))
+            setting = f"{type(self).__name__}(storage=None) means a folder below {str(root)!r}, which"
+            folder = resolved_folder(root, setting=setting) / "smart_infinity"
+            self._settings = replace(self._settings, storage=(folder,))
 
     def _release_storage(self, later: str) -> None:
         """Close the storage of an earlier training by this strategy, and by an idle one on the same folders.

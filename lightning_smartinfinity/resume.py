@@ -9,9 +9,24 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-__all__ = ["continue_epoch"]
+__all__ = ["continue_epoch", "load_loader_states"]
 
 _LIGHTNING_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+def load_loader_states(trainer: Any) -> None:
+    """Give stateful loaders their saved states if Lightning set the loaders up before it read the checkpoint's loops.
+
+    Asking for ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` sets the loaders up. Lightning does so
+    only once, and would then train on batches of the epoch that the saved fit has used already.
+
+    Args:
+        trainer: Trainer whose fit is about to begin its first epoch, before random states are restored.
+    """
+    fit_loop = trainer.fit_loop
+    if fit_loop.restarting and fit_loop._combined_loader_states_to_load:
+        fit_loop._load_combined_loader_states()
+        iter(fit_loop._data_fetcher)
 
 
 def continue_epoch(trainer: Any) -> None:
@@ -31,7 +46,7 @@ def continue_epoch(trainer: Any) -> None:
     lost, remedies = [], ["resume from a checkpoint of an epoch's end or of after a validation"]
     progress = epoch_loop.batch_progress
     if progress.is_last_batch:
-        if epoch_loop.restarted_on_train_batch_end and not any(map(_is_stateful, _loaders(fit_loop))):
+        if epoch_loop.restarted_on_train_batch_end:
             # It was saved after the epoch's last batch. Lightning begins the next epoch at once, with this iterator.
             iter(fit_loop._data_fetcher)
     elif progress.current.ready > 0 and not _goes_on_within_an_epoch(fit_loop):

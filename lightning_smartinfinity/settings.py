@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_smartinfinity.checks import STRATEGY, Rule, instance, one_of, optional, require
+from lightning_smartinfinity.checks import STRATEGY, Rule, as_passed, instance, one_of, optional, require
 from lightning_smartinfinity.compression import CODEC, GradientCodec
-from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig, resolved_folder
+from lightning_smartinfinity.config import (
+    SmartSSDConfig,
+    TransferConfig,
+    resolved_folder,
+    smartssd_config,
+    storage_folders,
+    transfer_config,
+)
 from lightning_smartinfinity.errors import CheckpointError, ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 
@@ -19,6 +26,7 @@ __all__ = [
     "StrategySettings",
     "check_save_path",
     "documents_settings",
+    "given_settings",
     "gradients_are_16_bit",
     "is_16_bit",
     "nvme_path_of",
@@ -72,11 +80,12 @@ class StrategySettings:
     activations: object | None = None
     transfer: TransferConfig = field(default_factory=TransferConfig)
     zero: Mapping[str, Any] | None = None
+    owner: InitVar[str] = STRATEGY  # class that the user called, with which errors begin
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, owner: str) -> None:
         require(
             self,
-            STRATEGY,
+            owner,
             **{name: one_of(*words) for name, words in _CHOICES.items()},
             smartssd=optional(instance(SmartSSDConfig)),
             compression=optional(CODEC),
@@ -87,10 +96,32 @@ class StrategySettings:
         if self.update_device == "smartssd" and not STATE_FORMATS[self.state_format].on_cards:
             on_cards = names_where(lambda form: form.on_cards)
             raise ConfigError(
-                f"update_device='smartssd' holds optimizer state in {on_cards} alone, not in"
+                f"{as_passed(owner, 'update_device', 'smartssd')} holds optimizer state in {on_cards} alone, not in"
                 f" state_format={self.state_format!r}.",
                 f"Use state_format={on_cards}, or update_device='host'.",
             )
+
+
+def given_settings(owner: str, *, storage: object, smartssd: Any, transfer: Any, **others: Any) -> StrategySettings:
+    """Return the settings that a user gives to a class: folders of any form, other settings as objects or dicts.
+
+    Args:
+        owner: Name of the class, for errors.
+        storage: Folder, or list of folders.
+        smartssd: Settings for SmartSSDs, or a dict of them.
+        transfer: Settings of the transfer, or a dict of them.
+        **others: Settings that are kept as they are given.
+
+    Raises:
+        ConfigError: A setting is unknown, contradictory or out of range.
+    """
+    return StrategySettings(
+        storage=storage_folders(storage, owner=owner),
+        smartssd=smartssd_config(smartssd, owner=owner),
+        transfer=transfer_config(transfer, owner=owner),
+        owner=owner,
+        **others,
+    )
 
 
 def documents_settings(strategy: Strategy) -> Strategy:
@@ -112,11 +143,19 @@ def check_save_path(path: object) -> None:
         )
 
 
-def nvme_path_of(zero: Mapping[str, Any] | None) -> Path | None:
-    """Return the folder that ``zero={"offload_param": {"nvme_path": ...}}`` names for parameters, or None."""
+def nvme_path_of(zero: Mapping[str, Any] | None, *, owner: str) -> Path | None:
+    """Return the folder that ``zero={"offload_param": {"nvme_path": ...}}`` names for parameters, or None.
+
+    Args:
+        zero: The setting ``zero``.
+        owner: Class to which it was passed, for errors.
+
+    Raises:
+        ConfigError: The path cannot be that of a folder.
+    """
     offload = {} if zero is None else zero.get("offload_param")
     path = offload.get("nvme_path") if isinstance(offload, Mapping) else None
-    setting = f"zero={{'offload_param': {{'nvme_path': {path!r}}}}}"
+    setting = f"{owner}(zero={{'offload_param': {{'nvme_path': {path!r}}}}})"
     return None if path is None else resolved_folder(str(path), setting=setting)
 
 

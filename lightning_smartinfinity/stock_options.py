@@ -1,29 +1,37 @@
-"""Says what to write instead of an option that a strategy does not have, above all those of stock DeepSpeedStrategy."""
+"""Says what to write instead of an option that a class does not have, above all those of stock DeepSpeedStrategy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
 from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
+from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.settings import StrategySettings
-from lightning_smartinfinity.wrong_names import did_you_mean
+from lightning_smartinfinity.wrong_names import closest, did_you_mean
 
-__all__ = ["what_to_write"]
+__all__ = ["OF_FABRIC", "OF_TRAINER", "refuse_unknown", "what_to_write"]
 
 _OURS = tuple(field.name for field in fields(StrategySettings))
 _SECTIONS = {"transfer": TransferConfig, "smartssd": SmartSSDConfig}
 _PLACES = {field.name: section for section, kind in _SECTIONS.items() for field in fields(kind)}
 
-# Options of Lightning's DeepSpeedStrategy that have one name there and in DeepSpeed's zero_optimization section.
+# Keys of DeepSpeed's zero_optimization section: those that are options of Lightning's DeepSpeedStrategy, too, and those
+# that people set most.
 _OF_ZERO = (
     "allgather_bucket_size",
     "allgather_partitions",
     "contiguous_gradients",
+    "leaf_module",
+    "offload_param",
     "overlap_comm",
     "reduce_bucket_size",
     "reduce_scatter",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size",
     "sub_group_size",
 )
 # Those that DeepSpeed keeps in offload_param: the key, and the device that it belongs to.
@@ -33,15 +41,14 @@ _OF_OFFLOAD_PARAM = {
     "params_buffer_size": ("buffer_size", "nvme"),
     "pin_memory": ("pin_memory", "cpu"),
 }
-_STAGE = "the strategy is always ZeRO stage 3"
+_STAGE = "training is always in ZeRO stage 3"
 _STATE = "optimizer state always lies in the folders of storage=..., and transfer={'dram_cache_bytes': 'auto'} keeps in"
 _REQUESTS = "the I/O engine keeps a request for each ring buffer in progress; transfer={'num_buffers': 32} makes more"
 _CHECKPOINTING = "Call deepspeed.checkpointing.configure(None, {}=True) before you use deepspeed.checkpointing."
 _SENTENCES = {
     "block_size": "Pass transfer={'tasklet_bytes': '4MiB'}: the most that is read or written at once.",
-    "config": "Pass its section zero_optimization, without stage and offload_optimizer, as zero={...}. Lightning sets "
-    "the rest: precision, gradient clipping and accumulation.",
     "contiguous_memory_optimization": _CHECKPOINTING.format("contiguous_checkpointing"),
+    "cpu_offload": f"Leave it out: {_STATE} host memory what fits.",
     "cpu_checkpointing": _CHECKPOINTING.format("checkpoint_in_cpu"),
     "logging_batch_size_per_gpu": "Leave it out: DeepSpeed only prints it.",
     "logging_level": "Call logging.getLogger('DeepSpeed').setLevel(...).",
@@ -51,30 +58,78 @@ _SENTENCES = {
     "optimizer_buffer_count": "Pass transfer={'num_buffers': 16}: the buffers of the ring, for models of any size.",
     "overlap_events": f"Leave it out: {_REQUESTS}.",
     "partition_activations": _CHECKPOINTING.format("partition_activations"),
-    "precision": "Pass Trainer(precision=...) by name.",
-    "precision_plugin": "Pass Fabric(precision=...) by name.",
     "queue_depth": f"Leave it out: {_REQUESTS}.",
-    "remote_device": "Leave it out: what configure_model builds is partitioned at once, and "
-    "zero={'offload_param': {'device': 'cpu'}}, or 'nvme', says where the partitions lie.",
     "single_submit": f"Leave it out: {_REQUESTS}.",
     "stage": f"Leave it out: {_STAGE}.",
     "synchronize_checkpoint_boundary": _CHECKPOINTING.format("synchronize"),
     "thread_count": f"Leave it out: {_REQUESTS}.",
-    "zero_allow_untested_optimizer": "Leave it out: the strategy has update rules of its own, and names them if it "
-    "lacks that of an optimizer.",
+    "zero_allow_untested_optimizer": "Leave it out: optimizers are updated by rules of our own, and one without a rule "
+    "is refused by name.",
     "zero_optimization": f"Leave it out: {_STAGE}.",
 }
+_CONFIG = "Pass its section zero_optimization, without stage and offload_optimizer, as zero={...}."
+_PARTITIONED = (
+    "is partitioned at once, and zero={'offload_param': {'device': 'cpu'}}, or 'nvme', says where the partitions lie."
+)
+OF_TRAINER = {
+    "config": f"{_CONFIG} The Trainer sets the rest: precision, gradient clipping and accumulation.",
+    "devices": "Pass Trainer(devices=...), or the cards of storage folders as smartssd={'devices': [...]}.",
+    **dict.fromkeys(("bf16", "fp16", "precision"), "Pass Trainer(precision=...) by name."),
+    "remote_device": f"Leave it out: what configure_model builds {_PARTITIONED}",
+}
+"""Answers that hold for the Trainer's strategy alone."""
+
+OF_FABRIC = {
+    "config": f"{_CONFIG} Pass Fabric(precision=...); gradient clipping and accumulation are your loop's.",
+    "devices": "Pass Fabric(devices=...), or the cards of storage folders as smartssd={'devices': [...]}.",
+    **dict.fromkeys(("bf16", "fp16", "precision_plugin"), "Pass Fabric(precision=...) by name."),
+    "remote_device": f"Leave it out: what is built in fabric.init_module() {_PARTITIONED}",
+}
+"""Answers that hold for Fabric's strategy alone."""
+
 _OTHERWISE = "Settings of ZeRO-3 go into zero={...}, settings of the transfer into transfer={...}."
 
 
-def what_to_write(name: str, value: object, *, known: Iterable[str]) -> str:
-    """Return a sentence that says what to write instead of an option that a strategy does not have.
+def refuse_unknown(
+    owner: str, options: Mapping[str, object], *, known: Iterable[str] = (), answers: Mapping[str, str]
+) -> None:
+    """Refuse options that a class does not have.
+
+    Args:
+        owner: The class, for the message.
+        options: Options that the user gave, beside our own settings.
+        known: Options that the class has, beside our own settings.
+        answers: What to write instead of options, where that depends on the class.
+
+    Raises:
+        ConfigError: There is such an option; the message names all of them, and says what to write.
+    """
+    known = tuple(known)
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        remedies = (what_to_write(name, options[name], known=known, answers=answers) for name in unknown)
+        raise ConfigError(f"{owner} has no setting {', '.join(map(repr, unknown))}.", " ".join(dict.fromkeys(remedies)))
+
+
+def what_to_write(name: str, value: object, *, known: Iterable[str], answers: Mapping[str, str]) -> str:
+    """Return a sentence that says what to write instead of an option that a class does not have.
 
     Args:
         name: Name of the option.
         value: Value that the user gave it.
-        known: Options that the strategy has beside our own settings.
+        known: Options that the class has beside our own settings.
+        answers: Sentences for options that are answered in another way than for other classes.
     """
+    written = _answer(name, value, answers)
+    return written or _guess(name, value, known=known, answers=answers)
+
+
+def _answer(name: str, value: object, answers: Mapping[str, str]) -> str | None:
+    """Return the sentence for an option that has one."""
+    if name in answers:
+        return answers[name]
+    if name == "zero_optimization" and isinstance(value, Mapping):
+        return "Pass what is inside of it as zero={...}, without stage and offload_optimizer."
     if name in _OF_ZERO:
         return f"Pass zero={{{name!r}: {shown(value)}}}."
     if name in _OF_OFFLOAD_PARAM:
@@ -86,11 +141,16 @@ def what_to_write(name: str, value: object, *, known: Iterable[str]) -> str:
         return f"Pass storage={shown(value)}; parameters go there with zero={{'offload_param': {{'device': 'nvme'}}}}."
     if name in _PLACES:
         return f"Pass {_PLACES[name]}={{{name!r}: {shown(value)}}}."
-    return _SENTENCES.get(name) or f"{_guess(name, known)}{_OTHERWISE}"
+    return _SENTENCES.get(name)
 
 
-def _guess(name: str, known: Iterable[str]) -> str:
-    """Return a question that names what was meant, with the setting in which it belongs, or nothing."""
+def _guess(name: str, value: object, *, known: Iterable[str], answers: Mapping[str, str]) -> str:
+    """Return a question that names what was meant, with its own answer or the setting in which it belongs."""
     inside = {each: f"{section}={{{each!r}: ...}}" for each, section in _PLACES.items()}
     inside |= {each: f"zero={{{each!r}: ...}}" for each in _OF_ZERO}
-    return did_you_mean(name, [*_OURS, *known, *inside], written=inside)
+    taken = dict.fromkeys([*_OURS, *known, *inside])
+    refused = {*answers, *_SENTENCES, *_OF_OFFLOAD_PARAM, "nvme_path", "offload_params_device"} - {*_OURS, *known}
+    close = closest(name, [*taken, *sorted(refused)])
+    if close and close[0] in refused:
+        return f"Did you mean {close[0]!r}? {_answer(close[0], value, answers)}"
+    return f"{did_you_mean(name, taken, written=inside)}{_OTHERWISE}"

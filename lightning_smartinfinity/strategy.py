@@ -26,22 +26,18 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
+from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.compatibility import OptimizerList, accumulates, adapt_callbacks, copy_around_training
 from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import (
-    SmartSSDConfig,
-    TransferConfig,
-    smartssd_config,
-    storage_folders,
-    transfer_config,
-)
+from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityPrecision
-from lightning_smartinfinity.resume import continue_epoch
+from lightning_smartinfinity.resume import continue_epoch, load_loader_states
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
-from lightning_smartinfinity.settings import StrategySettings, check_save_path, documents_settings
+from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
+from lightning_smartinfinity.stock_options import OF_TRAINER
 from lightning_smartinfinity.update_rules import optimizer_names
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
@@ -51,8 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["SmartInfinityStrategy"]
 
 
-_VERSION_KEY = "pytorch-lightning_version"
-_RESUMED_FROM = (_VERSION_KEY, "loops", "lr_schedulers")
+_RESUMED_FROM = (LIGHTNING_KEY, "loops", "lr_schedulers")
 
 
 class LightningOptions(SharedOptions, total=False):
@@ -107,19 +102,21 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             precision_plugin=options.get("precision_plugin"),
             process_group_backend=options.get("process_group_backend"),
         )
-        settings = StrategySettings(
-            storage=storage_folders(storage),
+        settings = given_settings(
+            type(self).__name__,
+            storage=storage,
             update_device=update_device,
-            smartssd=smartssd_config(smartssd),
+            smartssd=smartssd,
             state_format=state_format,
             overlap=overlap,
             compression=compression,
             activations=activations,
-            transfer=transfer_config(transfer),
+            transfer=transfer,
             zero=zero,
         )
         self._take_settings(settings)
-        take_options(self, options, known=LightningOptions)
+        self.config = self._engine_config
+        take_options(self, options, known=LightningOptions, answers=OF_TRAINER)
         self._random_state: dict[str, Any] | None = None
 
     @property
@@ -165,6 +162,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         self._prepare_environment(super().root_device, local_world_size=self.num_processes)
         if self.lightning_module is not None:
             adapt_callbacks(self.lightning_module.trainer)
+            copy_around_training(self.lightning_module.trainer)
         # DeepSpeedStrategy's own version refuses every accelerator but CUDA.
         super(DeepSpeedStrategy, self).setup_environment()
 
@@ -182,15 +180,15 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._choose_storage(trainer.default_root_dir)
         self._random_state = None
-        copy_around_training(trainer)
         super().setup(trainer)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        assert self.lightning_module is not None
+        load_loader_states(self.lightning_module.trainer)
         state, self._random_state = self._random_state, None
         if state is not None:
-            assert self.lightning_module is not None
             restore(state, self.root_device)
             continue_epoch(self.lightning_module.trainer)
 
@@ -296,7 +294,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             strict=self.lightning_module.strict_loading,
             needed=_RESUMED_FROM,
         )
-        client_state.setdefault(_VERSION_KEY, lightning.__version__)  # Lightning reads it before an evaluation, too
+        client_state.setdefault(LIGHTNING_KEY, lightning.__version__)  # Lightning reads it before an evaluation, too
         self._take_random_state(client_state)
         return client_state
 
@@ -319,7 +317,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:
-        from lightning_smartinfinity.zero3.engine import build_evaluation_engine, refuse_in_fit
+        from lightning_smartinfinity.zero3.engine_setup import build_evaluation_engine, refuse_in_fit
 
         refuse_in_fit(model)
         # DeepSpeedStrategy's own version removes the user's hooks from the module, too.

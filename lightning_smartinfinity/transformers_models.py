@@ -53,7 +53,7 @@ def optional_package(name: str, *, purpose: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"{purpose} needs {name}, which cannot be imported: {error}.",
-            "Install it: pip install 'lightning-smartinfinity[huggingface]'.",
+            "Install it, in the checkout of this package: pip install '.[huggingface]'.",
         ) from error
 
 

@@ -4,39 +4,66 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any, TypeVar
 
 from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import ConfigError
 
-__all__ = ["did_you_mean", "named_settings"]
+__all__ = ["closest", "did_you_mean", "named_settings"]
 
 Settings = TypeVar("Settings", bound=type)
 
+_ALMOST_EQUAL = 0.85
+# Words for memory, with the settings of the transfer that people mean by them. Names that look alike may be of counts.
+_MEANT = {
+    ("buffer", "buffers", "ring"): ("tasklet_bytes", "num_buffers"),
+    ("cache", "dram", "memory", "ram"): ("dram_cache_bytes",),
+}
+_PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
 
 def did_you_mean(name: str, known: Iterable[str], *, written: Mapping[str, str] | None = None) -> str:
-    """Return a question that names the known word most like this one, and a space; empty if none is like it.
+    """Return a question that names the known words that may be meant, and a space; empty if none is like this one.
 
     Args:
         name: Word that is unknown.
         known: Words to choose from.
         written: How to write some of them, if not in quotes.
     """
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"Did you mean {(written or {}).get(close[0], repr(close[0]))}? " if close else ""
+    close = closest(name, known)
+    return f"Did you mean {' or '.join((written or {}).get(each, repr(each)) for each in close)}? " if close else ""
+
+
+def closest(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known words that may be meant by one that is unknown: one, none, or the two settings of the ring."""
+    words = list(known)
+    return (
+        difflib.get_close_matches(name, words, n=1, cutoff=_ALMOST_EQUAL)
+        or _meant(name, words)
+        or difflib.get_close_matches(name, words, n=1)
+    )
+
+
+def _meant(name: str, known: Iterable[str]) -> list[str]:
+    """Return the settings of memory that a name speaks of, if they are known."""
+    spoken = set(re.split("[^a-z]+", name.lower()))
+    settings = (each for words, meant in _MEANT.items() if spoken & set(words) for each in meant)
+    return [each for each in settings if each in known]
 
 
 def named_settings(settings: Settings) -> Settings:
-    """Make a dataclass answer an unknown name, or a value that lacks its name, by a ConfigError, not a TypeError.
+    """Make a class answer wrong, missing and nameless settings by a ConfigError, not a TypeError.
 
-    This is a decorator, to be written above ``@dataclass``.
+    This is a decorator, to be written above ``@dataclass``, if the class is one.
     """
     decorated: Any = settings
     construct = decorated.__init__
-    known = tuple(field.name for field in fields(decorated))
-    most = sum(not field.kw_only for field in fields(decorated))
+    known = dict(list(inspect.signature(construct).parameters.items())[1:])
+    most = sum(parameter.kind in _PLACES for parameter in known.values())
+    needed = [name for name, parameter in known.items() if parameter.default is parameter.empty]
 
     @functools.wraps(construct)  # by which signatures are found
     def __init__(self: object, *values: object, **named: object) -> None:
@@ -44,11 +71,17 @@ def named_settings(settings: Settings) -> Settings:
         if len(values) > most:
             listed = ", ".join(map(shown, values))
             raise ConfigError(f"{owner}({listed}) has values without names.", _listed(known))
-        unknown = sorted(named.keys() - set(known))
+        unknown = sorted(named.keys() - known.keys())
         if unknown:
             raise ConfigError(
                 f"{owner} has no setting {unknown[0]!r}.", f"{did_you_mean(unknown[0], known)}{_listed(known)}"
             )
+        twice = [name for name in list(known)[: len(values)] if name in named]
+        if twice:
+            raise ConfigError(f"{owner} was given the setting {twice[0]!r} twice.", f"Pass {twice[0]}=... once.")
+        missing = [name for name in needed[len(values) :] if name not in named]
+        if missing:
+            raise ConfigError(f"{owner} needs the setting {missing[0]!r}.", f"Pass {missing[0]}=... {_listed(known)}")
         construct(self, *values, **named)
 
     decorated.__init__ = __init__

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
+from tests.helpers.attacks import Attack
 from tests.helpers.runif import is_allowed
+from tests.reliability.report import PROPERTY
 
 # This precedes every import of a library that would look for files or versions on the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -58,6 +60,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if mark := item.get_closest_marker("timeout"):
         stderr = item.config.stash[fault_handler_stderr_fd_key]
         faulthandler.dump_traceback_later(mark.args[0] + 60, exit=True, file=stderr)
+
+
+@pytest.fixture
+def attack(request: pytest.FixtureRequest) -> Attack:
+    """Return a function by which a test adds a row to the table of attacks, before it asserts their outcome."""
+
+    def tell(attack: str, *, tries: int, outcome: str) -> None:
+        request.node.user_properties.append((PROPERTY, [attack, tries, outcome]))
+
+    return tell
 
 
 class _SkipWatch:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from lightning_smartinfinity.cli.option_types import storage_folder
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.progress import showing_progress
@@ -22,8 +22,10 @@ and other folders. The old state stays. Ctrl-C removes partial output. After a k
 def add_to(commands: Any) -> None:
     """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
     parser = commands.add_parser("convert", help="kept state into another state format", description=_DESCRIPTION)
-    parser.add_argument("folders", nargs="+", type=Path, help="its storage folders, in the order of the run")
-    parser.add_argument("--into", nargs="+", type=Path, required=True, help="storage folders for the new state")
+    parser.add_argument("folders", nargs="+", type=storage_folder, help="its storage folders, in the order of the run")
+    parser.add_argument(
+        "--into", nargs="+", type=storage_folder, required=True, help="storage folders for the new state"
+    )
     parser.add_argument("--state-format", choices=tuple(STATE_FORMATS), required=True, help="of the new state")
     parser.add_argument("--job", default=TransferConfig.job, help="TransferConfig(job=...) of the run")
     parser.add_argument("--rank", type=int, help="convert the state of this rank alone")

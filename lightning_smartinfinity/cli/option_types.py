@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lightning_smartinfinity.checks import Rule
+from lightning_smartinfinity.config import LOCAL_FOLDER
 
-__all__ = ["number_in", "reading", "whole_number_in"]
+__all__ = ["number_in", "reading", "storage_folder", "whole_number_in"]
 
 _SHOWN = 40  # characters
 
@@ -28,6 +30,10 @@ def reading(read: Callable[[str], Any], rule: Rule) -> Callable[[str], Any]:
         return rule.kept(value)
 
     return typed
+
+
+storage_folder = reading(Path, LOCAL_FOLDER)
+"""Type of options that name a storage folder."""
 
 
 def number_in(text: str) -> float:

@@ -39,7 +39,7 @@ def add_to(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from lightning_smartinfinity.cli.plan_report import as_json, print_report, print_table
 
-    found = [_findings(spec, options) for spec in options.models]
+    found = [_announced_findings(spec, options) for spec in options.models]
     if options.json:
         printed = [as_json(one) for one in found]
         print(json.dumps(printed[0] if len(printed) == 1 else printed, indent=2))
@@ -48,6 +48,12 @@ def _run(options: argparse.Namespace) -> int:
     else:
         print_table(found)
     return 0 if all(one.best.fits for one in found) else _DOES_NOT_FIT
+
+
+def _announced_findings(spec: str, options: argparse.Namespace) -> Findings:
+    if len(options.models) > 1:  # a large one takes a quarter of a minute
+        print(f"Planning {spec} ...", file=sys.stderr, flush=True)
+    return _findings(spec, options)
 
 
 def _findings(spec: str, options: argparse.Namespace) -> Findings:

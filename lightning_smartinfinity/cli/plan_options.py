@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_smartinfinity.checks import Rule, between, num_bytes, optional
-from lightning_smartinfinity.cli.option_types import reading, whole_number_in
+from lightning_smartinfinity.cli.option_types import reading, storage_folder, whole_number_in
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.plan.training import BUILDS, OFFLOADS, OPTIMIZERS, PRECISIONS, Training
@@ -84,7 +84,7 @@ def _add_training(group: Any) -> None:
 
 
 def _add_machine(group: Any) -> None:
-    group.add_argument("--storage", type=Path, default=Path(), help="the storage folder (default: here)")
+    group.add_argument("--storage", type=storage_folder, default=Path(), help="the storage folder (default: here)")
     group.add_argument(
         "--gpu-memory", type=_gpu_size, metavar="SIZE", help="memory of each GPU, or none if the CPU computes"
     )

@@ -45,7 +45,7 @@ def check_plot(path: Path) -> None:
     except ImportError as error:  # it is not installed, or not completely
         raise UnsupportedError(
             f"smart-infinity simulate --plot needs matplotlib, which cannot be imported: {error}.",
-            "pip install 'lightning-smartinfinity[benchmarks]', or leave --plot out.",
+            "Install it, in the checkout of this package: pip install '.[benchmarks]'. Or leave --plot out.",
         ) from None
     if not path.parent.is_dir():
         raise _unwritable(path, "there is no such folder")

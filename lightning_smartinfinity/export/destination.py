@@ -13,7 +13,7 @@ from pathlib import Path
 from lightning_smartinfinity.errors import CheckpointError, ConfigError, StorageError, StorageFullError
 from lightning_smartinfinity.export.staging_lock import locked, remove_content
 from lightning_smartinfinity.store.os_errors import storage_errors
-from lightning_smartinfinity.store.replacement import beside, flush, put_back, put_in_place
+from lightning_smartinfinity.store.replacement import beside, flush_names, flush_tree, put_back, put_in_place
 
 __all__ = ["require_folder", "require_room", "require_unused", "resolved", "staged"]
 
@@ -134,15 +134,13 @@ def staged(target: Path, *, keeps_others: bool = False) -> Iterator[Path]:
             require_unused(target)
         try:
             yield new
-            for path in new.glob("*"):
-                flush(path)
             if keeps_others and place.is_dir():
                 _keep_others(place, new)
-            flush(new)
+            flush_tree(new)
             if not keeps_others:
                 require_unused(target)  # another program may have made it meanwhile
             put_in_place(new, place)
-            flush(place.parent)
+            flush_names(place)
         finally:
             put_back(staging, place)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.export.destination import require_room, staged
 from lightning_smartinfinity.export.routes import ExportPlan, plain_plan, router
@@ -82,9 +83,9 @@ def _checkpoint(source: CheckpointWeights, rooms: dict[str, torch.Tensor]) -> di
         for name in source.state_dict_order()
     }
     state = {key: value for key, value in source.client_state().items() if key != RNG_KEY}
-    if "pytorch-lightning_version" not in state:
+    if LIGHTNING_KEY not in state:
         raise CheckpointError(
-            f"{source.path} was not saved by a Trainer of Lightning: it has no 'pytorch-lightning_version'.",
+            f"{source.path} was not saved by a Trainer of Lightning: it has no {LIGHTNING_KEY!r}.",
             "Export --to safetensors.",
         )
     return {**state, "state_dict": state_dict}

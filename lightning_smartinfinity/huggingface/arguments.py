@@ -13,7 +13,7 @@ from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.transformers_models import models_in
 from lightning_smartinfinity.update_rules import RULES
 
-__all__ = ["Arguments", "check_arguments", "has_rule", "job_of", "refuse_quantized"]
+__all__ = ["Arguments", "check_arguments", "has_adapters", "has_rule", "job_of", "refuse_quantized"]
 
 Arguments: TypeAlias = Any
 """``transformers.TrainingArguments``; transformers is an optional dependency."""
@@ -30,7 +30,8 @@ def check_arguments(args: Arguments) -> None:
     if args.use_cpu:
         raise UnsupportedError(
             "TrainingArguments(use_cpu=True) switches DeepSpeed off, and the model would train in memory.",
-            "Leave it out: without a GPU the training runs on the CPU all the same.",
+            "Leave it out: without a GPU the training runs on the CPU all the same. There, leave bf16=True out, too: "
+            "transformers trains in bf16 on GPUs only.",
         )
     name = str(getattr(args.optim, "value", args.optim))
     if not has_rule(name):
@@ -62,6 +63,11 @@ def refuse_quantized(model: torch.nn.Module) -> None:
                 "Load it without quantization_config; its weights may lie on storage instead: "
                 "SmartInfinityTraining(zero={'offload_param': {'device': 'nvme'}}).",
             )
+
+
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Return whether a model of transformers was given adapters by its own ``add_adapter``."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def job_of(output_dir: str | Path) -> str:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.huggingface.arguments import Arguments
 
 __all__ = [
     "Trainer",
+    "accelerators_with_deepspeed",
     "arguments_seen_by",
+    "completed_checkpoints_seen_by",
     "fresh_accelerate",
     "models_saved_by",
-    "trainings_ended_by",
+    "trainers_of_context",
+    "trainings_seen_by",
     "without_weights",
 ]
 
@@ -22,22 +28,35 @@ Trainer: TypeAlias = Any
 
 
 @contextmanager
-def arguments_seen_by(see: Callable[[dict[str, Any], Arguments], None]) -> Iterator[None]:
+def arguments_seen_by(see: Callable[[dict[str, Any], dict[str, Any], Arguments], None]) -> Iterator[None]:
     """Call a function whenever ``TrainingArguments`` complete DeepSpeed's configuration within this context.
 
     After it, transformers forgets the configuration, by which ``from_pretrained`` partitions models.
 
     Args:
-        see: Function that takes the completed configuration and the arguments.
+        see: Function that takes the configuration as it was given, as it was completed, and the arguments.
     """
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 
+    def build(original: Callable[..., None], config: Any, given: object) -> None:
+        if not isinstance(given, dict):
+            raise ConfigError(
+                f"TrainingArguments(deepspeed={given!r}) was made within SmartInfinityTraining.",
+                "Pass deepspeed=training.config, where `training` is what `with SmartInfinityTraining(...) as training`"
+                " names.",
+            )
+        original(config, given)
+
     def process(original: Callable[..., None], config: Any, args: Arguments, *rest: object, **named: object) -> None:
+        given = copy.deepcopy(config.config)
         original(config, args, *rest, **named)
-        see(config.config, args)
+        see(given, config.config, args)
 
     try:
-        with _replaced(HfTrainerDeepSpeedConfig, "trainer_config_process", process):
+        with (
+            _replaced(HfTrainerDeepSpeedConfig, "__init__", build),
+            _replaced(HfTrainerDeepSpeedConfig, "trainer_config_process", process),
+        ):
             yield
     finally:
         unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
@@ -64,40 +83,80 @@ def _forget_state() -> None:
 
 
 @contextmanager
-def models_saved_by(save: Callable[[Trainer, str, Callable[[], None]], None]) -> Iterator[None]:
+def accelerators_with_deepspeed() -> Iterator[None]:
+    """Refuse an Accelerator without DeepSpeed in this context, a Trainer's too: it would train in memory."""
+    import accelerate
+
+    def build(original: Callable[..., None], accelerator: Any, *args: object, **kwargs: object) -> None:
+        original(accelerator, *args, **kwargs)
+        if accelerator.distributed_type != accelerate.DistributedType.DEEPSPEED:
+            raise UnsupportedError(
+                "A Trainer or an Accelerator without DeepSpeed was made within SmartInfinityTraining; it would train in"
+                " memory.",
+                "Pass TrainingArguments(deepspeed=training.config), or"
+                " Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=training.config)).",
+            )
+
+    with _replaced(accelerate.Accelerator, "__init__", build):
+        yield
+
+
+@contextmanager
+def models_saved_by(save: Callable[[Trainer, str, bool, Callable[[], None]], None]) -> Iterator[None]:
     """Let a function save models in place of ``Trainer.save_model`` within this context.
 
     Args:
-        save: Function that takes the Trainer, the folder, and a function that calls the original.
+        save: Function that takes the Trainer, the folder, whether a checkpoint begins with this model, and a function
+            that calls the original.
     """
     import transformers
 
     def save_model(
-        original: Callable[..., None], trainer: Trainer, output_dir: str | None = None, *rest: object, **named: object
+        original: Callable[..., None], trainer: Trainer, output_dir: str | None = None, _internal_call: bool = False
     ) -> None:
         folder = trainer.args.output_dir if output_dir is None else output_dir
-        save(trainer, folder, lambda: original(trainer, output_dir, *rest, **named))
+        save(trainer, folder, _internal_call, lambda: original(trainer, output_dir, _internal_call))
 
     with _replaced(transformers.Trainer, "save_model", save_model):
         yield
 
 
 @contextmanager
-def trainings_ended_by(end: Callable[[], None]) -> Iterator[None]:
-    """Call a function whenever ``Trainer.train`` ends within this context.
+def completed_checkpoints_seen_by(see: Callable[[], None]) -> Iterator[None]:
+    """Call a function whenever all files of a checkpoint are written, before older checkpoints are removed for it."""
+    from transformers import trainer
+
+    def rotate(original: Callable[..., None], *args: object, **kwargs: object) -> None:
+        see()
+        original(*args, **kwargs)
+
+    with _replaced(trainer, "rotate_checkpoints", rotate):
+        yield
+
+
+@contextmanager
+def trainings_seen_by(begin: Callable[[Trainer, Any], Any], end: Callable[[], None]) -> Iterator[None]:
+    """Call functions whenever ``Trainer.train`` begins and ends within this context.
 
     The Trainer also builds an engine for every training. Otherwise it would take the one of an evaluation before it,
     which has no optimizer and which it has released by then.
 
     Args:
+        begin: Function that takes the Trainer and ``resume_from_checkpoint``, and returns the checkpoint to resume.
         end: Function that is called after success and failure.
     """
     import transformers
 
-    def train(original: Callable[..., Any], trainer: Trainer, *args: object, **kwargs: object) -> Any:
+    def train(
+        original: Callable[..., Any],
+        trainer: Trainer,
+        resume_from_checkpoint: str | bool | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> Any:
         trainer.model_wrapped = trainer.model
         try:
-            return original(trainer, *args, **kwargs)
+            return original(trainer, begin(trainer, resume_from_checkpoint), *args, **kwargs)
         finally:
             end()
 
@@ -105,19 +164,85 @@ def trainings_ended_by(end: Callable[[], None]) -> Iterator[None]:
         yield
 
 
+_AFTER_IT = {"save_model": "SmartInfinityTraining.save_pretrained(folder) still saves the model that was trained."}
+
+
 @contextmanager
-def without_weights(model: Any) -> Iterator[None]:
-    """Let ``save_pretrained`` of this model write nothing: its weights and its configuration are written already."""
-    model.save_pretrained = lambda *args, **kwargs: None
+def trainers_of_context() -> Iterator[None]:
+    """Let Trainers that are made within this context keep the optimizers they are given, and refuse work after it.
+
+    With DeepSpeed, the Trainer builds an optimizer from its arguments even if it was given one. After the context it
+    would save and train without this package, or meet the state that accelerate has forgotten.
+    """
+    import transformers
+
+    made: weakref.WeakSet[Trainer] = weakref.WeakSet()
+
+    def build(original: Callable[..., None], trainer: Trainer, *args: object, **kwargs: object) -> None:
+        try:
+            original(trainer, *args, **kwargs)
+        except NotImplementedError as error:
+            if "deepspeed_plugin" not in str(error):
+                raise
+            raise UnsupportedError(
+                "A second Trainer was made without TrainingArguments of its own, made directly before it.",
+                "Make new TrainingArguments for each Trainer: accelerate knows one configuration at a time.",
+            ) from error
+        made.add(trainer)
+        _keep_given(trainer)
+
+    try:
+        with _replaced(transformers.Trainer, "__init__", build):
+            yield
+    finally:
+        for trainer in made:
+            for name in ("train", "evaluate", "predict", "save_model"):
+                setattr(trainer, name, _refused_after(name))
+
+
+def _keep_given(trainer: Trainer) -> None:
+    """Let a Trainer train with the optimizer and the scheduler that its user has passed."""
+    given = {"optimizer": trainer.optimizer, "lr_scheduler": trainer.lr_scheduler}
+
+    def create(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def created(*args: Any, **kwargs: Any) -> Any:
+            if getattr(trainer, name) is None:
+                setattr(trainer, name, given[name])
+            return method(*args, **kwargs)
+
+        return created
+
+    for name, method in (("optimizer", "create_optimizer"), ("lr_scheduler", "create_scheduler")):
+        if given[name] is not None:
+            setattr(trainer, method, create(name, getattr(trainer, method)))
+
+
+def _refused_after(name: str) -> Callable[..., Any]:
+    def refused(*_: object, **__: object) -> Any:
+        raise UnsupportedError(
+            f"Trainer.{name} was called after its SmartInfinityTraining had ended.",
+            f"Call it within the `with`. {_AFTER_IT.get(name, '')}".rstrip(),
+        )
+
+    return refused
+
+
+@contextmanager
+def without_weights(trainer: Trainer) -> Iterator[None]:
+    """Let ``Trainer.save_model`` write all but weights and the model's configuration, which are written already."""
+    deepspeed = trainer.is_deepspeed_enabled
+    trainer.is_deepspeed_enabled = False  # else it asks its engine for a state dict of the whole model
+    trainer.model.save_pretrained = lambda *args, **kwargs: None
     try:
         yield
     finally:
-        del model.save_pretrained
+        del trainer.model.save_pretrained
+        trainer.is_deepspeed_enabled = deepspeed
 
 
 @contextmanager
-def _replaced(owner: type, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Redirect a method to ``around``, which takes the original as its first argument."""
+def _replaced(owner: object, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """Redirect a method or a module's function to ``around``, which takes the original as its first argument."""
     original = getattr(owner, name)
 
     def method(*args: Any, **kwargs: Any) -> Any:

@@ -2,44 +2,48 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any
 
 import torch
 from typing_extensions import Self, override
 
 from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import (
-    SmartSSDConfig,
-    TransferConfig,
-    smartssd_config,
-    storage_folders,
-    transfer_config,
-)
+from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
-from lightning_smartinfinity.huggingface.arguments import Arguments, check_arguments, job_of, refuse_quantized
+from lightning_smartinfinity.huggingface.arguments import (
+    Arguments,
+    check_arguments,
+    has_adapters,
+    job_of,
+    refuse_quantized,
+)
 from lightning_smartinfinity.huggingface.launch import launched
+from lightning_smartinfinity.huggingface.options import refuse_options
+from lightning_smartinfinity.huggingface.resume import begin_checkpoint, checkpoint_to_resume, end_checkpoint
 from lightning_smartinfinity.huggingface.seams import (
     Trainer,
+    accelerators_with_deepspeed,
     arguments_seen_by,
+    completed_checkpoints_seen_by,
     fresh_accelerate,
     models_saved_by,
-    trainings_ended_by,
+    trainers_of_context,
+    trainings_seen_by,
     without_weights,
 )
-from lightning_smartinfinity.lightning_options import checked_options
 from lightning_smartinfinity.near_storage import NearStorage
-from lightning_smartinfinity.settings import StrategySettings, documents_settings
+from lightning_smartinfinity.settings import documents_settings, given_settings
 from lightning_smartinfinity.transformers_models import optional_package
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
-
-if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.engine import PortableEngine
 
 __all__ = ["SmartInfinityTraining"]
 
@@ -54,10 +58,6 @@ _AUTO: DeepSpeedConfig = {
 _DEFAULT_JOB = TransferConfig().job
 
 
-class _NoOptions(TypedDict):
-    """There are no options beside the settings."""
-
-
 @documents_settings
 class SmartInfinityTraining(NearStorage):
     """A context for ``transformers.Trainer`` and Accelerate: what they train in it keeps its state on storage.
@@ -69,9 +69,6 @@ class SmartInfinityTraining(NearStorage):
     Raises:
         ConfigError: A setting is unknown, contradictory or out of range.
         UnsupportedError: A setting asks for something that this package does not support.
-
-    Attributes:
-        config: DeepSpeed's configuration, with "auto" where ``TrainingArguments`` or Accelerate know the value.
 
     Example::
 
@@ -95,24 +92,41 @@ class SmartInfinityTraining(NearStorage):
         zero: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
-        checked_options(type(self).__name__, unknown, _NoOptions)
-        settings = StrategySettings(
-            storage=storage_folders(storage),
+        refuse_options(type(self).__name__, unknown)
+        settings = given_settings(
+            type(self).__name__,
+            storage=storage,
             update_device=update_device,
-            smartssd=smartssd_config(smartssd),
+            smartssd=smartssd,
             state_format=state_format,
             overlap=overlap,
             compression=compression,
             activations=activations,
-            transfer=transfer_config(transfer),
+            transfer=transfer,
             zero=zero,
         )
         self._take_settings(settings)
-        self.config = {**self.config, **_AUTO}
-        self.config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        self._config: DeepSpeedConfig = {**self._engine_config, **copy.deepcopy(_AUTO)}
+        self._config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
         self._given = settings
-        self._completed: DeepSpeedConfig | None = None
         self._contexts = ExitStack()
+        self._last_model: torch.nn.Module | None = None
+        self._checkpoint = Path()  # the one that was begun last
+        self._trained: weakref.WeakSet[Trainer] = weakref.WeakSet()
+
+    @property
+    def config(self) -> DeepSpeedConfig:
+        """DeepSpeed's configuration, with "auto" where ``TrainingArguments`` or Accelerate know the value.
+
+        Raises:
+            UnsupportedError: The context has not begun, or it has ended: DeepSpeed would train without this package.
+        """
+        if self not in _ACTIVE:
+            raise UnsupportedError(
+                "SmartInfinityTraining.config was asked for outside of the `with`.",
+                "Make arguments, model and Trainer within `with SmartInfinityTraining(...) as training:`.",
+            )
+        return self._config
 
     # ---- the context
 
@@ -131,14 +145,18 @@ class SmartInfinityTraining(NearStorage):
             )
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._prepare_environment(torch.device("cuda" if on_gpu else "cpu"), local_world_size=local_world_size)
-        from lightning_smartinfinity.zero3.engine import initializing_with
+        from lightning_smartinfinity.zero3.engine_setup import initializing_with
 
+        self._engine_config = self._config
         with ExitStack() as contexts:
             contexts.enter_context(launched())
             contexts.enter_context(fresh_accelerate())
             contexts.enter_context(arguments_seen_by(self._see_arguments))
             contexts.enter_context(models_saved_by(self._save_model))
-            contexts.enter_context(trainings_ended_by(self._become_idle))
+            contexts.enter_context(completed_checkpoints_seen_by(lambda: end_checkpoint(self._checkpoint)))
+            contexts.enter_context(trainings_seen_by(self._begin, self._become_idle))
+            contexts.enter_context(trainers_of_context())
+            contexts.enter_context(accelerators_with_deepspeed())
             contexts.enter_context(initializing_with(self._initialize))
             _ACTIVE.append(self)
             contexts.callback(_ACTIVE.remove, self)
@@ -154,21 +172,49 @@ class SmartInfinityTraining(NearStorage):
 
     # ---- what transformers and accelerate call
 
-    def _see_arguments(self, config: DeepSpeedConfig, args: Arguments) -> None:
+    def _see_arguments(self, given: DeepSpeedConfig, config: DeepSpeedConfig, args: Arguments) -> None:
         """Check new ``TrainingArguments``, and put the storage where they put their checkpoints."""
         self._require_own(config)
+        changed = [name for name, value in _AUTO.items() if given.get(name) != value]
+        if changed:
+            raise ConfigError(
+                f"{changed[0]!r} of SmartInfinityTraining.config was set to {given.get(changed[0])!r}.",
+                "Leave it as it is, and set it in TrainingArguments, which know it by a name of their own.",
+            )
         check_arguments(args)
-        self._completed = config
+        self._engine_config = config
+        self._follow(args)
+        self._contexts.enter_context(self._parameters_on_storage())
+
+    def _follow(self, args: Arguments) -> None:
+        """Put the storage where arguments put their checkpoints, or name the job after that folder."""
         self._settings = self._given
         if self._given.storage is None:
             self._choose_storage(args.output_dir)
         elif self._given.transfer.job == _DEFAULT_JOB:
             self._settings = replace(self._given, transfer=replace(self._given.transfer, job=job_of(args.output_dir)))
-        self._contexts.enter_context(self._parameters_on_storage())
+
+    def _begin(self, trainer: Trainer, resume: str | bool | None) -> str | bool | None:
+        """Check a Trainer that is about to train, and return the checkpoint from which it goes on."""
+        if trainer.accelerator.state.deepspeed_plugin is not trainer.args.deepspeed_plugin:
+            raise UnsupportedError(
+                "Other TrainingArguments were made after this Trainer; accelerate knows one configuration at a time.",
+                "Make the arguments and the Trainer directly before each training.",
+            )
+        checkpoint = checkpoint_to_resume(resume, trainer.args.output_dir, warn=trainer.is_world_process_zero())
+        if trainer in self._trained and not resume:
+            warnings.warn(
+                "This Trainer trains once more, and the optimizer's state begins anew. To go on from the state that was"
+                " saved last, pass resume_from_checkpoint=True.",
+                stacklevel=2,
+            )
+        self._trained.add(trainer)
+        self._follow(trainer.args)
+        return checkpoint
 
     def _initialize(self, initialize: Callable[..., Any], **kwargs: Any) -> Any:
         """Build our engine for a call of ``deepspeed.initialize``, and return what that returns."""
-        from lightning_smartinfinity.zero3.engine import evaluation_engine, refuse_in_fit
+        from lightning_smartinfinity.zero3.engine_setup import evaluation_engine, refuse_in_fit
         from lightning_smartinfinity.zero3.release import release_module
         from lightning_smartinfinity.zero3.validation import check_dtype
 
@@ -176,10 +222,11 @@ class SmartInfinityTraining(NearStorage):
         self._require_own(config)
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         refuse_quantized(model)
+        self._last_model = model
         # Several micro-batches accumulate in fp32, also with 16-bit parameters.
         several = config["gradient_accumulation_steps"] > 1
         config = {**config, "data_types": {"grad_accum_dtype": "fp32"} if several else {}}
-        self._completed = config
+        self._engine_config = config
         self._choose_storage(Path.cwd())
         if optimizer is None:
             refuse_in_fit(model)
@@ -197,32 +244,40 @@ class SmartInfinityTraining(NearStorage):
         results[0].optimizer.rank_state.in_fit = True
         return results
 
-    def _save_model(self, trainer: Trainer, folder: str, original: Callable[[], None]) -> None:
+    def _save_model(self, trainer: Trainer, folder: str, begins_checkpoint: bool, original: Callable[[], None]) -> None:
         """Write a model window by window, and let the Trainer write what belongs to it, such as the tokenizer."""
-        engine: PortableEngine | None = trainer.model_wrapped if trainer.model_wrapped is not trainer.model else None
-        if engine is None or not _has_own_format(trainer.model):
-            original()
+        from lightning_smartinfinity.zero3.collectives import raising_together
+
+        if begins_checkpoint:
+            with raising_together():
+                if trainer.args.should_save:
+                    self._checkpoint = Path(folder)
+                    begin_checkpoint(folder, resumable=not trainer.args.save_only_model)
+        if not _has_own_format(trainer.model):
+            if trainer.deepspeed is None:
+                raise UnsupportedError(
+                    f"save_model was called before {type(trainer.model).__name__} was trained or evaluated.",
+                    "Call Trainer.train or Trainer.evaluate first.",
+                )
+            with trainer.deepspeed.gathering_trained_only(has_adapters(trainer.model)):
+                original()
             return
         self.save_pretrained(folder, trainer.model)
-        with without_weights(trainer.model), engine.without_state_dict():
+        with without_weights(trainer):
             original()
 
     # ---- the base class's questions
-
-    @property
-    @override
-    def _engine_config(self) -> DeepSpeedConfig:
-        return self.config if self._completed is None else self._completed
 
     @override
     def _module_to_save(self, module: torch.nn.Module | None) -> torch.nn.Module:
         if module is not None:
             return module
-        if self._training_engine is None:
+        if self._last_model is None:
             raise UnsupportedError(
-                "save_pretrained was called before a training began.", "Call it after Trainer.train, or pass a module."
+                "save_pretrained was called before a training or an evaluation began.",
+                "Call it after Trainer.train or Trainer.evaluate, or pass a module.",
             )
-        return self._training_engine.module
+        return self._last_model
 
     def _require_own(self, config: DeepSpeedConfig) -> None:
         for section in ("optimizer", "scheduler"):
@@ -231,7 +286,7 @@ class SmartInfinityTraining(NearStorage):
                     f"DeepSpeed's configuration has a section {section!r}, and DeepSpeed would build its own.",
                     "Leave it out: transformers builds what TrainingArguments ask for.",
                 )
-        if config.get("zero_optimization") != self.config["zero_optimization"]:
+        if config.get("zero_optimization") != self._config["zero_optimization"]:
             raise ConfigError(
                 "Within SmartInfinityTraining, transformers or accelerate was given another configuration of DeepSpeed:"
                 f" zero_optimization={config.get('zero_optimization')!r}.",
@@ -243,7 +298,7 @@ _ACTIVE: list[SmartInfinityTraining] = []
 
 
 def _has_own_format(model: torch.nn.Module) -> bool:
-    """Return whether the model is one of transformers itself, not one that peft has wrapped, nor the user's own."""
+    """Return whether the model is one of transformers itself, not one with adapters, nor the user's own."""
     import transformers
 
-    return isinstance(model, transformers.PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False)
+    return isinstance(model, transformers.PreTrainedModel) and not has_adapters(model)

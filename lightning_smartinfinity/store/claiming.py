@@ -11,7 +11,9 @@ from lightning_smartinfinity.checks import require_distinct
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, RankFolder, rank_folder_path
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, write_manifest
+from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.record import record_bytes
+from lightning_smartinfinity.store.replacement import flush_names
 
 __all__ = ["claim_folders", "fill_folders"]
 
@@ -59,3 +61,5 @@ def fill_folders(folders: Sequence[RankFolder], manifest: Manifest) -> None:
     for device, folder in enumerate(folders):
         write_manifest(folder.expect(MANIFEST_NAME), manifest.for_device(device))
         folder.flush()
+        with storage_errors("Flushing the folders above", folder.path):
+            flush_names(folder.path)

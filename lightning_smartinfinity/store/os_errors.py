@@ -15,15 +15,15 @@ __all__ = ["FULL", "failure_error", "in_short", "require_io_engine", "storage_er
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Numbers of the errors that mean that no space, or no number of files, is left."""
 
-_OTHER_REMEDY = "Check the file system and the device, or choose another storage folder."
+_OTHER_REMEDY = "Check the file system and the device, or choose another folder."
 _REMEDIES = {
-    errno.EACCES: "Give this user write permission there, or choose another storage folder.",
-    errno.EPERM: "Give this user write permission there, or choose another storage folder.",
-    errno.EROFS: "The file system is mounted read-only: remount it, or choose another storage folder.",
-    errno.ENOTDIR: "A file stands where a folder should be: remove it, or choose another storage folder.",
-    errno.EEXIST: "A file stands where a folder should be: remove it, or choose another storage folder.",
-    errno.EISDIR: "A folder stands where a file should be: remove it, or choose another storage folder.",
-    errno.ENOENT: "It cannot be created there, or it was removed: choose another storage folder, or restore it.",
+    errno.EACCES: "Give this user write permission there, or choose another folder.",
+    errno.EPERM: "Give this user write permission there, or choose another folder.",
+    errno.EROFS: "The file system is mounted read-only: remount it, or choose another folder.",
+    errno.ENOTDIR: "A file stands where a folder should be: remove it, or choose another folder.",
+    errno.EEXIST: "A file stands where a folder should be: remove it, or choose another folder.",
+    errno.EISDIR: "A folder stands where a file should be: remove it, or choose another folder.",
+    errno.ENOENT: "It cannot be created there, or it was removed: choose another folder, or restore it.",
     errno.ENAMETOOLONG: "Use a shorter storage folder or TransferConfig(job=...).",
     errno.EIO: "The device reports an I/O error: check the kernel log and the device's health.",
     errno.EMFILE: "Raise this process's limit of open files (ulimit -n).",
@@ -42,7 +42,7 @@ def storage_error(number: int, *, problem: str) -> StorageError:
         problem: A sentence that says what failed, with the path and the system's message.
     """
     if number in FULL:
-        return StorageFullError(problem, "Free space there, or choose a storage folder on a larger file system.")
+        return StorageFullError(problem, "Free space there, or choose a folder on a larger file system.")
     return StorageError(problem, _REMEDIES.get(number, _OTHER_REMEDY))
 
 

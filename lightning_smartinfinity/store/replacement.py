@@ -1,4 +1,8 @@
-"""Puts new folders and files in the place of old ones, so that a process killed at any moment loses neither."""
+"""Puts new folders and files in the place of old ones, so that neither a kill nor a power loss loses both.
+
+A rename is on the device when the folder is flushed that holds the name, and what it names only if that was flushed by
+itself. So the order is: :func:`flush_tree`, rename, :func:`flush_names`.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,17 @@ import ctypes
 import errno
 import hashlib
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["beside", "exchange", "flush", "put_back", "put_in_place"]
+__all__ = ["beside", "exchange", "flush", "flush_names", "flush_tree", "put_back", "put_in_place"]
 
 _STAGING = ".saving"
 _PREVIOUS = ".saving-previous"  # no target has such a name
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_NO_FLUSH = frozenset({errno.EINVAL, errno.ENOTSUP})  # what network file systems answer for a folder
 _NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 
 
@@ -55,14 +61,67 @@ def put_back(staging: Path, old: Path) -> None:
 def flush(path: Path) -> None:
     """Return when the content of a file, or the entries of a folder, are on the device.
 
+    Anything but a regular file or a folder is left alone, and so is a folder whose file system cannot flush folders.
+
     Raises:
         OSError: They could not be written.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    # A FIFO would block without O_NONBLOCK.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        os.fsync(descriptor)
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode):
+            os.fsync(descriptor)
+        elif stat.S_ISDIR(mode):
+            _flush_folder(descriptor)
     finally:
         os.close(descriptor)
+
+
+def flush_tree(root: Path) -> None:
+    """Return when a file, or a folder with everything below it, is on the device.
+
+    Symbolic links are not followed.
+
+    Raises:
+        OSError: Something could not be written.
+    """
+    if not root.is_dir():
+        return flush(root)
+    for path, _, files in os.walk(root, topdown=False, onerror=_raise):
+        for file in files:
+            if not os.path.islink(os.path.join(path, file)):
+                flush(Path(path, file))
+        flush(Path(path))
+
+
+def flush_names(path: Path) -> None:
+    """Return when a path is on the device: its entry in its folder, that folder's in the one above, and so on.
+
+    The folders above may be as new as ``path``, whoever made them. Those on another file system are left out, and those
+    that this user may not read, in which this user has made nothing.
+
+    Raises:
+        OSError: A folder could not be written.
+    """
+    device = path.stat().st_dev
+    for folder in path.absolute().parents:
+        if folder.stat().st_dev != device:
+            return
+        with suppress(PermissionError):
+            flush(folder)
+
+
+def _flush_folder(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FLUSH:
+            raise
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def exchange(first: Path, second: Path) -> bool:

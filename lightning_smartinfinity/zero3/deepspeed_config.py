@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 
-from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.checks import STRATEGY, as_passed
+from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.zero3.section_keys import check_keys
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
 __all__ = ["build_deepspeed_config"]
@@ -13,42 +15,13 @@ __all__ = ["build_deepspeed_config"]
 # DeepSpeed allocates one bucket of this many elements; Lightning's default of 200M takes 400 MB before the first step.
 _BUCKET_NUMEL = 16 * 1024 * 1024
 
-_OWNED = {
-    "stage": "this strategy is ZeRO stage 3",
-    "offload_optimizer": "optimizer state lives on the strategy's storage",
-    "cpu_offload": "optimizer state lives on the strategy's storage",
-}
-# Old names that DeepSpeed still accepts, and would silently move into another section.
-_DEPRECATED = {
-    "cpu_offload_param": "Use zero={'offload_param': {'device': 'cpu'}}.",
-    "cpu_offload_use_pin_memory": "Use zero={'offload_param': {'device': 'cpu', 'pin_memory': True}}.",
-}
-_REFUSED = {
-    "zenflow": "ZenFlow",
-    "super_offload": "SuperOffload",
-    "mics_shard_size": "MiCS",
-    "mics_hierarchical_params_gather": "MiCS",
-    "zero_hpz_partition_size": "hpZ",
-    "zero_quantized_weights": "quantized weights",
-    "zero_quantized_nontrainable_weights": "quantized weights",
-    "zero_quantized_gradients": "quantized gradients",
-    "load_from_fp32_weights": "load_from_fp32_weights",
-    "elastic_checkpoint": "elastic checkpoints",
-}
-# Values of the refused keys that switch nothing on.
-_HARMLESS: tuple[object, ...] = (None, False, 0)
-_HARMLESS_OF: dict[str, tuple[object, ...]] = {
-    "zero_hpz_partition_size": (None, 0, 1),
-    "mics_shard_size": (None, 0, -1),
-    "load_from_fp32_weights": (None, True),  # False switches this feature on
-}
 
-
-def build_deepspeed_config(zero: Mapping[str, object] | None) -> DeepSpeedConfig:
+def build_deepspeed_config(zero: Mapping[str, object] | None, *, owner: str = STRATEGY) -> DeepSpeedConfig:
     """Build DeepSpeed's configuration for ZeRO-3, with optimizer state left to this package.
 
     Args:
         zero: Additional keys of DeepSpeed's ``zero_optimization`` section.
+        owner: Class to which they were given, for errors.
 
     Returns:
         A configuration without batch size, precision, clipping and accumulation, which Lightning fills in.
@@ -57,8 +30,8 @@ def build_deepspeed_config(zero: Mapping[str, object] | None) -> DeepSpeedConfig
         ConfigError: A key is unknown or decided by the strategy.
         UnsupportedError: A key switches on a feature that the strategy refuses.
     """
-    user = _copied(zero) if zero else {}
-    _check(user)
+    user = _copied(zero, owner=owner) if zero else {}
+    check_keys(user, owner=owner)
     section: DeepSpeedConfig = {
         "stage": 3,
         # "cpu" is the branch of DeepSpeed with the fewest side paths: no swapper, the ordinary checkpoint files.
@@ -94,23 +67,10 @@ def _complete_nvme(section: DeepSpeedConfig) -> None:
     offload.setdefault("nvme_path", "unused")
 
 
-def _copied(zero: Mapping[str, object]) -> DeepSpeedConfig:
+def _copied(zero: Mapping[str, object], *, owner: str) -> DeepSpeedConfig:
     try:
         return dict(copy.deepcopy(zero))
     except TypeError as error:
-        raise ConfigError(f"zero={zero!r} cannot be copied: {error}.", "Pass plain values.") from error
-
-
-def _check(user: Mapping[str, object]) -> None:
-    for key, value in user.items():
-        if not isinstance(key, str):
-            raise ConfigError(f"zero={{{key!r}: {value!r}}} has a key that is no str.", f"Remove {key!r}.")
-        if key in _OWNED:
-            raise ConfigError(f"zero={{{key!r}: {value!r}}} cannot be set: {_OWNED[key]}.", f"Remove {key!r}.")
-        if key in _DEPRECATED:
-            raise ConfigError(f"zero={{{key!r}: {value!r}}} is an old name of DeepSpeed's.", _DEPRECATED[key])
-        if key in _REFUSED and value not in _HARMLESS_OF.get(key, _HARMLESS):
-            raise UnsupportedError(
-                f"zero={{{key!r}: {value!r}}}: {_REFUSED[key]} does not work with the smart_infinity strategy.",
-                f"Remove {key!r}.",
-            )
+        raise ConfigError(
+            f"{as_passed(owner, 'zero', zero)} cannot be copied: {error}.", "Pass plain values."
+        ) from error

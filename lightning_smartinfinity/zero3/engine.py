@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import uuid
 from collections import Counter
@@ -10,10 +9,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import deepspeed
-
 # Imported here, since DeepSpeed would otherwise import it while its base class is replaced (see below).
-import deepspeed.runtime.superoffload.superoffload_stage3
+import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
 import deepspeed.runtime.zero.stage3 as stage3
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -21,6 +18,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
+from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.transformers_models import describe_models
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
@@ -48,23 +46,12 @@ from lightning_smartinfinity.zero3.parameters.partitioning import (
     partitioning,
     whole_bytes,
 )
-from lightning_smartinfinity.zero3.release import release_module, trainings_of
+from lightning_smartinfinity.zero3.release import release_module
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.step.foreign_step import refuse_foreign_steps
-from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedConfig, SavedState, ZeroOptimizer, ZeroParameter
-from lightning_smartinfinity.zero3.validation import check_dtype, check_process_groups
+from lightning_smartinfinity.zero3.untyped import ClientState, SavedState, ZeroOptimizer, ZeroParameter
 
-__all__ = [
-    "EvaluationEngine",
-    "PortableEngine",
-    "SmartInfinityEngine",
-    "build_evaluation_engine",
-    "engine_with",
-    "evaluation_engine",
-    "initializing_with",
-    "refuse_in_fit",
-    "refuse_trained",
-]
+__all__ = ["EvaluationEngine", "PortableEngine", "SmartInfinityEngine", "replaced"]
 
 
 class PortableEngine(DeepSpeedEngine):
@@ -99,17 +86,22 @@ class PortableEngine(DeepSpeedEngine):
                 _cast_statistics(module)
 
     @contextmanager
-    def without_state_dict(self) -> Iterator[None]:
-        """Let a state dict that transformers asks for be empty within this context: weights are written already."""
-        self._zero3_consolidated_16bit_state_dict = dict
-        try:
+    def gathering_trained_only(self, only: bool) -> Iterator[None]:
+        """Leave frozen parameters out of state dicts of the whole model that are asked for within this context.
+
+        Args:
+            only: Whether to leave them out; otherwise the context changes nothing.
+        """
+        if not only:
             yield
-        finally:
-            del self._zero3_consolidated_16bit_state_dict
+            return
+        gather_trained = functools.partial(self._zero3_consolidated_16bit_state_dict, exclude_frozen_parameters=True)
+        with replaced(self, "_zero3_consolidated_16bit_state_dict", gather_trained):
+            yield
 
     def _do_sanity_check(self) -> None:
         # On a CPU, DeepSpeed requires oneDNN's fp16 kernels. torch's own kernels are slower but run on every CPU.
-        with _replaced(get_accelerator(), "is_fp16_supported", _computes_fp16):
+        with replaced(get_accelerator(), "is_fp16_supported", _computes_fp16):
             if self.fp16_enabled() and not _computes_fp16():
                 raise UnsupportedError(
                     f"torch cannot train in fp16 on {get_accelerator().device_name()!r} here.",
@@ -163,7 +155,7 @@ class SmartInfinityEngine(PortableEngine):
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> ZeroOptimizer:
         # The base imports the optimizer class at call time, in order to choose among its own stage-3 subclasses.
-        with _replaced(
+        with replaced(
             stage3,
             "DeepSpeedZeroOptimizer_Stage3",
             functools.partial(SmartInfinityOptimizer, offload=self._offload, groups=self._groups),
@@ -185,8 +177,15 @@ class SmartInfinityEngine(PortableEngine):
         """Run backward like the base class; the parameters of a retained graph stay gathered.
 
         Raises:
-            UnsupportedError: Another argument of ``Tensor.backward``, such as ``create_graph``, was passed.
+            UnsupportedError: The loss has no graph, or another argument of ``Tensor.backward``, such as
+                ``create_graph``, was passed.
         """
+        if not loss.requires_grad:
+            raise UnsupportedError(
+                f"The loss {shown(loss)} has no graph: it was detached, computed under no_grad, or does not depend "
+                "on a trained parameter.",
+                "Compute it from the module's outputs, with gradients.",
+            )
         if unknown:
             raise UnsupportedError(
                 f"backward({', '.join(sorted(unknown))}=...) does not work with the smart_infinity strategy: gradients "
@@ -253,7 +252,7 @@ class SmartInfinityEngine(PortableEngine):
             saved: bool = super().save_checkpoint(
                 str(staging), tag, {**client_state, **named}, save_latest, exclude_frozen_parameters
             )
-            write_note(staging, path=save_dir)
+            write_note(staging, client_state, path=save_dir)
         return saved
 
     def load_checkpoint(
@@ -330,88 +329,17 @@ def _computes_fp16() -> bool:
     return True
 
 
-def refuse_trained(module: torch.nn.Module) -> None:
-    """Refuse a module whose parameters an engine is training.
-
-    Raises:
-        UnsupportedError: The module has such parameters, or was partitioned over a process group that has ended.
-    """
-    check_process_groups(module)
-    if any(owner.rank_state.is_open for owner in trainings_of(module)):
-        raise UnsupportedError(
-            f"{type(module).__name__} is being trained; it cannot be set up once more without its optimizer.",
-            "Use the model that fabric.setup returned with the optimizer, after model.eval().",
-        )
-
-
-def refuse_in_fit(module: torch.nn.Module) -> None:
-    """Refuse a module that a Trainer is fitting: another engine would take the module away from the fit.
-
-    Raises:
-        UnsupportedError: A fit of the module is in progress, or the module was partitioned over a process group that
-            has ended.
-    """
-    check_process_groups(module)
-    if any(owner.rank_state.is_open and owner.rank_state.in_fit for owner in trainings_of(module)):
-        raise UnsupportedError(
-            f"{type(module).__name__} is being fitted by another Trainer.",
-            "Evaluate it by that fit's own validation, or when it is over; or use a copy made before the fit.",
-        )
-
-
-def build_evaluation_engine(
-    model: torch.nn.Module, config: DeepSpeedConfig, *, device_index: int | None
-) -> EvaluationEngine:
-    """Build an engine without an optimizer: it only gathers parameters, as ZeRO-3 does.
+@contextmanager
+def replaced(owner: object, name: str, by: Callable[..., object]) -> Iterator[None]:
+    """Put something else into the place of an attribute within this context.
 
     Args:
-        model: Module to evaluate. The user's hooks stay; those of earlier engines are removed.
-        config: DeepSpeed's configuration, as for training.
-        device_index: Index of the training device.
+        owner: Module or object that has the attribute.
+        name: Name of the attribute.
+        by: What takes its place.
     """
-    check_dtype(model, config)
-    release_module(model)
-    needed = ("fp16", "bf16", "zero_allow_untested_optimizer", "zero_optimization")
-    with evaluation_engine():
-        engine, *_ = deepspeed.initialize(
-            args=argparse.Namespace(device_rank=device_index),
-            config={"train_micro_batch_size_per_gpu": 1, **{name: config[name] for name in needed if name in config}},
-            model=model,
-            model_parameters=[],
-            dist_init_required=False,
-        )
-    return engine  # type: ignore[no-any-return]
-
-
-@contextmanager
-def evaluation_engine() -> Iterator[None]:
-    """Let ``deepspeed.initialize`` build an :class:`EvaluationEngine` within this context."""
-    with _replaced(deepspeed, "DeepSpeedEngine", EvaluationEngine):
-        yield
-
-
-@contextmanager
-def engine_with(offload: OffloadSettings) -> Iterator[None]:
-    """Let ``deepspeed.initialize`` build a :class:`SmartInfinityEngine` within this context."""
-    with _replaced(deepspeed, "DeepSpeedEngine", functools.partial(SmartInfinityEngine, offload=offload)):
-        yield
-
-
-@contextmanager
-def initializing_with(initialize: Callable[..., object]) -> Iterator[None]:
-    """Redirect ``deepspeed.initialize`` within this context.
-
-    Args:
-        initialize: Function that takes the original as its first argument.
-    """
-    with _replaced(deepspeed, "initialize", functools.partial(initialize, deepspeed.initialize)):
-        yield
-
-
-@contextmanager
-def _replaced(owner: object, name: str, factory: Callable[..., object]) -> Iterator[None]:
     original = getattr(owner, name)
-    setattr(owner, name, factory)
+    setattr(owner, name, by)
     try:
         yield
     finally:

@@ -46,7 +46,7 @@ class SmartInfinityOptimizer(StateByParameter):
         """Raise UnsupportedError: the layout of the state on storage is fixed."""
         raise UnsupportedError(
             "add_param_group does not work in mid-training with the smart_infinity strategy.",
-            "Return every parameter group from configure_optimizers.",
+            "Give the optimizer every parameter group when you make it.",
         )
 
     def offload_states(self, *args: object, **kwargs: object) -> None:

@@ -91,7 +91,7 @@ def saved_numbers(optimizer: ZeroOptimizer, saved: Sequence[SavedState]) -> Sequ
     if len(saved) != len(numbers):
         raise CheckpointError(
             f"The checkpoint has {len(saved)} parameter groups, the optimizer {len(groups)}.",
-            "Return the same parameter groups from configure_optimizers.",
+            "Give the optimizer the same parameter groups.",
         )
     trained = set(optimizer.sub_group_to_group_id.values())
     for number, group in zip(numbers, saved, strict=True):
@@ -99,7 +99,7 @@ def saved_numbers(optimizer: ZeroOptimizer, saved: Sequence[SavedState]) -> Sequ
             there, here = ("none", "some") if number in trained else ("some", "none")
             raise CheckpointError(
                 f"Parameter group {number} has {there} of the trained parameters in the checkpoint, and {here} here.",
-                "Return the same parameter groups from configure_optimizers.",
+                "Give the optimizer the same parameter groups.",
             )
     return numbers
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from lightning_smartinfinity.checks import STRATEGY, as_passed
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where, optimizers_of
 from lightning_smartinfinity.transfer.rules import rule_for
-from lightning_smartinfinity.wrong_names import did_you_mean
 from lightning_smartinfinity.zero3.collectives import has_ended
 from lightning_smartinfinity.zero3.settings import ParameterSettings
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, ZeroParameter
@@ -34,11 +34,15 @@ _SIXTEEN_BIT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _DENSE_EXPERTS = "Build the experts from ordinary torch modules: ZeRO-3 partitions those over all ranks."
 
 
-def check_zero_section(section: DeepSpeedConfig) -> None:
+def check_zero_section(section: DeepSpeedConfig, *, owner: str = STRATEGY) -> None:
     """Let DeepSpeed validate its ``zero_optimization`` section now rather than in the middle of the set-up.
 
+    Args:
+        section: The section, whose keys are known.
+        owner: Class to which ``zero`` was given, for errors.
+
     Raises:
-        ConfigError: A key is unknown or a value is out of range.
+        ConfigError: A value is out of range.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
@@ -47,18 +51,13 @@ def check_zero_section(section: DeepSpeedConfig) -> None:
         zero = DeepSpeedZeroConfig(**section)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        keys = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
-        wrong = [str(e["loc"][0]) for e in error.errors() if e["type"] == "extra_forbidden" and len(e["loc"]) == 1]
-        meant = "".join(did_you_mean(name, keys) for name in wrong)
         raise ConfigError(
-            f"zero={{...}} of the smart_infinity strategy was refused by DeepSpeed: {problems}.",
-            f"{meant}Use the keys of DeepSpeed's zero_optimization section.",
+            f"{owner} was given zero={{...}} that DeepSpeed refuses: {problems}.",
+            "Pass values that DeepSpeed's zero_optimization section takes.",
         ) from error
     if zero.offload_param is not None and zero.offload_param.buffer_count < 1:
-        raise ConfigError(
-            f"zero={{'offload_param': {{'buffer_count': {zero.offload_param.buffer_count}}}}} is out of range.",
-            "Pass an int of at least 1.",
-        )
+        offload = {"offload_param": {"buffer_count": zero.offload_param.buffer_count}}
+        raise ConfigError(f"{as_passed(owner, 'zero', offload)} is out of range.", "Pass an int of at least 1.")
 
 
 def parameter_settings(

@@ -59,7 +59,7 @@ def test_an_error_ends_in_its_remedy(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert convert(tmp_path, "--state-format", "bf16") == 1
     said = capsys.readouterr().err
     assert said.startswith("smart-infinity: Looking for optimizer state in") and said.count("\n") == 1
-    assert "choose another storage folder" in said
+    assert "choose another folder" in said
 
 
 def test_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,9 +73,17 @@ def test_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "interrupted" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["convert", "a"], ["convert", "a", "--into", "b", "--state-format", "int2"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["convert", "a"],
+        ["convert", "a", "--into", "b", "--state-format", "int2"],
+        ["convert", "a", "--into", "s3://bucket/b", "--state-format", "bf16"],
+    ],
+)
 def test_what_argparse_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A missing command, a missing destination or an unknown format prints the usage and gives status 2."""
+    """A missing command, a missing destination, an unknown format or a URL prints the usage and gives status 2."""
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert "usage: smart-infinity" in capsys.readouterr().err

@@ -73,9 +73,14 @@ def test_json_has_bytes_by_owner(folder: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_several_models_make_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each model has a row of as many cells as the heading."""
+    """Each model has a row of as many cells as the heading, and is named when its plan begins."""
     assert main(["plan", "20M", "40M", *MACHINE, "--seq", "16"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    assert [line for line in printed.err.splitlines() if line.startswith("Planning")] == [
+        "Planning 20M ...",
+        "Planning 40M ...",
+    ]
+    lines = printed.out.splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| 20M", "| 40M"]
     assert len({line.count("|") for line in lines}) == 1
 
@@ -147,6 +152,7 @@ def test_gpus_of_unknown_memory_are_refused(capsys: pytest.CaptureFixture[str]) 
         ["--init-args", "[1]"],
         ["--init-args", "[" * 100_000],
         ["--batch", "0"],
+        ["--storage", "s3://bucket/run"],
         ["--gpu-memory", "big"],
         ["--gpu-memory", "24"],
         ["--gpu-memory", "0"],

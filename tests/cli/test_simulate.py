@@ -213,5 +213,5 @@ def test_a_plot_that_cannot_be_had(
     for missing, form in (("matplotlib.backends.backend_agg", "png"), ("matplotlib", "svg")):
         monkeypatch.setitem(sys.modules, missing, None)
         assert main([*few, "--plot", str(tmp_path / f"steps.{form}")]) == 1
-        assert "pip install 'lightning-smartinfinity[benchmarks]'" in capsys.readouterr().err
+        assert "pip install '.[benchmarks]'" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["folder.svg"]

@@ -134,7 +134,22 @@ def test_name_that_the_user_registered_stays_theirs() -> None:
     assert registry.get("smart_infinity") == {"storage": "mine"}
 
 
-@pytest.mark.parametrize("name", ["smart-infinity", "Smart-Infinity", "smartinfinity", "SmartInfinity"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "smart-infinity",
+        "Smart-Infinity",
+        "smart infinity",
+        "smartinfinity",
+        "SmartInfinity",
+        "smart_infinty",
+        "smartinfinty",
+        "SmartInfinityStrategy",
+        "SmartInfinityFabricStrategy",
+        "smart_infinity_strategy",
+        "lightning_smartinfinity.SmartInfinityStrategy",
+    ],
+)
 @pytest.mark.parametrize("user", [Trainer, Fabric])
 def test_another_spelling_of_the_name(name: str, user: Callable[..., object]) -> None:
     """Trainer and Fabric answer it with the name of the strategy."""

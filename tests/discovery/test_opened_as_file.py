@@ -10,16 +10,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import deepspeed
 import lightning.pytorch as pl
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lightning_smartinfinity import CheckpointError, checkpoint_hint
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
 from lightning_smartinfinity.cli import main
+from tests.fabric.worker import quiet_fabric
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer
+from tests.helpers.universal import convert_by_command
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.training.test_bad_input import assert_helpful
 
@@ -69,7 +73,7 @@ def test_a_checkpoint_opened_as_a_file(
 
 def test_a_program_that_ends_by_it(tmp_path: Path) -> None:
     """A program that imports nothing but torch is told, too."""
-    (tmp_path / NOTE_NAME).touch()
+    (tmp_path / NOTE_NAME).write_text("Make a file of it.\n")
     ended = subprocess.run(
         [sys.executable, "-c", "import sys, torch; torch.load(sys.argv[1])", str(tmp_path)],
         cwd=tmp_path,
@@ -79,7 +83,7 @@ def test_a_program_that_ends_by_it(tmp_path: Path) -> None:
         timeout=PROCESS_LIMIT,
     )
     assert ended.returncode == 1
-    assert f"smart-infinity export {tmp_path} module.ckpt --to lightning" in ended.stderr.split("IsADirectoryError")[1]
+    assert ended.stderr.split("IsADirectoryError")[1].endswith("\nMake a file of it.\n")
 
 
 @pytest.mark.parametrize(
@@ -110,9 +114,14 @@ def test_another_error(error: Exception, tmp_path: Path, monkeypatch: pytest.Mon
     assert written == []
 
 
-def test_a_folder_that_someone_finds(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint holds instructions, and the command in them makes a file for load_from_checkpoint."""
+@pytest.mark.parametrize("universal", [False, True])
+def test_a_folder_that_someone_finds(
+    universal: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint holds instructions, and the command in them makes a file for load_from_checkpoint."""
     monkeypatch.chdir(tmp_path)
+    if universal:
+        checkpoint = convert_by_command(checkpoint, tmp_path / "universal")
     text = (checkpoint / NOTE_NAME).read_text()
     (command,) = (line.strip() for line in text.splitlines() if "--to lightning" in line)
     name, *arguments = shlex.split(command)
@@ -121,6 +130,29 @@ def test_a_folder_that_someone_finds(checkpoint: Path, tmp_path: Path, monkeypat
     module = LitTiny.load_from_checkpoint("module.ckpt", recipe=RECIPE)
     saved = torch.load("module.ckpt", weights_only=False)["state_dict"]
     assert all(torch.equal(values, saved[key]) for key, values in module.state_dict().items())
+
+
+@pytest.mark.parametrize("universal", [False, True])
+def test_a_folder_of_fabric_that_someone_finds(
+    universal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its instructions do not speak of ckpt_path, and their commands give the weights."""
+    fabric = quiet_fabric(tmp_path)
+    given = torch.nn.Linear(3, 2)
+    model, optimizer = fabric.setup(given, torch.optim.AdamW(given.parameters()))
+    fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+    checkpoint = convert_by_command(tmp_path / "saved", tmp_path / "universal") if universal else tmp_path / "saved"
+    text = (checkpoint / NOTE_NAME).read_text()
+    assert "fabric.load" in text and "resume_from_checkpoint" in text and "ckpt_path" not in text
+    monkeypatch.chdir(tmp_path)
+    commands = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    assert len(commands) == 2
+    for command in commands:
+        assert main(shlex.split(command)[1:]) == 0
+    with deepspeed.zero.GatheredParameters(list(given.parameters())):
+        for name, value in load_file("weights/model.safetensors").items():
+            assert torch.equal(value, given.get_parameter(name.removeprefix("_forward_module.")))
+    fabric.strategy.close()
 
 
 def test_instructions_that_cannot_be_written(

@@ -21,6 +21,9 @@ REWRITING = UNMARKED.replace(
     '{% if message.role == "assistant" and loop.last %}<think></think>{% endif %}{{ message.content }}',
 )
 
+MISNAMED = [CHATS[0][1], {"role": "assistant", "text": "Memory."}]
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "read", "arguments": {}}}]}
+
 
 def learnt(tokenizer: Any, chat: dict[str, list[int]]) -> str:
     """Return the text of the tokens that have labels."""
@@ -100,6 +103,10 @@ def test_long_chats_are_cut(data: Callable[..., Any]) -> None:
         ('["messages"]', r"chats\.jsonl:2 is no chat"),
         (json.dumps({"messages": CHATS[0][:2]}), r"chats\.jsonl:2: nobody asks, or .* \(roles: system, user\)"),
         (json.dumps({"messages": CHATS[0][2:]}), r"chats\.jsonl:2: nobody asks"),
+        (
+            json.dumps({"messages": MISNAMED}),
+            r"chats\.jsonl:2: message 1 has no 'content' \(its fields: .*'text'\)",
+        ),
         ("", r"holds 1 chats"),
     ],
 )
@@ -109,6 +116,57 @@ def test_line_that_is_no_chat(example: Example, tmp_path: Path, line: str, messa
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(ValueError, match=message):
         example("chats").read_chats(path)
+
+
+def test_message_that_calls_a_tool(example: Example, tmp_path: Path) -> None:
+    """It needs no content."""
+    chat = [CHATS[0][1], CALL, {"role": "tool", "content": "8"}, CHATS[0][2]]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n" + json.dumps({"messages": chat}) + "\n" + json.dumps({"messages": CHATS[0]}))
+    assert example("chats").read_chats(path) == [(f"{path}:2", chat), (f"{path}:3", CHATS[0])]
+
+
+def test_chat_that_the_template_refuses(example: Example, tmp_path: Path) -> None:
+    """The error has the template's reason, and names the file and the line."""
+    refusing = "{% if messages | length > 3 %}{{ raise_exception('Too long a chat') }}{% endif %}" + UNMARKED
+    make_tokenizer(tmp_path / "model", refusing)
+    path = write_chats(tmp_path / "chats.jsonl", [CHATS[0][:3], CHATS[1]])
+    with pytest.raises(ValueError, match=r"chats\.jsonl:2: the model's chat template does not take.*Too long a chat"):
+        example("chats").Chats(str(tmp_path / "model"), str(path)).setup("fit")
+
+
+def test_model_without_a_chat_template(example: Example, tmp_path: Path) -> None:
+    """The error names the model, and says where to get a template."""
+    make_tokenizer(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"/model has no chat template\. Take the instruct version"):
+        example("chats").Chats(str(tmp_path / "model"), "chats.jsonl").setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./nowhere", r"^There is no folder \./nowhere\.$"),
+        (
+            "nowhere",
+            r"^There is no folder nowhere, and the hub gives no .*: We couldn't connect\. Retry\.$",
+        ),
+        ("empty", r"^The folder empty has no tokenizer that transformers can load: We couldn't connect\. Retry\.$"),
+    ],
+)
+def test_model_that_is_not_there(
+    example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    """The error is one line and names what was asked for."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    pretrained = example("pretrained")
+
+    def fail(model: str) -> None:
+        raise OSError("We couldn't connect.\nRetry.")
+
+    monkeypatch.setattr(pretrained.AutoTokenizer, "from_pretrained", fail)
+    with pytest.raises(ValueError, match=message):
+        pretrained.load_tokenizer(name)
 
 
 def numbered(number: int) -> list[dict[str, list[int]]]:

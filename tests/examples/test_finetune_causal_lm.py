@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -101,6 +102,52 @@ def test_model_that_caps_its_logits(example: Example) -> None:
         recipe.require_plain_head(Module(0.1))
 
 
+@pytest.mark.parametrize(
+    ("resumed", "refused"),
+    [
+        (None, True),
+        ("run/checkpoints/last.ckpt", False),
+        ("other/checkpoints/last.ckpt", True),
+    ],
+)
+def test_folder_with_checkpoints(example: Example, tmp_path: Path, resumed: str | None, refused: bool) -> None:
+    """Only the training that is resumed may add to them; an empty folder takes every training."""
+    recipe = example("finetune_causal_lm")
+    path = None if resumed is None else str(tmp_path / resumed)
+    folder = tmp_path / "run/checkpoints"
+    recipe.require_own_folder(folder, path)
+    (folder / "step=3.ckpt").mkdir(parents=True)
+    (folder / "last.ckpt").symlink_to("step=3.ckpt")
+    if refused:
+        with pytest.raises(ValueError, match=r"--resume .*/run/checkpoints/last\.ckpt.*--run-dir"):
+            recipe.require_own_folder(folder, path)
+    else:
+        recipe.require_own_folder(folder, path)
+
+
+def test_checkpoint_that_does_not_exist(example: Example, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script says so before it loads anything."""
+    with pytest.raises(SystemExit):
+        example("finetune_causal_lm").parse(["my-model", "chats.jsonl", "out", "--resume", "nope.ckpt"])
+    assert "--resume nope.ckpt: no such checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", ["finetune_causal_lm", "finetune_encoder"])
+def test_without_transformers(example: Example, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """The scripts say what to install."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit, match=rf"{script}: .*transformers.*pip install '\.\[huggingface\]'"):
+        example(script)
+
+
+def test_command_line_without_jsonargparse(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script says what to install."""
+    cli = example("cli")
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"pip install '\.\[cli\]'"):
+        cli.main(["fit"])
+
+
 def test_adapters_without_peft(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what to install."""
     recipe = example("causal_lm")
@@ -143,12 +190,15 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 # There are six chats to learn, and so three steps in an epoch.
 KEEPING_ALL = ("--save-every", "2", "--keep", "-1")
-IN_MID_EPOCH = "runs/finetune_causal_lm/checkpoints/step=2.ckpt"
+IN_MID_EPOCH = "runs/{}/checkpoints/step=2.ckpt"
 OPTIONS = ("--precision", "32-true", "--accelerator", "cpu", "--epochs", "2", "--lr", "3e-3", "--accumulate", "2")
 
 
 def test_trains_resumes_and_exports(run_example: Run, folder: Path) -> None:
-    """The printed losses are those of transformers, and a run that was resumed in mid-epoch saves the same bits."""
+    """The printed losses are those of transformers, and a run that was resumed in mid-epoch saves the same bits.
+
+    It goes on in its folder, where last.ckpt stays the newest checkpoint. Another training may not begin there.
+    """
     from transformers import AutoModelForCausalLM
 
     command = ("finetune_causal_lm.py", "my-model", "chats.jsonl")
@@ -160,11 +210,17 @@ def test_trains_resumes_and_exports(run_example: Run, folder: Path) -> None:
     for step, name in ((0, "my-model"), (6, "whole")):
         model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
         assert loss_of_transformers(model, folder) == pytest.approx(found[step], abs=2e-5)
-    rest = run_example(*command, "resumed", *OPTIONS, "--run-dir", "resumed-run", "--resume", IN_MID_EPOCH)
+    resume = ("--run-dir", "runs/whole", "--resume", IN_MID_EPOCH.format("whole"))
+    rest = run_example(*command, "resumed", *OPTIONS, *resume)
     assert losses(rest)[6] == found[6]
     expected = weights(folder / "whole")
     assert all(torch.equal(value, expected[name]) for name, value in weights(folder / "resumed").items())
-    ended = run_example(*command, "none", *OPTIONS, "--resume", "resumed-run/checkpoints/last.ckpt", status=1)
+    checkpoints = folder / "runs/whole/checkpoints"
+    assert (checkpoints / "last.ckpt").resolve().name == "step=6.ckpt"
+    assert not list(checkpoints.glob("*-v1*"))
+    refused = run_example(*command, "whole", *OPTIONS, status=1)
+    assert "finetune_causal_lm: runs/whole/checkpoints holds the checkpoints of an earlier training" in refused
+    ended = run_example(*command, "whole", *OPTIONS, "--resume", "runs/whole/checkpoints/last.ckpt", status=1)
     assert "is at its end already: raise --epochs" in ended
 
 
@@ -186,8 +242,11 @@ def test_adapters_train_resume_and_load(run_example: Run, folder: Path) -> None:
     assert loss_of_transformers(tuned, folder) == pytest.approx(found[6], abs=2e-5)
     merged = tuned.merge_and_unload()
     assert loss_of_transformers(merged, folder) == pytest.approx(found[6], abs=1e-4)
-    options = ("--lora", "4", "--run-dir", "resumed-run", "--resume", IN_MID_EPOCH)
+    options = ("--lora", "4", "--run-dir", "resumed-run", "--resume", IN_MID_EPOCH.format("adapters"))
     run_example(*command, "resumed", *OPTIONS, *options)
+    other = run_example(*command, "full", *OPTIONS, "--resume", IN_MID_EPOCH.format("adapters"), status=1)
+    assert "finetune_causal_lm: The checkpoint's parameters differ from the model's" in other
+    assert "Traceback" not in other
     assert all(torch.equal(value, saved[name]) for name, value in weights(folder / "resumed").items())
 
 

@@ -12,17 +12,17 @@ PAGE = page("docs/transformers.md")
 
 
 def test_the_blocks_run_in_order(page_folder: Path) -> None:
-    """Models are fine-tuned, resumed, exported and loaded by transformers alone; adapters are loaded by PEFT."""
+    """Models are fine-tuned, resumed, exported and loaded by transformers alone; the resumed training ends the same."""
     scripts, commands = scripts_in(PAGE), commands_in(PAGE)
     assert len(scripts) == 4 and len(commands) == 1
     (page_folder / "page.py").write_text("\n".join(scripts))
     run_python(page_folder, "page.py")
     assert main(shlex.split(commands[0])) == 0
-    before, tuned, exported, looped = (
+    before, tuned, resumed, exported, looped = (
         run_python(page_folder, "-c", LOADED, name)
-        for name in ("my-model", "my-model-tuned", "my-model-exported", "my-model-accelerated")
+        for name in ("my-model", "my-model-tuned", "my-model-resumed", "my-model-exported", "my-model-accelerated")
     )
-    assert tuned == exported and len({before, tuned, looped}) == 3
+    assert tuned == resumed == exported and len({before, tuned, looped}) == 3
     assert {file.name for file in (page_folder / "my-adapters").iterdir()} >= {
         "adapter_config.json",
         "adapter_model.safetensors",

@@ -30,6 +30,7 @@ from lightning_smartinfinity.store.replacement import beside
 from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
 from tests.export.models import LitModel, build, logits
 from tests.export.trained import Trained, files_of, train
+from tests.helpers.attacks import Attack
 from tests.helpers.processes import run_module
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
@@ -293,8 +294,13 @@ def test_model_states_with_another_content(content: Any, to: str, trained: Train
     assert not (tmp_path / "out").exists()
 
 
-def test_any_flipped_bit_of_model_states(trained: Train, tmp_path: Path) -> None:
+def test_any_flipped_bit_of_model_states(trained: Train, tmp_path: Path, attack: Attack) -> None:
     """It raises a CheckpointError, unless it lies where it changes nothing."""
+    attack(
+        "bit flip in the states that an export reads",
+        tries=20,
+        outcome="CheckpointError, or nothing that is read changes",
+    )
     shutil.copytree(trained("llama").checkpoint, tmp_path / "ckpt")
     file = next((tmp_path / "ckpt").rglob("*_model_states.pt"))
     whole, seen = file.read_bytes(), 0
@@ -352,8 +358,11 @@ def test_what_a_killed_export_left_is_removed(trained: Train, tmp_path: Path) ->
 
 @pytest.mark.parametrize("to", ["safetensors", "lightning"])
 @pytest.mark.parametrize("moment", ["writing", "replacing"])
-def test_a_killed_export_leaves_nothing_under_its_name(moment: str, to: str, trained: Train, tmp_path: Path) -> None:
+def test_a_killed_export_leaves_nothing_under_its_name(
+    moment: str, to: str, trained: Train, tmp_path: Path, attack: Attack
+) -> None:
     """A process that is killed while it writes, or before the last rename, leaves no OUT; the next export is whole."""
+    attack("kill within an export", tries=1, outcome="nothing is left under its name")
     checkpoint, out = trained("llama").checkpoint, tmp_path / "out"
     killed = run_module("tests.export.killed_worker", moment, checkpoint, out, to)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
@@ -388,7 +397,7 @@ def test_the_extra_is_named_where_transformers_is_missing(
     """Only exports for transformers need it."""
     checkpoint = trained("llama").checkpoint
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"lightning-smartinfinity\[huggingface\]"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[huggingface\]'"):
         export(checkpoint, tmp_path / "out")
     export(checkpoint, tmp_path / "out", to="lightning")
 

@@ -19,7 +19,7 @@ from lightning_smartinfinity import (
     TopK,
     TransferConfig,
 )
-from lightning_smartinfinity.lightning_options import SharedOptions, checked_options
+from lightning_smartinfinity.lightning_options import checked_options
 from lightning_smartinfinity.native.formats import STATE_FORMATS, optimizers_of
 from lightning_smartinfinity.settings import StrategySettings
 
@@ -101,6 +101,6 @@ def test_settings_stay_as_they_are() -> None:
 @pytest.mark.parametrize("scale", [np.float32(512), np.int64(512), Fraction(512)])
 def test_numbers_become_pythons(scale: Any) -> None:
     """Python's numbers replace those of other libraries, because DeepSpeed writes its settings as JSON."""
-    kept = checked_options("SmartInfinityStrategy", {"loss_scale": scale, "min_loss_scale": scale}, SharedOptions)
+    kept = checked_options("SmartInfinityStrategy", {"loss_scale": scale, "min_loss_scale": scale})
     assert kept == {"loss_scale": 512, "min_loss_scale": 512}
     assert {type(value) for value in kept.values()} <= {int, float}

@@ -17,6 +17,7 @@ from lightning_smartinfinity import (
     SmartInfinityFabricStrategy,
     SmartInfinityStrategy,
     SmartSSDConfig,
+    StorageTrafficMonitor,
     TopK,
     TransferConfig,
 )
@@ -33,13 +34,20 @@ STRATEGIES = (SmartInfinityStrategy, SmartInfinityFabricStrategy)
         (SmartSSDConfig, {"xcl_bin": "a"}, "xclbin"),
         (TopK, {"ratio": 0.5, "exakt": True}, "exact"),
         (BlockScaled, {"errorfeedback": True}, "error_feedback"),
+        (TopK, {"ratios": 0.1}, "ratio"),
+        (StorageTrafficMonitor, {"every_n_step": 1}, "every_n_steps"),
+        (StorageTrafficMonitor, {"endurance": 600}, "endurance_tbw"),
+        (TransferConfig, {"buffer_count": 4}, "tasklet_bytes' or 'num_buffers"),
+        (TransferConfig, {"ring_bytes": 4}, "tasklet_bytes' or 'num_buffers"),
+        (TransferConfig, {"max_memory": 4}, "dram_cache_bytes"),
     ],
 )
-def test_a_misspelt_setting(settings: Callable[..., object], wrong: dict[str, Any], meant: str) -> None:
+def test_a_misspelt_setting(settings: type, wrong: dict[str, Any], meant: str) -> None:
     """The error names the setting that was meant, and is no TypeError."""
     with pytest.raises(ConfigError) as caught:
         settings(**wrong)
-    assert f"has no setting {list(wrong)[-1]!r}. Did you mean {meant!r}?" in str(caught.value)
+    owner = settings.__name__
+    assert str(caught.value).startswith(f"{owner} has no setting {list(wrong)[-1]!r}. Did you mean '{meant}'?")
 
 
 def test_a_setting_like_no_other() -> None:
@@ -51,10 +59,25 @@ def test_a_setting_like_no_other() -> None:
         assert field.name in caught.value.remedy
 
 
+def test_a_setting_that_is_left_out() -> None:
+    """The error names the class and the setting that it needs."""
+    for incomplete in (TopK, lambda: TopK(exact=False)):  # type: ignore[call-arg]
+        with pytest.raises(ConfigError, match=r"^TopK needs the setting 'ratio'\. Pass ratio="):
+            incomplete()  # type: ignore[operator]
+
+
+def test_a_setting_that_is_given_twice() -> None:
+    """The error names it."""
+    with pytest.raises(ConfigError, match=r"^TopK was given the setting 'ratio' twice\."):
+        TopK(0.1, ratio=0.2)  # type: ignore[misc]
+
+
 def test_a_setting_without_its_name() -> None:
     """A value that has to be named raises ConfigError. The ratio of TopK needs no name."""
     with pytest.raises(ConfigError, match=r"TransferConfig\(8\) has values without names"):
         TransferConfig(8)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"StorageTrafficMonitor\(True, 4\) has values without names"):
+        StorageTrafficMonitor(True, 4)  # type: ignore[misc]
     assert TopK(0.5, False) == TopK(ratio=0.5, error_feedback=False)
 
 
@@ -111,6 +134,19 @@ def test_a_mistake_in_a_dict_of_settings(strategy: Callable[..., Any], options: 
         ({"xclbin": "a"}, "Pass smartssd={'xclbin': 'a'}."),
         ({"num_bufers": 8}, "Did you mean transfer={'num_buffers': ...}?"),
         ({"reduce_bucketsize": 8}, "Did you mean zero={'reduce_bucket_size': ...}?"),
+        ({"ring_bytes": 8}, "Did you mean transfer={'tasklet_bytes': ...} or transfer={'num_buffers': ...}?"),
+        ({"buffer_size": "8 gigs"}, "Did you mean transfer={'tasklet_bytes': ...} or transfer={'num_buffers': ...}?"),
+        ({"host_memory": "8GB"}, "Did you mean transfer={'dram_cache_bytes': ...}?"),
+        ({"cache_bytes": "8GB"}, "Did you mean transfer={'dram_cache_bytes': ...}?"),
+        ({"offload_optim": True}, "Did you mean 'offload_optimizer'? Leave it out: optimizer state always lies in"),
+        ({"stages": 3}, "Did you mean 'stage'? Leave it out: training is always in ZeRO stage 3."),
+        ({"zero_stage": 3}, "Did you mean 'stage'? Leave it out"),
+        ({"nvme": "/nvme"}, "Did you mean 'nvme_path'? Pass storage='/nvme'"),
+        ({"pinned_memory": True}, "Pass zero={'offload_param': {'device': 'cpu', 'pin_memory': True}}."),
+        ({"offload_param": {"device": "cpu"}}, "Pass zero={'offload_param': {'device': 'cpu'}}."),
+        ({"stage3_max_reuse_distance": 7}, "Pass zero={'stage3_max_reuse_distance': 7}."),
+        ({"bf16": True}, "(precision=...) by name."),
+        ({"devices": 2}, "(devices=...), or the cards"),  # smartssd={'devices': 2} would be refused
         ({"pizza": 1}, "Settings of ZeRO-3 go into zero={...}"),
         ({"pizza": 1, "num_buffers": 8}, "has no setting 'num_buffers', 'pizza'."),
     ],

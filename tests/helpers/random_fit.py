@@ -65,11 +65,14 @@ class LitRandom(pl.LightningModule):
         stateful: Train on a :class:`StatefulLoader` instead of a plain DataLoader.
         validate: Validate, too.
         hooks: Draw in the hooks that begin training and epochs.
+        counts_steps: Ask for the number of steps in ``configure_optimizers``, as schedules of a fixed length do.
     """
 
-    def __init__(self, *, stateful: bool = False, validate: bool = False, hooks: bool = False) -> None:
+    def __init__(
+        self, *, stateful: bool = False, validate: bool = False, hooks: bool = False, counts_steps: bool = False
+    ) -> None:
         super().__init__()
-        self.stateful, self.validate, self.hooks = stateful, validate, hooks
+        self.stateful, self.validate, self.hooks, self.counts_steps = stateful, validate, hooks, counts_steps
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         self.losses: list[tuple[int, int, float]] = []
@@ -91,6 +94,8 @@ class LitRandom(pl.LightningModule):
         self.net(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.counts_steps:
+            assert self.trainer.estimated_stepping_batches > 0
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     def train_dataloader(self) -> Any:

@@ -13,7 +13,8 @@ import pytest
 from tests.helpers.xrt import what_is_missing
 
 NO_CUDA = "no CUDA device"
-ALLOWED_REASONS = (NO_CUDA,)
+NO_LOOP_DEVICE = "this user may not mount an image file"
+ALLOWED_REASONS = (NO_CUDA, NO_LOOP_DEVICE)
 
 
 def RunIf(*, cuda_devices: int = 0, package: str | None = None, xrt: bool = False) -> pytest.MarkDecorator:

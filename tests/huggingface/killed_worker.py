@@ -1,4 +1,8 @@
-"""Trains by transformers' Trainer and kills itself: ``python -m tests.huggingface.killed_worker MODEL OUT STEP``."""
+"""Trains by transformers' Trainer until it kills itself.
+
+Run it as ``python -m tests.huggingface.killed_worker MODEL OUT STEPS METHOD``: the kill comes when the Trainer calls
+this method of its own after this number of steps. It saves every two steps.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +17,18 @@ import transformers
 from tests.huggingface.trained import train
 
 
-class Die(transformers.TrainerCallback):
-    """Kills the process after a step.
+def die_in(method: str, steps: int) -> None:
+    """Let the process die when a Trainer calls the method after this number of steps."""
+    original = getattr(transformers.Trainer, method)
 
-    Args:
-        step: Number of the step.
-    """
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self._step:
+    def dying(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> Any:
+        if trainer.state.global_step == steps:
             os.kill(os.getpid(), signal.SIGKILL)
+        return original(trainer, *args, **kwargs)
+
+    setattr(transformers.Trainer, method, dying)
 
 
 if __name__ == "__main__":
-    train(
-        Path(sys.argv[1]),
-        Path(sys.argv[2]),
-        before=lambda trainer: trainer.add_callback(Die(int(sys.argv[3]))),
-        save_strategy="steps",
-        save_steps=2,
-    )
+    die_in(sys.argv[4], int(sys.argv[3]))
+    train(Path(sys.argv[1]), Path(sys.argv[2]), save_strategy="steps", save_steps=2)

@@ -1,20 +1,93 @@
-"""A training that was killed goes on from its last checkpoint."""
+"""A training that was killed goes on from its last complete checkpoint."""
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from lightning_smartinfinity import CheckpointError, CheckpointNotFoundError
+from lightning_smartinfinity.huggingface.resume import begin_checkpoint, checkpoint_to_resume
+from tests.helpers.attacks import Attack
 from tests.helpers.processes import run_module
 from tests.huggingface.test_trainer import same
 from tests.huggingface.trained import train
 
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
 
-def test_a_killed_training_resumes_to_the_same_bits(model_folder: Path, tmp_path: Path) -> None:
-    """After a SIGKILL in the fifth step it goes on from the fourth, in the same output folder."""
-    whole = train(model_folder, tmp_path / "whole", save_strategy="steps", save_steps=2)
-    done = run_module("tests.huggingface.killed_worker", model_folder, tmp_path / "killed", "5")
+
+def checkpoint(folder: Path, state: str | None = "{}", *, engine: bool = True) -> str:
+    """Make a folder with what decides whether it can be resumed, and return its path."""
+    (folder / "global_step1").mkdir(parents=True) if engine else folder.mkdir(parents=True)
+    if state is not None:
+        (folder / "trainer_state.json").write_text(state)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("steps", "method", "passed_over"),
+    [(4, "training_step", None), (4, "_save_optimizer_and_scheduler", 4), (4, "_save_rng_state", 4)],
+)
+def test_a_killed_training_resumes_to_the_same_bits(
+    steps: int, method: str, passed_over: int | None, model_folder: Path, tmp_path: Path, attack: Attack
+) -> None:
+    """After a SIGKILL in a step or within a save, it goes on in the same output folder from what was saved whole."""
+    attack("kill within a step or a save of transformers' Trainer", tries=1, outcome="it resumes to the same bits")
+    whole = train(model_folder, tmp_path / "whole", **SAVING)
+    done = run_module("tests.huggingface.killed_worker", model_folder, tmp_path / "killed", str(steps), method)
     assert done.returncode != 0
     assert sorted(path.name for path in (tmp_path / "killed").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
-    resumed = train(model_folder, tmp_path / "killed", resume=True, save_strategy="steps", save_steps=2)
-    assert resumed.losses == whole.losses[4:]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed = train(model_folder, tmp_path / "killed", resume=True, **SAVING)
+    told = [str(warning.message) for warning in caught if "passed over" in str(warning.message)]
+    assert [f"checkpoint-{passed_over} is passed over" in message for message in told] == [True] * bool(passed_over)
+    assert resumed.losses == whole.losses[2 if passed_over else 4 :]
     assert same(resumed.weights, whole.weights)
+
+
+def test_a_checkpoint_that_is_written_again_is_incomplete_until_it_is_whole(model_folder: Path, tmp_path: Path) -> None:
+    """A second training in the same folder is killed while it replaces a checkpoint: its files do not mix."""
+    train(model_folder, tmp_path, **SAVING)
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    run_module("tests.huggingface.killed_worker", model_folder, tmp_path, "4", "_save_rng_state")
+    with pytest.raises(CheckpointError, match=r"checkpoint-4'?: its save was not completed"):
+        checkpoint_to_resume(str(tmp_path / "checkpoint-4"), str(tmp_path), warn=True)
+
+
+@pytest.mark.parametrize("state", [None, "", '{"global_step": '])
+def test_a_checkpoint_without_its_last_file_is_passed_over(state: str | None, tmp_path: Path) -> None:
+    """A file of the Trainer's state that is missing or cut off says that the save did not end."""
+    kept = checkpoint(tmp_path / "checkpoint-9")
+    checkpoint(tmp_path / "checkpoint-10", state)
+    with pytest.warns(match=r"Resuming from .*checkpoint-9'.*checkpoint-10 is passed over.*not completed"):
+        assert checkpoint_to_resume(True, str(tmp_path), warn=True) == kept
+
+
+def test_models_without_optimizer_state_are_not_resumed(tmp_path: Path) -> None:
+    """``save_only_model=True`` leaves nothing to go on from."""
+    model = checkpoint(tmp_path / "checkpoint-2", engine=False)
+    with pytest.raises(CheckpointError, match=r"No checkpoint .* can be resumed: checkpoint-2 .*save_only_model"):
+        checkpoint_to_resume(True, str(tmp_path), warn=True)
+    with pytest.raises(CheckpointError, match="save_only_model"):
+        checkpoint_to_resume(model, str(tmp_path), warn=True)
+
+
+def test_a_checkpoint_that_does_not_exist(tmp_path: Path) -> None:
+    """The error names the folder that was given; without any checkpoint, transformers' own error says so."""
+    with pytest.raises(CheckpointNotFoundError, match="nowhere"):
+        checkpoint_to_resume(str(tmp_path / "nowhere"), str(tmp_path), warn=True)
+    assert checkpoint_to_resume(True, str(tmp_path / "nothing"), warn=True) is True
+    assert checkpoint_to_resume(None, str(tmp_path), warn=True) is None
+
+
+def test_only_checkpoints_lose_their_last_file(tmp_path: Path) -> None:
+    """``Trainer.save_state`` writes a file of this name into ``output_dir``, which stays."""
+    own, other = checkpoint(tmp_path / "checkpoint-2"), checkpoint(tmp_path / "finetuned")
+    begin_checkpoint(own, resumable=True)
+    begin_checkpoint(other, resumable=True)
+    assert not Path(own, "trainer_state.json").exists() and Path(other, "trainer_state.json").exists()
+    assert Path(own, "optimizer.pt").is_file() and not Path(other, "optimizer.pt").exists()

@@ -11,12 +11,14 @@ import pytest
 import torch
 import transformers
 
+from lightning_smartinfinity import UnsupportedError
 from lightning_smartinfinity.huggingface import SmartInfinityTraining
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 from tests.huggingface.trained import (
     LENGTH,
     STEPS,
     Loss,
+    adapters,
     arguments,
     dataset,
     load,
@@ -70,6 +72,41 @@ def test_it_trains_like_the_trainer_in_memory(model_folder: Path, tmp_path: Path
     norms = [log["grad_norm"] for log in plain.state.log_history if "grad_norm" in log]
     torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(loss.values), atol=1e-5, rtol=0)
     torch.testing.assert_close(torch.tensor(ours.norms), torch.tensor(norms), atol=1e-4, rtol=0)
+
+
+def test_by_transformers_own_loss_with_shuffled_batches(model_folder: Path, tmp_path: Path) -> None:
+    """With answers of several lengths, an incomplete window and evaluations it is as in memory, and resumes exactly."""
+    rows = dataset()
+    for number, row in enumerate(rows):
+        row["labels"] = torch.where(torch.arange(LENGTH) < number % LENGTH, -100, row["labels"])
+    settings: dict[str, Any] = {
+        "gradient_accumulation_steps": 4,
+        "num_train_epochs": 2,
+        "train_sampling_strategy": "random",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+
+    def logged(folder: Path, config: dict[str, Any] | None, resume: Path | None = None) -> list[tuple[str, float]]:
+        trainer = transformers.Trainer(
+            model=load(model_folder),
+            args=arguments(folder, config, **settings),
+            train_dataset=rows,
+            eval_dataset=rows[:3],
+        )
+        trainer.train(resume_from_checkpoint=resume and str(resume))
+        return [(name, log[name]) for log in trainer.state.log_history for name in ("loss", "eval_loss") if name in log]
+
+    expected = logged(tmp_path / "memory", None)
+    with SmartInfinityTraining() as training:
+        whole = logged(tmp_path / "whole", training.config)
+    with SmartInfinityTraining() as training:
+        resumed = logged(tmp_path / "resumed", training.config, tmp_path / "whole" / "checkpoint-2")
+    assert len(whole) == 8 and [name for name, _ in whole] == [name for name, _ in expected]
+    assert [value for _, value in whole] == pytest.approx([value for _, value in expected], abs=1e-5)
+    assert resumed == whole
 
 
 def test_a_model_from_pretrained_is_partitioned_as_it_is_loaded(model_folder: Path, tmp_path: Path) -> None:
@@ -147,6 +184,75 @@ def test_evaluation_before_and_after_training(model_folder: Path, tmp_path: Path
     assert losses[1] < losses[0]
 
 
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_model_that_was_not_trained_is_saved_as_it_was_loaded(
+    evaluated: bool, model_folder: Path, tmp_path: Path
+) -> None:
+    """``save_model`` needs no training, nor an evaluation."""
+    with SmartInfinityTraining() as training:
+        args = arguments(tmp_path, training.config)
+        trainer = transformers.Trainer(model=load(model_folder), args=args, eval_dataset=dataset())
+        if evaluated:
+            trainer.evaluate()
+        trainer.save_model(str(tmp_path / "saved"))
+        assert trainer.is_deepspeed_enabled, "the Trainer was not left as it was"
+    assert same(weights_in(tmp_path / "saved"), weights_in(model_folder))
+    assert (tmp_path / "saved" / "training_args.bin").is_file()
+
+
+class Stepped(transformers.Trainer):
+    """A Trainer that notes the learning rate of every step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rates: list[float] = []
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "learning_rate" in logs:
+            self.rates.append(logs["learning_rate"])
+        super().log(logs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_the_optimizer_that_a_trainer_is_given(scheduled: bool, model_folder: Path, tmp_path: Path) -> None:
+    """It trains as in memory, with its own schedule or that of the arguments; transformers would build another one."""
+
+    def outcome(folder: Path, config: dict[str, Any] | None) -> tuple[list[float], list[float]]:
+        model, loss = load(model_folder), Loss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1) if scheduled else None
+        trainer = Stepped(
+            model=model,
+            args=arguments(folder, config),
+            train_dataset=dataset(),
+            optimizers=(optimizer, scheduler),  # type: ignore[arg-type]
+            compute_loss_func=loss,
+        )
+        trainer.train()
+        return loss.values, trainer.rates
+
+    expected_losses, expected_rates = outcome(tmp_path / "memory", None)
+    with SmartInfinityTraining() as training:
+        losses, rates = outcome(tmp_path / "storage", training.config)
+    assert rates == pytest.approx(expected_rates) and len(set(rates)) > 2
+    assert losses == pytest.approx(expected_losses, abs=1e-5)
+
+
+def test_an_optimizer_without_a_rule_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    """An optimizer that a Trainer is given meets the same checks as any other."""
+    with SmartInfinityTraining() as training:
+        model = load(model_folder)
+        optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+        trainer = transformers.Trainer(
+            model=model,
+            args=arguments(tmp_path, training.config),
+            train_dataset=dataset(2),
+            optimizers=(optimizer, None),  # type: ignore[arg-type]
+        )
+        with pytest.raises(UnsupportedError, match="amsgrad"):
+            trainer.train()
+
+
 def test_a_trainer_trains_twice(model_folder: Path, tmp_path: Path) -> None:
     """The second training begins with the weights of the first, and its own optimizer state."""
     first: list[dict[str, torch.Tensor]] = []
@@ -156,17 +262,11 @@ def test_a_trainer_trains_twice(model_folder: Path, tmp_path: Path) -> None:
         trainer.save_model(str(tmp_path / "first"))
         first.append(weights_in(tmp_path / "first"))
 
-    twice = train(model_folder, tmp_path / "twice", before=train_once)
+    with pytest.warns(match="optimizer's state begins anew"):
+        twice = train(model_folder, tmp_path / "twice", before=train_once)
     again = train(tmp_path / "first", tmp_path / "again")
     assert twice.losses == again.losses
     assert same(twice.weights, again.weights) and not same(twice.weights, first[0])
-
-
-def adapters(model: Any) -> Any:
-    import peft
-
-    torch.manual_seed(0)
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
 
 
 def test_adapters_train_with_an_empty_group_and_resume(model_folder: Path, tmp_path: Path) -> None:
@@ -184,6 +284,45 @@ def test_adapters_train_with_an_empty_group_and_resume(model_folder: Path, tmp_p
     assert trained and all(value.abs().sum() > 0 for value in trained)
     files = [file.stat().st_size for file in (tmp_path / "whole" / "checkpoint-4").rglob("*model_states.pt")]
     assert files and max(files) < 100_000
+
+
+def test_adapters_added_to_a_model_are_gathered_without_it(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saving a model that has taken adapters itself gathers the adapters, and the files hold them."""
+    import peft
+
+    gathered: list[set[str]] = []
+    gather = SmartInfinityEngine._zero3_consolidated_16bit_state_dict
+
+    def gathering(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        found = gather(engine, *args, **kwargs)
+        gathered.append(set(found))
+        return found
+
+    def with_adapters(model: Any) -> Any:
+        torch.manual_seed(0)
+        model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+        return model
+
+    monkeypatch.setattr(SmartInfinityEngine, "_zero3_consolidated_16bit_state_dict", gathering)
+    outcome = train(model_folder, tmp_path, wrap=with_adapters, save_strategy="steps", save_steps=STEPS)
+    assert gathered and all("lora_" in name for names in gathered for name in names)
+    assert outcome.weights and all("lora_" in name for name in outcome.weights)
+    assert any(value.abs().sum() > 0 for name, value in outcome.weights.items() if "lora_B" in name)
+
+
+def test_a_model_that_was_evaluated_only_is_saved_by_the_context(model_folder: Path, tmp_path: Path) -> None:
+    """``save_pretrained`` takes the model of the last evaluation if there was no training."""
+    with SmartInfinityTraining() as training:
+        with pytest.raises(UnsupportedError, match="before a training or an evaluation"):
+            training.save_pretrained(tmp_path / "saved")
+        trainer = transformers.Trainer(
+            model=load(model_folder), args=arguments(tmp_path, training.config), eval_dataset=dataset(2)
+        )
+        trainer.evaluate()
+        training.save_pretrained(tmp_path / "saved")
+    assert same(weights_in(tmp_path / "saved"), weights_in(model_folder))
 
 
 def test_parameters_on_storage_train_to_the_same_bits(

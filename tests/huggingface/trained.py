@@ -48,6 +48,14 @@ def load(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
+def adapters(model: Any) -> Any:
+    """Return the model with LoRA adapters, and all else frozen."""
+    import peft
+
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
+
+
 @dataclass
 class Loss:
     """The mean cross-entropy of next tokens, and what it was in every call.

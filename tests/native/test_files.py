@@ -63,7 +63,8 @@ def test_throttled_file(tmp_path: Path, engine: str) -> None:
         other, slow = state.pipeline.counters().files
         moved = slow.read_bytes + slow.written_bytes
         assert moved > 0
-        assert moved / rate <= slow.busy_seconds <= elapsed
+        # The counter reads the clock after the request has, so each request may lose some microseconds.
+        assert 0.95 * moved / rate <= slow.busy_seconds <= elapsed
         assert other.busy_seconds <= elapsed
         throttle.bytes_per_second = 0
         work_two_steps(state)

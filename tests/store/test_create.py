@@ -244,7 +244,7 @@ def test_file_in_place_of_a_folder(tmp_path: Path) -> None:
     for storage in ("file", "file/below", "job", "rank"):
         with pytest.raises(StorageError, match="Creating the folder") as caught:
             create([tmp_path / "made", tmp_path / storage])
-        assert "remove it, or choose another storage folder" in caught.value.remedy
+        assert "remove it, or choose another folder" in caught.value.remedy
         assert tree(tmp_path) == before
 
 
@@ -253,7 +253,7 @@ def test_folder_that_cannot_be_made(storage: str) -> None:
     """A folder that not even root can create is refused with a remedy."""
     with pytest.raises(StorageError, match="Creating the folder") as caught:
         create([Path(storage)])
-    assert "choose another storage folder" in caught.value.remedy
+    assert "choose another folder" in caught.value.remedy
 
 
 def test_file_that_cannot_be_made(tmp_path: Path) -> None:

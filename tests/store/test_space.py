@@ -109,7 +109,7 @@ def test_a_file_system_that_holds_no_files() -> None:
     with pytest.raises(StorageError, match=r"'/proc/nowhere/storage' failed: No such file") as caught:
         measured(Path("/proc/nowhere/storage"))
     assert not isinstance(caught.value, StorageFullError)
-    assert "are free" not in str(caught.value) and "choose another storage folder" in caught.value.remedy
+    assert "are free" not in str(caught.value) and "choose another folder" in caught.value.remedy
 
 
 @pytest.fixture

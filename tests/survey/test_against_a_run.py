@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lightning_smartinfinity.plan.choice import make_plan
-from lightning_smartinfinity.plan.needs import Place, held_by_update
+from lightning_smartinfinity.plan.needs import ENGINE_BYTES, PROCESS_BYTES, Place, held_by_update
 from lightning_smartinfinity.plan.pace import assumed_rates
 from lightning_smartinfinity.plan.training import Training
 from lightning_smartinfinity.survey.models import find_source, survey_model
@@ -22,7 +23,12 @@ from tests.helpers.waiting import PROCESS_LIMIT
 BENCHMARK = REPOSITORY / "benchmarks" / "plan.py"
 BATCH, SEQ = 1, 256
 SIZE = "60M"
-BOUND = 140e6  # bytes; or a tenth. A copy of the model in fp32 has 240e6; builds of Python differ by 80e6.
+MISSING = 40e6  # bytes that a plan may leave out; a 16-bit copy of the model has 120e6
+SPARE = 140e6  # bytes that a plan may count without need: not all buffers are full in every phase
+IMPORTS = 120e6  # bytes; builds of Python differ by 80e6 in what a process maps
+# glibc keeps freed blocks: 20e6 to 110e6 bytes here, more beside other work. With these thresholds it returns them, and
+# runs differ by 2e6.
+RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 17)}
 
 
 @pytest.fixture(scope="module", params=["none", "nvme"])
@@ -33,16 +39,24 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     shape = ["--batch", str(BATCH), "--seq", str(SEQ)]
     done = subprocess.run(
         [sys.executable, BENCHMARK, "--child", "run", size, "--storage", folder, *shape],
-        env=fresh_environment(),
+        env=fresh_environment() | RETURNS_MEMORY,
         capture_output=True,
         text=True,
         timeout=PROCESS_LIMIT,
     )
     assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.split("FIGURES ")[1].splitlines()[0])
     training = Training(batch=BATCH, seq=SEQ, offload_param=request.param)
     model = survey_model(find_source(SIZE), batch=BATCH, seq=SEQ)
-    plan = make_plan(model, training, survey_resources(folder), assumed_rates(on_gpu=False, cores=2))
-    return training, model, plan, json.loads(done.stdout.split("FIGURES ")[1].splitlines()[0])
+    resources = replace(survey_resources(folder), process_bytes=figures["imports"] + ENGINE_BYTES)
+    plan = make_plan(model, training, resources, assumed_rates(on_gpu=False, cores=2))
+    return training, model, plan, figures
+
+
+def test_imports(both: tuple[Any, ...]) -> None:
+    """The memory of a process without a model is about what the plan assumes; the other tests take what it was."""
+    *_, run = both
+    assert run["imports"] == pytest.approx(PROCESS_BYTES - ENGINE_BYTES, abs=IMPORTS)
 
 
 @pytest.mark.parametrize("phase", ["building", "training", "saving"])
@@ -50,7 +64,7 @@ def test_peak_memory(both: tuple[Any, ...], phase: str) -> None:
     """The highest resident memory of each phase is met more closely than any owner of the model is large."""
     _, _, plan, run = both
     (need,) = [each for each in plan.needs if each.place is Place.HOST and each.phase == phase]
-    assert need.total == pytest.approx(run[phase], rel=0.1, abs=BOUND)
+    assert run[phase] - MISSING < need.total < run[phase] + SPARE
 
 
 def test_bytes_on_disk(both: tuple[Any, ...]) -> None:

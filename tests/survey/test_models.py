@@ -72,7 +72,7 @@ def test_without_transformers_a_number_still_has_a_plan(folder: Path, monkeypatc
     model = survey_model(find_source("7B"), batch=1, seq=512)
     assert model.passes is not None and not model.passes.counted
     assert "transformers is not installed" in model.assumed
-    with pytest.raises(ConfigError, match=r"lightning-smartinfinity\[huggingface\]"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[huggingface\]'"):
         find_source(str(folder))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from tests.helpers.groups import Adapters, Decayed
 from tests.helpers.hard_models import Case
 from tests.helpers.hard_structures import (
     Adapted,
@@ -54,6 +55,8 @@ STRUCTURES = {
     "parameters in containers": Case(Containers),
     "nested outputs": Case(Outputs),
     "a frozen base with adapters": Case(Adapted, precision="bf16-true", **IN_16_BIT),
+    "empty parameter groups": Case(Decayed, clip=0.5, accumulate=2),
+    "adapters, and an empty parameter group": Case(Adapters, clip=0.5, accumulate=2),
     "a teacher without gradient": Case(Teacher),
     "a tensor larger than ring and sub-group": Case(
         Large,

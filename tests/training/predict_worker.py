@@ -8,8 +8,9 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from torch.utils.data import DataLoader
 
-from tests.helpers.plain import Everything
+from tests.helpers.plain import RECIPE, Everything
 from tests.helpers.trainers import quiet_trainer
 
 
@@ -20,12 +21,31 @@ class SameOnEveryRank(Everything):
         return self.model(self.recipe.batch(0))  # type: ignore[no-any-return]
 
 
-def predict_around_a_fit(trainer: pl.Trainer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's predictions before and after a fit."""
+class WithoutParameters(pl.LightningModule):
+    """A module that computes its loss from the data alone, like a baseline to compare with."""
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_loss", batch.float().mean())
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return 2 * batch
+
+    def val_dataloader(self) -> DataLoader[torch.Tensor]:
+        return RECIPE.validation_loader()
+
+    predict_dataloader = val_dataloader
+
+
+def predict_around_a_fit(trainer: pl.Trainer) -> list[torch.Tensor]:
+    """Return this rank's predictions before and after a fit, and those of a module without parameters."""
+
+    def predict(module: pl.LightningModule) -> torch.Tensor:
+        return torch.cat(trainer.predict(module))  # type: ignore[arg-type]
+
     module = SameOnEveryRank()
-    before = torch.cat(trainer.predict(module))  # type: ignore[arg-type]
+    before = predict(module)
     trainer.fit(module)
-    return before, torch.cat(trainer.predict(module))  # type: ignore[arg-type]
+    return [before, predict(module), predict(WithoutParameters())]
 
 
 def main() -> None:

@@ -60,6 +60,11 @@ def assert_helpful(error: SmartInfinityError, *values: str) -> None:
         ({"storage": ""}, "''"),
         ({"storage": ["/a", "/a"]}, "twice"),
         ({"storage": 3}, "3"),
+        ({"storage": "s3://bucket/run"}, "a local folder on a drive"),
+        ({"storage": Path("s3://bucket/run")}, "a local folder on a drive"),
+        ({"storage": ["/a", "hdfs://host/run"]}, "is a URL"),
+        ({"storage": "file:///nvme"}, "is a URL"),
+        ({"zero": {"offload_param": {"nvme_path": "gs://bucket/run"}}}, "nvme_path': 'gs://bucket/run'"),
         ({"stage": 2}, "'stage'"),
         ({"offload_optimizer": True}, "'offload_optimizer'"),
         ({"zero": {"stage": 2}}, "'stage'"),
@@ -87,12 +92,12 @@ def assert_helpful(error: SmartInfinityError, *values: str) -> None:
     ],
 )
 def test_unknown_or_contradictory_settings_raise_in_the_constructor(settings: dict[str, Any], named: str) -> None:
-    """The constructor raises an error that names the value."""
+    """The constructor raises an error that begins with the class that was called, and names the value."""
     for strategy in (SmartInfinityStrategy, SmartInfinityFabricStrategy):
         with pytest.raises((ConfigError, UnsupportedError)) as caught:
             strategy(**settings)
         assert_helpful(caught.value, named)
-        assert "SmartInfinityStrategy" not in str(caught.value) or strategy is SmartInfinityStrategy
+        assert re.match(rf"{strategy.__name__}\b|update_device='smartssd' needs", str(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -128,11 +133,19 @@ def test_transfer_settings_out_of_range_raise(settings: dict[str, Any]) -> None:
 
 
 def test_zero_settings_are_validated_before_anything_is_written(tmp_path: Path) -> None:
-    """Our own error refuses a key that DeepSpeed does not know, and no folder is created."""
+    """Our own error refuses a value that DeepSpeed does not take, and no folder is created."""
     with pytest.raises(ConfigError) as caught:
-        fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s", zero={"reduce_bucketsize": 5}), tmp_path)
-    assert_helpful(caught.value, "reduce_bucketsize", "Did you mean 'reduce_bucket_size'?")
+        fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s", zero={"reduce_bucket_size": -5}), tmp_path)
+    assert_helpful(caught.value, "SmartInfinityStrategy", "reduce_bucket_size: Input should be greater than 0")
     assert not (tmp_path / "s").exists()
+
+
+def test_a_root_folder_that_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs may go to a URL; optimizer state may not, and no folder with its name is created."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^SmartInfinityStrategy\(storage=None\).*'memory://run', which is a URL"):
+        fit(LitTiny(Recipe()), SmartInfinityStrategy(), "memory://run")  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_bucket_larger_than_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

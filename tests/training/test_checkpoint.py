@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity import CheckpointError
+from tests.helpers.attacks import Attack
 from tests.helpers.models import Recipe
 from tests.training.worker import Run, launch, train
 
@@ -72,8 +73,9 @@ def test_checkpoints_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["optim_states", "model_states"])
-def test_a_flipped_bit_in_a_checkpoint_is_reported(name: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_in_a_checkpoint_is_reported(name: str, tmp_path: Path, attack: Attack) -> None:
     """A single flipped bit in the middle of a file raises an error that names the file."""
+    attack("bit flip in a file of a checkpoint", tries=1, outcome="CheckpointError with the file's name")
     recipe = Recipe(max_steps=2)
     path = tmp_path / "a.ckpt"
     train(Run(out=str(tmp_path / "a"), recipe=recipe, save_after_fit=str(path)))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.attacks import Attack
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.training.killed_save_worker import CODEC, RECIPE, TRANSFER
@@ -40,11 +41,12 @@ def content(checkpoint: Path) -> dict[str, bytes]:
 
 @pytest.mark.filterwarnings("ignore:.*is predicted to bring no gain")
 @pytest.mark.parametrize(("devices", "when"), [(1, "removing"), (2, "writing")])
-def test_a_killed_save_leaves_a_whole_checkpoint(devices: int, when: str, tmp_path: Path) -> None:
+def test_a_killed_save_leaves_a_whole_checkpoint(devices: int, when: str, tmp_path: Path, attack: Attack) -> None:
     """A kill during writing leaves the old checkpoint byte for byte.
 
     A kill after the swap leaves the new one, which resumes.
     """
+    attack("kill within a save of a training, 1 and 2 processes", tries=1, outcome="the old or the new one is whole")
     killed(tmp_path, devices, when)
     path = tmp_path / "last.ckpt"
     if when != "removing":

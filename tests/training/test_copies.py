@@ -22,7 +22,7 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import fit, quiet_trainer
 
-REMEDY = r"strategy\.save_pretrained\(folder\).*smart-infinity export"
+REMEDY = r"save_pretrained\(folder\), a method of the strategy.*smart-infinity export"
 # Nothing stays gathered, as in a model of real size.
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
 

@@ -1,4 +1,7 @@
-"""Empty parameter groups, such as "no decay" where only adapters are trained, train and resume as torch takes them."""
+"""Empty parameter groups, such as "no decay" where only adapters are trained, train and resume as torch takes them.
+
+The cases of tests/training/model_cases.py train with them on one process and on two.
+"""
 
 from __future__ import annotations
 
@@ -13,48 +16,11 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from torch import nn
 
 from lightning_smartinfinity import CheckpointError
-from tests.helpers.hard_models import Case
-from tests.helpers.hard_structures import Adapted, Reused
+from tests.helpers.groups import grouped
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import convert, convert_by_command
-from tests.training.model_runs import assert_trains_like_torch, train_near_storage
-
-
-def grouped(named: list[tuple[str, Any]], order: str) -> list[dict[str, Any]]:
-    """Return the groups of weights (w), biases (b) and nothing (0), in the order of a word of these letters."""
-    weights = [param for name, param in named if not name.endswith("bias")]
-    biases = [param for name, param in named if name.endswith("bias")]
-    kinds: dict[str, dict[str, Any]] = {
-        "w": {"params": weights, "weight_decay": 0.1, "lr": 1e-2},
-        "b": {"params": biases, "weight_decay": 0.0, "lr": 5e-3},
-        "0": {"params": [], "weight_decay": 0.5, "lr": 1.0},
-    }
-    return [dict(kinds[letter]) for letter in order]
-
-
-class Decayed(Reused):
-    """A module with empty groups before, between and after the others."""
-
-    order = "0w0b0"
-
-    def build_optimizer(self, named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(grouped(named, self.order), eps=1e-4)
-
-
-class Adapters(Adapted):
-    """A frozen base with adapters that have no bias: the group without decay is empty."""
-
-    def build_optimizer(self, named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(grouped(named, "wb"), eps=1e-4)
-
-
-@pytest.mark.parametrize("module", [Decayed, Adapters])
-def test_empty_groups_beside_others(module: type[Reused], tmp_path: Path) -> None:
-    """Losses and masters equal torch's, with clipping and accumulation."""
-    case = Case(module, clip=0.5, accumulate=2)
-    assert_trains_like_torch(case, train_near_storage(case, tmp_path))
 
 
 class Scheduled(Everything):

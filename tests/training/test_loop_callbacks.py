@@ -240,6 +240,10 @@ class Copying(pl.Callback):
 
     def __init__(self) -> None:
         self.copies: list[Any] = []
+        self.early_copies: list[Any] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.early_copies.append(copy.deepcopy(trainer.callbacks))  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.copies.append(copy.deepcopy(trainer.callbacks))  # type: ignore[attr-defined]
@@ -263,7 +267,8 @@ def test_callbacks_are_copied_within_a_fit(tmp_path: Path) -> None:
             assert bar.trainer is not trainer
             if isinstance(trainer.strategy, SmartInfinityStrategy):
                 assert (bar.trainer.strategy, bar.trainer.lightning_module) == (trainer.strategy, module)
-        return [[type(callback).__name__ for callback in copies] for copies in copying.copies], module.losses
+        every = [*copying.copies, *copying.early_copies]
+        return [[type(callback).__name__ for callback in copies] for copies in every], module.losses
 
-    (first, second), _ = assert_like_plain_lightning(scenario, tmp_path)
-    assert "ModelCheckpoint" in first and first == second
+    copies, _ = assert_like_plain_lightning(scenario, tmp_path)
+    assert len(copies) == 5 and all("ModelCheckpoint" in each and each == copies[0] for each in copies)

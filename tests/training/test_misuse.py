@@ -112,7 +112,18 @@ def test_parameters_that_are_not_the_modules(tmp_path: Path) -> None:
     assert not (tmp_path / "storage").exists()
 
 
-@pytest.mark.parametrize("run", ["fit", "validate"])
+@pytest.mark.parametrize("lost", [torch.Tensor.detach, lambda loss: torch.tensor(1.0)])
+def test_a_loss_without_a_graph(lost: Any, tmp_path: Path) -> None:
+    """The error says what a loss is computed from; DeepSpeed would say that it is no scalar."""
+    module = LitTiny(RECIPE)
+    step = module.training_step
+    module.training_step = lambda *batch: lost(step(*batch))  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedError) as caught:
+        fit(module, tmp_path, max_steps=1)
+    assert_helpful(caught.value, "has no graph", "no_grad", "outputs")
+
+
+@pytest.mark.parametrize("run", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize("full_weights", [False, True])
 def test_a_checkpoint_that_is_missing(run: str, full_weights: bool, tmp_path: Path) -> None:
     """The error is ours and a FileNotFoundError, as with other strategies, and names the path."""

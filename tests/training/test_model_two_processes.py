@@ -13,6 +13,8 @@ NAMES = (
     "tensors of odd sizes and not contiguous",
     "parameters in containers",
     "nested outputs",
+    "empty parameter groups",
+    "adapters, and an empty parameter group",
     "a tensor larger than ring and sub-group",
     "reentrant, one bucket",
     "reentrant, accumulating",

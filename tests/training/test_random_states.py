@@ -17,13 +17,15 @@ def test_a_fresh_process_goes_on_with_the_random_numbers_of_the_first(tmp_path: 
     Else one warning appears.
     """
     plain = run(Job(str(tmp_path / "plain"), seed=1, save=("epoch-0-4", "batch-1-2")))
-    stateful = run(Job(str(tmp_path / "stateful"), seed=1, save=("batch-1-2",), module={"stateful": True}))
+    stateful = run(
+        Job(str(tmp_path / "stateful"), seed=1, save=("batch-1-2",), module={"stateful": True, "counts_steps": True})
+    )
     (at_end,), (within,), (replayed,) = launch(
         Job(str(tmp_path / "a"), seed=2, resume=str(tmp_path / "plain" / "epoch-0-4.ckpt")),
         Job(
             str(tmp_path / "b"),
             seed=2,
-            module={"stateful": True},
+            module={"stateful": True, "counts_steps": True},
             resume=str(tmp_path / "stateful" / "batch-1-2.ckpt"),
         ),
         Job(str(tmp_path / "c"), seed=2, resume=str(tmp_path / "plain" / "batch-1-2.ckpt")),

@@ -36,6 +36,7 @@ class Remembering(SingleDeviceStrategy):
         return checkpoint
 
     def on_train_start(self) -> None:
+        resume.load_loader_states(self.lightning_module.trainer)
         if self.state is not None:
             rng.restore(self.state, self.root_device)
             resume.continue_epoch(self.lightning_module.trainer)
@@ -76,6 +77,11 @@ EXACT = {
     "within an epoch, stateful": ("batch-1-2", {"stateful": True, "validate": True}, {}),
     "within an epoch, stateful, hooks that draw": ("batch-1-2", {"stateful": True, "hooks": True}, {}),
     "within an epoch, counting steps": ("batch-1-2", {"stateful": True}, {"max_epochs": -1, "max_steps": 12}),
+    "within an epoch, loaders set up early": ("batch-1-2", {"stateful": True, "counts_steps": True}, {}),
+    "end of an epoch, loaders set up early": ("epoch-0-4", {"stateful": True, "counts_steps": True}, {}),
+    "an epoch's last batch, stateful": ("batch-0-4", {"stateful": True}, {}),
+    "an epoch's last batch, stateful loaders set up early": ("batch-0-4", {"stateful": True, "counts_steps": True}, {}),
+    "end of an epoch, plain loaders set up early": ("epoch-0-4", {"counts_steps": True}, {}),
     "validation within an epoch": ("validation-1-2", {"stateful": True, "validate": True}, {"val_check_interval": 0.5}),
 }
 

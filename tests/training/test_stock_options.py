@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_smartinfinity import ConfigError, SmartInfinityFabricStrategy, SmartInfinityStrategy
 from lightning_smartinfinity.fabric import FabricOptions
-from lightning_smartinfinity.stock_options import what_to_write
+from lightning_smartinfinity.stock_options import OF_FABRIC, OF_TRAINER, what_to_write
 from lightning_smartinfinity.strategy import LightningOptions
 from lightning_smartinfinity.zero3 import prepare_environment
 
@@ -24,6 +24,11 @@ DEFAULTS = {
 }
 REFUSED = sorted(DEFAULTS.keys() - (LightningOptions.__annotations__.keys() & FabricOptions.__annotations__.keys()))
 OURS = ((SmartInfinityStrategy, LightningOptions), (SmartInfinityFabricStrategy, FabricOptions))
+# What only users of the other class can write.
+FOREIGN = {
+    SmartInfinityStrategy: ("Fabric", "fabric", "TrainingArguments"),
+    SmartInfinityFabricStrategy: ("Trainer", "configure_model", "TrainingArguments"),
+}
 # Values that people give, where the default is None or switches nothing on.
 VALUES: dict[str, Any] = {
     "config": "ds_config.json",
@@ -50,15 +55,17 @@ def test_an_option_of_stock_deepspeed(name: str) -> None:
             strategy(**{name: value_of(name)})
         assert caught.value.problem == f"{strategy.__name__} has no setting {name!r}."
         assert re.match("Leave it out|Pass|Call", caught.value.remedy), "the option has no answer of its own"
+        assert not [word for word in FOREIGN[strategy] if word in caught.value.remedy]
 
 
+@pytest.mark.parametrize("answers", [OF_TRAINER, OF_FABRIC], ids=["Trainer", "Fabric"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_written_instead_is_taken(name: str) -> None:
+def test_what_is_written_instead_is_taken(name: str, answers: dict[str, str]) -> None:
     """The settings that an answer names are not refused in turn, neither here nor by DeepSpeed."""
     prepare_environment("cpu", local_world_size=1)
     from lightning_smartinfinity.zero3.validation import check_zero_section
 
-    answer = what_to_write(name, value_of(name), known=())
+    answer = what_to_write(name, value_of(name), known=(), answers=answers)
     found = {
         key: ast.literal_eval(text)
         for key, text in re.findall(r"\b(zero|transfer|storage)=(\{[^.]*?\}+|'[^']*')(?=[ ;,.:])", answer)
@@ -70,11 +77,17 @@ def test_what_is_written_instead_is_taken(name: str) -> None:
         assert found or "precision=" in answer
 
 
+def test_a_whole_section_of_deepspeed() -> None:
+    """A dict is not Lightning's flag of that name, but what goes into ``zero``."""
+    with pytest.raises(ConfigError, match=r"Pass what is inside of it as zero=\{\.\.\.\}"):
+        SmartInfinityStrategy(zero_optimization={"overlap_comm": True})  # type: ignore[call-arg]
+
+
 def test_a_stage_and_an_offloaded_optimizer() -> None:
     """Several options are answered one by one."""
     with pytest.raises(ConfigError) as caught:
         SmartInfinityStrategy(stage=3, offload_optimizer=True, nvme_path="/nvme")  # type: ignore[call-arg]
-    assert "always ZeRO stage 3" in str(caught.value)
+    assert "always in ZeRO stage 3" in str(caught.value)
     assert "optimizer state always lies in the folders of storage=" in str(caught.value)
     assert "Pass storage='/nvme'" in str(caught.value)
     assert "zero={'offload_optimizer'" not in str(caught.value)

@@ -25,10 +25,12 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.zero3 import prepare_environment
+from lightning_smartinfinity.zero3.checkpoints.universal_folder import UniversalFolder
+from tests.helpers.attacks import Attack
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
-from tests.helpers.universal import assert_same_tensors, convert
+from tests.helpers.universal import assert_same_tensors, convert, convert_by_command
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.training.worker import Run, launch, train
 
@@ -97,11 +99,17 @@ TINY = Recipe(groups=True, frozen=True, max_steps=2)
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a universal checkpoint of one process."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an ordinary checkpoint of one process."""
     folder = tmp_path_factory.mktemp("tiny")
     train(Run(out=str(folder), recipe=TINY, save_after_fit=str(folder / "tiny.ckpt")))
-    return convert(folder / "tiny.ckpt")
+    return folder / "tiny.ckpt"
+
+
+@pytest.fixture(scope="module")
+def tiny(saved: Path) -> Path:
+    """Return a universal checkpoint of one process, which DeepSpeed's converter wrote."""
+    return convert(saved)
 
 
 def cut_short(file: Path) -> None:
@@ -137,8 +145,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_universal_checkpoints_are_refused_and_nothing_is_loaded(name: str, tiny: Path, tmp_path: Path) -> None:
+def test_damaged_universal_checkpoints_are_refused_and_nothing_is_loaded(
+    name: str, tiny: Path, tmp_path: Path, attack: Attack
+) -> None:
     """The error names the file, and masters and parameters keep the model's own values."""
+    attack("damage in a universal checkpoint", tries=1, outcome="CheckpointError, and nothing is loaded")
     damage, named = DAMAGES[name]
     folder = shutil.copytree(tiny, tmp_path / "copy")
     damage(folder)
@@ -154,6 +165,25 @@ def test_damaged_universal_checkpoints_are_refused_and_nothing_is_loaded(name: s
         if param.requires_grad:
             assert torch.equal(optimizer.get_full_hp_param(param), expected[param_name].detach()), param_name
             assert torch.equal(param.ds_tensor, expected[param_name].detach().flatten()), param_name
+
+
+@pytest.mark.parametrize("array", ["fp32", "exp_avg"])
+def test_a_value_that_is_read_wrongly_when_it_is_loaded(
+    array: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Attack
+) -> None:
+    """What a load reads is compared with checksums, though the whole file was verified before."""
+    attack("bit flip in a universal checkpoint between check and load", tries=1, outcome="CheckpointError")
+    folder = convert_by_command(saved, tmp_path / "universal")
+    check = UniversalFolder.check_arrays
+
+    def check_and_flip(self: UniversalFolder, names: Any) -> None:
+        check(self, names)
+        flip(folder / f"zero/model.norm.bias/{array}.pt")
+
+    monkeypatch.setattr(UniversalFolder, "check_arrays", check_and_flip)
+    trainer = quiet_trainer(tmp_path, precision="32-true", max_steps=4)
+    with pytest.raises(CheckpointError, match=rf"norm\.bias/{array}\.pt is damaged: the checksum of a block"):
+        trainer.fit(LitTiny(TINY), ckpt_path=folder)
 
 
 def test_weights_of_a_damaged_universal_checkpoint_are_refused(tiny: Path, tmp_path: Path) -> None:

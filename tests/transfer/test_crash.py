@@ -13,6 +13,7 @@ import torch
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.store import StateStore
+from tests.helpers.attacks import Attack
 from tests.helpers.waiting import LIMIT
 from tests.transfer.crash_worker import NUM_STEPS, train
 from tests.transfer.harness import Case, Run, assert_equal, running
@@ -69,8 +70,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_killed_in_the_middle_of_a_step(tmp_path: Path, name: str) -> None:
+def test_killed_in_the_middle_of_a_step(tmp_path: Path, name: str, attack: Attack) -> None:
     """Recovery finds a committed generation bit for bit, and training continues from it."""
+    attack("kill within a step", tries=6, outcome="the state of a committed step is whole")
     case = CASES[name]
     expected = generations(tmp_path / "undisturbed", case, 2 * LAST_STEP + 20)
     found = set()

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lightning_smartinfinity import TopK
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
 from lightning_smartinfinity.transfer.step_plan import StepPlan
+from tests.helpers.attacks import Attack
 from tests.helpers.native_testing import inject
 from tests.transfer.harness import Case, Run, assert_equal, running
 from tests.transfer.wandering import wander
@@ -304,8 +305,9 @@ def test_one_place_cannot_roll_back_what_it_committed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("offset_in_extent", [100, 20_480 + 9, 40_960 + 4_000, 61_440 + 4_095])
-def test_flipped_bit_is_found(tmp_path: Path, offset_in_extent: int) -> None:
+def test_flipped_bit_is_found(tmp_path: Path, offset_in_extent: int, attack: Attack) -> None:
     """A flipped bit of master, exp_avg, exp_avg_sq or trailer is reported with path and remedy."""
+    attack("bit flip in state on storage", tries=1, outcome="StorageCorruptError with path and offset")
     with running(tmp_path, Case()) as run:
         run.step(1)
         extents = run.layout.extents

@@ -105,7 +105,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
 
 
 def test_initialize_builds_the_engine_from_its_module_global(seen: Observed) -> None:
-    """deepspeed.initialize looks DeepSpeedEngine up by its global name, so ours can replace it (zero3/engine.py)."""
+    """deepspeed.initialize looks DeepSpeedEngine up by its global name: ours can replace it (zero3/engine_setup.py)."""
     assert seen.has("initialize", "SmartInfinityEngine.__init__"), "stock engines would train instead of ours"
     assert seen.has("initialize", "EvaluationEngine.__init__"), "stock engines would evaluate instead of ours"
 

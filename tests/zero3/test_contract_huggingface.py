@@ -16,6 +16,8 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from transformers.integrations import deepspeed as integration
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lightning_smartinfinity.huggingface import SmartInfinityTraining
 from lightning_smartinfinity.huggingface.launch import launched
@@ -32,7 +34,7 @@ def test_accelerate_asks_deepspeed_for_an_engine_by_name_and_keeps_the_optimizer
 
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    config = SmartInfinityTraining().config
+    config = SmartInfinityTraining()._config
     with fresh_accelerate(), launched(), mock.patch("deepspeed.initialize", side_effect=Asked) as initialize:
         plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=3)
         accelerator = Accelerator(deepspeed_plugin=plugin)
@@ -60,7 +62,7 @@ def test_arguments_complete_the_configuration_and_show_themselves(tmp_path: Path
         launched(),
         mock.patch.object(integration.HfTrainerDeepSpeedConfig, "trainer_config_process", process),
     ):
-        made = arguments(tmp_path, SmartInfinityTraining().config, gradient_accumulation_steps=2)
+        made = arguments(tmp_path, SmartInfinityTraining()._config, gradient_accumulation_steps=2)
     assert seen == [made]
     assert made.output_dir == str(tmp_path) and made.use_cpu is False and made.optim == "adamw_torch_fused"
     completed = made.hf_deepspeed_config.config
@@ -85,12 +87,15 @@ def test_the_boundary_of_a_window_is_told_before_backward() -> None:
 
 
 def test_the_trainer_saves_models_by_one_method() -> None:
-    """``save_model`` takes a folder, asks the engine for a state dict, and writes it by the model's own method."""
+    """``save_model`` asks the engine for a state dict if DeepSpeed is on, and writes by the model's own method."""
     assert list(inspect.signature(transformers.Trainer.save_model).parameters) == [
         "self",
         "output_dir",
         "_internal_call",
     ]
+    trainer = mock.MagicMock(is_deepspeed_enabled=False, is_fsdp_enabled=False)
+    transformers.Trainer.save_model(trainer, "folder")
+    trainer._save.assert_called_once_with("folder")
     accelerator, engine = mock.MagicMock(), mock.MagicMock()
     accelerator.distributed_type = "DEEPSPEED"
     accelerator.deepspeed_config = {"zero_optimization": {"stage": 3}}
@@ -114,6 +119,52 @@ def test_checkpoints_are_asked_of_the_engine(tmp_path: Path) -> None:
     assert "exclude_frozen_parameters" in inspect.signature(SmartInfinityEngine.save_checkpoint).parameters
 
 
+def test_a_checkpoint_begins_with_the_model_and_ends_with_the_trainers_state(tmp_path: Path) -> None:
+    """A checkpoint with the Trainer's state is a whole one, since that is written last; then older ones are removed."""
+    trainer = mock.MagicMock(hp_search_backend=None)
+    trainer.args.save_only_model, trainer.args.push_to_hub, trainer.args.save_total_limit = False, False, None
+    trainer._get_output_dir.return_value, trainer.state.global_step = str(tmp_path), 7
+    trainer.state.best_global_step = None
+    with mock.patch.object(transformers.trainer, "rotate_checkpoints") as rotate:
+        trainer.attach_mock(rotate, "rotate_saved")
+        transformers.Trainer._save_checkpoint(trainer, mock.MagicMock(), None)
+    calls = [name for name, *_ in trainer.mock_calls if "save" in name and not name.startswith("args.")]
+    folder = tmp_path / f"{PREFIX_CHECKPOINT_DIR}-7"
+    trainer.save_model.assert_called_once_with(str(folder), _internal_call=True)
+    trainer.state.save_to_json.assert_called_once_with(str(folder / TRAINER_STATE_NAME))
+    assert calls[0] == "save_model" and calls[-2:] == ["state.save_to_json", "rotate_saved"]
+    assert "_save_rng_state" in calls
+
+
+def test_a_model_tells_of_its_quantizer_and_of_its_adapters() -> None:
+    """``from_pretrained`` leaves the quantizer with the model, and ``add_adapter`` a mark."""
+    source = inspect.getsource(transformers.PreTrainedModel.from_pretrained)
+    assert "model.hf_quantizer = hf_quantizer" in source
+    assert transformers.PreTrainedModel._hf_peft_config_loaded is False
+    assert "self._hf_peft_config_loaded = True" in inspect.getsource(transformers.PreTrainedModel.add_adapter)
+
+
+def test_a_trainer_gives_its_optimizer_and_its_schedule_away() -> None:
+    """DeepSpeed's branch asks for both anew, by the methods that return what the Trainer was given."""
+    source = inspect.getsource(integration.deepspeed_init)
+    assert "trainer.optimizer = None" in source
+    assert "trainer.create_optimizer()" in inspect.getsource(integration.deepspeed_optim_sched)
+    for name, attribute in (("create_optimizer", "optimizer"), ("create_scheduler", "lr_scheduler")):
+        trainer = mock.MagicMock(**{attribute: "given"})
+        assert getattr(transformers.Trainer, name)(trainer, *([3] if attribute == "lr_scheduler" else [])) == "given"
+
+
+def test_accelerate_keeps_one_plugin_at_a_time(tmp_path: Path) -> None:
+    """Arguments that are made later replace the plugin that the Accelerators before them use."""
+    with SmartInfinityTraining() as training:
+        first = arguments(tmp_path, training.config)
+        accelerator = Accelerator(deepspeed_plugin=first.deepspeed_plugin)
+        assert accelerator.state.deepspeed_plugin is first.deepspeed_plugin
+        second = arguments(tmp_path, training.config)
+        Accelerator(deepspeed_plugin=second.deepspeed_plugin)
+        assert accelerator.state.deepspeed_plugin is second.deepspeed_plugin
+
+
 def test_a_trainer_keeps_the_evaluations_engine() -> None:
     """``train`` would take ``model_wrapped`` for its own engine, so it is reset to the model before."""
     source = inspect.getsource(transformers.Trainer._prepare_for_training)
@@ -125,6 +176,6 @@ def test_accelerate_forgets_its_state() -> None:
     """The method that TrainingArguments call lets a process use another configuration of DeepSpeed."""
     for _ in range(2):
         with fresh_accelerate(), launched():
-            config = {**SmartInfinityTraining().config, "train_micro_batch_size_per_gpu": 1}
+            config = {**SmartInfinityTraining()._config, "train_micro_batch_size_per_gpu": 1}
             accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
             assert accelerator.distributed_type == "DEEPSPEED"

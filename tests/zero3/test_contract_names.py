@@ -15,6 +15,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import constants
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum
+from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
@@ -22,6 +24,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_smartinfinity.fabric import SmartInfinityFabricStrategy
+from lightning_smartinfinity.zero3 import section_keys
 
 
 def test_zero_section_has_the_fields_that_are_read() -> None:
@@ -33,6 +36,20 @@ def test_zero_section_has_the_fields_that_are_read() -> None:
     assert zero.param_persistence_threshold > 0
     with pytest.raises(pydantic.ValidationError):
         DeepSpeedZeroConfig(stage=3, unknown_key=1)
+
+
+def test_zero_section_has_the_keys_that_are_listed() -> None:
+    """zero3/section_keys.py knows every key of DeepSpeed's section and of its sections, and those only."""
+    listed = {*section_keys._KEYS, *section_keys._SECTIONS, *section_keys._ANSWERS}
+    gone = {"super_offload", "mics_shard_size", "mics_hierarchical_params_gather"}
+    beside = {key for key, answer in section_keys._ANSWERS.items() if "beside the section" in answer.fault}
+    assert listed - gone - beside == _keys_of(DeepSpeedZeroConfig)
+    assert set(section_keys._SECTIONS["offload_param"]) == _keys_of(DeepSpeedZeroOffloadParamConfig)
+    assert set(section_keys._SECTIONS["leaf_module"]) == _keys_of(DeepSpeedZeroLeafModuleConfig)
+
+
+def _keys_of(config: type[pydantic.BaseModel]) -> set[str]:
+    return {key for name, field in config.model_fields.items() for key in (name, field.alias) if key is not None}
 
 
 def test_keys_of_checkpoints_are_those_of_files_that_exist() -> None:

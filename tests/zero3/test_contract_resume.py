@@ -28,6 +28,7 @@ def test_loops_have_what_a_resume_asks_them() -> None:
     """Lightning's loops have the progress, loaders and fetcher that we read, and the warning that ours replaces."""
     fit_loop = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit_loop
     assert fit_loop._data_fetcher is None and fit_loop._combined_loader is None
+    assert fit_loop._combined_loader_states_to_load == [] and fit_loop._load_combined_loader_states() is None
     assert fit_loop.epoch_loop.batch_progress.is_last_batch is False
     assert fit_loop.epoch_loop.batch_progress.current.ready == 0
     assert fit_loop.epoch_loop.restarted_on_train_batch_end is False

@@ -18,6 +18,7 @@ from lightning_smartinfinity.store import replacement
 from lightning_smartinfinity.store.replacement import exchange
 from lightning_smartinfinity.zero3.checkpoints import folder_swap
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing, restore_interrupted
+from tests.helpers.attacks import Attack
 
 TAG = "checkpoint"
 SYSTEM_CALLS = ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir")
@@ -67,7 +68,7 @@ def test_a_save_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("_file_system")
-def test_a_kill_at_any_system_call_leaves_one_save_whole(tmp_path: Path) -> None:
+def test_a_kill_at_any_system_call_leaves_one_save_whole(tmp_path: Path, attack: Attack) -> None:
     """A killed first save leaves itself or nothing, a killed second one itself or the first; a third cleans up."""
     for first in (True, False):
         outcomes = set()
@@ -83,6 +84,7 @@ def test_a_kill_at_any_system_call_leaves_one_save_whole(tmp_path: Path) -> None
             assert sorted(entry.name for entry in path.iterdir()) == [TAG, "latest"]
             if survived:
                 break
+        attack("kill at every system call of a swap of saves", tries=number, outcome="the old or the new one is whole")
         assert survived
         assert outcomes == {None if first else frozenset({"old"}), frozenset({"new"})}
 

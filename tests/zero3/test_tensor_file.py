@@ -14,6 +14,7 @@ import torch
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, check_records, room_for, saved_with_room
+from tests.helpers.attacks import Attack
 
 NUMELS = (1_000, 0, 7, 20_000)
 
@@ -92,8 +93,9 @@ def test_files_of_torch_are_read_in_pieces(tmp_path: Path) -> None:
         assert found.tobytes() == values.tobytes()
 
 
-def test_a_flipped_bit_is_found_wherever_it_matters(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_wherever_it_matters(tmp_path: Path, attack: Attack) -> None:
     """Each of 300 single flipped bits is either reported with the file's name or changes nothing that is read."""
+    attack("bit flip in a torch file", tries=300, outcome="CheckpointError, or nothing that is read changes")
     path = tmp_path / "file.pt"
     write(path)
     good, generator, found = path.read_bytes(), random.Random(0), 0

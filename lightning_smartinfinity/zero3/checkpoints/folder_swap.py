@@ -2,8 +2,9 @@
 
 ``path`` holds a subfolder (DeepSpeed's tag) with everything that matters, and small files beside it that are the same
 in every save. A new ``path`` is written under a hidden name beside it and renamed. In a ``path`` that exists, only the
-subfolder is exchanged, by one system call; whatever else lies in ``path`` stays. A process killed at any moment leaves
-the old save or the new one; the next save to ``path`` removes the killed save's partial files.
+subfolder is exchanged, by one system call; whatever else lies in ``path`` stays. A kill or a power loss at any moment
+leaves the old save or the new one; the next save to ``path`` removes the partial files of the one that was ended. After
+the call the new save is on the device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.store.replacement import beside, flush, put_back, put_in_place
+from lightning_smartinfinity.store.replacement import beside, flush, flush_names, flush_tree, put_back, put_in_place
 from lightning_smartinfinity.zero3.collectives import raising_together
 
 __all__ = ["replacing", "restore_interrupted"]
@@ -60,6 +61,9 @@ def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
             shutil.rmtree(staging, ignore_errors=True)
         raise
     with raising_together(), _io_errors(path):
+        if local_rank == 0 and staging.exists():
+            flush_tree(staging)  # on every node: what a node has written to a shared file system lies in its own memory
+    with raising_together(), _io_errors(path):
         if leads:
             _put_in_place(staging, target, tag, inside=inside)
 
@@ -89,18 +93,16 @@ def _prepare(target: Path, tag: str) -> None:
 
 
 def _put_in_place(staging: Path, target: Path, tag: str, *, inside: bool) -> None:
-    flush(staging / tag)
-    flush(staging)
     if not inside:
         os.rename(staging, target)
-        flush(target.parent)
+        flush_names(target)
         return
     beside_tag = [entry.name for entry in staging.iterdir() if entry.name != tag]
     put_in_place(staging / tag, target / tag)
     flush(target)
     for name in beside_tag:
         os.replace(staging / name, target / name)
-    flush(target)
+    flush_names(target / tag)
     shutil.rmtree(staging, ignore_errors=True)  # the save is complete; the next one removes what is left
 
 

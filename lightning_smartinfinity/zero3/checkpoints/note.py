@@ -3,24 +3,57 @@
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Collection
 from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_smartinfinity.checkpoint_hint import NOTE_NAME, instructions
+from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY, NOTE_NAME
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.collectives import raising_together
 
-__all__ = ["write_note"]
+__all__ = ["note_for", "write_note"]
 
-_MOVED = "If the folder was moved, use its new path instead.\n"
+_IN_LIGHTNING = """\
+To go on from it or to evaluate it, pass the folder as ckpt_path, with Trainer(strategy="smart_infinity").
+For torch.load, load_from_checkpoint or another strategy, make a file of it:
+    smart-infinity export {path} module.ckpt --to lightning
+For from_pretrained of transformers, make another folder of it:
+    smart-infinity export {path} my-model
+"""
+_ELSEWHERE = """\
+To go on from it, load it the way it was saved: by fabric.load, or within SmartInfinityTraining by
+Trainer.train(resume_from_checkpoint=...) of transformers or by accelerator.load_state.
+For from_pretrained, take the folder checkpoint-N that a Trainer of transformers saved as it is, or make another of it:
+    smart-infinity export {path} my-model
+For other code, write the weights into a folder, as model.safetensors, which load_file of safetensors reads:
+    smart-infinity export {path} weights --to safetensors
+"""
 
 
-def write_note(folder: Path, *, path: str | Path) -> None:
+def note_for(path: str | Path, saved: Collection[str]) -> str:
+    """Return the text of a checkpoint folder's :data:`NOTE_NAME`.
+
+    Args:
+        path: Path that the folder will have.
+        saved: Keys of what was saved beside the model.
+    """
+    folder = os.path.abspath(path)
+    how = _IN_LIGHTNING if LIGHTNING_KEY in saved else _ELSEWHERE
+    return (
+        f"{folder} is a checkpoint folder of the smart_infinity strategy, no file that torch.load can read.\n"
+        f"{how.format(path=shlex.quote(folder))}"
+        "If the folder was moved, use its new path instead.\n"
+    )
+
+
+def write_note(folder: Path, saved: Collection[str], *, path: str | Path) -> None:
     """Write instructions for people who find the folder. This is a collective, in which rank zero writes.
 
     Args:
         folder: Folder in which the checkpoint is being saved.
+        saved: Keys of what is saved beside the model.
         path: Path that the checkpoint will have.
 
     Raises:
@@ -28,7 +61,7 @@ def write_note(folder: Path, *, path: str | Path) -> None:
     """
     with raising_together():
         if dist.get_rank() == 0:
-            _write(folder / NOTE_NAME, f"{instructions(os.path.abspath(path))}{_MOVED}")
+            _write(folder / NOTE_NAME, note_for(path, saved))
 
 
 def _write(file: Path, text: str) -> None:

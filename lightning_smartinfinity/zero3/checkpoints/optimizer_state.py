@@ -262,7 +262,7 @@ def _check_ours(optimizer: StorageOptimizer, extra: SavedState) -> None:
     if extra["optimizer"] != optimizer.rule.name:
         raise CheckpointError(
             f"The checkpoint was saved with {extra['optimizer']}, the model is configured with {optimizer.rule.name}.",
-            "Return the same optimizer from configure_optimizers.",
+            "Train with the same optimizer.",
         )
     if extra["dtype"] != str(optimizer.dtype):
         raise CheckpointError(

@@ -78,7 +78,7 @@ def _check_states(
         if found != names or any(state[name].numel() != numel for name in names - {STEP}):
             raise CheckpointError(
                 f"The checkpoint's optimizer keeps {sorted(found)}, {optimizer.rule.name} keeps {sorted(names)}.",
-                "Return the optimizer that it was saved with from configure_optimizers.",
+                "Train with the optimizer that it was saved with.",
             )
 
 
@@ -95,7 +95,7 @@ def check_groups(optimizer: StorageOptimizer, groups: Sequence[SavedState]) -> N
         if optimizer.rule.distinctive_setting not in saved:
             raise CheckpointError(
                 f"The checkpoint's optimizer has the settings {sorted(saved)}: it is not {optimizer.rule.name}.",
-                "Return the optimizer that it was saved with from configure_optimizers.",
+                "Train with the optimizer that it was saved with.",
             )
         if saved.get("amsgrad") or not saved.get("bias_correction", True):
             raise CheckpointError(
@@ -104,7 +104,7 @@ def check_groups(optimizer: StorageOptimizer, groups: Sequence[SavedState]) -> N
         if saved.get(key, group.get(key)) != group.get(key):
             raise CheckpointError(
                 f"The checkpoint was saved with {key}={saved[key]}, the model is configured with {group.get(key)}.",
-                "Return the same optimizer from configure_optimizers.",
+                "Train with the same optimizer.",
             )
 
 

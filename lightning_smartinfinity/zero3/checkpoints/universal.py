@@ -127,7 +127,9 @@ def _filler(optimizer: StorageOptimizer, folder: UniversalFolder) -> Callable[[W
             for number, first_value in enumerate(first_values, start=1):
                 window.arrays[number][target] = first_value
             for file, number in files.items():
-                window.arrays[number][target] = array_of(parameter, file)[first : first + end - begin].numpy()
+                window.arrays[number][target] = folder.values(
+                    array_of(parameter, file), parameter.name, file, first, first + end - begin
+                )
         optimizer.partition.write(window.begin, torch.from_numpy(window.arrays[0]))
 
     return fill
@@ -202,7 +204,7 @@ def _check_optimizer(optimizer: StorageOptimizer, folder: UniversalFolder) -> No
     if extra is not None and extra["optimizer"] != optimizer.rule.name:
         raise CheckpointError(
             f"{folder.path} was saved with {extra['optimizer']}, the model is configured with {optimizer.rule.name}.",
-            "Return the same optimizer from configure_optimizers.",
+            "Train with the same optimizer.",
         )
     if extra is None:
         check_groups(optimizer, folder.param_groups)
@@ -210,7 +212,7 @@ def _check_optimizer(optimizer: StorageOptimizer, folder: UniversalFolder) -> No
     if set(folder.arrays) not in (set(), set(kept)):
         raise CheckpointError(
             f"{folder.path} holds {', '.join(folder.arrays)}, {optimizer.rule.name} keeps {', '.join(kept)}.",
-            "Return the optimizer that it was saved with from configure_optimizers.",
+            "Train with the optimizer that it was saved with.",
         )
     if dtype != str(optimizer.dtype):
         raise CheckpointError(
@@ -226,7 +228,7 @@ def _check_optimizer(optimizer: StorageOptimizer, folder: UniversalFolder) -> No
     if [set(group["params"]) for group in saved] != [names[number] for number in saved_numbers(optimizer, saved)]:
         raise CheckpointError(
             f"The optimizer of {folder.path} has other parameter groups than this one.",
-            "Return the same parameter groups from configure_optimizers.",
+            "Give the optimizer the same parameter groups.",
         )
 
 

@@ -18,11 +18,14 @@ import torch
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARAM_GROUPS
 from numpy.typing import NDArray
 
+from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.progress import Show, hidden
-from lightning_smartinfinity.store.replacement import beside
+from lightning_smartinfinity.store.replacement import beside, flush_names, flush_tree
 from lightning_smartinfinity.update_rules import optimizer_names
+from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMS_NAME, BlockChecksums
 from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID, reading_checkpoint, tagged_folder
+from lightning_smartinfinity.zero3.checkpoints.note import note_for
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import WINDOW_NUMEL, SavedSlice, slices_of, windows
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import STEP
@@ -62,6 +65,7 @@ def convert_checkpoint(checkpoint: str | Path, into: str | Path, *, show: Show =
         _write_optimizer_state(source, folder / "zero" / "optimizer_state.pt")
         for rank in range(source.num_saved):
             shutil.copy2(source.model_file(rank), folder)
+        (folder / NOTE_NAME).write_text(note_for(into, source.model_states_of(0)), encoding="utf-8")
 
 
 @contextmanager
@@ -74,7 +78,9 @@ def _staged_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
         (staging / "zero").mkdir(parents=True)
         yield staging
+        flush_tree(staging)
         os.rename(staging, target)
+        flush_names(target)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         if isinstance(error, CheckpointError):
             raise
@@ -148,18 +154,23 @@ def _write_arrays(source: ZeroFolder, arrays: Mapping[str, Sequence[TensorStream
     numel = sum(shape.numel() for shape in shapes.values())
     buffer = np.empty(min(WINDOW_NUMEL, max((shape.numel() for shape in shapes.values()), default=0)), np.float32)
     slices_by_rank = [slices_of(shapes, rank=rank, world_size=source.num_saved) for rank in range(source.num_saved)]
+    checksums = {}
     with show("Converting the optimizer state", buffer.itemsize * numel * len(arrays)) as advance:
         for slices in zip(*slices_by_rank, strict=True):
             (folder / slices[0].name).mkdir(parents=True, exist_ok=True)
             for name, streams in arrays.items():
-                _write_array(folder / slices[0].name / f"{name}.pt", streams, slices, buffer, source.path)
+                file = f"{slices[0].name}/{name}.pt"
+                written = _write_array(folder / file, streams, slices, buffer, source.path)
+                checksums[file] = torch.tensor(written.values)
                 advance(buffer.itemsize * slices[-1].end)
+    torch.save(checksums, folder / CHECKSUMS_NAME)
 
 
 def _write_array(
     file: Path, streams: Sequence[TensorStream], slices: Sequence[SavedSlice], buffer: NDArray[np.float32], source: Path
-) -> None:
-    """Write one array of one parameter, of which every process saved a slice."""
+) -> BlockChecksums:
+    """Write one array of one parameter, of which every process saved a slice, and return its checksums."""
+    checksums = BlockChecksums()
     with closing(saved_with_room(room_for(slices[-1].end), file)) as written:
         whole = written.stream([written.state])
         for stream, each in zip(streams, slices, strict=True):
@@ -167,7 +178,10 @@ def _write_array(
                 values = buffer[: end - begin]
                 with reading_checkpoint(source):
                     stream.read(values)
-                whole.write(values[: max(0, each.end - begin)])
+                values = values[: max(0, each.end - begin)]
+                whole.write(values)
+                checksums.add(values)
+    return checksums
 
 
 # ---- state other than arrays

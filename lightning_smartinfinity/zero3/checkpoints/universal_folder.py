@@ -4,12 +4,15 @@
 
     <folder>/zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    flat, without padding; the optimizer's own arrays
     <folder>/zero/optimizer_state.pt                                the first rank's optimizer file
+    <folder>/zero/crc32c.pt                                         checksums of blocks of every array
     <folder>/zero_pp_rank_<rank>_mp_rank_00_model_states.pt         as every rank saved it
 
-DeepSpeed's ``ds_to_universal`` writes it for Adam's checkpoints, :mod:`universal_conversion` for those of every rule.
+DeepSpeed's ``ds_to_universal`` writes it for Adam's checkpoints, without checksums of blocks;
+:mod:`universal_conversion` for those of every rule.
 
 Mapping a file verifies nothing. The ``check_`` methods read each file whole on one rank, and verify the CRC-32s that
-``torch.save`` keeps.
+``torch.save`` keeps, before anything is loaded. What is loaded later is read again, and :meth:`UniversalFolder.values`
+compares it with the checksums of its blocks.
 """
 
 from __future__ import annotations
@@ -20,11 +23,14 @@ from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM_SHAPES
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMS_NAME, verified
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import (
     Put,
@@ -68,6 +74,7 @@ class UniversalFolder(SavedWeights):
         self._check([self.model_file(rank) for rank in range(self.num_saved)], tensors=True)
         if with_optimizer:
             self._check([self.path / "zero" / "optimizer_state.pt"], tensors=False)
+            self._check([self.path / "zero" / CHECKSUMS_NAME], tensors=True)
 
     def check_arrays(self, names: Iterable[str]) -> None:
         """Verify this rank's share of the arrays of trainable parameters: ``fp32``, ``exp_avg`` and the like."""
@@ -136,6 +143,30 @@ class UniversalFolder(SavedWeights):
         if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tensor.numel()) != (torch.float32, numel):
             raise CheckpointError(f"{file} does not hold {numel} elements of float32.", self.remedy)
         return tensor.detach().flatten()
+
+    def values(self, tensor: torch.Tensor, name: str, array: str, begin: int, end: int) -> NDArray[np.float32]:
+        """Return some values of an array, after comparing them with the checksums of their blocks if there are any.
+
+        Args:
+            tensor: What :meth:`tensor` has returned for it.
+            name: Name of the parameter.
+            array: Name of the array.
+            begin: Index of the first value.
+            end: Index behind the last value.
+
+        Raises:
+            CheckpointError: A checksum is wrong.
+        """
+        file = self._file(name, array)
+        checksums = self._checksums.get(str(file.relative_to(self.path / "zero")))
+        if checksums is None:
+            return tensor[begin:end].numpy()
+        return verified(tensor, begin, end, checksums, file=file, remedy=self.remedy)
+
+    @cached_property
+    def _checksums(self) -> dict[str, list[int]]:
+        file = self.path / "zero" / CHECKSUMS_NAME
+        return {name: sums.tolist() for name, sums in self._load(file).items()} if file.is_file() else {}
 
     @override
     def require_whole(self) -> None:

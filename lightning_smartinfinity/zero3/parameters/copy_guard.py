@@ -125,8 +125,8 @@ def _is_empty(param: ZeroParameter) -> bool:
 def _refuse(what: str) -> NoReturn:
     raise UnsupportedError(
         f"{what} cannot be saved, pickled or copied here: ZeRO-3 has partitioned it, and its own tensor is empty.",
-        "Write the model by strategy.save_pretrained(folder) during or after the fit, or a checkpoint's by "
-        "`smart-infinity export`. Code that needs whole parameters in memory runs within "
+        "Write the model by save_pretrained(folder), a method of the strategy and of SmartInfinityTraining, or a "
+        "checkpoint's by `smart-infinity export`. Code that needs whole parameters in memory runs within "
         "deepspeed.zero.GatheredParameters(list(module.parameters())), on every rank.",
     )
 

@@ -1,0 +1,174 @@
+"""Finds the checkpoint of transformers from which a training resumes: the last one whose save was completed."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError
+from lightning_smartinfinity.store.os_errors import storage_errors
+from lightning_smartinfinity.store.replacement import flush_names, flush_tree
+
+__all__ = ["begin_checkpoint", "checkpoint_to_resume", "end_checkpoint", "resume_within_smart_infinity_training"]
+
+
+def checkpoint_to_resume(given: str | bool | None, output_dir: str, *, warn: bool) -> str | bool | None:
+    """Return the checkpoint for ``Trainer.train(resume_from_checkpoint=...)``.
+
+    A process that is killed while it saves leaves a folder that transformers would take: it asks for the highest
+    number, and begins at step 0 if the folder lacks the Trainer's state.
+
+    Args:
+        given: What the user passed: a folder, True for the last checkpoint in ``output_dir``, or nothing.
+        output_dir: The Trainer's folder of checkpoints.
+        warn: Whether this rank warns of checkpoints that are passed over.
+
+    Raises:
+        CheckpointNotFoundError: The folder does not exist.
+        CheckpointError: The folder, or every checkpoint in ``output_dir``, cannot be resumed.
+    """
+    if not given:
+        return given
+    if given is not True:
+        _require_resumable(Path(given))
+        return given
+    faults: dict[str, str] = {}
+    for folder in _newest_first(Path(output_dir)):
+        fault = _fault_in(folder)
+        if fault is None:
+            if faults and warn:
+                warnings.warn(f"Resuming from {str(folder)!r}: {_told(faults)}.", stacklevel=2)
+            return str(folder)
+        faults[folder.name] = fault
+    if faults:
+        raise CheckpointError(
+            f"No checkpoint in {output_dir!r} can be resumed: {_told(faults)}.",
+            "Train without resume_from_checkpoint.",
+        )
+    return given
+
+
+def begin_checkpoint(folder: str, *, resumable: bool) -> None:
+    """Prepare a checkpoint before its files are written.
+
+    If it is written again, it loses the Trainer's state, which is written last. A file in the place where a Trainer in
+    memory saves its optimizer keeps such a Trainer from resuming with an optimizer that begins anew: torch's error
+    names :func:`resume_within_smart_infinity_training`.
+
+    Args:
+        folder: The checkpoint.
+        resumable: Whether the optimizer's state is saved in it.
+
+    Raises:
+        StorageError: The folder cannot be written.
+    """
+    if _number_of(Path(folder)) is None:
+        return
+    with storage_errors("Beginning the checkpoint", folder):
+        Path(folder, _trainer_state()).unlink(missing_ok=True)
+        if resumable:
+            saved = io.BytesIO()
+            torch.save(_InMemory(folder), saved)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            Path(folder, _optimizer_file()).write_bytes(saved.getvalue())
+
+
+def end_checkpoint(folder: Path) -> None:
+    """Flush a checkpoint whose files are written; the engine has flushed its own, transformers flushes none.
+
+    Args:
+        folder: The checkpoint.
+
+    Raises:
+        StorageError: Something could not be written.
+    """
+    with storage_errors("Flushing the checkpoint", folder):
+        flush_tree(folder)
+        flush_names(folder)
+
+
+def resume_within_smart_infinity_training(folder: str) -> NoReturn:
+    """Raise the error of a Trainer in memory that resumes from a checkpoint of ours.
+
+    Args:
+        folder: The checkpoint.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"The optimizer's state of {folder} is in its folder global_step*, which only SmartInfinityTraining reads.",
+        "Resume within it, with TrainingArguments(deepspeed=training.config). To train in memory instead, with an "
+        "optimizer that begins anew, load the model by from_pretrained and train without resume_from_checkpoint.",
+    )
+
+
+class _InMemory:
+    """Calls the function above when it is loaded."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[str], NoReturn], tuple[str]]:
+        return resume_within_smart_infinity_training, (self._folder,)
+
+
+def _require_resumable(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointNotFoundError(
+            f"resume_from_checkpoint={str(folder)!r}: there is no such folder.",
+            "Pass a folder checkpoint-N, or True for the last one in output_dir.",
+        )
+    fault = _fault_in(folder)
+    if fault is not None:
+        raise CheckpointError(
+            f"resume_from_checkpoint={str(folder)!r}: {fault}.",
+            "Pass an earlier checkpoint, or True for the last one that can be resumed.",
+        )
+
+
+def _newest_first(output_dir: Path) -> list[Path]:
+    numbers = {path: _number_of(path) for path in (output_dir.iterdir() if output_dir.is_dir() else ())}
+    found = {path: number for path, number in numbers.items() if number is not None and path.is_dir()}
+    return sorted(found, key=found.__getitem__, reverse=True)
+
+
+def _number_of(folder: Path) -> int | None:
+    """Return N for a folder with the name ``checkpoint-N``, and None for others."""
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+    number = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    return int(number) if number.isdecimal() and number != folder.name else None
+
+
+def _fault_in(folder: Path) -> str | None:
+    """Return why a training cannot resume from a folder, or None."""
+    try:
+        json.loads((folder / _trainer_state()).read_text())
+    except (FileNotFoundError, ValueError):
+        return f"its save was not completed ({_trainer_state()} is missing or cut off)"
+    if not any(path.is_dir() for path in folder.glob("global_step*")):
+        return "it holds a model without optimizer state (save_only_model=True?)"
+    return None
+
+
+def _told(faults: dict[str, str]) -> str:
+    return "; ".join(f"{name} is passed over, since {fault}" for name, fault in faults.items())
+
+
+def _trainer_state() -> str:
+    from transformers.trainer import TRAINER_STATE_NAME
+
+    return str(TRAINER_STATE_NAME)
+
+
+def _optimizer_file() -> str:
+    from transformers.trainer import OPTIMIZER_NAME
+
+    return str(OPTIMIZER_NAME)

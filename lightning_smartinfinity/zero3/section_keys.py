@@ -1,0 +1,202 @@
+"""Says which keys of DeepSpeed's ``zero_optimization`` section a user may set, and answers all others.
+
+DeepSpeed would refuse unknown keys, too, but only when a fit begins: it cannot be imported before the accelerator is
+chosen. So the keys are listed here, and a test compares them with those of the installed version.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_smartinfinity.checks import as_passed, shown
+from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
+from lightning_smartinfinity.wrong_names import did_you_mean
+
+__all__ = ["check_keys"]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Says why a key is not taken, and what to write instead.
+
+    Args:
+        fault: What is wrong with the key, as the end of a sentence.
+        remedy: What the user can do about it.
+        error: Class of the error.
+    """
+
+    fault: str
+    remedy: str
+    error: type[SmartInfinityError] = ConfigError
+
+
+_STATE_ON_STORAGE = _Answer(
+    "cannot be set, because optimizer state lies on storage",
+    "Leave it out: storage=... names the folders, and transfer={'dram_cache_bytes': 'auto'} keeps in host memory what "
+    "fits.",
+)
+_ON_CPU = "Write zero={'offload_param': {'device': 'cpu'}} for parameters; optimizer state lies on storage."
+_OLD_NAME = "is an old name of DeepSpeed's"
+_BESIDE = _Answer(
+    "belongs beside the section in DeepSpeed's configuration",
+    "Leave it out: batch size, precision, clipping and accumulation are those of Trainer, Fabric or TrainingArguments.",
+)
+
+_FEATURES: dict[str, tuple[str, tuple[object, ...]]] = {
+    # Key, feature, and the values that do not switch it on.
+    "zenflow": ("ZenFlow", (None,)),
+    "super_offload": ("SuperOffload", ()),
+    "mics_shard_size": ("MiCS", ()),
+    "mics_hierarchical_params_gather": ("MiCS", ()),
+    "zero_hpz_partition_size": ("hpZ", (0, 1)),
+    "zero_quantized_weights": ("quantized weights", (False,)),
+    "zero_quantized_nontrainable_weights": ("quantized weights", (False,)),
+    "zero_quantized_gradients": ("quantized gradients", (False,)),
+    "load_from_fp32_weights": ("load_from_fp32_weights=False", (True,)),
+    "elastic_checkpoint": ("elastic checkpoints", (False,)),
+}
+
+_ANSWERS = {
+    "stage": _Answer("cannot be set, because training is always in ZeRO stage 3", "Leave it out."),
+    "offload_optimizer": _STATE_ON_STORAGE,
+    "cpu_offload": _STATE_ON_STORAGE,
+    # DeepSpeed still accepts these, and would silently move them into another section.
+    "cpu_offload_param": _Answer(_OLD_NAME, _ON_CPU),
+    "cpu_offload_use_pin_memory": _Answer(
+        _OLD_NAME, "Write zero={'offload_param': {'device': 'cpu', 'pin_memory': True}}."
+    ),
+    "stage3_gather_fp16_weights_on_model_save": _Answer(
+        _OLD_NAME, "Write zero={'stage3_gather_16bit_weights_on_model_save': True}."
+    ),
+    "optimizer": _Answer(
+        "belongs beside the section in DeepSpeed's configuration",
+        "Leave it out: the optimizer is your program's, and its state lies in the folders of storage=...",
+    ),
+    **dict.fromkeys(
+        (
+            "activation_checkpointing",
+            "aio",
+            "bf16",
+            "fp16",
+            "gradient_accumulation_steps",
+            "gradient_clipping",
+            "scheduler",
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+        ),
+        _BESIDE,
+    ),
+    **{
+        key: _Answer(f"asks for {feature}: that does not work here", "Leave it out.", UnsupportedError)
+        for key, (feature, _) in _FEATURES.items()
+    },
+}
+
+_KEYS = (
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "allgather_sequential",
+    "compute_grad_norm",
+    "contiguous_gradients",
+    "enable_sanity_checks",
+    "gather_16bit_weights_on_model_save",
+    "ignore_unused_parameters",
+    "leaf_module",
+    "legacy_stage1",
+    "log_trace_cache_warnings",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "memory_efficient_linear",
+    "model_persistence_threshold",
+    "module_granularity_threshold",
+    "offload_param",
+    "overlap_comm",
+    "override_module_apply",
+    "param_persistence_threshold",
+    "parameter_alignment",
+    "pipeline_loading_checkpoint",
+    "prefetch_bucket_size",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "round_robin_gradients",
+    "save_muon_momentum_buffer_in_memory",
+    "stage3_allgather_sequential",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold",
+    "stage3_module_granularity_threshold",
+    "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size",
+    "stage3_use_all_reduce_for_fetch_params",
+    "sub_group_size",
+    "use_all_reduce_for_fetch_params",
+    "use_multi_rank_bucket_allreduce",
+)
+_SECTIONS = {
+    "leaf_module": ("classes", "name_suffixes", "names"),
+    "offload_param": ("buffer_count", "buffer_size", "device", "max_in_cpu", "nvme_path", "pin_memory"),
+}
+_INSIDE = {key: f"zero={{{section!r}: {{{key!r}: ...}}}}" for section, keys in _SECTIONS.items() for key in keys}
+
+
+def check_keys(zero: Mapping[str, object], *, owner: str) -> None:
+    """Refuse keys that are unknown, decided by the strategy, old, or those of features that the strategy lacks.
+
+    The values are DeepSpeed's to check.
+
+    Args:
+        zero: What the user gave as ``zero``.
+        owner: Class to which it was given, for errors.
+
+    Raises:
+        ConfigError: A key is unknown, old, or decided by the strategy; the message says what to write.
+        UnsupportedError: A key switches on a feature that the strategy lacks.
+    """
+    for key, value in zero.items():
+        given = as_passed(owner, "zero", {key: value})
+        if not isinstance(key, str):
+            raise ConfigError(f"{given} has a key that is no str.", f"Remove {key!r}.")
+        if key == "zero_optimization":
+            raise ConfigError(f"{given} is the whole section.", f"Pass what is inside of it{_kept(value)}.")
+        if key in _SECTIONS:
+            _check_section(key, value, owner=owner)
+        elif key in _ANSWERS:
+            if key not in _FEATURES or value not in _FEATURES[key][1]:
+                raise _ANSWERS[key].error(f"{given} {_ANSWERS[key].fault}.", _ANSWERS[key].remedy)
+        elif key not in _KEYS:
+            raise _unknown(key, given)
+
+
+def _check_section(section: str, value: object, *, owner: str) -> None:
+    """Refuse an unknown key of a section within the section, and what is no section."""
+    given = as_passed(owner, "zero", {section: value})
+    known = _SECTIONS[section]
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{given}: {section} is no dict.", f"Pass a dict with some of {', '.join(known)}.")
+    for key in value or ():
+        if key not in known:
+            raise ConfigError(
+                f"{given}: {section} has no key {key!r}.",
+                f"{did_you_mean(str(key), known)}Its keys are {', '.join(known)}.",
+            )
+
+
+def _kept(section: object) -> str:
+    """Write out the keys of a whole section that can be set."""
+    if not isinstance(section, Mapping):
+        return " as zero={...}"
+    return f": zero={shown({key: value for key, value in section.items() if key not in _ANSWERS})}"
+
+
+def _unknown(key: str, given: str) -> SmartInfinityError:
+    """Return the error for an unknown key: with the key that was meant, or with that one's own answer."""
+    fault = f"{given} is no key of DeepSpeed's zero_optimization section"
+    close = difflib.get_close_matches(key, [*_KEYS, *_INSIDE, *_ANSWERS], n=1)
+    if close and close[0] in _ANSWERS:
+        answer = _ANSWERS[close[0]]
+        return answer.error(f"{fault}, and {close[0]!r} {answer.fault}.", answer.remedy)
+    meant = did_you_mean(key, [*_KEYS, *_INSIDE], written=_INSIDE)
+    return ConfigError(f"{fault}.", f"{meant}Use the keys of that section.")

@@ -1,0 +1,20 @@
+"""How a test tells the table of docs/reliability.md what it attacked."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+__all__ = ["Attack"]
+
+
+class Attack(Protocol):
+    """The fixture ``attack``."""
+
+    def __call__(self, attack: str, *, tries: int, outcome: str) -> None:
+        """Add a row to the table.
+
+        Args:
+            attack: What was done, the same for all tests of a row.
+            tries: How often.
+            outcome: What was found each time. A test that fails gets ``FAILED`` instead.
+        """

@@ -1,0 +1,192 @@
+"""What people forget with SmartInfinityTraining is answered before anything trains without it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+from accelerate.utils import DeepSpeedPlugin
+
+from lightning_smartinfinity import ConfigError, UnsupportedError
+from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
+from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from tests.huggingface.trained import arguments, dataset, load, train
+
+
+def trainer_of(folder: Path, out: Path, config: Any, **changes: Any) -> transformers.Trainer:
+    """Return a Trainer with arguments of its own."""
+    args = arguments(out, config, **changes)
+    return transformers.Trainer(model=load(folder), args=args, train_dataset=dataset(2), eval_dataset=dataset(2))
+
+
+def test_the_context_is_forgotten(tmp_path: Path) -> None:
+    """The configuration is given within the context only: DeepSpeed would take it for a training of its own."""
+    training = SmartInfinityTraining()
+    with pytest.raises(UnsupportedError, match=r"outside of the `with`.*as training:"):
+        _ = training.config
+    with training:
+        assert training.config["zero_optimization"]["stage"] == 3
+    with pytest.raises(UnsupportedError, match="outside of the `with`"):
+        _ = training.config
+
+
+def test_the_configuration_is_forgotten(model_folder: Path, tmp_path: Path) -> None:
+    """A Trainer or an Accelerator that would train in memory is refused when it is made."""
+    with SmartInfinityTraining():
+        with pytest.raises(UnsupportedError, match=r"deepspeed=training\.config"):
+            trainer_of(model_folder, tmp_path, None)
+        with pytest.raises(UnsupportedError, match=r"DeepSpeedPlugin\(hf_ds_config=training\.config\)"):
+            accelerate.Accelerator()
+
+
+@pytest.mark.parametrize("given", [SmartInfinityTraining, lambda: "smart_infinity", lambda: True])
+def test_something_else_is_given_for_the_configuration(given: Callable[[], Any], tmp_path: Path) -> None:
+    """The context itself, a name or True in place of the configuration are answered with what to pass."""
+    with SmartInfinityTraining(), pytest.raises(ConfigError, match=r"Pass deepspeed=training\.config"):
+        arguments(tmp_path, given())
+
+
+def test_the_configuration_is_changed_by_hand(tmp_path: Path) -> None:
+    """What TrainingArguments decide cannot be set in the configuration, where DeepSpeed would stop in mid-set-up."""
+    with SmartInfinityTraining() as training:
+        changed = {**training.config, "gradient_accumulation_steps": 4}
+        with pytest.raises(ConfigError, match=r"'gradient_accumulation_steps' .* set to 4.*TrainingArguments"):
+            arguments(tmp_path, changed, gradient_accumulation_steps=4)
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "predict", "save_model"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_trainer_is_used_after_the_context(name: str, trained: bool, model_folder: Path, tmp_path: Path) -> None:
+    """Its methods say so, also within another context; what was trained can still be saved."""
+    with SmartInfinityTraining() as training:
+        trainer = trainer_of(model_folder, tmp_path / "out", training.config)
+        if trained:
+            trainer.train()
+    values = {"predict": [dataset(1)], "save_model": [str(tmp_path / "late")]}.get(name, [])
+    with pytest.raises(UnsupportedError, match=rf"Trainer\.{name} was called after .* ended\. Call it within"):
+        getattr(trainer, name)(*values)
+    with SmartInfinityTraining(), pytest.raises(UnsupportedError, match="after its SmartInfinityTraining had ended"):
+        getattr(trainer, name)(*values)
+    assert not (tmp_path / "late").exists()
+    if trained:
+        training.save_pretrained(tmp_path / "saved")
+        assert all(value.isfinite().all() for value in load(tmp_path / "saved").state_dict().values())
+
+
+def test_two_trainers_share_arguments(model_folder: Path, tmp_path: Path) -> None:
+    """The second one is refused by name."""
+    with SmartInfinityTraining() as training:
+        args = arguments(tmp_path, training.config)
+        transformers.Trainer(model=load(model_folder), args=args, train_dataset=dataset(2))
+        with pytest.raises(UnsupportedError, match="Make new TrainingArguments for each Trainer"):
+            transformers.Trainer(model=load(model_folder), args=args, train_dataset=dataset(2))
+
+
+def test_other_arguments_are_made_before_a_training(model_folder: Path, tmp_path: Path) -> None:
+    """Accelerate would train the first Trainer by the arguments of the second. The second one trains."""
+    with SmartInfinityTraining() as training:
+        first = trainer_of(model_folder, tmp_path / "first", training.config)
+        second = trainer_of(model_folder, tmp_path / "second", training.config, gradient_accumulation_steps=2)
+        with pytest.raises(UnsupportedError, match="Other TrainingArguments were made after this Trainer"):
+            first.train()
+        second.train()
+        assert not (tmp_path / "first" / "smart_infinity").exists()
+
+
+def test_two_trainers_in_turn(model_folder: Path, tmp_path: Path) -> None:
+    """Each one's storage lies with its own output, and each trains as if it were alone."""
+    alone = train(model_folder, tmp_path / "alone")
+    with SmartInfinityTraining() as training:
+        for name in ("first", "second"):
+            args = arguments(tmp_path / name, training.config)
+            trainer = transformers.Trainer(model=load(model_folder), args=args, train_dataset=dataset())
+            trainer.train()
+            assert (tmp_path / name / "smart_infinity").is_dir()
+            training.save_pretrained(tmp_path / name / "saved")
+    expected = load(tmp_path / "alone" / "saved").state_dict()
+    for name in ("first", "second"):
+        saved = load(tmp_path / name / "saved").state_dict()
+        assert all(torch.equal(saved[key], value) for key, value in expected.items())
+    assert alone.weights
+
+
+def test_an_accelerator_with_the_configuration(tmp_path: Path) -> None:
+    """It is taken."""
+    with SmartInfinityTraining() as training:
+        plugin = DeepSpeedPlugin(hf_ds_config={**training.config, "train_micro_batch_size_per_gpu": 1})
+        assert accelerate.Accelerator(deepspeed_plugin=plugin).distributed_type == "DEEPSPEED"
+
+
+def test_a_checkpoint_that_is_opened_as_a_file(model_folder: Path, tmp_path: Path) -> None:
+    """The note in it names ways that work for a checkpoint of a Trainer of transformers."""
+    train(model_folder, tmp_path, data=dataset(2), save_strategy="steps", save_steps=2)
+    checkpoint = tmp_path / "checkpoint-2"
+    with pytest.raises(IsADirectoryError):
+        torch.load(checkpoint)
+    text = (checkpoint / NOTE_NAME).read_text()
+    assert "resume_from_checkpoint" in text and "ckpt_path" not in text
+    for number, line in enumerate(line for line in text.splitlines() if line.startswith("    ")):
+        name, command, source, *rest = shlex.split(line)
+        assert (name, command, source) == ("smart-infinity", "export", str(checkpoint))
+        assert main([command, source, str(tmp_path / f"export-{number}"), *rest[1:]]) == 0
+    expected = load(checkpoint).state_dict()
+    assert all(torch.equal(expected[key], value) for key, value in load(tmp_path / "export-0").state_dict().items())
+
+
+def test_a_checkpoint_is_resumed_without_the_context(model_folder: Path, tmp_path: Path) -> None:
+    """A Trainer in memory would begin with new moments, without a word. Its error names where to resume."""
+    train(model_folder, tmp_path, data=dataset(2), save_strategy="steps", save_steps=1)
+    checkpoint = tmp_path / "checkpoint-1"
+    with pytest.raises(pickle.UnpicklingError, match="resume_within_smart_infinity_training"):
+        trainer_of(model_folder, tmp_path, None).train(resume_from_checkpoint=str(checkpoint))
+    with pytest.raises(UnsupportedError, match=r"checkpoint-1 .*Resume within it, with TrainingArguments"):
+        torch.load(checkpoint / "optimizer.pt", weights_only=False)
+    trainer_of(model_folder, tmp_path, None, save_strategy="steps", save_steps=1).train()
+    assert "param_groups" in torch.load(checkpoint / "optimizer.pt"), "a Trainer in memory could not save there"
+    train(model_folder, tmp_path, data=dataset(2), resume=checkpoint.with_name("checkpoint-2"))
+
+
+def test_a_checkpoint_of_a_model_alone(model_folder: Path, tmp_path: Path) -> None:
+    """With ``save_only_model`` there is no optimizer, and nothing is in the way of a Trainer in memory."""
+    train(model_folder, tmp_path, data=dataset(2), save_strategy="steps", save_steps=2, save_only_model=True)
+    assert not (tmp_path / "checkpoint-2" / "optimizer.pt").exists()
+
+
+class EvaluatingElsewhere(transformers.TrainerCallback):
+    """Evaluates the model of a training by another Trainer, in the middle of it."""
+
+    def __init__(self, folder: Path, config: Any) -> None:
+        self.folder, self.config = folder, config
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        other = arguments(self.folder / "other", self.config)
+        transformers.Trainer(model=model, args=other, eval_dataset=dataset(1)).evaluate()
+
+
+def test_another_trainer_evaluates_the_model_in_the_middle_of_a_training(model_folder: Path, tmp_path: Path) -> None:
+    """It would take the model away from the training, and is refused."""
+    with SmartInfinityTraining() as training:
+        trainer = trainer_of(model_folder, tmp_path, training.config)
+        trainer.add_callback(EvaluatingElsewhere(tmp_path, training.config))
+        with pytest.raises(UnsupportedError, match="is being fitted by another Trainer"):
+            trainer.train()
+
+
+def test_the_environment_is_as_before(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate's variables, which a training changes, and the launcher's are not left behind."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    before = dict(os.environ)
+    train(model_folder, tmp_path, data=dataset(2), gradient_accumulation_steps=2)
+    changed = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
+    assert not {name for name in changed if name.startswith("ACCELERATE_") or "RANK" in name or "MASTER" in name}

@@ -1,0 +1,1 @@
+"""Attacks: power losses, faults and kills, each repeated. docs/reliability.md has their table."""

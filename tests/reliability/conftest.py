@@ -1,0 +1,39 @@
+"""Disks that lose their power."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.model_folder import make_model_folder
+from tests.helpers.power_loss import DISKS, Disk, LoopDisk, loop_devices_work
+from tests.helpers.runif import NO_LOOP_DEVICE
+
+
+@pytest.fixture(scope="session")
+def _may_mount() -> bool:
+    return loop_devices_work()
+
+
+@pytest.fixture(params=DISKS)
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
+    """Return a disk with a folder, of which nothing is left after a power loss but what was flushed."""
+    kind: Callable[..., Any] = DISKS[request.param]
+    if kind is LoopDisk and not request.getfixturevalue("_may_mount"):
+        pytest.skip(NO_LOOP_DEVICE)
+    with ExitStack() as opened:
+        disk = kind(tmp_path)
+        opened.callback(disk.close)
+        yield disk
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with a small Llama-shaped model, which trains on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return make_model_folder(tmp_path / "llama" / "model")

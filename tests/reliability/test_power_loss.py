@@ -1,0 +1,167 @@
+"""What was saved is on the device when the call returns; a power loss before that leaves what was there, or the new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from typing_extensions import override
+
+from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
+from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.store.replacement import flush_tree
+from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
+from tests.helpers.attacks import Attack
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.power_loss import Disk, RecordedDisk, content, observed
+from tests.helpers.trainers import fit
+from tests.huggingface.trained import arguments, dataset, load
+from tests.transfer.harness import Case, Run, running
+
+MANY = pytest.param(50, marks=pytest.mark.long)
+Save = Callable[[Path], None]
+
+
+class InEveryStep(pl.Callback):
+    """Calls a function with the save of the Trainer after every step."""
+
+    def __init__(self, act: Callable[[int, Save], None]) -> None:
+        self._act = act
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._act(trainer.global_step, trainer.save_checkpoint)
+
+
+def train(root: Path, act: Callable[[int, Save], None], steps: int) -> None:
+    """Fit a tiny model, and call a function with the number of each step and the Trainer's save."""
+    module = LitTiny(Recipe(max_steps=steps))
+    fit(module, root, max_steps=steps, callbacks=[InEveryStep(act)])
+
+
+def found_after_power_loss(disk: Disk, path: Path) -> dict[str, bytes]:
+    with disk.after_power_loss() as folder:
+        return content(folder / path.relative_to(disk.folder))
+
+
+@pytest.mark.parametrize("saves", [4, MANY])
+def test_saved_checkpoints(disk: Disk, saves: int, tmp_path: Path, attack: Attack) -> None:
+    """Each save is found byte for byte, in a new folder below new folders, and in the place of an older save."""
+    lost = []
+
+    def save(step: int, write: Save) -> None:
+        path = disk.folder / "runs" / "new" / f"{step // 2}.ckpt"
+        write(path)
+        assert content(path)
+        if found_after_power_loss(disk, path) != content(path):
+            lost.append(step)
+
+    attack("power loss after a checkpoint was saved", tries=saves, outcome="the checkpoint is whole")
+    train(tmp_path / "run", save, saves)
+    assert not lost
+
+
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_power_loss_within_a_save(seed: int, tmp_path: Path, attack: Attack) -> None:
+    """Before and after every flush and rename, the old save is found whole, or the new one."""
+    disk = RecordedDisk(tmp_path, seed=seed)
+    path, found, known = disk.folder / "last.ckpt", [], []
+
+    def save(step: int, write: Save) -> None:
+        if step == 1:
+            write(path)
+            known.append(content(path))
+            return
+        with observed(lambda: found.append(found_after_power_loss(disk, path))):
+            write(path)
+        known.append(content(path))
+
+    train(tmp_path / "run", save, steps=2)
+    disk.close()
+    attack("power loss within a save over a checkpoint", tries=len(found), outcome="the old or the new one is whole")
+    old, new = known
+    assert found[0] == old and found[-1] == new and old != new
+    assert [each for each in found if each not in (old, new)] == []
+
+
+def test_saves_of_transformers(disk: Disk, model_folder: Path, tmp_path: Path, attack: Attack) -> None:
+    """A checkpoint of a Trainer of transformers is whole before older ones are removed for it."""
+    found = []
+    with SmartInfinityTraining(storage=tmp_path / "storage") as training:
+        import transformers
+
+        class Look(transformers.TrainerCallback):
+            def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+                path = Path(args.output_dir, f"checkpoint-{state.global_step}")
+                found.append(found_after_power_loss(disk, path) == content(path))
+
+        settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "save_total_limit": 1}
+        args = arguments(disk.folder / "out", training.config, **settings)
+        transformers.Trainer(load(model_folder), args, train_dataset=dataset(), callbacks=[Look()]).train()
+    attack("power loss after transformers' Trainer saved", tries=len(found), outcome="the checkpoint is whole")
+    assert found == [True, True, True]
+
+
+def test_exports_and_universal_folders(disk: Disk, tmp_path: Path, attack: Attack) -> None:
+    """What a command has written is found byte for byte."""
+    checkpoint = tmp_path / "saved.ckpt"
+    train(tmp_path / "run", lambda step, write: write(checkpoint), steps=1)
+    below = disk.folder / "new"
+    export_checkpoint(checkpoint, below / "weights", ExportSettings())
+    convert_checkpoint(checkpoint, below / "universal")
+    export_checkpoint(checkpoint, below / "weights.ckpt", ExportSettings(to="lightning"))
+    attack("power loss after an export or a conversion", tries=3, outcome="it is whole")
+    assert len(content(below)) > 5
+    assert found_after_power_loss(disk, below) == content(below)
+
+
+CASES = {
+    "two folders": Case(num_devices=2, durability="power", keep=True),
+    "int8, some in memory": Case(state_format="int8", durability="power", cache_bytes=200_000, keep=True),
+}
+
+
+@pytest.mark.parametrize("steps", [5, MANY])
+@pytest.mark.parametrize("name", CASES)
+def test_committed_states(disk: Disk, name: str, steps: int, attack: Attack) -> None:
+    """With durability="power" the state of every committed step is found, from the first state on."""
+    case, folder = CASES[name], disk.folder / "below" / "new"
+    attack('power loss after a step with durability="power"', tries=steps + 1, outcome="the step's state is whole")
+    with running(folder, case) as run:
+        expected = [stored(run)]
+        assert_found(disk, folder, case, expected[0])
+        for number in range(steps):
+            run.step(number)
+            assert_found(disk, folder, case, stored(run))
+
+
+def stored(run: Run) -> dict[str, torch.Tensor]:
+    """Return the state on storage without the partition, which dies with its process."""
+    return {name: tensor for name, tensor in run.state().items() if name != "partition"}
+
+
+def assert_found(disk: Disk, folder: Path, case: Case, expected: dict[str, torch.Tensor]) -> None:
+    with (
+        disk.after_power_loss() as found,
+        running(found / folder.relative_to(disk.folder), case, recover=True) as run,
+    ):
+        state = stored(run)
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[key], expected[key]) for key in expected)
+
+
+def test_the_disks_lose_what_is_not_flushed(disk: Disk) -> None:
+    """These tests can fail: a file without a flush is lost, and so is one whose folder was not flushed."""
+    kept, lost = disk.folder / "kept", disk.folder / "lost"
+    kept.mkdir()
+    (kept / "file").write_bytes(b"kept")
+    flush_tree(kept)
+    flush_tree(disk.folder)
+    lost.mkdir()
+    (lost / "file").write_bytes(b"lost")
+    with disk.after_power_loss() as folder:
+        assert content(folder) == {"kept/file": b"kept"}

@@ -1,0 +1,53 @@
+"""The table of attacks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.waiting import PROCESS_LIMIT
+from tests.reliability.report import Row, files_with_attacks, table_of
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def report(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.reliability.report", "--short", "--", *options],
+        cwd=REPOSITORY,
+        env=fresh_environment(),
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_LIMIT,
+        check=False,
+    )
+
+
+def test_a_report_of_one_attack() -> None:
+    """Only tests of attacks run, and their tries are added."""
+    done = report("-k", "flipped_bit_is_found and not wherever or full_disk")
+    assert done.returncode == 0, done.stdout
+    row = (
+        "| bit flip in state on storage | 4 | StorageCorruptError with path and offset | `transfer/test_failures.py` |"
+    )
+    assert row in done.stdout.splitlines()
+    assert "4 passed" in done.stdout
+
+
+def test_an_attack_that_is_not_held() -> None:
+    """A test that fails says so in the table, and by the exit code."""
+    done = report("-k", "flipped_bit_is_found and 100", "-o", "faulthandler_timeout=0", "--timeout=0.01")
+    assert done.returncode != 0
+    assert "**FAILED**" in done.stdout
+
+
+def test_rows_with_other_outcomes_stay_apart() -> None:
+    rows = [Row("a", 2, "whole", "tests/x.py::one"), Row("a", 3, "whole", "tests/x.py::two")]
+    rows += [Row("a", 1, "**FAILED**", "tests/x.py::three")]
+    assert table_of(rows).splitlines()[2:] == ["| a | 5 | whole | `x.py` |", "| a | 1 | **FAILED** | `x.py` |"]
+
+
+def test_tests_in_every_folder_are_found() -> None:
+    assert {"tests/reliability/test_power_loss.py", "tests/transfer/test_crash.py"} <= set(files_with_attacks())
