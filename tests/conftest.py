@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
-from tests.helpers.attacks import Attack
+from tests.helpers.attacks import PROPERTY, Attack
 from tests.helpers.runif import is_allowed
-from tests.reliability.report import PROPERTY
 
 # This precedes every import of a library that would look for files or versions on the network.
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Attack"]
+__all__ = ["PROPERTY", "Attack"]
+
+PROPERTY = "attack"
+"""The name of the property by which a test's report carries a row of the table."""
 
 
 class Attack(Protocol):

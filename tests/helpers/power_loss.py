@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from unittest import mock
 
 from lightning_smartinfinity import native
-from tests.helpers.waiting import await_that
+from tests.helpers.waiting import PROCESS_LIMIT, await_that
 
 __all__ = ["DISKS", "Disk", "LoopDisk", "RecordedDisk", "content", "loop_devices_work", "observed"]
 
@@ -240,11 +240,11 @@ def _mounted(image: Path, folder: Path) -> Iterator[None]:
 
 def _unmounted(folder: Path) -> bool:
     """Unmount, and return False while it is busy: io_uring closes its files some time after the ring was closed."""
-    done = subprocess.run(["umount", str(folder)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["umount", str(folder)], capture_output=True, text=True, timeout=PROCESS_LIMIT, check=False)
     if done.returncode and "busy" not in done.stderr:
         raise OSError(done.stderr)
     return done.returncode == 0
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=PROCESS_LIMIT)

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import pytest
 
-__all__ = ["PROPERTY", "Row", "rows_of", "table_of"]
+from tests.helpers.attacks import PROPERTY
 
-PROPERTY = "attack"
+__all__ = ["Row", "rows_of", "table_of"]
+
 _REPOSITORY = Path(__file__).parents[2]
 
 
@@ -44,7 +45,7 @@ class _Rows:
         items[:] = [item for item in items if "attack" in getattr(item, "fixturenames", ())]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != "call":
+        if report.when != "call" and not report.failed:  # a set-up that fails is an attack that was not held
             return
         told = [value for name, value in report.user_properties if name == PROPERTY]
         if report.failed and not told:
