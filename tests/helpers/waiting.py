@@ -21,15 +21,20 @@ BUILD_TEST_LIMIT = 10 * LIMIT
 """Seconds that ``@pytest.mark.timeout`` gives the tests of a module that builds for minutes on a busy machine."""
 
 
-def await_that(condition: Callable[[], bool], *, seconds: float = LIMIT) -> None:
+def await_that(condition: Callable[[], bool], *, seconds: float = LIMIT, told: Callable[[], str] = lambda: "") -> None:
     """Return once the condition holds.
+
+    Args:
+        condition: What is awaited.
+        seconds: Limit.
+        told: Returns what the error says further.
 
     Raises:
         AssertionError: It did not hold in time.
     """
     until = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, f"not within {seconds} s"
+        assert time.monotonic() < until, f"not within {seconds} s {told()}"
         time.sleep(0.001)
 
 

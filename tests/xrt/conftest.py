@@ -7,10 +7,10 @@ import pytest
 from tests.native.cuda_fixture import fake_cuda
 from tests.xrt.api import Device, opened
 from tests.xrt.cards import EmulatedCards
-from tests.xrt.fixtures import emulated_cards, emulated_cards_of_process, pyxrt
+from tests.xrt.fixtures import emulated_cards, emulated_cards_of_process, hold, pyxrt
 from tests.xrt.probe import Probe
 
-__all__ = ["emulated_cards", "emulated_cards_of_process", "fake_cuda", "pyxrt"]
+__all__ = ["emulated_cards", "emulated_cards_of_process", "fake_cuda", "hold", "pyxrt"]
 
 
 @pytest.fixture

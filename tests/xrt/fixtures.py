@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from lightning_smartinfinity.devices.smartssd import unreturned
+from tests.helpers.native_testing import Hold
 from tests.helpers.waiting import await_that
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 
-__all__ = ["emulated_cards", "emulated_cards_of_process", "pyxrt"]
+__all__ = ["Holder", "emulated_cards", "emulated_cards_of_process", "hold", "pyxrt"]
+
+
+Holder = Callable[..., Hold]
+"""What the fixture ``hold`` returns."""
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +49,26 @@ def emulated_cards(emulated_cards_of_process: EmulatedCards) -> Iterator[Emulate
         gc.collect()  # the traceback of an error that was raised may hold a buffer
         return False
 
-    await_that(given_back)
+    await_that(given_back, told=lambda: f"{_left(cards)}; before: {before}")
+
+
+def _left(cards: EmulatedCards) -> str:
+    """Describe what a test has not given back."""
+    kept = [f"{card.label}, {'busy' if worker.busy else 'idle'}" for worker, card in unreturned._kept]
+    return f"buffers {[cards.counter('num_buffers', card) for card in range(2)]}, kept: {kept}"
+
+
+@pytest.fixture
+def hold(emulated_cards: EmulatedCards) -> Iterator[Holder]:
+    """Return a function that makes a hold. It ends with the test, so that the cards of the next test are not busy."""
+    with ExitStack() as released:
+
+        def make(*arguments: Any, **where: Any) -> Hold:
+            hold = Hold(*arguments, **where)
+            released.callback(hold.release)
+            return hold
+
+        yield make
 
 
 @pytest.fixture
