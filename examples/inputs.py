@@ -1,4 +1,4 @@
-"""What the scripts read from the command line and from files of JSON lines, with answers to mistakes."""
+"""Reads what the scripts are given, on the command line and in files of JSON lines, and answers mistakes."""
 
 from __future__ import annotations
 

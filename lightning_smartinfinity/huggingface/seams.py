@@ -122,13 +122,17 @@ def models_saved_by(save: Callable[[Trainer, str, bool, Callable[[], None]], Non
 
 
 @contextmanager
-def completed_checkpoints_seen_by(see: Callable[[], None]) -> Iterator[None]:
-    """Call a function whenever all files of a checkpoint are written, before older checkpoints are removed for it."""
+def completed_checkpoints_seen_by(see: Callable[[str], None]) -> Iterator[None]:
+    """Call a function whenever all files of a checkpoint are written, before older checkpoints are removed for it.
+
+    Args:
+        see: Function that takes the folder of all checkpoints.
+    """
     from transformers import trainer
 
-    def rotate(original: Callable[..., None], *args: object, **kwargs: object) -> None:
-        see()
-        original(*args, **kwargs)
+    def rotate(original: Callable[..., None], output_dir: str, *args: object, **kwargs: object) -> None:
+        see(output_dir)
+        original(output_dir, *args, **kwargs)
 
     with _replaced(trainer, "rotate_checkpoints", rotate):
         yield

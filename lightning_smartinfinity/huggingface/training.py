@@ -111,7 +111,7 @@ class SmartInfinityTraining(NearStorage):
         self._given = settings
         self._contexts = ExitStack()
         self._last_model: torch.nn.Module | None = None
-        self._checkpoint = Path()  # the one that was begun last
+        self._checkpoint: Path | None = None  # the one that is being saved
         self._trained: weakref.WeakSet[Trainer] = weakref.WeakSet()
 
     @property
@@ -153,7 +153,7 @@ class SmartInfinityTraining(NearStorage):
             contexts.enter_context(fresh_accelerate())
             contexts.enter_context(arguments_seen_by(self._see_arguments))
             contexts.enter_context(models_saved_by(self._save_model))
-            contexts.enter_context(completed_checkpoints_seen_by(lambda: end_checkpoint(self._checkpoint)))
+            contexts.enter_context(completed_checkpoints_seen_by(self._end_checkpoint))
             contexts.enter_context(trainings_seen_by(self._begin, self._become_idle))
             contexts.enter_context(trainers_of_context())
             contexts.enter_context(accelerators_with_deepspeed())
@@ -265,6 +265,11 @@ class SmartInfinityTraining(NearStorage):
         self.save_pretrained(folder, trainer.model)
         with without_weights(trainer):
             original()
+
+    def _end_checkpoint(self, output_dir: str) -> None:
+        """Flush the checkpoint that was saved: all of them if the Trainer saves models in a way of its own."""
+        checkpoint, self._checkpoint = self._checkpoint, None
+        end_checkpoint(checkpoint or Path(output_dir))
 
     # ---- the base class's questions
 

@@ -6,13 +6,12 @@ chosen. So the keys are listed here, and a test compares them with those of the 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_smartinfinity.checks import as_passed, shown
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
-from lightning_smartinfinity.wrong_names import did_you_mean
+from lightning_smartinfinity.wrong_names import closest, did_you_mean
 
 __all__ = ["check_keys"]
 
@@ -194,7 +193,7 @@ def _kept(section: object) -> str:
 def _unknown(key: str, given: str) -> SmartInfinityError:
     """Return the error for an unknown key: with the key that was meant, or with that one's own answer."""
     fault = f"{given} is no key of DeepSpeed's zero_optimization section"
-    close = difflib.get_close_matches(key, [*_KEYS, *_INSIDE, *_ANSWERS], n=1)
+    close = closest(key, [*_KEYS, *_INSIDE, *_ANSWERS])
     if close and close[0] in _ANSWERS:
         answer = _ANSWERS[close[0]]
         return answer.error(f"{fault}, and {close[0]!r} {answer.fault}.", answer.remedy)

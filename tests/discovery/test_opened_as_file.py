@@ -136,7 +136,7 @@ def test_a_folder_that_someone_finds(
 def test_a_folder_of_fabric_that_someone_finds(
     universal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its instructions do not speak of ckpt_path, and their commands give the weights."""
+    """The note in such a folder does not speak of ckpt_path, and the commands in it give the weights."""
     fabric = quiet_fabric(tmp_path)
     given = torch.nn.Linear(3, 2)
     model, optimizer = fabric.setup(given, torch.optim.AdamW(given.parameters()))

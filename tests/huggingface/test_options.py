@@ -89,7 +89,7 @@ def test_arguments_that_are_named_exist() -> None:
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What needs no look at TrainingArguments is answered all the same."""
+    """Options are answered all the same, as far as that needs no look at TrainingArguments."""
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert answer_to(gradient_clip_val=0.5) == "Pass TrainingArguments(max_grad_norm=0.5)."
     assert "Settings of ZeRO-3 go into zero={...}" in answer_to(bf16=True)

@@ -1,4 +1,4 @@
-"""What people forget with SmartInfinityTraining is answered before anything trains without it."""
+"""People who forget a part of SmartInfinityTraining get an answer before anything trains without it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_something_else_is_given_for_the_configuration(given: Callable[[], Any],
 
 
 def test_the_configuration_is_changed_by_hand(tmp_path: Path) -> None:
-    """What TrainingArguments decide cannot be set in the configuration, where DeepSpeed would stop in mid-set-up."""
+    """The configuration cannot be given values that TrainingArguments decide; DeepSpeed would stop in mid-set-up."""
     with SmartInfinityTraining() as training:
         changed = {**training.config, "gradient_accumulation_steps": 4}
         with pytest.raises(ConfigError, match=r"'gradient_accumulation_steps' .* set to 4.*TrainingArguments"):
@@ -66,7 +66,7 @@ def test_the_configuration_is_changed_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["train", "evaluate", "predict", "save_model"])
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_trainer_is_used_after_the_context(name: str, trained: bool, model_folder: Path, tmp_path: Path) -> None:
-    """Its methods say so, also within another context; what was trained can still be saved."""
+    """The methods of such a Trainer say so, also within another context; its model can still be saved."""
     with SmartInfinityTraining() as training:
         trainer = trainer_of(model_folder, tmp_path / "out", training.config)
         if trained:

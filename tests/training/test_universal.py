@@ -186,6 +186,18 @@ def test_a_value_that_is_read_wrongly_when_it_is_loaded(
         trainer.fit(LitTiny(TINY), ckpt_path=folder)
 
 
+def test_a_checksum_that_is_missing(saved: Path, tmp_path: Path) -> None:
+    """A folder with checksums has one of every block, or nothing of the array is loaded."""
+    folder = convert_by_command(saved, tmp_path / "universal")
+    file = folder / "zero" / "crc32c.pt"
+    sums = torch.load(file)
+    del sums["model.norm.bias/exp_avg.pt"]
+    torch.save(sums, file)
+    trainer = quiet_trainer(tmp_path, precision="32-true", max_steps=4)
+    with pytest.raises(CheckpointError, match=r"norm\.bias/exp_avg\.pt is damaged: the checksum of a block"):
+        trainer.fit(LitTiny(TINY), ckpt_path=folder)
+
+
 def test_weights_of_a_damaged_universal_checkpoint_are_refused(tiny: Path, tmp_path: Path) -> None:
     """Validation reads only the masters, and verifies them."""
     folder = shutil.copytree(tiny, tmp_path / "copy")

@@ -155,18 +155,19 @@ class UniversalFolder(SavedWeights):
             end: Index behind the last value.
 
         Raises:
-            CheckpointError: A checksum is wrong.
+            CheckpointError: A checksum is wrong or missing.
         """
         file = self._file(name, array)
-        checksums = self._checksums.get(str(file.relative_to(self.path / "zero")))
-        if checksums is None:
+        if self._checksums is None:
             return tensor[begin:end].numpy()
+        checksums = self._checksums.get(str(file.relative_to(self.path / "zero")), [])
         return verified(tensor, begin, end, checksums, file=file, remedy=self.remedy)
 
     @cached_property
-    def _checksums(self) -> dict[str, list[int]]:
+    def _checksums(self) -> dict[str, list[int]] | None:
+        """The checksums of all arrays; None in a folder of DeepSpeed's, which has none."""
         file = self.path / "zero" / CHECKSUMS_NAME
-        return {name: sums.tolist() for name, sums in self._load(file).items()} if file.is_file() else {}
+        return {name: sums.tolist() for name, sums in self._load(file).items()} if file.is_file() else None
 
     @override
     def require_whole(self) -> None:
