@@ -26,6 +26,14 @@ FORMAT_VERSION = 3
 _KEYS = {"places_per_tasklet": "num_slots"}
 MANIFEST_NAME = "manifest.json"
 
+# Far above what any training has. Without limits a damaged number would ask for more memory than there is.
+_MAX_BYTES = 1 << 30
+_MAX_NUMBERS = {"numel": 1 << 50, "tasklet_numel": 1 << 50, "num_arrays": 64, "num_devices": 1 << 16}
+_MAX_RANKS = 1 << 32
+
+# What the reading of damaged or foreign text raises.
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, AssertionError, OverflowError, RecursionError)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoreDescription:
@@ -112,13 +120,15 @@ def read_manifest(path: Path) -> Manifest:
         StorageError: The file cannot be read.
     """
     with storage_errors("Reading", path):
+        if path.stat().st_size > _MAX_BYTES:
+            raise _damaged(path)
         content = path.read_bytes()
     try:
         values = json.loads(content)
         if values["format"] != FORMAT_NAME:
             raise KeyError("format")
         version = int(values["version"])
-    except (ValueError, KeyError, TypeError) as error:
+    except _DAMAGE as error:
         raise _damaged(path) from error
     if version != FORMAT_VERSION:
         raise StorageCorruptError(
@@ -133,7 +143,7 @@ def read_manifest(path: Path) -> Manifest:
         )
     try:
         return _from_json(values)
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+    except _DAMAGE as error:
         raise _damaged(path) from error
 
 
@@ -178,6 +188,10 @@ def _from_json(values: Mapping[str, Any]) -> Manifest:
         raise ValueError("durability and num_slots contradict each other")
     if len(set(manifest.description.arrays)) != manifest.extents.num_arrays:
         raise ValueError("arrays and num_arrays contradict each other")
+    if not 0 <= manifest.rank < manifest.world_size <= _MAX_RANKS:
+        raise ValueError("there is no such rank")
+    if any(getattr(manifest.extents, name) > largest for name, largest in _MAX_NUMBERS.items()):
+        raise ValueError("the layout is larger than that of any store")
     return manifest
 
 

@@ -71,9 +71,12 @@ def no_record(num_tasklets: int, num_parameters: int) -> CommitRecord:
 
 def record_bytes(num_tasklets: int, num_parameters: int) -> int:
     """Return the bytes that commit.bin reserves for each of its two records, in whole blocks."""
+    return -(-_length(num_tasklets, num_parameters) // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _length(num_tasklets: int, num_parameters: int) -> int:
     body = _BYTES_PER_TASKLET * num_tasklets + _BYTES_PER_PARAMETER * num_parameters
-    length = _HEADER.size + body + _CHECKSUM.size
-    return -(-length // BLOCK_BYTES) * BLOCK_BYTES
+    return _HEADER.size + body + _CHECKSUM.size
 
 
 def write_record(path: Path, record: CommitRecord, *, job: bytes, flush: bool) -> int:
@@ -106,9 +109,11 @@ def erase_record(path: Path, record: CommitRecord, *, flush: bool) -> None:
 
 def read_records(path: Path, *, num_tasklets: int, num_parameters: int, job: bytes) -> list[CommitRecord]:
     """Return the intact records of commit.bin (at most two), newest first."""
-    with storage_errors("Reading the commit record", path):
-        content = path.read_bytes()
     size = record_bytes(num_tasklets, num_parameters)
+    with storage_errors("Reading the commit record", path), path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size < _length(num_tasklets, num_parameters):
+            return []  # the numbers may be a damaged manifest's, and larger than this machine's memory
+        content = file.read(2 * size)
     halves = (content[:size], content[size : 2 * size])
     found = [decode_record(half, num_tasklets=num_tasklets, num_parameters=num_parameters, job=job) for half in halves]
     return sorted(
@@ -126,9 +131,9 @@ def encode_record(record: CommitRecord, *, job: bytes) -> bytes:
             record.placement.devices.astype("<u2").tobytes(),
         )
     )
-    length = _HEADER.size + len(body) + _CHECKSUM.size
-    num_tasklets = len(record.tasklet_generations)
-    header = _HEADER.pack(_MAGIC, _VERSION, len(record.steps), job, record.generation, num_tasklets, length)
+    num_tasklets, num_parameters = len(record.tasklet_generations), len(record.steps)
+    length = _length(num_tasklets, num_parameters)
+    header = _HEADER.pack(_MAGIC, _VERSION, num_parameters, job, record.generation, num_tasklets, length)
     return header + body + _CHECKSUM.pack(_crc(header + body))
 
 
@@ -138,7 +143,8 @@ def decode_record(content: bytes, *, num_tasklets: int, num_parameters: int, job
         return None
     magic, version, parameters, its_job, generation, tasklets, length = _HEADER.unpack_from(content)
     expected = (_MAGIC, _VERSION, num_parameters, job, num_tasklets)
-    if (magic, version, parameters, its_job, tasklets) != expected or not _HEADER.size < length <= len(content):
+    wanted = _length(num_tasklets, num_parameters)
+    if (magic, version, parameters, its_job, tasklets, length) != (*expected, wanted) or length > len(content):
         return None
     end = length - _CHECKSUM.size
     if _CHECKSUM.unpack_from(content, end)[0] != _crc(content[:end]):

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
 from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -96,6 +98,13 @@ def newest_complete(folders: Sequence[Path], manifest: Manifest, newest: int | N
 
 
 def _mismatch(folders: Sequence[Path], manifest: Manifest, record: CommitRecord) -> str | None:
+    generations = record.tasklet_generations
+    if (
+        np.any((generations < 0) | (generations > record.generation))
+        or np.any(record.placement.devices >= len(folders))
+        or np.any(record.steps < 0)
+    ):
+        return f"{str(folders[0] / COMMIT_NAME)!r}: the record of generation {record.generation} contradicts itself."
     paths = [folder / STATE_NAME for folder in folders]
     return first_mismatch(paths, manifest.extents, record, manifest.identity)
 

@@ -39,13 +39,15 @@ def _mismatch_in_file(
     path: Path, device: int, extents: ExtentMap, record: CommitRecord, identity: native.Identity
 ) -> str | None:
     with storage_errors("Reading", path), path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
         for tasklet, extent in enumerate(extents.extents):
             if record.placement.devices[tasklet] != device:
                 continue
             generation = int(record.tasklet_generations[tasklet])
             place = extents.place_offset(int(record.placement.positions[tasklet]))
             offset = place + extent.nbytes - TRAILER_BYTES
-            trailer = os.pread(file.fileno(), TRAILER_BYTES, offset)
+            # A damaged position may lie behind the largest offset that a system call takes.
+            trailer = os.pread(file.fileno(), TRAILER_BYTES, offset) if offset < size else b""
             if not native.is_trailer_of(
                 trailer,
                 identity,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import warnings
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store.manifest import read_manifest
 from lightning_smartinfinity.store.record import (
     CommitRecord,
     decode_record,
@@ -204,6 +206,93 @@ def test_manifest_of_another_format(tmp_path: Path, changes: dict[str, Any], mes
         StateStore.recover([tmp_path])
     assert "rank-00000" in caught.value.problem
     assert caught.value.remedy
+
+
+FORMAT = b'{"format": "lightning-smartinfinity optimizer state", "version": '
+MANIFESTS = {
+    "not text": b"\xff\xfe",
+    "a list": b"[]",
+    "brackets without end": b"[" * 100_000,
+    "a number beyond any float": FORMAT + b"1e999}",
+    "a version of too many digits": FORMAT + b"9" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifest_that_is_none(name: str, tmp_path: Path) -> None:
+    """Whatever a manifest holds, the error is ours and names the path."""
+    store = create([tmp_path])
+    commit_generation(store, 0)
+    store.close(remove=False)
+    path = tmp_path / "default" / "rank-00000" / "manifest.json"
+    path.write_bytes(MANIFESTS[name])
+    with pytest.raises(StorageCorruptError, match=r"manifest\.json' is not a readable manifest"):
+        StateStore.recover([tmp_path])
+
+
+def test_manifest_larger_than_any(tmp_path: Path) -> None:
+    """It is refused before it is read: a file can have more bytes than the machine has memory."""
+    path = tmp_path / "manifest.json"
+    path.touch()
+    os.truncate(path, 1 << 41)
+    with pytest.raises(StorageCorruptError, match="not a readable manifest"):
+        read_manifest(path)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [{"numel": 10**30}, {"tasklet_numel": 8 << 60}, {"numel": 1e999}, {"num_devices": 1 << 40}, {"num_tasklets": 3}],
+    ids=str,
+)
+def test_manifest_with_impossible_numbers(numbers: dict[str, Any], tmp_path: Path) -> None:
+    """Numbers that no store has are refused before memory is taken for them."""
+    store = create([tmp_path])
+    commit_generation(store, 0)
+    store.close(remove=False)
+    path = tmp_path / "default" / "rank-00000" / "manifest.json"
+    layout = json.loads(path.read_text())["layout"]
+    change_manifest(tmp_path, layout=layout | numbers)
+    with pytest.raises(StorageCorruptError, match="not a readable manifest"):
+        StateStore.recover([tmp_path])
+
+
+def test_manifest_of_more_tasklets_than_the_record_has_room_for(tmp_path: Path) -> None:
+    """The error names the record's file. No memory is taken for the tasklets."""
+    store = create([tmp_path])
+    commit_generation(store, 0)
+    store.close(remove=False)
+    path = tmp_path / "default" / "rank-00000" / "manifest.json"
+    change_manifest(tmp_path, layout=json.loads(path.read_text())["layout"] | {"numel": 1 << 49})
+    with pytest.raises(StorageCorruptError, match=r"commit\.bin' holds no commit record"):
+        StateStore.recover([tmp_path])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tasklet_generations": -1},
+        {"tasklet_generations": 1},
+        {"devices": 1},
+        {"positions": 0xFFFFFFFF},
+        {"steps": -1},
+    ],
+    ids=str,
+)
+def test_record_that_was_made_up(changed: dict[str, int], tmp_path: Path) -> None:
+    """A record with a right checksum and impossible places, generations or counts is refused."""
+    store = create([tmp_path])
+    commit_generation(store, 0)
+    tasklets, steps = len(store.placement.positions), len(store.manifest.description.parameters)
+    job = store.manifest.job
+    store.close(remove=False)
+    path = tmp_path / "default" / "rank-00000" / "commit.bin"
+    (record,) = read_records(path, num_tasklets=tasklets, num_parameters=steps, job=job)
+    ((name, value),) = changed.items()
+    column = getattr(record, name, None) if hasattr(record, name) else getattr(record.placement, name)
+    column[-1] = value
+    write_record(path, record, job=job, flush=False)
+    with pytest.raises(StorageCorruptError, match=r"contradicts itself|does not hold"):
+        StateStore.recover([tmp_path])
 
 
 def test_folders_must_be_those_of_the_store(tmp_path: Path) -> None:

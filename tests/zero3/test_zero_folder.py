@@ -13,6 +13,7 @@ import torch
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints import saved_weights
+from lightning_smartinfinity.zero3.checkpoints.folder_check import tagged_folder
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 
 SHAPES = {"one": torch.Size([1]), "three": torch.Size([3]), "many": torch.Size([5, 7]), "even": torch.Size([2, 6])}
@@ -99,6 +100,19 @@ def test_a_lost_file_is_noticed(lost: str, tmp_path: Path) -> None:
     (tmp_path / f"zero_pp_rank_1_mp_rank_00_{lost}.pt").unlink()
     with pytest.raises(CheckpointError, match=r"3.*saved"):
         ZeroFolder(tmp_path, rank=0, world_size=1).require_whole()
+
+
+@pytest.mark.parametrize(
+    "tag", ["../other", "/tmp", "a/b", "..", ".", "", " \n", "a\0b", "\ud800", "x" * 256], ids=lambda tag: repr(tag[:9])
+)
+def test_latest_names_no_folder_elsewhere(tag: str, tmp_path: Path) -> None:
+    """``latest`` names a folder beside it, or the checkpoint is refused before anything is looked at."""
+    (tmp_path / "mine" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    save(tmp_path / "other", 1)
+    (tmp_path / "mine" / "latest").write_bytes(tag.encode(errors="surrogatepass"))
+    with pytest.raises(CheckpointError, match=r"latest names|it is not a ZeRO-3 checkpoint"):
+        tagged_folder(tmp_path / "mine")
 
 
 def change(folder: Path, **changes: object) -> None:

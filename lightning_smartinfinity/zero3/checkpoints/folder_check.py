@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
+from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, SmartInfinityError
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import restore_interrupted
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE
@@ -40,6 +41,7 @@ SAVE_ID = "smart_infinity_save"
 """Key of the save's random name in the model states."""
 
 _NAMED = 3
+_MAX_TAG_BYTES = 255  # of a name in a file system
 _OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
 
 
@@ -183,7 +185,7 @@ def tagged_folder(path: Path) -> Path:
     if optimizer_files(path):  # one of several saves that lie in the same folder
         return path
     latest = path / "latest"
-    tag = latest.read_text().strip() if latest.is_file() else "checkpoint"
+    tag = _tag_in(latest) if latest.is_file() else "checkpoint"
     restore_interrupted(path, tag)
     if not (path / tag).is_dir():
         raise CheckpointError(
@@ -191,6 +193,19 @@ def tagged_folder(path: Path) -> Path:
             _where_else(path),
         )
     return path / tag
+
+
+def _tag_in(latest: Path) -> str:
+    """Return the name of the subfolder that ``latest`` names, which lies directly in the checkpoint."""
+    with latest.open("rb") as file:
+        content = file.read(_MAX_TAG_BYTES + 1)
+    tag = content.decode(errors="replace").strip()
+    if len(content) > _MAX_TAG_BYTES or tag in ("", ".", "..") or set(tag) & {"/", "\0"}:
+        raise CheckpointError(
+            f"{latest} names {shown(tag)}, which is not the name of a folder beside it.",
+            "Write the name of the subfolder with the processes' files into it, or use another checkpoint.",
+        )
+    return tag
 
 
 def _where_else(path: Path) -> str:
