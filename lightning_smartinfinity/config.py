@@ -60,7 +60,10 @@ _MAX_TIMEOUT = 2_147_483  # XRT counts milliseconds in an int
 
 
 def _is_folder_name(value: object) -> bool:
-    return isinstance(value, str) and value not in ("", ".", "..") and "/" not in value and "\0" not in value
+    # A name of blanks, or with a line break, cannot be told from others in a message or a listing.
+    if not isinstance(value, str) or not value.isprintable() or value.strip() != value:
+        return False
+    return value not in ("", ".", "..") and "/" not in value
 
 
 def _names_file(value: object) -> bool:
@@ -89,7 +92,7 @@ def _listed(storage: Any) -> list[Any]:
     return list(storage) if isinstance(storage, (list, tuple)) else [storage]
 
 
-_FOLDER_NAME = Rule("Pass a plain name without slashes", _is_folder_name, "is not a folder name")
+_FOLDER_NAME = Rule("Pass a plain name without slashes or outer blanks", _is_folder_name, "is not a folder name")
 _XCLBIN = Rule("Pass the path of an xclbin", _names_file, "names no file")
 _CARDS = Rule(
     f"Pass a list with the PCI address of one card for each storage folder, or its number from 0 to {MAX_CARD_NUMBER}",

@@ -27,6 +27,7 @@ from lightning_smartinfinity.zero3 import (
     OffloadSettings,
     build_deepspeed_config,
     prepare_environment,
+    require_descriptors,
     return_freed_memory,
 )
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
@@ -184,6 +185,7 @@ class NearStorage(ABC):
     def _prepare_environment(self, device: torch.device, *, local_world_size: int) -> None:
         """Prepare the environment before DeepSpeed is first imported, and check settings that only it can check."""
         self._local_world_size, self._on_cuda = local_world_size, device.type == "cuda"
+        require_descriptors(num_processes=local_world_size, num_folders=len(self._settings.storage or ("",)))
         prepare_environment(device.type, local_world_size=local_world_size)
         from lightning_smartinfinity.zero3.validation import check_zero_section
 

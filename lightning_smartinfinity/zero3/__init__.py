@@ -6,7 +6,13 @@ has told DeepSpeed which accelerator to use.
 """
 
 from lightning_smartinfinity.zero3.deepspeed_config import build_deepspeed_config
-from lightning_smartinfinity.zero3.environment import prepare_environment, return_freed_memory
+from lightning_smartinfinity.zero3.environment import prepare_environment, require_descriptors, return_freed_memory
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 
-__all__ = ["OffloadSettings", "build_deepspeed_config", "prepare_environment", "return_freed_memory"]
+__all__ = [
+    "OffloadSettings",
+    "build_deepspeed_config",
+    "prepare_environment",
+    "require_descriptors",
+    "return_freed_memory",
+]

@@ -5,12 +5,25 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import sys
 
-from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.errors import StorageError, UnsupportedError
 from lightning_smartinfinity.zero3.collectives import has_ended
 
-__all__ = ["FreedMemory", "forbid_jit_builds", "prepare_environment", "return_freed_memory", "reuse_freed_memory"]
+__all__ = [
+    "FreedMemory",
+    "forbid_jit_builds",
+    "prepare_environment",
+    "require_descriptors",
+    "return_freed_memory",
+    "reuse_freed_memory",
+]
+
+# One process with two folders has 28 descriptors more in a fit than before it. Loaders and loggers open more.
+_DESCRIPTORS = 64
+_DESCRIPTORS_PER_PROCESS = 8  # connections of process groups
+_DESCRIPTORS_PER_FOLDER = 8
 
 _M_MMAP_THRESHOLD = -3  # of mallopt(3)
 _LEAN_THRESHOLD = 1024 * 1024
@@ -42,6 +55,31 @@ def prepare_environment(device_type: str, *, local_world_size: int) -> None:
     forbid_jit_builds()
     _forget_ended_groups()
     _map_blocks_from(_LEAN_THRESHOLD)
+
+
+def require_descriptors(*, num_processes: int, num_folders: int) -> None:
+    """Raise this process's limit of open files, as far as it may, if it is too low for a training.
+
+    Without this, gloo or Python would fail somewhere in the middle of the set-up.
+
+    Args:
+        num_processes: Number of processes on this node.
+        num_folders: Number of storage folders.
+
+    Raises:
+        StorageError: The limit is too low and may not be raised as far.
+    """
+    wanted = _DESCRIPTORS + _DESCRIPTORS_PER_PROCESS * num_processes + _DESCRIPTORS_PER_FOLDER * num_folders
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise StorageError(
+            f"This process may open {hard} files at a time; a training with {num_processes} processes on this machine "
+            f"and {num_folders} storage folders needs up to {wanted}.",
+            f"Raise the limit of open files: ulimit -n {max(wanted, 1024)}.",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else hard, hard))
 
 
 def _require_accelerator(device_type: str) -> None:

@@ -122,6 +122,11 @@ def test_unknown_or_contradictory_settings_raise_in_the_constructor(settings: di
         {"dram_cache_bytes": "all"},
         {"job": "a/b"},
         {"job": ""},
+        {"job": " "},
+        {"job": "name "},
+        {"job": "two\nlines"},
+        {"job": "\0"},
+        {"job": "\udc80"},
         {"keep": "yes"},
     ],
 )

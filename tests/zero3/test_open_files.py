@@ -1,0 +1,64 @@
+"""The limit of open files is checked before a training is set up."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from lightning_smartinfinity import SmartInfinityStrategy
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.zero3 import require_descriptors
+from tests.helpers.models import LitTiny, Recipe
+from tests.training.test_bad_input import fit
+
+INFINITE = resource.RLIM_INFINITY
+
+
+class Limits:
+    """Stands for the process's limit of open files."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, soft: int, hard: int) -> None:
+        self.now = (soft, hard)
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: self.now)
+        monkeypatch.setattr(resource, "setrlimit", self._set)
+
+    def _set(self, kind: int, limits: tuple[int, int]) -> None:
+        assert kind == resource.RLIMIT_NOFILE
+        self.now = limits
+
+
+def test_a_limit_that_is_too_low_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ulimit -n 24 a fit raises our error, which names the limit, instead of gloo's."""
+    Limits(monkeypatch, 24, 24)
+    with pytest.raises(StorageError, match="may open 24 files") as caught:
+        fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s"), tmp_path)
+    assert "ulimit -n 1024" in caught.value.remedy
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("limits", "then"),
+    [
+        ((24, 4096), (4096, 4096)),
+        ((24, INFINITE), (88, INFINITE)),
+        ((88, 88), (88, 88)),
+        ((INFINITE, INFINITE), (INFINITE, INFINITE)),
+    ],
+)
+def test_a_limit_that_may_be_raised_is_raised(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], then: tuple[int, int]
+) -> None:
+    """The soft limit is raised as far as it may be if it is too low, and left alone otherwise."""
+    process = Limits(monkeypatch, *limits)
+    require_descriptors(num_processes=1, num_folders=2)
+    assert process.now == then
+
+
+def test_processes_and_folders_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More processes on the machine, or more folders, need a higher limit."""
+    Limits(monkeypatch, 88, 88)
+    for further in ({"num_processes": 2, "num_folders": 2}, {"num_processes": 1, "num_folders": 3}):
+        with pytest.raises(StorageError, match="ulimit -n"):
+            require_descriptors(**further)
