@@ -20,6 +20,8 @@ const char* name_of(FailureKind kind) {
             return "cuda";
         case FailureKind::kDevice:
             return "device";
+        case FailureKind::kTimeout:
+            return "timeout";
         case FailureKind::kGradient:
             break;
     }

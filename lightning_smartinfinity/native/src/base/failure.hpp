@@ -13,7 +13,8 @@ enum class FailureKind {
     kGeneration,  // an extent of another step
     kFormat,      // no extent, or one of another format or shape
     kCuda,        // a copy from or to a CUDA device failed
-    kDevice,      // a card failed or returned wrong bytes, or a call did not return in time
+    kDevice,      // a card failed or returned wrong bytes, or did not return in time from a call or transfer
+    kTimeout,     // a storage device did not answer in time
     kGradient,    // a compressed gradient contradicts its header
 };
 

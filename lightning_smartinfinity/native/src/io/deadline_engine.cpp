@@ -3,12 +3,36 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/ending.hpp"
 #include "base/worker_pool.hpp"
 
 namespace smart_infinity {
+namespace {
 
-DeadlineEngine::DeadlineEngine(std::unique_ptr<IoEngine> inner, std::chrono::milliseconds timeout)
-    : timeout_(timeout), inner_(std::move(inner)) {
+using std::chrono::milliseconds;
+
+// Deadlines are met exactly. What is noticed late, by so much, is progress and ask_to_end().
+constexpr milliseconds kBetweenLooks{250};
+
+// The time that a request has at present, and the moment from which on it applies.
+struct Limit {
+    explicit Limit(milliseconds timeout) : time(timeout) {
+        const auto asked = asked_to_end();
+        if (!asked || timeout <= kEndingTimeout) return;
+        time = kEndingTimeout;
+        from = *asked;
+    }
+
+    milliseconds time;
+    std::chrono::steady_clock::time_point from;
+};
+
+}  // namespace
+
+DeadlineEngine::DeadlineEngine(std::unique_ptr<IoEngine> inner, milliseconds timeout)
+    : timeout_(timeout),
+      between_looks_(std::clamp(timeout / 4, milliseconds(1), kBetweenLooks)),
+      inner_(std::move(inner)) {
     const BlockedSignals blocked;
     watch_ = std::thread([this] { watch(); });
     pthread_setname_np(watch_.native_handle(), "smart-inf-watch");
@@ -26,9 +50,17 @@ DeadlineEngine::~DeadlineEngine() {
 void DeadlineEngine::submit(const IoRequest& request, CompletionHandler& handler) {
     {
         const std::lock_guard lock(mutex_);
-        waiting_.insert_or_assign(request.tag, Waiting{request, &handler, Clock::now() + timeout_});
-        // Deadlines are in the order of submission: if others wait, the watch thread already waits for an earlier one.
-        if (waiting_.size() == 1) changed_.notify_all();
+        const bool refuses = !abandoned_.empty();
+        if (refuses) {
+            refused_.push_back({request, &handler, milliseconds(0)});
+        } else {
+            waiting_.insert_or_assign(request.tag, Waiting{request, &handler, next_number_++, Clock::now()});
+        }
+        if (asleep_ || refuses) {
+            asleep_ = false;
+            changed_.notify_all();
+        }
+        if (refuses) return;
     }
     inner_->submit(request, *this);
 }
@@ -50,42 +82,70 @@ std::vector<IoRequest> DeadlineEngine::abandoned_writes() const {
 void DeadlineEngine::completed(const IoRequest& request, const IoResult& result) {
     std::unique_lock lock(mutex_);
     if (abandoned_.erase(request.tag) > 0) return;
-    CompletionHandler* const handler = waiting_.extract(request.tag).mapped().handler;
+    const Waiting returned = waiting_.extract(request.tag).mapped();
+    earliest_returned_ = std::min(earliest_returned_, returned.number);
     lock.unlock();
-    handler->completed(request, result);
+    returned.handler->completed(request, result);
 }
 
 void DeadlineEngine::watch() {
+    std::unique_lock lock(mutex_);
     for (;;) {
-        std::unique_lock lock(mutex_);
-        changed_.wait(lock, [this] { return closing_ || !waiting_.empty(); });
-        if (closing_) return;
-        const auto earliest = std::min_element(waiting_.begin(), waiting_.end(), [](const auto& a, const auto& b) {
-                                  return a.second.deadline < b.second.deadline;
-                              })->second.deadline;
-        changed_.wait_until(lock, earliest, [this] { return closing_; });
-        const std::vector<Waiting> overdue = abandon_overdue();
+        rest(lock);
+        // What was submitted before the destructor was called is still answered.
+        if (closing_ && refused_.empty()) return;
+        note_progress();
+        const std::vector<Late> late = take_late();
+        if (late.empty()) continue;
         lock.unlock();
-        const double seconds = std::chrono::duration<double>(timeout_).count();
-        for (const Waiting& waiting : overdue) {
-            waiting.handler->completed(waiting.request, {kNotReturned, seconds});
+        for (const Late& each : late) {
+            each.handler->completed(each.request, {kNotReturned, std::chrono::duration<double>(each.limit).count()});
         }
+        lock.lock();
     }
 }
 
-std::vector<DeadlineEngine::Waiting> DeadlineEngine::abandon_overdue() {
-    std::vector<Waiting> overdue;
+// Waits for the next look at the requests. Without any, it sleeps until one comes.
+void DeadlineEngine::rest(std::unique_lock<std::mutex>& lock) {
+    const bool idle = waiting_.empty();
+    changed_.wait_until(lock, next_look(), [this] { return closing_ || !refused_.empty(); });
+    if (closing_ || !refused_.empty() || !idle || !waiting_.empty()) return;
+    asleep_ = true;
+    changed_.wait(lock, [this] { return closing_ || !asleep_; });
+    asleep_ = false;
+}
+
+DeadlineEngine::Clock::time_point DeadlineEngine::next_look() const {
+    const Limit limit(timeout_);
+    auto next = Clock::now() + between_looks_;
+    for (const auto& [tag, each] : waiting_) next = std::min(next, std::max(each.since, limit.from) + limit.time);
+    return next;
+}
+
+void DeadlineEngine::note_progress() {
+    if (earliest_returned_ == kNone) return;
+    const auto now = Clock::now();
+    for (auto& [tag, each] : waiting_) {
+        if (each.number > earliest_returned_) each.since = now;
+    }
+    earliest_returned_ = kNone;
+}
+
+std::vector<DeadlineEngine::Late> DeadlineEngine::take_late() {
+    std::vector<Late> late = std::exchange(refused_, {});
+    const Limit limit(timeout_);
     const auto now = Clock::now();
     for (auto next = waiting_.begin(); next != waiting_.end();) {
-        if (next->second.deadline > now) {
+        const Waiting& each = next->second;
+        if (std::max(each.since, limit.from) + limit.time > now) {
             ++next;
             continue;
         }
-        overdue.push_back(next->second);
-        abandoned_.try_emplace(next->first, next->second.request);
+        late.push_back({each.request, each.handler, limit.time});
+        abandoned_.try_emplace(next->first, each.request);
         next = waiting_.erase(next);
     }
-    return overdue;
+    return late;
 }
 
 }  // namespace smart_infinity

@@ -3,10 +3,13 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
-#include <map>
+#include <cstdint>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/abandoned_call.hpp"
@@ -15,9 +18,14 @@
 namespace smart_infinity {
 
 // An engine that abandons requests that do not return in time: their handler is told kNotReturned and nothing later.
-// Until such a request returns, nobody else may use its memory or the part of the file that it writes.
+// Until such a request returns, nobody else may use its memory or the part of the file that it writes, and the engine
+// refuses later requests: their handler is told kNotReturned, after no time.
 //
-// Like every engine's, the destructor waits for all submitted requests; it may not be called while any_abandoned().
+// A request that waits behind others is not late while these return. After ask_to_end() the time is shorter.
+//
+// A thread looks at the requests now and then. So a request costs no system call and wakes no thread, except the first
+// one after a pause. Like every engine's, the destructor waits for all submitted requests; it may not be called while
+// any_abandoned().
 class DeadlineEngine final : public IoEngine, private CompletionHandler {
  public:
     DeadlineEngine(std::unique_ptr<IoEngine> inner, std::chrono::milliseconds timeout);
@@ -39,7 +47,8 @@ class DeadlineEngine final : public IoEngine, private CompletionHandler {
     struct Waiting {
         IoRequest request;
         CompletionHandler* handler;
-        Clock::time_point deadline;
+        std::uint64_t number;     // in the order of submission
+        Clock::time_point since;  // its submission, or when an earlier request was last seen to return
     };
 
     struct Abandoned {
@@ -48,15 +57,33 @@ class DeadlineEngine final : public IoEngine, private CompletionHandler {
         AbandonedCall call;
     };
 
+    struct Late {
+        IoRequest request;
+        CompletionHandler* handler;
+        std::chrono::milliseconds limit;  // that it exceeded; 0: it was refused
+    };
+
+    static constexpr std::uint64_t kNone = std::numeric_limits<std::uint64_t>::max();
+
     void completed(const IoRequest& request, const IoResult& result) override;
     void watch();
-    std::vector<Waiting> abandon_overdue();
+
+    // The following are called with the mutex held.
+    void rest(std::unique_lock<std::mutex>& lock);
+    Clock::time_point next_look() const;
+    void note_progress();
+    std::vector<Late> take_late();
 
     const std::chrono::milliseconds timeout_;
+    const std::chrono::milliseconds between_looks_;
     mutable std::mutex mutex_;
     std::condition_variable changed_;
-    std::map<std::size_t, Waiting> waiting_;  // by tag: at most one request per tag is in flight
-    std::map<std::size_t, Abandoned> abandoned_;
+    std::unordered_map<std::size_t, Waiting> waiting_;  // by tag: at most one request per tag is in flight
+    std::unordered_map<std::size_t, Abandoned> abandoned_;
+    std::vector<Late> refused_;
+    std::uint64_t next_number_ = 0;
+    std::uint64_t earliest_returned_ = kNone;  // smallest number of a request that returned since the last look
+    bool asleep_ = false;
     bool closing_ = false;
     std::unique_ptr<IoEngine> inner_;  // its destructor waits for completions
     std::thread watch_;

@@ -24,12 +24,11 @@ void require(bool condition, const std::string& problem) {
     if (!condition) throw std::invalid_argument("FileQueue: " + problem);
 }
 
-Failure not_returned(const IoRequest& rest, const std::string& path, std::chrono::milliseconds timeout) {
+Failure not_returned(const IoRequest& rest, const std::string& path, const IoResult& result, FailureKind kind) {
     const std::string verb = rest.direction == Direction::kRead ? "reading " : "writing ";
     const std::string where = std::to_string(rest.bytes) + " bytes at offset " + std::to_string(rest.offset);
-    const std::string message =
-        verb + where + " of " + path + " did not return within " + std::to_string(timeout.count()) + " ms";
-    return Failure{FailureKind::kDevice, path, rest.offset, 0, 0, message};
+    const std::string message = verb + where + " of " + path + " " + not_returned_text(result, kind);
+    return Failure{kind, path, rest.offset, 0, 0, message};
 }
 
 Failure failure_of(const Transfer& transfer, Transfer::Progress progress, const std::string& path) {
@@ -129,10 +128,11 @@ void FileQueue::close() {
     changed_.wait(lock, [&] { return parts_.empty(); });
 }
 
-std::optional<Failure> FileQueue::failure_of(const Part& part, Transfer::Progress progress) const {
+std::optional<Failure> FileQueue::failure_of(const Part& part, Transfer::Progress progress,
+                                             const IoResult& result) const {
     if (progress == Transfer::Progress::kDone) return std::nullopt;
     if (progress == Transfer::Progress::kNotReturned) {
-        return not_returned(part.transfer.rest(), part.file.path(), deadline_->timeout);
+        return not_returned(part.transfer.rest(), part.file.path(), result, deadline_->kind);
     }
     return smart_infinity::failure_of(part.transfer, progress, part.file.path());
 }
@@ -145,8 +145,9 @@ void FileQueue::completed(const IoRequest& request, const IoResult& result) {
     const Transfer::Progress progress = part.transfer.advance(result);
     if (progress == Transfer::Progress::kAgain) return engine_->submit(part.transfer.rest(), *this);
     Request& whole = requests_.at(part.ticket);
-    if (!whole.failure) whole.failure = failure_of(part, progress);
-    if (progress == Transfer::Progress::kNotReturned) abandoned_.push_back(part.file);
+    if (!whole.failure) whole.failure = failure_of(part, progress, result);
+    const bool refused = result.seconds == 0;
+    if (progress == Transfer::Progress::kNotReturned && !refused) abandoned_.push_back(part.file);
     --whole.parts_left;
     parts_.erase(request.tag);
     changed_.notify_all();

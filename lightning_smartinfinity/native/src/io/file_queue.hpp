@@ -32,7 +32,8 @@ class FileQueue final : private CompletionHandler {
     // owns their memory, alive.
     struct Deadline {
         std::chrono::milliseconds timeout;
-        std::shared_ptr<void> used;
+        std::shared_ptr<void> used = nullptr;
+        FailureKind kind = FailureKind::kTimeout;  // of what did not return; a card's: kDevice
     };
 
     // Throws std::invalid_argument if the number of threads is out of range, SystemError if the engine is unavailable.
@@ -75,7 +76,7 @@ class FileQueue final : private CompletionHandler {
     };
 
     std::unique_ptr<IoEngine> make_engine(const IoOptions& options);
-    std::optional<Failure> failure_of(const Part& part, Transfer::Progress progress) const;
+    std::optional<Failure> failure_of(const Part& part, Transfer::Progress progress, const IoResult& result) const;
     void completed(const IoRequest& request, const IoResult& result) override;
 
     mutable std::mutex mutex_;

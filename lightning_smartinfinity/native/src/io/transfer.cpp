@@ -3,6 +3,7 @@
 #include <sys/resource.h>
 
 #include <cerrno>
+#include <sstream>
 
 #include "base/buffer.hpp"
 
@@ -50,6 +51,14 @@ Transfer::Progress Transfer::stalled() {
 Transfer::Progress Transfer::fail(int error) {
     error_ = error;
     return Progress::kError;
+}
+
+std::string not_returned_text(const IoResult& result, FailureKind kind) {
+    if (result.seconds == 0) return "was refused, since an earlier request has not returned";
+    const bool card = kind == FailureKind::kDevice;
+    std::ostringstream text;
+    text << "did not return within " << (card ? 1000 * result.seconds : result.seconds) << (card ? " ms" : " s");
+    return text.str();
 }
 
 }  // namespace smart_infinity

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
+#include "base/failure.hpp"
 #include "io/io_engine.hpp"
 #include "io/state_file.hpp"
 
@@ -31,5 +33,8 @@ class Transfer {
     int stalls_ = 0;
     int error_ = 0;
 };
+
+// Says why a request ended with kNotReturned. Limits of a card (kDevice) are in milliseconds, of a disk in seconds.
+std::string not_returned_text(const IoResult& result, FailureKind kind);
 
 }  // namespace smart_infinity

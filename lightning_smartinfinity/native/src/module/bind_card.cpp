@@ -101,9 +101,9 @@ void bind_card_buffer(nb::module_& m) {
             [](const PythonCardBuffer& self, std::int64_t timeout_ms) {
                 if (timeout_ms < 1) throw std::invalid_argument("CardBuffer: timeout_ms must be at least 1");
                 return std::make_unique<PythonFileQueue>(
-                    "FileQueue", std::make_shared<FileQueue>(
-                                     kQueueThreads, IoEngineKind::kThreads, MemoryRange{},
-                                     FileQueue::Deadline{std::chrono::milliseconds(timeout_ms), self.buffer}));
+                    "FileQueue", std::make_shared<FileQueue>(kQueueThreads, IoEngineKind::kThreads, MemoryRange{},
+                                                             FileQueue::Deadline{std::chrono::milliseconds(timeout_ms),
+                                                                                 self.buffer, FailureKind::kDevice}));
             },
             nb::kw_only(), "timeout_ms"_a, WithoutGil(),
             "Return a queue that moves bytes between files and this memory only. A request that does not return in\n"

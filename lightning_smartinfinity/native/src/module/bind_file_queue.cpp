@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "base/buffer.hpp"
@@ -40,16 +41,22 @@ void bind_file_queue(nb::module_& m) {
         "Reads and writes files in the background; large requests run in parallel parts.\n\n"
         "`memory` is the memory that most requests will use: an engine that gains by it registers it once.\n"
         "A direct file needs offset, address and nbytes to be multiples of 4096. Not usable in a forked child.\n\n"
+        "A request that does not return within timeout_ms is abandoned; None: no limit. While the queue is busy, the\n"
+        "caller keeps the memory of such requests.\n\n"
         "Raises:\n    ValueError: A number is out of range.\n"
         "    OSError: Threads or the I/O engine are unavailable.")
         .def(
             "__init__",
-            [](PythonFileQueue* self, std::size_t io_threads, const std::string& io_engine, const HostBuffer* memory) {
+            [](PythonFileQueue* self, std::size_t io_threads, const std::string& io_engine, const HostBuffer* memory,
+               std::optional<std::int64_t> timeout_ms) {
                 const MemoryRange range = memory ? registered_range(*memory) : MemoryRange{};
-                new (self) PythonFileQueue("FileQueue",
-                                           std::make_shared<FileQueue>(io_threads, io_engine_of(io_engine), range));
+                std::optional<FileQueue::Deadline> deadline;
+                if (const auto timeout = timeout_of(timeout_ms)) deadline = FileQueue::Deadline{*timeout};
+                new (self) PythonFileQueue(
+                    "FileQueue", std::make_shared<FileQueue>(io_threads, io_engine_of(io_engine), range, deadline));
             },
-            nb::kw_only(), "io_threads"_a = 4, "io_engine"_a = "auto", "memory"_a = nb::none(), nb::keep_alive<1, 4>())
+            nb::kw_only(), "io_threads"_a = 4, "io_engine"_a = "auto", "memory"_a = nb::none(),
+            "timeout_ms"_a = nb::none(), nb::keep_alive<1, 4>())
         .def(
             "read",
             [](PythonFileQueue& self, const StateFile& file, std::uint64_t offset, Address address,

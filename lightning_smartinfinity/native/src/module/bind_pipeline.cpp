@@ -44,6 +44,8 @@ void bind_pipeline(nb::module_& m) {
         "the sizes of their extents. Unless resident_through, their state is never on storage.\n\n"
         "A card, if given, works the batches, in a ring of its own memory, and I/O runs in threads. More than one\n"
         "compute thread lets the gradient of a tasklet travel while another is updated.\n\n"
+        "A request to storage that does not return within timeout_ms is abandoned; None: no limit. A card has its own."
+        "\n\n"
         "Raises:\n    ValueError: A size or number is out of range.\n"
         "    OSError: Memory, threads or the I/O engine are unavailable.\n"
         "    CardError: The card fails, or has too little memory.")
@@ -52,7 +54,7 @@ void bind_pipeline(nb::module_& m) {
             [](PythonPipeline* self, std::vector<StateFile> files, const Identity& identity, std::size_t num_buffers,
                std::size_t buffer_bytes, std::size_t io_threads, std::size_t compute_threads,
                const std::string& io_engine, std::vector<std::size_t> resident_bytes, bool resident_through,
-               std::optional<CardOptions> card) {
+               std::optional<CardOptions> card, std::optional<std::int64_t> timeout_ms) {
                 const nb::gil_scoped_release release;  // a card may need the lock to answer
                 PipelineOptions options{std::move(files),
                                         identity,
@@ -62,12 +64,13 @@ void bind_pipeline(nb::module_& m) {
                                         compute_threads,
                                         io_engine_of(io_engine),
                                         {std::move(resident_bytes), resident_through}};
+                options.timeout = timeout_of(timeout_ms);
                 if (card) options = with_card(std::move(options), std::move(*card));
                 new (self) PythonPipeline("Pipeline", std::make_shared<Pipeline>(std::move(options)));
             },
             nb::kw_only(), "files"_a, "identity"_a, "num_buffers"_a, "buffer_bytes"_a, "io_threads"_a = 4,
             "compute_threads"_a = 1, "io_engine"_a = "auto", "resident_bytes"_a = std::vector<std::size_t>(),
-            "resident_through"_a = true, "card"_a = nb::none())
+            "resident_through"_a = true, "card"_a = nb::none(), "timeout_ms"_a = nb::none())
         .def_prop_ro(
             "io_engine", [](const PythonPipeline& self) { return name_of(self.get()->io_engine()); },
             "The engine in use: one of io_engines().")
@@ -109,10 +112,10 @@ void bind_pipeline(nb::module_& m) {
              "Return the positions, in the active or else the last batch, of complete tasklets: their outputs are in\n"
              "memory and their extents written.")
         .def_prop_ro("busy", method(&Pipeline::busy), WithoutGil(),
-                     "Whether a card's call or transfer that timed out is unfinished; no batch may be submitted until "
+                     "Whether a call or transfer that timed out is unfinished; no batch may be submitted until "
                      "it returns.")
         .def("writes_out", &writes_out, WithoutGil(),
-             "Return (offset, nbytes) in the card's file of each write that timed out and may still change the file.")
+             "Return (offset, nbytes) in its file of each write that timed out and may still change the file.")
         .def("counters",
              [](const PythonPipeline& self) {
                  const Pipeline::Report report = self.report();

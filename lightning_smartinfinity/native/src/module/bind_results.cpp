@@ -1,4 +1,4 @@
-// Binds counters, failures and the list of I/O engines.
+// Binds counters, failures, the list of I/O engines and ask_to_end().
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "base/ending.hpp"
 #include "base/failure.hpp"
 #include "io/counters.hpp"
 #include "io/io_engines.hpp"
@@ -54,10 +55,10 @@ void bind_counters(nb::module_& m) {
 }
 
 void bind_failure(nb::module_& m) {
-    nb::class_<Failure>(
-        m, "Failure",
-        "Why a batch stopped. kind is io, short, checksum, foreign, generation, format, cuda, device (a card) or\n"
-        "gradient (a compressed one); errno may be 0.")
+    nb::class_<Failure>(m, "Failure",
+                        "Why a batch stopped. kind is io, short, checksum, foreign, generation, format, cuda, device "
+                        "(a card), timeout\n"
+                        "(a disk that does not answer) or gradient (a compressed one); errno may be 0.")
         .def_prop_ro("kind", [](const Failure& self) { return std::string(smart_infinity::name_of(self.kind)); })
         .def_ro("path", &Failure::path)
         .def_ro("offset", &Failure::offset)
@@ -80,12 +81,19 @@ void bind_io_engines(nb::module_& m) {
         "Return the I/O engines' names, fastest first, each with the reason why it is unavailable here, or None.");
 }
 
+void bind_ask_to_end(nb::module_& m) {
+    m.def("ask_to_end", &ask_to_end,
+          "Say that the process is to end, as after Ctrl-C. For ten seconds from now, a request to a storage device\n"
+          "that does not return within three seconds is given up, instead of after its own limit.");
+}
+
 }  // namespace
 
 void bind_results(nb::module_& m) {
     bind_counters(m);
     bind_failure(m);
     bind_io_engines(m);
+    bind_ask_to_end(m);
 }
 
 }  // namespace smart_infinity

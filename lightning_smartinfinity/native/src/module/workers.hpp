@@ -1,6 +1,8 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -27,8 +29,12 @@ struct PythonCardBuffer {
 // Counters of a pipeline, or of a queue, which has no device traffic.
 struct PythonCounters : Counters, DeviceTraffic {};
 
-// Lets Ctrl-C end a wait. Python runs signal handlers in the main thread only; in other threads this does nothing.
+// Lets Ctrl-C end a wait, and asks to end then. Python runs signal handlers in the main thread only; in other threads
+// this does nothing.
 void check_signals();
+
+// Returns a limit in milliseconds. Throws std::invalid_argument below 1.
+std::optional<std::chrono::milliseconds> timeout_of(std::optional<std::int64_t> timeout_ms);
 
 // Returns nothing for "auto", which selects the fastest engine that works here.
 std::optional<IoEngineKind> io_engine_of(const std::string& name);

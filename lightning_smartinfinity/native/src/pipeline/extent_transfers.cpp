@@ -71,7 +71,7 @@ void ExtentTransfers::completed(const IoRequest& request, const IoResult& result
     if (progress == Transfer::Progress::kAgain) return engine_->submit(transfer.rest(), *this);
     const std::size_t buffer = request.tag / kMostParts;
     InProgress& in_progress = in_progress_[buffer];
-    if (!in_progress.failure) in_progress.failure = failure_of(transfer, progress, *in_progress.tasklet);
+    if (!in_progress.failure) in_progress.failure = failure_of(transfer, progress, result, *in_progress.tasklet);
     if (--in_progress.num_parts == 0) ended_(buffer, request.direction, std::move(in_progress.failure));
 }
 
@@ -84,10 +84,11 @@ void ExtentTransfers::count(const IoRequest& request, const IoResult& result) {
 }
 
 std::optional<Failure> ExtentTransfers::failure_of(const Transfer& transfer, Transfer::Progress progress,
-                                                   const Tasklet& tasklet) const {
+                                                   const IoResult& result, const Tasklet& tasklet) const {
     const std::string& path = path_of(tasklet, transfer.rest().direction);
     if (progress == Transfer::Progress::kNotReturned) {
-        return not_returned(transfer.rest(), tasklet, path, *options_.timeout);
+        const FailureKind kind = options_.make_updater ? FailureKind::kDevice : FailureKind::kTimeout;
+        return not_returned(transfer.rest(), tasklet, path, result, kind);
     }
     return smart_infinity::failure_of(transfer, progress, tasklet, path);
 }

@@ -58,7 +58,7 @@ class ExtentTransfers final : private CompletionHandler {
     const StateFile& file_of(const Tasklet& tasklet, Direction direction) const;
     void completed(const IoRequest& request, const IoResult& result) override;
     void count(const IoRequest& request, const IoResult& result);
-    std::optional<Failure> failure_of(const Transfer& transfer, Transfer::Progress progress,
+    std::optional<Failure> failure_of(const Transfer& transfer, Transfer::Progress progress, const IoResult& result,
                                       const Tasklet& tasklet) const;
 
     const PipelineOptions& options_;

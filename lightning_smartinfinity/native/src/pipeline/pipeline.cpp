@@ -48,16 +48,18 @@ Pipeline::Pipeline(PipelineOptions options)
       compute_pool_("smart-inf-cpu", options_.compute_threads, [this](const Action& action) { compute_item(action); }) {
 }
 
-// Abandoned calls still use the ring and the files, in threads that cannot be waited for.
+// Abandoned calls still use the ring, the resident tasklets and the files, in threads that cannot be waited for.
 Pipeline::~Pipeline() {
     close();
     if (!busy()) return;
     struct Used {
         std::vector<StateFile> files;
         std::unique_ptr<Updater> updater;
+        ResidentTasklets resident;
         std::unique_ptr<IoEngine> engine;
     };
-    keep_for_ever(std::make_shared<Used>(Used{options_.files, std::move(updater_), transfers_.take_engine()}));
+    keep_for_ever(std::make_shared<Used>(
+        Used{options_.files, std::move(updater_), std::move(resident_), transfers_.take_engine()}));
 }
 
 void Pipeline::submit(Batch batch) {

@@ -39,11 +39,10 @@ Failure not_copied(const Tasklet& tasklet, int error, const std::string& reason)
     return Failure{FailureKind::kCuda, "", 0, error, tasklet.index, message};
 }
 
-Failure not_returned(const IoRequest& rest, const Tasklet& tasklet, const std::string& path,
-                     std::chrono::milliseconds timeout) {
-    const std::string message = verb_of(rest) + place_of(rest, tasklet, path) + " did not return within " +
-                                std::to_string(timeout.count()) + " ms";
-    return Failure{FailureKind::kDevice, path, rest.offset, 0, tasklet.index, message};
+Failure not_returned(const IoRequest& rest, const Tasklet& tasklet, const std::string& path, const IoResult& result,
+                     FailureKind kind) {
+    const std::string message = verb_of(rest) + place_of(rest, tasklet, path) + " " + not_returned_text(result, kind);
+    return Failure{kind, path, rest.offset, 0, tasklet.index, message};
 }
 
 std::optional<Failure> failure_of(const Transfer& transfer, Transfer::Progress progress, const Tasklet& tasklet,

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <chrono>
 #include <optional>
 #include <string>
 
@@ -17,8 +16,9 @@ Failure refused(const Refusal& refusal, const Tasklet& tasklet, const std::strin
 Failure not_copied(const Tasklet& tasklet, int error, const std::string& reason);
 
 // `rest` is the last request of the transfer: the part that had not been moved.
-Failure not_returned(const IoRequest& rest, const Tasklet& tasklet, const std::string& path,
-                     std::chrono::milliseconds timeout);
+// `kind` is kDevice for a card's pipeline, otherwise kTimeout.
+Failure not_returned(const IoRequest& rest, const Tasklet& tasklet, const std::string& path, const IoResult& result,
+                     FailureKind kind);
 
 // Returns nothing while the transfer continues or if it is done.
 std::optional<Failure> failure_of(const Transfer& transfer, Transfer::Progress progress, const Tasklet& tasklet,

@@ -1,0 +1,129 @@
+"""Requests that a disk does not answer are given up in time, and keep the memory that they may still use."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_smartinfinity.native import Failure, FileQueue, HostBuffer, Operation, StateFile, ask_to_end, io_engines
+from tests.helpers.native_testing import Hold, inject
+from tests.helpers.update_rules import adam_step
+from tests.helpers.waiting import LIMIT, await_that, lenient
+from tests.native.stored import Run, StoredState
+from tests.native.test_interrupt import interrupted
+from tests.native.test_pipeline import assert_same, initial, normals
+
+BLOCK = 4096
+NUMEL = 4 * 1024
+STEP = adam_step()
+# Longer than a test may take, so that only ask_to_end() can end a wait.
+ENDLESS = round(1000 * 10 * LIMIT)
+
+
+def file_of(folder: Path, num_blocks: int = 4) -> StateFile:
+    (folder / "file").write_bytes(b"".join(bytes([number]) * BLOCK for number in range(num_blocks)))
+    return StateFile(str(folder / "file"), direct=False)
+
+
+def read(queue: FileQueue, file: StateFile, memory: HostBuffer, block: int) -> Failure | None:
+    return queue.wait(queue.read(file, offset=block * BLOCK, address=memory.address, nbytes=BLOCK))
+
+
+@pytest.mark.parametrize("engine", [name for name, unavailable in io_engines() if not unavailable])
+def test_a_request_that_is_not_answered(tmp_path: Path, engine: str) -> None:
+    """It fails with path, offset and seconds. Until it returns, the queue refuses others; then it works again."""
+    file, memory = file_of(tmp_path), HostBuffer(BLOCK)
+    seconds = lenient()
+    queue = FileQueue(io_engine=engine, timeout_ms=round(1000 * seconds))
+    hold = Hold(queue, read_at=0)
+    failure = read(queue, file, memory, 1)
+    assert failure is not None and failure.kind == "timeout"
+    assert (failure.path, failure.offset) == (file.path, BLOCK)
+    assert failure.message == (
+        f"reading {BLOCK} bytes at offset {BLOCK} of {file.path} did not return within {seconds:g} s"
+    )
+    assert queue.busy
+    refused = read(queue, file, HostBuffer(BLOCK), 2)
+    assert refused is not None and refused.kind == "timeout"
+    assert refused.message.endswith("was refused, since an earlier request has not returned")
+    hold.release()
+    await_that(lambda: not queue.busy)
+    assert read(queue, file, memory, 3) is None
+    assert bytes(memory.memoryview()) == bytes([3]) * BLOCK
+
+
+def test_a_batch_that_is_not_answered(tmp_path: Path) -> None:
+    """The batch fails, none can follow before the write has returned, and what is read is as before."""
+    arrays = initial(NUMEL)
+    seconds = lenient()
+    with StoredState(tmp_path, NUMEL, 1024, options={"timeout_ms": round(1000 * seconds)}) as state:
+        state.write(*arrays)
+        hold = Hold(state.pipeline, write_at=1)
+        parameter = np.zeros(NUMEL, np.float32)
+        runs = [Run(0, NUMEL, 0, normals(9, NUMEL), parameter=parameter)]
+        state.start(Operation.UPDATE, runs, [STEP])
+        failure = state.pipeline.finish()
+        assert failure is not None and failure.kind == "timeout"
+        assert failure.message.startswith("writing ")
+        assert failure.message.endswith(f"(tasklet {failure.tasklet}) did not return within {seconds:g} s")
+        assert state.pipeline.busy and len(state.pipeline.writes_out()) == 1
+        with pytest.raises(ValueError, match="has not returned"):
+            state.start(Operation.UPDATE, runs, [STEP])
+        hold.release()
+        await_that(lambda: not state.pipeline.busy)
+        assert_same(state.read(), arrays)
+
+
+def test_what_waits_behind_others_is_not_late(tmp_path: Path) -> None:
+    """Requests that queue up for longer than the limit are not given up while those before them return."""
+    file, memory = file_of(tmp_path), HostBuffer(BLOCK)
+    seconds = lenient(0.3)
+    queue = FileQueue(io_threads=1, io_engine="threads", timeout_ms=round(1000 * seconds))
+    inject(queue, seed=1, max_delay_us=round(seconds * 4e5))
+    begin = time.monotonic()
+    tickets = [queue.read(file, offset=0, address=memory.address, nbytes=BLOCK) for _ in range(12)]
+    assert [queue.wait(ticket) for ticket in tickets] == [None] * len(tickets)
+    assert time.monotonic() - begin > seconds, "the requests took less time than one may take"
+
+
+def test_closing_while_a_request_is_not_answered(tmp_path: Path) -> None:
+    """close() waits no longer than the limit. What the request may use stays until it returns, after close()."""
+    queue, memory = FileQueue(timeout_ms=round(1000 * lenient())), HostBuffer(BLOCK)
+    hold = Hold(queue, read_at=0)
+    file = file_of(tmp_path)
+    queue.read(file, offset=0, address=memory.address, nbytes=BLOCK)
+    queue.close()
+    file.close()
+    assert hold.count == 1
+    hold.release()
+
+
+@pytest.mark.parametrize("asks", ["Ctrl-C", "ask_to_end"])
+def test_the_end_of_the_process_is_asked_for(tmp_path: Path, asks: str) -> None:
+    """Limits are three seconds then: a batch that waits for a disk for ever stops."""
+    with StoredState(tmp_path, NUMEL, 1024, options={"timeout_ms": ENDLESS}) as state:
+        state.write(*initial(NUMEL))
+        hold = Hold(state.pipeline, read_at=0)
+        state.start(Operation.UPDATE, [Run(0, NUMEL, 0, normals(9, NUMEL))], [STEP])
+        if asks == "Ctrl-C":
+            with interrupted():
+                state.pipeline.finish()
+            state.pipeline.stop()
+        else:
+            threading.Timer(0.1, ask_to_end).start()
+            failure = state.pipeline.finish()
+            assert failure is not None and failure.message.endswith("did not return within 3 s")
+        assert hold.count == 1 and state.pipeline.busy
+        hold.release()
+        await_that(lambda: not state.pipeline.busy)
+
+
+@pytest.mark.parametrize("timeout_ms", [0, -1])
+def test_limits_that_are_none(timeout_ms: int) -> None:
+    """A limit is at least a millisecond."""
+    with pytest.raises(ValueError, match="timeout_ms must be at least 1"):
+        FileQueue(timeout_ms=timeout_ms)
