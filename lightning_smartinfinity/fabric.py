@@ -273,10 +273,12 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         from lightning_smartinfinity.zero3.checkpoints.load_save import load_engine
+        from lightning_smartinfinity.zero3.checkpoints.trust import door
 
         if isinstance(state, Module):  # fabric.load_raw
             engine, _ = self._split({"model": state})
-            self._load_weights(self._read_file(path), engine, strict=strict)
+            with door(weights_only, consent="weights_only=False to fabric.load_raw"):
+                self._load_weights(self._read_file(path), engine, strict=strict)
             return {}
         if not isinstance(state, dict):
             raise UnsupportedError(
@@ -285,11 +287,12 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             )
         engine, rest = self._split(state)
         with_optimizer = len(rest) + 1 < len(state)
-        if self.load_full_weights:
-            _refuse_optimizer(with_optimizer)
-            loaded = self._load_full(path, state, engine, strict=strict)
-        else:
-            loaded = load_engine(path, engine, with_optimizer=with_optimizer, strict=strict)
+        with door(weights_only, consent="weights_only=False to fabric.load"):
+            if self.load_full_weights:
+                _refuse_optimizer(with_optimizer)
+                loaded = self._load_full(path, state, engine, strict=strict)
+            else:
+                loaded = load_engine(path, engine, with_optimizer=with_optimizer, strict=strict)
         _move_into(rest, loaded, path=path, strict=strict)
         state.update(rest)
         return loaded
@@ -314,11 +317,12 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
 
     def _read_file(self, path: str | Path) -> SavedState:
         from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
+        from lightning_smartinfinity.zero3.checkpoints.trust import naming_types, restricts
         from lightning_smartinfinity.zero3.collectives import raising_together
 
         contents: Pickled = None
-        with raising_together(), reading_checkpoint(path):
-            contents = self.checkpoint_io.load_checkpoint(path)
+        with raising_together(), reading_checkpoint(path), naming_types(path):
+            contents = self.checkpoint_io.load_checkpoint(path, weights_only=restricts())
             if not isinstance(contents, Mapping):
                 raise CheckpointError(
                     f"{path} holds no state dict.", "Pass what torch.save(module.state_dict()) wrote."

@@ -1,4 +1,4 @@
-"""Makes a resumed fit draw the random numbers that an uninterrupted one would have drawn.
+"""Makes a resumed fit draw the random numbers of an uninterrupted one, and load with the user's ``weights_only``.
 
 ``Strategy.on_train_start`` is Lightning's last call before the first epoch of a fit. From there on a resumed fit does
 what the uninterrupted one did after saving, apart from what :func:`continue_epoch` corrects or warns of.
@@ -6,12 +6,30 @@ what the uninterrupted one did after saving, apart from what :func:`continue_epo
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
-__all__ = ["continue_epoch", "load_loader_states"]
+__all__ = ["continue_epoch", "load_loader_states", "weights_only_of"]
 
 _LIGHTNING_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+def weights_only_of(trainer: Any) -> bool | None:
+    """Return the ``weights_only`` that the user passed to ``fit``, ``validate``, ``test`` or ``predict``, now running.
+
+    ``Trainer._run`` knows it, but does not pass it on to strategies that load after the set-up, as this one does.
+
+    Args:
+        trainer: Trainer that is loading a checkpoint.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_run" and frame.f_locals.get("self") is trainer:
+            passed: bool | None = frame.f_locals.get("weights_only")
+            return passed
+        frame = frame.f_back
+    return None
 
 
 def load_loader_states(trainer: Any) -> None:

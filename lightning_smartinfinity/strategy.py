@@ -34,7 +34,7 @@ from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityPrecision
-from lightning_smartinfinity.resume import continue_epoch, load_loader_states
+from lightning_smartinfinity.resume import continue_epoch, load_loader_states, weights_only_of
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_TRAINER
@@ -276,24 +276,30 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
         from lightning_smartinfinity.zero3.checkpoints.full_weights import full_state_dict
         from lightning_smartinfinity.zero3.checkpoints.load_save import load_engine
+        from lightning_smartinfinity.zero3.checkpoints.trust import door, naming_types, restricts
         from lightning_smartinfinity.zero3.collectives import raising_together
         from lightning_smartinfinity.zero3.engine import PortableEngine
 
-        if self.load_full_weights:
-            with raising_together(), reading_checkpoint(checkpoint_path):
-                loaded = super().load_checkpoint(checkpoint_path, weights_only)
-                full_state_dict(loaded, checkpoint_path)
-            return loaded
-        assert self.lightning_module is not None and isinstance(self.model, PortableEngine)
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        # DeepSpeedStrategy's own version accepts only folders that Lightning saved.
-        client_state = load_engine(
-            checkpoint_path,
-            self.model,
-            with_optimizer=fitting,
-            strict=self.lightning_module.strict_loading,
-            needed=_RESUMED_FROM,
-        )
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        doing = trainer.state.fn
+        if weights_only is None:
+            weights_only = weights_only_of(trainer)
+        with door(weights_only, consent=f"weights_only=False to Trainer.{doing.value if doing else 'fit'}"):
+            if self.load_full_weights:
+                with raising_together(), reading_checkpoint(checkpoint_path), naming_types(checkpoint_path):
+                    loaded = super().load_checkpoint(checkpoint_path, restricts())
+                    full_state_dict(loaded, checkpoint_path)
+                return loaded
+            assert isinstance(self.model, PortableEngine)
+            # DeepSpeedStrategy's own version accepts only folders that Lightning saved.
+            client_state = load_engine(
+                checkpoint_path,
+                self.model,
+                with_optimizer=doing == TrainerFn.FITTING,
+                strict=self.lightning_module.strict_loading,
+                needed=_RESUMED_FROM,
+            )
         client_state.setdefault(LIGHTNING_KEY, lightning.__version__)  # Lightning reads it before an evaluation, too
         self._take_random_state(client_state)
         return client_state

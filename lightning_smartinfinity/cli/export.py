@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from lightning_smartinfinity.cli.option_types import add_weights_only
+
 __all__ = ["add_to"]
 
 _DESCRIPTION = """\
@@ -41,6 +43,7 @@ def add_to(commands: Any) -> None:
         help="of trained weights (default: the training's for safetensors, fp32 for lightning)",
     )
     parser.add_argument("--max-shard-size", metavar="SIZE", help="split larger weights, such as 5GB")
+    add_weights_only(parser)
     parser.set_defaults(run=_run)
 
 
@@ -56,6 +59,7 @@ def _run(options: argparse.Namespace) -> int:
         submodule=options.submodule,
         dtype=options.dtype,
         max_shard_size=options.max_shard_size,
+        weights_only=options.weights_only,
     )
     for sentence in export_checkpoint(options.checkpoint, options.out, settings):
         print(sentence)

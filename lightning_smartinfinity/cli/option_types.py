@@ -1,4 +1,4 @@
-"""Types of options for argparse: they read text, and check it by the same rules as settings in Python."""
+"""Types of options for argparse, which check text by the rules of settings in Python, and an option of two commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from lightning_smartinfinity.checks import Rule
 from lightning_smartinfinity.config import LOCAL_FOLDER
 
-__all__ = ["number_in", "reading", "storage_folder", "whole_number_in"]
+__all__ = ["add_weights_only", "number_in", "reading", "storage_folder", "whole_number_in"]
 
 _SHOWN = 40  # characters
 
@@ -30,6 +30,17 @@ def reading(read: Callable[[str], Any], rule: Rule) -> Callable[[str], Any]:
         return rule.kept(value)
 
     return typed
+
+
+def add_weights_only(parser: argparse.ArgumentParser) -> None:
+    """Add the option by which a user consents to what the files of a checkpoint do when they are loaded."""
+    parser.add_argument(
+        "--no-weights-only",
+        action="store_false",
+        dest="weights_only",
+        help="also load other types than tensors, numbers and text, which runs code that the files name: for "
+        "checkpoints that you trust",
+    )
 
 
 storage_folder = reading(Path, LOCAL_FOLDER)

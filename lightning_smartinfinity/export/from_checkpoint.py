@@ -22,6 +22,7 @@ from lightning_smartinfinity.export.shards import SHARD_SIZE
 from lightning_smartinfinity.transformers_models import Model, ModelDescription
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
 from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.trust import door
 from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents, Part
 
 __all__ = ["FORMATS", "ExportSettings", "export_checkpoint"]
@@ -43,6 +44,8 @@ class ExportSettings:
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for trained weights. Default: for transformers the one in which they
             were trained, for Lightning ``"fp32"``, which is the masters as they are.
         max_shard_size: Largest size of a file, such as ``"5GB"``. Default: that of transformers.
+        weights_only: Whether the checkpoint may hold nothing but tensors, numbers, text and containers of them. False
+            is for checkpoints that you trust: loading other types runs code that a file names.
 
     Raises:
         ConfigError: A setting is unknown, out of range, or does not apply to the format.
@@ -53,6 +56,7 @@ class ExportSettings:
     submodule: str | None = None
     dtype: str | None = None
     max_shard_size: str | None = None
+    weights_only: bool = True
 
     def __post_init__(self) -> None:
         require(self, "an export", to=one_of(*FORMATS))
@@ -84,6 +88,11 @@ def export_checkpoint(checkpoint: Path, target: Path, settings: ExportSettings) 
     """
     target = resolved(target)
     require_unused(target, outside=checkpoint)
+    with door(settings.weights_only, consent="--no-weights-only (in Python, weights_only=False)"):
+        return _exported(checkpoint, target, settings)
+
+
+def _exported(checkpoint: Path, target: Path, settings: ExportSettings) -> list[str]:
     source = CheckpointWeights(checkpoint)
     if settings.to == "lightning":
         _require_frozen(source)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from typing_extensions import Self, override
 
+from lightning_smartinfinity.checks import check, instance
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
@@ -66,6 +67,10 @@ class SmartInfinityTraining(NearStorage):
     partitions it. Batch size, accumulation, clipping and precision are those of the arguments. When the context ends,
     the state is removed from storage, unless ``transfer`` keeps it.
 
+    Args:
+        weights_only: Whether checkpoints may hold nothing but tensors, numbers, text and containers of them. Pass False
+            only for checkpoints that you trust: loading other types runs code that the file names.
+
     Raises:
         ConfigError: A setting is unknown, contradictory or out of range.
         UnsupportedError: A setting asks for something that this package does not support.
@@ -90,6 +95,7 @@ class SmartInfinityTraining(NearStorage):
         activations: object | None = None,
         transfer: TransferConfig | Mapping[str, Any] | None = None,
         zero: Mapping[str, Any] | None = None,
+        weights_only: bool = True,
         **unknown: Any,
     ) -> None:
         refuse_options(type(self).__name__, unknown)
@@ -109,6 +115,8 @@ class SmartInfinityTraining(NearStorage):
         self._config: DeepSpeedConfig = {**self._engine_config, **copy.deepcopy(_AUTO)}
         self._config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
         self._given = settings
+        check(type(self).__name__, "weights_only", weights_only, instance(bool))
+        self._weights_only = weights_only
         self._contexts = ExitStack()
         self._last_model: torch.nn.Module | None = None
         self._checkpoint: Path | None = None  # the one that is being saved
@@ -145,10 +153,13 @@ class SmartInfinityTraining(NearStorage):
             )
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._prepare_environment(torch.device("cuda" if on_gpu else "cpu"), local_world_size=local_world_size)
+        from lightning_smartinfinity.zero3.checkpoints.trust import door
         from lightning_smartinfinity.zero3.engine_setup import initializing_with
 
         self._engine_config = self._config
         with ExitStack() as contexts:
+            consent = f"weights_only=False to {type(self).__name__}"
+            contexts.enter_context(door(self._weights_only, consent=consent))
             contexts.enter_context(launched())
             contexts.enter_context(fresh_accelerate())
             contexts.enter_context(arguments_seen_by(self._see_arguments))

@@ -29,10 +29,10 @@ def convert(checkpoint: str | Path) -> Path:
     return folder
 
 
-def convert_by_command(checkpoint: str | Path, into: Path | None = None) -> Path:
-    """Run our converter in this process."""
+def convert_by_command(checkpoint: str | Path, into: Path | None = None, *options: str) -> Path:
+    """Run our converter in this process, with further options of the command."""
     folder = into or Path(checkpoint).with_suffix(".universal")
-    assert main(["universal", str(checkpoint), "--into", str(folder), "--quiet"]) == 0
+    assert main(["universal", str(checkpoint), "--into", str(folder), "--quiet", *options]) == 0
     return folder
 
 

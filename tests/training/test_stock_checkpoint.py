@@ -78,7 +78,7 @@ def resume(root: Path, recipe: Recipe, checkpoint: Path, *callbacks: pl.Callback
     trainer = trainers.quiet_trainer(
         root, precision=recipe.precision, max_steps=NUM_STEPS, callbacks=list(callbacks), transfer={"num_buffers": 2}
     )
-    trainer.fit(module, ckpt_path=checkpoint)
+    trainer.fit(module, ckpt_path=checkpoint, weights_only=False)
     return module
 
 
@@ -95,7 +95,7 @@ def test_a_stock_checkpoint_is_resumed(kind: str, universal: bool, saved: Path, 
     """
     recipe, look, checkpoint = KINDS[kind][0], Look(), saved / f"{kind}.ckpt"
     if universal:
-        checkpoint = convert_by_command(checkpoint, tmp_path / "universal")
+        checkpoint = convert_by_command(checkpoint, tmp_path / "universal", "--no-weights-only")
     module = resume(tmp_path, recipe, checkpoint, look)
     state = optimizer_state(saved / f"{kind}.ckpt")
     groups = state["optimizer_state_dict"]
@@ -116,7 +116,7 @@ def test_a_stock_checkpoint_is_evaluated(kind: str, saved: Path, tmp_path: Path)
     """Every parameter equals the output of DeepSpeed's converter."""
     module = LitTiny(dataclasses.replace(KINDS[kind][0], validate=True))
     trainer = trainers.quiet_trainer(tmp_path, precision=module.recipe.precision)
-    trainer.validate(module, ckpt_path=saved / f"{kind}.ckpt", verbose=False)
+    trainer.validate(module, ckpt_path=saved / f"{kind}.ckpt", verbose=False, weights_only=False)
     expected = get_fp32_state_dict_from_zero_checkpoint(str(saved / f"{kind}.ckpt"))
     for name, param in module.named_parameters(remove_duplicate=False):
         assert torch.equal(param.ds_tensor, expected[name].flatten().to(param.dtype)), name
@@ -129,7 +129,7 @@ def test_a_stock_checkpoint_is_exported(kind: str, saved: Path, tmp_path: Path) 
     masters = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))
     trained_in = TORCH_DTYPES[KINDS[kind][0].precision]
     for name, dtype in {None: trained_in, "fp32": torch.float32}.items():
-        export_checkpoint(checkpoint, tmp_path / f"{name}", ExportSettings(dtype=name))
+        export_checkpoint(checkpoint, tmp_path / f"{name}", ExportSettings(dtype=name, weights_only=False))
         found = load_file(tmp_path / f"{name}" / "model.safetensors")
         assert masters.keys() - found.keys() == {"model.head.weight"}  # tied to the tokens' weight
         assert all(torch.equal(value, masters[key].to(value.dtype)) for key, value in found.items())
@@ -155,7 +155,7 @@ def test_what_an_engine_saved_is_evaluated(saved: Path, tmp_path: Path) -> None:
     """A Trainer evaluates the checkpoint although no Trainer wrote it."""
     module = LitTiny(dataclasses.replace(KINDS["fp32"][0], validate=True))
     trainer = trainers.quiet_trainer(tmp_path, precision="32-true")
-    trainer.validate(module, ckpt_path=saved / "fp32.engine", verbose=False)
+    trainer.validate(module, ckpt_path=saved / "fp32.engine", verbose=False, weights_only=False)
     expected = get_fp32_state_dict_from_zero_checkpoint(str(saved / "fp32.ckpt"))
     for name, param in module.named_parameters(remove_duplicate=False):
         assert torch.equal(param.ds_tensor, expected[name].flatten()), name
@@ -167,7 +167,8 @@ def test_fabric_goes_on_from_what_an_engine_saved(inside: str, saved: Path, tmp_
     fabric = quiet_fabric(tmp_path / "storage")
     module = LitTiny(KINDS["fp32"][0])
     model, optimizer = fabric.setup(module, module.configure_optimizers()["optimizer"])
-    assert fabric.load(saved / "fp32.engine" / inside, {"model": model, "optimizer": optimizer}) == {}
+    path, into = saved / "fp32.engine" / inside, {"model": model, "optimizer": optimizer}
+    assert fabric.load(path, into, weights_only=False) == {}
     inner, state = optimizer.engine.optimizer, optimizer_state(saved / "fp32.engine")
     arrays = [np.empty(inner.partition.layout.numel, np.float32) for _ in range(3)]
     inner.update.drained_handler().state.scan(partial(copy_window, arrays))
@@ -184,6 +185,16 @@ def test_a_trainer_does_not_go_on_from_what_an_engine_saved(saved: Path, tmp_pat
     with pytest.raises(CheckpointError, match=r"lacks 'loops', .*saved by DeepSpeed itself") as caught:
         resume(tmp_path, KINDS["fp32"][0], saved / "fp32.engine")
     assert "Fabric" in caught.value.remedy
+
+
+def test_a_stock_checkpoint_needs_consent(saved: Path, tmp_path: Path) -> None:
+    """DeepSpeed saves objects of its own. The error names their types and what to write, and nothing is loaded."""
+    trainer, module = trainers.quiet_trainer(tmp_path, precision="32-true"), LitTiny(KINDS["fp32"][0])
+    with pytest.raises(CheckpointError, match=r"LossScaler, deepspeed\.runtime\.zero\.config\.ZeroStageEnum") as caught:
+        trainer.fit(module, ckpt_path=saved / "fp32.ckpt")
+    assert "pass weights_only=False to Trainer.fit;" in caught.value.remedy
+    with pytest.raises(CheckpointError, match="pass --no-weights-only"):
+        export_checkpoint(saved / "fp32.ckpt", tmp_path / "out", ExportSettings())
 
 
 MISFITS: dict[str, tuple[str, dict[str, Any], str]] = {

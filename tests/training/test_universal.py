@@ -20,6 +20,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
@@ -298,10 +300,11 @@ def test_stock_checkpoint_resumes_through_a_universal_one(tmp_path: Path) -> Non
     saving = SaveAtStep(3, tmp_path / "stock.ckpt")
     quiet_trainer(tmp_path, stock, max_steps=recipe.max_steps, callbacks=[saving]).fit(straight)
     universal = convert(tmp_path / "stock.ckpt")
-    stop = dataclasses.replace(recipe, max_steps=3)
-    train(Run(out=str(tmp_path / "a"), recipe=stop, resume=str(universal), save_after_fit=str(tmp_path / "ours.ckpt")))
-    assert_same_tensors(universal, convert(tmp_path / "ours.ckpt"))
-    module, trainer, recorder = train(Run(out=str(tmp_path / "b"), recipe=recipe, resume=str(universal)))
+    stop, ours = dataclasses.replace(recipe, max_steps=3), tmp_path / "ours.ckpt"
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum]):  # the objects that stock saves
+        train(Run(out=str(tmp_path / "a"), recipe=stop, resume=str(universal), save_after_fit=str(ours)))
+        assert_same_tensors(universal, convert(ours))
+        module, trainer, recorder = train(Run(out=str(tmp_path / "b"), recipe=recipe, resume=str(universal)))
     torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(straight.losses[3:]), atol=2e-3, rtol=0)
     assert set(recorder.extra["steps"]) == {5}
     assert trainer.global_step == 5

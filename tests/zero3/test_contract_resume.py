@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_smartinfinity import resume
 
@@ -36,3 +42,25 @@ def test_loops_have_what_a_resume_asks_them() -> None:
     assert _DataFetcher().length is None
     texts = [text for text in _TrainingEpochLoop.reset.__code__.co_consts if isinstance(text, str)]
     assert any(text.startswith(resume._LIGHTNING_WARNING) for text in texts), "a resumed user is warned twice"
+
+
+@pytest.mark.parametrize("passed", [None, True, False])
+@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
+def test_the_trainer_knows_weights_only_where_it_restores(method: str, passed: bool | None, tmp_path: Path) -> None:
+    """Lightning drops the flag for strategies that load after the set-up; we read it where the Trainer has it."""
+
+    class AfterSetup(SingleDeviceStrategy):
+        restore_checkpoint_after_setup = True
+
+        def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append((kwargs.get("weights_only"), resume.weights_only_of(trainer)))
+            raise ZeroDivisionError
+
+    seen: list[Any] = []
+    strategy = AfterSetup(torch.device("cpu"), accelerator=CPUAccelerator())
+    trainer = pl.Trainer(strategy=strategy, logger=False, enable_checkpointing=False, enable_model_summary=False)
+    loader = torch.utils.data.DataLoader([torch.zeros(1)])
+    with pytest.raises(ZeroDivisionError):
+        getattr(trainer, method)(BoringModel(), loader, ckpt_path=str(tmp_path), weights_only=passed)
+    assert seen == [(None, passed)], "if Lightning passes it on, weights_only_of can go"
+    assert resume.weights_only_of(trainer) is None

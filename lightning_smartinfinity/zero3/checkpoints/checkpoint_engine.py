@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 import torch
+import torch.distributed as dist
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch.serialization import MAP_LOCATION
@@ -19,6 +20,7 @@ from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.progress import Advance
 from lightning_smartinfinity.zero3.checkpoints import optimizer_state
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import saved_with_room
+from lightning_smartinfinity.zero3.checkpoints.trust import load_file, warn_of_types
 from lightning_smartinfinity.zero3.collectives import raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import Pickled, SavedState
@@ -45,10 +47,12 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
                 self._save_optimizer(state_dict, Path(path))
             else:
                 _save_model(state_dict, path)
+            if dist.get_rank() == 0:
+                warn_of_types(path)
 
     def load(self, path: str, map_location: MAP_LOCATION = None) -> Pickled:
         """Map one file. Its tensors are read when they are used, and those of the optimizer window by window."""
-        state = torch.load(path, map_location=map_location, mmap=True, weights_only=False)
+        state = load_file(path, map_location=map_location, mmap=True)
         saved = state.get(OPTIMIZER_STATE_DICT)
         if saved is not None:
             saved[optimizer_state.FILE] = path

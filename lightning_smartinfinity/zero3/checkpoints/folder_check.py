@@ -19,6 +19,7 @@ from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundEr
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import restore_interrupted
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import check_records
+from lightning_smartinfinity.zero3.checkpoints.trust import check_plain, load_file
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.untyped import SavedState
 
@@ -255,12 +256,13 @@ def _check_own_share(folder: Path) -> None:
     # One rank verifies each file, but not the tensors of optimizer states, which are verified when they are read.
     for file in sorted(folder.glob("*.pt"))[dist.get_rank() :: dist.get_world_size()]:
         check_records(file, tensors=not file.match(_OPTIMIZER_FILES))
+        check_plain(file)
 
 
 def _own_model_states(folder: Path, engine: PortableEngine) -> SavedState:
     path = engine._get_ckpt_name(str(folder.parent), folder.name)
     with reading_checkpoint(path):
-        states: SavedState = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        states: SavedState = load_file(path, map_location="cpu", mmap=True)
     return states
 
 

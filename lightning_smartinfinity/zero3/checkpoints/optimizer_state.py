@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of, numbers_of
 from lightning_smartinfinity.zero3.checkpoints.saved_residual import SavedResidual, describe_residual, write_residual
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import WITHOUT_ARRAYS, describe_stock
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, TensorStream, room_for
@@ -53,8 +54,9 @@ def state_dict(optimizer: StorageOptimizer) -> SavedState:
     layout = optimizer.partition.layout
     steps, with_arrays = optimizer.update.drained_handler().steps, _saves_arrays(optimizer)
     return {
-        ZERO_STAGE: ZeroStageEnum.weights,
-        LOSS_SCALER: optimizer.loss_scaler,
+        # Numbers, not DeepSpeed's objects: loading these would need the user's consent.
+        ZERO_STAGE: int(ZeroStageEnum.weights),
+        LOSS_SCALER: numbers_of(optimizer.loss_scaler),
         "dynamic_loss_scale": optimizer.dynamic_loss_scale,
         "overflow": optimizer.overflow,
         PARTITION_COUNT: optimizer.partition_count,
@@ -132,7 +134,7 @@ def load_state_dict(optimizer: StorageOptimizer, state_dict: SavedState, *, load
     if load_optimizer_states:
         _restore_groups(optimizer, state_dict[OPTIMIZER_STATE_DICT]["param_groups"], ours=EXTRA_KEY in state_dict)
     optimizer.save_id = extra["save_id"]
-    optimizer.loss_scaler = state_dict[LOSS_SCALER]
+    optimizer.loss_scaler = loss_scaler_of(state_dict[LOSS_SCALER])
     optimizer.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
     optimizer.overflow = state_dict["overflow"]
 

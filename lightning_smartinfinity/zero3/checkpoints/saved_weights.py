@@ -15,6 +15,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
+from lightning_smartinfinity.zero3.checkpoints.trust import load_file
 from lightning_smartinfinity.zero3.untyped import Pickled, SavedState
 
 __all__ = [
@@ -216,8 +217,9 @@ class SavedWeights(ABC):
         if not file.is_file():
             raise CheckpointError(f"The checkpoint {self.path} has no file {file}.", self.remedy)
         try:
-            # Like Lightning and DeepSpeed, this trusts the checkpoint, which holds pickled objects.
-            return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+            return load_file(file, map_location="cpu", mmap=True)
+        except CheckpointError:
+            raise
         except DAMAGE as error:
             raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}.", self.remedy) from error
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.zero3.checkpoints.trust import load_without_memory
 from lightning_smartinfinity.zero3.untyped import Pickled
 
 __all__ = ["TensorFile", "TensorStream", "check_records", "room_for", "saved_with_room"]
@@ -106,8 +107,7 @@ class TensorFile:
     def __init__(self, path: Path, *, writable: bool = False) -> None:
         self._path = path
         self._writable = writable
-        with FakeTensorMode():
-            self.state: Pickled = torch.load(path, weights_only=False)
+        self.state: Pickled = load_without_memory(path, written_here=writable)
         with zipfile.ZipFile(path) as archive:
             self._infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
             self._directory_offset = archive.start_dir

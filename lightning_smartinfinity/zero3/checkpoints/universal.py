@@ -22,6 +22,7 @@ from lightning_smartinfinity.zero3.checkpoints.folder_check import (
     check_needed,
     reading_checkpoint,
 )
+from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import loading_state
 from lightning_smartinfinity.zero3.checkpoints.saved_residual import begin_residual
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import check_groups
@@ -166,7 +167,7 @@ def _restore_optimizer(optimizer: StorageOptimizer, folder: UniversalFolder) -> 
         group = optimizer.optimizer.param_groups[number]
         # Stock DeepSpeed's own optimizers have settings that torch's lack.
         group.update({key: value for key, value in saved.items() if key in group and key != "params"})
-    optimizer.loss_scaler = states[LOSS_SCALER]
+    optimizer.loss_scaler = loss_scaler_of(states[LOSS_SCALER])
     optimizer.dynamic_loss_scale = states["dynamic_loss_scale"]
     optimizer.overflow = states["overflow"]
 

@@ -36,13 +36,16 @@ from lightning_smartinfinity.zero3.checkpoints.tensor_file import (
     room_for,
     saved_with_room,
 )
+from lightning_smartinfinity.zero3.checkpoints.trust import door
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import MASTER_FILE
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 
 __all__ = ["convert_checkpoint"]
 
 
-def convert_checkpoint(checkpoint: str | Path, into: str | Path, *, show: Show = hidden) -> None:
+def convert_checkpoint(
+    checkpoint: str | Path, into: str | Path, *, weights_only: bool = True, show: Show = hidden
+) -> None:
     """Make a universal checkpoint from an ordinary one of this strategy or of stock DeepSpeed, which stays.
 
     The result is complete or absent. The next conversion removes what a killed process left beside ``into``.
@@ -50,11 +53,18 @@ def convert_checkpoint(checkpoint: str | Path, into: str | Path, *, show: Show =
     Args:
         checkpoint: The folder that Lightning or DeepSpeed saved, or the folder in it that holds the files.
         into: A folder that does not exist yet.
+        weights_only: Whether the checkpoint may hold nothing but tensors, numbers, text and containers of them. False
+            is for checkpoints that you trust: loading other types runs code that a file names.
         show: Shows the progress.
 
     Raises:
         CheckpointError: The checkpoint is damaged, holds weights only, or ``into`` cannot be written.
     """
+    with door(weights_only, consent="--no-weights-only (in Python, weights_only=False)"):
+        _convert(checkpoint, into, show)
+
+
+def _convert(checkpoint: str | Path, into: str | Path, show: Show) -> None:
     with reading_checkpoint(checkpoint):
         source = ZeroFolder(tagged_folder(Path(checkpoint)), rank=0, world_size=1)
         _check(source)

@@ -1,0 +1,144 @@
+"""Decides whether a file may name code to run: the only caller of ``torch.load`` in this package.
+
+``torch.save`` writes a pickle, and a pickle may call any function of any module when it is loaded. So only tensors,
+numbers, text and containers of these are loaded, unless the user has consented at the door by which the load began:
+``Trainer.fit``, ``Fabric.load``, a command. This package writes nothing else by itself.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.zero3.untyped import Pickled
+
+__all__ = ["check_plain", "door", "load_file", "load_without_memory", "naming_types", "restricts", "warn_of_types"]
+
+_NAMED = 5
+_WARNED: set[str] = set()
+_IN_MESSAGE = re.compile(r"GLOBAL ([\w.]+)")
+
+
+class _Door(NamedTuple):
+    weights_only: bool
+    consent: str
+
+
+_NO_DOOR = _Door(weights_only=True, consent="weights_only=False where you load it")
+_DOOR: ContextVar[_Door] = ContextVar("_DOOR", default=_NO_DOOR)
+
+
+@contextmanager
+def door(weights_only: bool | None, *, consent: str) -> Iterator[None]:
+    """Say within this context whether files may hold more than tensors, numbers, text and containers of them.
+
+    Args:
+        weights_only: False is the user's consent to whatever the files do; None means True.
+        consent: What a user who trusts the files has to write at this door.
+    """
+    token = _DOOR.set(_Door(weights_only is not False, consent))
+    try:
+        yield
+    finally:
+        _DOOR.reset(token)
+
+
+def restricts() -> bool:
+    """Return whether files must not hold other types: the default, and ``weights_only=True``."""
+    return _DOOR.get().weights_only
+
+
+def load_file(file: str | Path, **options: Any) -> Pickled:
+    """Load a file of ``torch.save`` as far as the present door allows.
+
+    Args:
+        file: Path of the file.
+        **options: ``map_location`` and ``mmap`` of ``torch.load``.
+
+    Raises:
+        CheckpointError: It holds types that need consent; the message lists them. Nothing was loaded.
+        Exception: It is damaged, or cannot be read.
+    """
+    with naming_types(file):
+        return torch.load(file, weights_only=restricts(), **options)
+
+
+def load_without_memory(file: Path, *, written_here: bool = False) -> Pickled:
+    """Load a file like :func:`load_file`, with tensors that have no memory; their bytes are not read.
+
+    Args:
+        file: Path of the file.
+        written_here: Whether this process has just written it: then it names no code of anybody else.
+    """
+    with FakeTensorMode(), door(False, consent="") if written_here else nullcontext():
+        return load_file(file)
+
+
+def warn_of_types(file: str | Path) -> None:
+    """Warn once of types in a file that was just saved which only a user's consent will load again."""
+    types = _unsafe_types(file)
+    if types is None or types <= _WARNED:
+        return
+    _WARNED.update(types)
+    warnings.warn(
+        f"The checkpoint {file} holds more than tensors, numbers and text: {_listed(sorted(types))}. Loading it will"
+        " need weights_only=False. Save the numbers of such objects instead.",
+        stacklevel=2,
+    )
+
+
+def check_plain(file: Path) -> None:
+    """Check that :func:`load_file` will load a file here, before any rank begins to load anything.
+
+    Raises:
+        CheckpointError: It holds types that need consent.
+        Exception: It is damaged, or cannot be read.
+    """
+    if restricts():
+        load_without_memory(file)
+
+
+@contextmanager
+def naming_types(file: str | Path) -> Iterator[None]:
+    """Turn the error of a load that was restricted into one that lists the types and says how to consent."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        types = _foreign_types(file, error) if restricts() else []
+        if not types:
+            raise
+        raise CheckpointError(
+            f"{file} holds more than tensors, numbers and text, and was not loaded: {_listed(types)}."
+            " To load these types means to run the code that the file names.",
+            f"If you trust those who made it, pass {_DOOR.get().consent}; or allow these types alone, by"
+            " torch.serialization.add_safe_globals.",
+        ) from error
+
+
+def _foreign_types(file: str | Path, error: pickle.UnpicklingError) -> list[str]:
+    """Return the names of types that ``weights_only`` does not load; none if the file is damaged instead."""
+    return sorted(set(_IN_MESSAGE.findall(str(error))) | (_unsafe_types(file) or set()))
+
+
+def _unsafe_types(file: str | Path) -> set[str] | None:
+    """Return the types in a file that ``weights_only`` does not load; None if torch cannot tell."""
+    try:
+        return set(get_unsafe_globals_in_checkpoint(file))
+    except Exception:  # whatever torch raises on files and instructions that it does not know
+        return None
+
+
+def _listed(types: list[str]) -> str:
+    more = f" and {len(types) - _NAMED} more" if len(types) > _NAMED else ""
+    return ", ".join(types[:_NAMED]) + more

@@ -1,0 +1,120 @@
+"""Files name no code to run unless the user consents; what this package writes needs no consent."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+from lightning_smartinfinity import CheckpointError
+from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of, numbers_of
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE
+from lightning_smartinfinity.zero3.checkpoints.trust import door, load_file, load_without_memory, warn_of_types
+from tests.helpers.hostile import Hostile, executed
+
+PACKAGE = Path(__file__).parents[2] / "lightning_smartinfinity"
+
+
+class Ours:
+    """A class that nobody has to trust."""
+
+
+class Others:
+    """Another one."""
+
+
+def test_one_module_loads_pickles() -> None:
+    """Whoever reads a pickle has to ask at the door: nothing else calls torch.load or unpickles."""
+    call = re.compile(r"torch\.load\(|pickle\.loads?\(|np\.load\(|allow_pickle")
+    code = {file.name: re.sub(r"#.*", "", file.read_text()) for file in PACKAGE.rglob("*.py")}
+    found = {name for name, text in code.items() if call.search(text)}
+    assert found == {"trust.py"}
+
+
+@pytest.mark.parametrize("load", [load_file, load_without_memory])
+def test_a_hostile_file(load: Any, tmp_path: Path) -> None:
+    """Nothing in it is called. The error names the file, the types and what to write; then it is called."""
+    torch.save({"weight": torch.ones(2), "more": Hostile(tmp_path)}, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match=rf"file\.pt holds more .*: {Hostile.CALLS}\. ") as caught:
+        load(tmp_path / "file.pt")
+    assert "weights_only=False where you load it" in caught.value.remedy
+    with door(None, consent="weights_only=False to it"), pytest.raises(CheckpointError) as caught:
+        load(tmp_path / "file.pt")
+    assert "pass weights_only=False to it;" in caught.value.remedy
+    assert not executed(tmp_path)
+    with door(False, consent=""):
+        load(tmp_path / "file.pt")
+    assert executed(tmp_path)
+
+
+def test_consent_ends_with_its_load(tmp_path: Path) -> None:
+    """It lasts as long as the load for which it was given, also if that fails."""
+    torch.save(Ours(), tmp_path / "file.pt")
+    with pytest.raises(ZeroDivisionError), door(False, consent=""):
+        _ = 1 / 0
+    with pytest.raises(CheckpointError):
+        load_file(tmp_path / "file.pt")
+
+
+def test_all_types_are_listed(tmp_path: Path) -> None:
+    """One error names every type, and types that the user allows alone are loaded."""
+    torch.save([Ours(), Others(), collections.OrderedDict(a=1)], tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match=rf": {__name__}\.Others, {__name__}\.Ours\. "):
+        load_file(tmp_path / "file.pt")
+    with torch.serialization.safe_globals([Ours, Others]):
+        assert isinstance(load_file(tmp_path / "file.pt")[0], Ours)
+
+
+def test_damage_is_not_called_a_type(tmp_path: Path) -> None:
+    """Whatever a damaged file raises is what readers of checkpoints take for damage."""
+    (tmp_path / "file.pt").write_bytes(b"\x80\x02]q\x00(K\x01garbage")
+    with pytest.raises(DAMAGE) as caught:
+        load_file(tmp_path / "file.pt")
+    assert not isinstance(caught.value, CheckpointError)
+
+
+def test_a_save_warns_once_of_types(tmp_path: Path) -> None:
+    """Who saves an object of their own is told once that loading it will need consent."""
+    torch.save({"plain": 1}, tmp_path / "plain.pt")
+    torch.save({"mine": Others()}, tmp_path / "file.pt")
+    with pytest.warns(UserWarning, match=rf"{__name__}\.Others\. Loading it will need weights_only=False"):
+        warn_of_types(tmp_path / "file.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_types(tmp_path / "file.pt")
+        warn_of_types(tmp_path / "plain.pt")
+
+
+def dynamic() -> DynamicLossScaler:
+    return DynamicLossScaler(
+        init_scale=2.0**16, scale_window=2, min_scale=1.0, delayed_shift=2, consecutive_hysteresis=True
+    )
+
+
+@pytest.mark.parametrize("make", [dynamic, lambda: LossScaler(128.0)], ids=["dynamic", "static"])
+def test_a_loss_scaler_becomes_numbers_and_back(make: Any, tmp_path: Path) -> None:
+    """All that DeepSpeed's object holds comes back, by a file that names no class."""
+    scaler = make()
+    scaler.cur_scale /= 4
+    torch.save(numbers_of(scaler), tmp_path / "file.pt")
+    loaded = loss_scaler_of(load_file(tmp_path / "file.pt"))
+    assert type(loaded) is type(scaler)
+    assert vars(loaded) == vars(scaler)
+    assert loss_scaler_of(scaler) is scaler, "the object that stock DeepSpeed saves"
+
+
+@pytest.mark.parametrize("saved", [None, 3.0, {}, {"dynamic": False, "cur_scale": "1"}, {"dynamic": True}], ids=str)
+def test_what_is_no_loss_scaler(saved: object) -> None:
+    """The error is ours."""
+    with pytest.raises(CheckpointError, match="in place of the numbers of a loss scaler"):
+        loss_scaler_of(saved)
