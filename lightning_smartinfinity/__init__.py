@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         StorageError,
         StorageFullError,
         StorageLockedError,
+        StorageTimeoutError,
         UnsupportedError,
     )
     from lightning_smartinfinity.fabric import SmartInfinityFabricStrategy
@@ -52,6 +53,7 @@ __all__ = [
     "StorageError",
     "StorageFullError",
     "StorageLockedError",
+    "StorageTimeoutError",
     "StorageTrafficMonitor",
     "TopK",
     "TransferConfig",
@@ -76,6 +78,7 @@ _HOMES = {
     "StorageError": "errors",
     "StorageFullError": "errors",
     "StorageLockedError": "errors",
+    "StorageTimeoutError": "errors",
     "StorageTrafficMonitor": "callbacks",
     "TopK": "compression",
     "TransferConfig": "config",

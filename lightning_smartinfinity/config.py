@@ -31,6 +31,7 @@ from lightning_smartinfinity.wrong_names import named_settings
 __all__ = [
     "CARD_TASKLET_BYTES",
     "HOST_TASKLET_BYTES",
+    "IO_TIMEOUT",
     "LOCAL_FOLDER",
     "MAX_CARD_NUMBER",
     "NUM_BUFFERS",
@@ -47,6 +48,9 @@ HOST_TASKLET_BYTES = 4 * 1024 * 1024
 
 CARD_TASKLET_BYTES = 64 * 1024 * 1024
 """Default where SmartSSDs update: the published card reads 1.6 GB/s at 1 MiB, 2.2 at 4 MiB, 2.4 at 128 MiB."""
+
+IO_TIMEOUT = 45.0
+"""Default of ``TransferConfig(io_timeout=...)``. Linux resets a drive after 30 s without an answer, and tries again."""
 
 MAX_CARD_NUMBER = 65_535
 """Largest number in ``SmartSSDConfig(devices=...)``, larger than any machine needs."""
@@ -150,6 +154,8 @@ class TransferConfig:
             from checkpoints.
         direct_io: ``"on"`` (O_DIRECT or an error), ``"off"`` (through the page cache) or ``"auto"`` (O_DIRECT where
             the file system supports it, otherwise a warning).
+        io_timeout: Seconds after which a read or write that a disk has not answered is given up with a
+            StorageTimeoutError: above 0, and at most 2147483. After Ctrl-C or SIGTERM it is at most three seconds.
         job: Name of this job's folder below each storage folder; two jobs on one storage need two names.
         keep: Whether the state stays on storage after the strategy is closed.
 
@@ -164,6 +170,7 @@ class TransferConfig:
     dram_cache_bytes: int | str = 0
     durability: str = "step"
     direct_io: str = "auto"
+    io_timeout: float = IO_TIMEOUT
     job: str = "default"
     keep: bool = False
 
@@ -177,6 +184,7 @@ class TransferConfig:
             dram_cache_bytes=optional(num_bytes(0), "auto"),
             durability=one_of("none", "step", "power"),
             direct_io=one_of("auto", "on", "off"),
+            io_timeout=positive(_MAX_TIMEOUT),
             job=_FOLDER_NAME,
             keep=FLAG,
         )

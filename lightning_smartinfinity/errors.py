@@ -8,6 +8,7 @@
     ├── StorageError           (RuntimeError)  a storage folder, file or device failed
     │   ├── StorageFullError                   too little free space, or the disk ran full
     │   ├── StorageLockedError                 another job owns the folder
+    │   ├── StorageTimeoutError                a disk did not answer in time
     │   └── StorageCorruptError                a wrong checksum, a foreign extent, a newer format
     ├── DeviceError            (RuntimeError)  a SmartSSD, its runtime or its xclbin failed
     ├── CudaError              (RuntimeError)  the CUDA driver refused a call, or a copy failed
@@ -30,6 +31,7 @@ __all__ = [
     "StorageError",
     "StorageFullError",
     "StorageLockedError",
+    "StorageTimeoutError",
     "UnsupportedError",
 ]
 
@@ -70,6 +72,15 @@ class StorageFullError(StorageError):
 
 class StorageLockedError(StorageError):
     """Another job owns the folder."""
+
+
+class StorageTimeoutError(StorageError):
+    """A disk did not answer in time."""
+
+    REMEDY = (
+        "Look for the disk in the kernel log, and resume from a checkpoint. If the disk is only slow, allow it more: "
+        "TransferConfig(io_timeout=...)."
+    )
 
 
 class StorageCorruptError(StorageError):

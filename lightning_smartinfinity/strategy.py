@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import lightning
@@ -32,6 +35,7 @@ from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
+from lightning_smartinfinity.native import ask_to_end
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityPrecision
 from lightning_smartinfinity.resume import continue_epoch, load_loader_states, weights_only_of
@@ -185,6 +189,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        _give_up_soon_after_sigterm()
         assert self.lightning_module is not None
         load_loader_states(self.lightning_module.trainer)
         state, self._random_state = self._random_state, None
@@ -331,6 +336,12 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             self.model = build_evaluation_engine(model, self.config, device_index=self.root_device.index)
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if not isinstance(exception, Exception):  # Ctrl-C, or the end that SIGTERM asks for
+            ask_to_end()
+
+    @override
     def teardown(self) -> None:
         super().teardown()
         self._become_idle()
@@ -386,6 +397,19 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         super()._format_config()
         # For DeepSpeed every step ends a window: see handles_gradient_accumulation.
         self.config["gradient_accumulation_steps"] = 1
+
+
+def _give_up_soon_after_sigterm() -> None:
+    """Let SIGTERM end a wait for a disk that does not answer. Lightning's own handler only takes a note of it."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        return
+
+    def ask_and_handle(signum: int, frame: FrameType | None) -> Any:
+        ask_to_end()
+        return handler(signum, frame)
+
+    signal.signal(signal.SIGTERM, ask_and_handle)
 
 
 def _several_optimizers(found: str) -> UnsupportedError:

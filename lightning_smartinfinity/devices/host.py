@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.config import IO_TIMEOUT
 from lightning_smartinfinity.devices.base import StorageDevice, Traffic
-from lightning_smartinfinity.errors import CudaError, SmartInfinityError, StorageCorruptError, StorageError
+from lightning_smartinfinity.errors import (
+    CudaError,
+    SmartInfinityError,
+    StorageCorruptError,
+    StorageError,
+    StorageTimeoutError,
+)
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
-from lightning_smartinfinity.store.os_errors import failure_error, require_io_engine, storage_errors
+from lightning_smartinfinity.store.os_errors import failure_error, in_milliseconds, require_io_engine, storage_errors
 
 __all__ = ["HostDevice"]
 
@@ -34,22 +41,32 @@ class HostDevice(StorageDevice):
         io_threads: Number of threads that read and write; ``None`` means four for each file.
         compute_threads: Number of threads that update (``TransferConfig.compute_threads``).
         io_engine: The engine that reads and writes (``TransferConfig.io_engine``).
+        io_timeout: Seconds after which a read or write is given up (``TransferConfig.io_timeout``).
 
     Raises:
         ConfigError: The I/O engine is unavailable on this machine.
     """
 
     def __init__(
-        self, *, num_buffers: int, io_threads: int | None = None, compute_threads: int = 1, io_engine: str = "auto"
+        self,
+        *,
+        num_buffers: int,
+        io_threads: int | None = None,
+        compute_threads: int = 1,
+        io_engine: str = "auto",
+        io_timeout: float = IO_TIMEOUT,
     ) -> None:
         self._num_buffers = num_buffers
         self._io_threads = io_threads
         self._compute_threads = compute_threads
         require_io_engine(io_engine)
         self._io_engine = io_engine
+        self._timeout_ms = in_milliseconds(io_timeout)
         self._pipeline: native.Pipeline | None = None
         self._num_given = 0  # tasklets of the batch
         self._path = ""
+        self._closed = False
+        self._leaves_writes = False  # whether writes that were given up were in progress at the end
         self._buffered: list[str] = []
 
     @property
@@ -111,9 +128,14 @@ class HostDevice(StorageDevice):
                 io_engine=self._io_engine,
                 resident_bytes=list(resident_bytes),
                 resident_through=written_through,
+                timeout_ms=self._timeout_ms,
             )
 
     def submit(self, batch: native.Batch) -> None:
+        if self.pipeline.busy:
+            raise StorageTimeoutError(
+                f"Optimizer state: {self._path!r} has not answered an earlier request.", StorageTimeoutError.REMEDY
+            )
         self._num_given = len(batch.tasklets)
         # The first batch with parameters on a CUDA device allocates their slots.
         with storage_errors("Allocating buffers for", self._path):
@@ -143,8 +165,18 @@ class HostDevice(StorageDevice):
         return Traffic.over_shared_channel(self.pipeline.counters())
 
     def close(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.close()
+        if self._pipeline is not None and not self._closed:
+            self._closed = True
+            try:
+                self._pipeline.stop()
+            finally:  # an interrupt comes at its end
+                self._leaves_writes = bool(self._pipeline.writes_out())
+                self._pipeline.close()
+
+    def when_written(self, then: Callable[[], object]) -> None:
+        # What was given up may return at any time, and until then the files belong to this process.
+        if not self._leaves_writes:
+            then()
 
 
 def _registration_in_words(pipeline: native.Pipeline) -> str:
@@ -165,7 +197,7 @@ def _raise_failure(failure: native.Failure | None) -> None:
 
 
 def _error_of(failure: native.Failure) -> SmartInfinityError:
-    if failure.kind in ("io", "short"):
+    if failure.kind in ("io", "short", "timeout"):
         return failure_error(failure, what="Optimizer state")
     problem = f"Optimizer state: {failure.message}."
     if failure.kind == "cuda":

@@ -8,9 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.errors import ConfigError, StorageError, StorageFullError
+from lightning_smartinfinity.errors import ConfigError, StorageError, StorageFullError, StorageTimeoutError
 
-__all__ = ["FULL", "failure_error", "in_short", "require_io_engine", "storage_error", "storage_errors"]
+__all__ = [
+    "FULL",
+    "failure_error",
+    "in_milliseconds",
+    "in_short",
+    "require_io_engine",
+    "storage_error",
+    "storage_errors",
+]
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Numbers of the errors that mean that no space, or no number of files, is left."""
@@ -47,16 +55,23 @@ def storage_error(number: int, *, problem: str) -> StorageError:
 
 
 def failure_error(failure: native.Failure, *, what: str) -> StorageError:
-    """Return the error for a transfer that the native core could not complete (kind ``io`` or ``short``).
+    """Return the error for a transfer that the native core could not complete (kind ``io``, ``short`` or ``timeout``).
 
     Args:
         failure: The core's failure, whose message names path and offset.
         what: Name of the data, such as ``"Optimizer state"``.
     """
     problem = f"{what}: {failure.message}."
+    if failure.kind == "timeout":
+        return StorageTimeoutError(problem, StorageTimeoutError.REMEDY)
     if failure.kind == "short":
         return StorageError(problem, "The file was truncated: resume from a checkpoint with a new store.")
     return storage_error(failure.errno, problem=problem)
+
+
+def in_milliseconds(seconds: float) -> int:
+    """Return a limit as the native core takes it, at least one millisecond."""
+    return max(1, round(1000 * seconds))
 
 
 def require_io_engine(name: str) -> None:

@@ -9,13 +9,16 @@ from pathlib import Path
 import torch
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.config import IO_TIMEOUT
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.store import ParameterFiles, Place
-from lightning_smartinfinity.store.os_errors import failure_error, require_io_engine, storage_errors
+from lightning_smartinfinity.store.os_errors import failure_error, in_milliseconds, require_io_engine, storage_errors
 
 __all__ = ["ParameterStore", "StoredParameter"]
 
 _IO_THREADS_PER_FILE = 4
+# The memory of transfers that were given up: the kernel may still use it.
+_NEVER_FREED: list[dict[int, torch.Tensor]] = []
 
 
 class StoredParameter:
@@ -40,6 +43,7 @@ class ParameterStore:
         rank: Rank of this process.
         direct_io: ``TransferConfig.file_access``.
         io_engine: ``TransferConfig.io_engine``.
+        io_timeout: ``TransferConfig.io_timeout``.
 
     Raises:
         ConfigError: The I/O engine is unavailable here.
@@ -47,7 +51,14 @@ class ParameterStore:
     """
 
     def __init__(
-        self, folders: Sequence[Path], *, job: str, rank: int, direct_io: str, io_engine: str = "auto"
+        self,
+        folders: Sequence[Path],
+        *,
+        job: str,
+        rank: int,
+        direct_io: str,
+        io_engine: str = "auto",
+        io_timeout: float = IO_TIMEOUT,
     ) -> None:
         require_io_engine(io_engine)
         self._files = ParameterFiles(folders, job=job, rank=rank, direct_io=direct_io)
@@ -55,7 +66,11 @@ class ParameterStore:
             io_engine = "plain"  # the queue learns of files with each request only
         try:
             with storage_errors("Starting threads for", folders[0]):
-                self.queue = native.FileQueue(io_threads=_IO_THREADS_PER_FILE * len(folders), io_engine=io_engine)
+                self.queue = native.FileQueue(
+                    io_threads=_IO_THREADS_PER_FILE * len(folders),
+                    io_engine=io_engine,
+                    timeout_ms=in_milliseconds(io_timeout),
+                )
         except BaseException:
             self._files.close()
             raise
@@ -118,7 +133,9 @@ class ParameterStore:
     def close(self) -> None:
         """Wait for transfers in flight and remove the files; idempotent."""
         self.queue.close()
-        self._unfinished.clear()
+        if self.queue.counters().num_given_up:
+            _NEVER_FREED.append(self._unfinished)
+        self._unfinished = {}
         self._files.close()
 
     def _start(self, begin: Callable[..., int], stored: StoredParameter, memory: torch.Tensor, offset: int) -> int:
@@ -136,7 +153,8 @@ class ParameterStore:
         except BaseException:  # a signal handler may raise anything
             self._interrupted = True
             raise
-        self._unfinished.pop(ticket, None)
+        if failure is None or failure.kind != "timeout":
+            self._unfinished.pop(ticket, None)
         return failure
 
     def _finish_interrupted(self) -> None:

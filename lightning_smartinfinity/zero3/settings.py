@@ -55,6 +55,7 @@ class ParameterSettings:
         job: ``TransferConfig.job``.
         direct_io: ``TransferConfig.file_access``.
         io_engine: ``TransferConfig.io_engine``.
+        io_timeout: ``TransferConfig.io_timeout``.
         buffer_count: Number of buffers for partitions in use or read ahead.
         buffer_numel: Elements of each buffer; None: those of the largest partition.
         persistence_numel: DeepSpeed keeps parameters of up to this many elements gathered; they are not stored.
@@ -64,6 +65,7 @@ class ParameterSettings:
     job: str
     direct_io: str
     io_engine: str
+    io_timeout: float
     buffer_count: int
     buffer_numel: int | None
     persistence_numel: int

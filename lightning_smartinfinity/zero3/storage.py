@@ -118,7 +118,10 @@ def _device(settings: OffloadSettings, layout: PartitionLayout, rule: UpdateRule
     transfer, cards = settings.transfer, settings.cards
     if cards is None:
         return HostDevice(
-            num_buffers=transfer.num_buffers, compute_threads=transfer.compute_threads, io_engine=transfer.io_engine
+            num_buffers=transfer.num_buffers,
+            compute_threads=transfer.compute_threads,
+            io_engine=transfer.io_engine,
+            io_timeout=transfer.io_timeout,
         )
     return SmartSSDDevice(
         cards,
@@ -126,6 +129,7 @@ def _device(settings: OffloadSettings, layout: PartitionLayout, rule: UpdateRule
         ring=_ring(settings, layout.extents),
         compute_threads=transfer.compute_threads,
         io_engine=transfer.io_engine,
+        io_timeout=transfer.io_timeout,
     )
 
 

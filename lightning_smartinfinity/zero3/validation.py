@@ -82,6 +82,7 @@ def parameter_settings(
         job=transfer.job,
         direct_io=transfer.file_access,
         io_engine=transfer.io_engine,
+        io_timeout=transfer.io_timeout,
         buffer_count=offload.buffer_count,
         buffer_numel=offload.buffer_size if "buffer_size" in offload.model_fields_set else None,
         persistence_numel=int(zero.param_persistence_threshold),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.config import IO_TIMEOUT
 from lightning_smartinfinity.devices.base import FolderTraffic, StorageDevice, Traffic
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.devices.smartssd.discovery.card_setup import CardSetup
@@ -43,15 +44,25 @@ class SmartSSDDevice(StorageDevice):
         ring: Buffers in each card's memory.
         compute_threads: Number of threads that update on the host.
         io_engine: The I/O engine of the host.
+        io_timeout: Seconds after which a read or write of the host is given up.
     """
 
     def __init__(
-        self, setup: CardSetup, *, kernel: Kernel, ring: CardRing, compute_threads: int = 1, io_engine: str = "auto"
+        self,
+        setup: CardSetup,
+        *,
+        kernel: Kernel,
+        ring: CardRing,
+        compute_threads: int = 1,
+        io_engine: str = "auto",
+        io_timeout: float = IO_TIMEOUT,
     ) -> None:
         self._setup = setup
         self._kernel = kernel
         self._ring = ring
-        self._host = HostDevice(num_buffers=_HOST_BUFFERS, compute_threads=compute_threads, io_engine=io_engine)
+        self._host = HostDevice(
+            num_buffers=_HOST_BUFFERS, compute_threads=compute_threads, io_engine=io_engine, io_timeout=io_timeout
+        )
         self._resources = ExitStack()
         self._workers: list[CardWorker] = []
         self._num_files = 0

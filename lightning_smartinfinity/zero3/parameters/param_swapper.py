@@ -258,6 +258,7 @@ class ParameterSwapper:
             rank=dist.get_rank(),
             direct_io=settings.direct_io,
             io_engine=settings.io_engine,
+            io_timeout=settings.io_timeout,
         )
         # A forked child runs exit handlers too; the files are its parent's.
         weakref.finalize(self, _close_in, os.getpid(), store)

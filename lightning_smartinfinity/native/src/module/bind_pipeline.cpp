@@ -106,8 +106,10 @@ void bind_pipeline(nb::module_& m) {
         .def(
             "finish", [](PythonPipeline& self) { return self.get()->finish(check_signals); }, WithoutGil(),
             "Wait until nothing is in flight; the batch is then over. A signal handler may end the wait, as in wait().")
-        .def("stop", method(&Pipeline::stop), WithoutGil(),
-             "End the batch without starting more of it; wait until nothing is in flight. Waits for the batch fail.")
+        .def(
+            "stop", [](PythonPipeline& self) { self.get()->stop(check_signals); }, WithoutGil(),
+            "End the batch without starting more of it; wait until nothing is in flight. Waits for the batch fail.\n\n"
+            "What a signal handler raises meanwhile, such as that of Ctrl-C, is raised at the end.")
         .def("finished", method(&Pipeline::complete), WithoutGil(),
              "Return the positions, in the active or else the last batch, of complete tasklets: their outputs are in\n"
              "memory and their extents written.")

@@ -33,6 +33,7 @@ void bind_counters(nb::module_& m) {
         .def_ro("written_bytes", &PythonCounters::written_bytes)
         .def_ro("read_calls", &PythonCounters::read_calls)
         .def_ro("write_calls", &PythonCounters::write_calls)
+        .def_ro("num_given_up", &PythonCounters::num_given_up, "Requests that did not return in time.")
         .def_ro("cached_read_bytes", &PythonCounters::cached_read_bytes, "Resident bytes that were not read.")
         .def_ro("cached_write_bytes", &PythonCounters::cached_write_bytes, "Resident bytes that were not written.")
         .def_ro("shared_read_bytes", &PythonCounters::shared_read_bytes, "Bytes from a card to the host.")

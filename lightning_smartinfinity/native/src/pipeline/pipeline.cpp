@@ -1,5 +1,6 @@
 #include "pipeline/pipeline.hpp"
 
+#include <exception>
 #include <stdexcept>
 #include <utility>
 
@@ -192,18 +193,27 @@ void Pipeline::await(std::unique_lock<std::mutex>& lock, const Poll& poll, const
     }
 }
 
-void Pipeline::stop() {
+void Pipeline::stop(const Poll& poll) {
+    std::exception_ptr interrupt;
     std::unique_lock lock(mutex_);
-    stop_batch(lock);
+    stop_batch(lock, [&] {
+        try {
+            if (!interrupt) poll();
+        } catch (...) {
+            interrupt = std::current_exception();
+        }
+    });
+    lock.unlock();
+    if (interrupt) std::rethrow_exception(interrupt);
 }
 
-void Pipeline::stop_batch(std::unique_lock<std::mutex>& lock) {
+void Pipeline::stop_batch(std::unique_lock<std::mutex>& lock, const Poll& poll) {
     const std::shared_ptr<ActiveBatch> active = batch_;
     if (active == nullptr) return;
     if (!active->schedule.finished() && !active->failure) active->failure = stopped();
     active->schedule.stop();
     changed_.notify_all();
-    changed_.wait(lock, [&] { return active->schedule.finished(); });
+    await(lock, poll, [&] { return active->schedule.finished(); });
     forget(active);
 }
 
@@ -216,7 +226,7 @@ void Pipeline::forget(const std::shared_ptr<ActiveBatch>& active) {
 void Pipeline::close() {
     std::unique_lock lock(mutex_);
     closed_ = true;
-    stop_batch(lock);
+    stop_batch(lock, [] {});
 }
 
 void Pipeline::require_open() const { require(!closed_, "it is closed"); }

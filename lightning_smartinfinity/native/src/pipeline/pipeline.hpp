@@ -70,7 +70,8 @@ class Pipeline final {
     std::vector<IoRequest> abandoned_writes() const { return transfers_.abandoned_writes(); }
 
     // Ends the batch early without starting more of it, and waits for the actions in flight. Waits for the batch fail.
-    void stop();
+    // An exception of `poll` comes out at the end.
+    void stop(const Poll& poll = [] {});
 
     // Stops the batch. Later calls throw, except close() and stop().
     void close();
@@ -90,7 +91,7 @@ class Pipeline final {
     void await(std::unique_lock<std::mutex>& lock, const Poll& poll, const Condition& condition);
 
     // The following are called with the mutex held.
-    void stop_batch(std::unique_lock<std::mutex>& lock);
+    void stop_batch(std::unique_lock<std::mutex>& lock, const Poll& poll);
     void forget(const std::shared_ptr<ActiveBatch>& active);
     void require_open() const;
     static void require_listed(const ActiveBatch& active, const std::vector<std::size_t>& positions);
