@@ -18,6 +18,7 @@ __all__ = ["ROOMS", "violations"]
 
 ROOMS = (
     "base",
+    "watch",
     "kernels",
     "checksum",
     "io",

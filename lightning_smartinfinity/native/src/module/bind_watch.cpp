@@ -1,0 +1,81 @@
+// Binds the watch over other ranks' processes.
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "module/closable.hpp"
+#include "module/module.hpp"
+#include "watch/rank_watch.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace smart_infinity {
+namespace {
+
+using PythonRankWatch = Closable<RankWatch>;
+
+WatchOptions::Duration milliseconds(double seconds) {
+    return std::chrono::duration_cast<WatchOptions::Duration>(std::chrono::duration<double>(seconds));
+}
+
+}  // namespace
+
+void bind_watch(nb::module_& m) {
+    m.attr("RANK_LOST_STATUS") = kRankLostStatus;
+    nb::class_<RankNotice>(m, "RankNotice", "A rank and what happened to it.")
+        .def_ro("rank", &RankNotice::rank)
+        .def_ro("why", &RankNotice::why, "Words that complete \"the rank ...\".");
+    nb::class_<WatchReport>(m, "WatchReport", "What a watch knows of other ranks.")
+        .def_ro("lost", &WatchReport::lost, "The first rank that was killed or does not answer.")
+        .def_ro("failed", &WatchReport::failed, "The first rank whose training an error ends.")
+        .def_ro("asked", &WatchReport::asked, "The first rank that received SIGTERM; it may be this one.")
+        .def_ro("left", &WatchReport::left, "The first rank that ended as it should.");
+    nb::class_<PythonRankWatch>(
+        m, "RankWatch",
+        "Watches whether the processes of other ranks live, in a thread that needs nothing of Python.\n\n"
+        "Rank 0 has a connected socket for each other rank, and these have one for rank 0. If a rank is lost, each\n"
+        "rank says so on stderr, and a process that still trains `grace` seconds later ends with RANK_LOST_STATUS.\n"
+        "After SIGTERM, or an error on another rank, it ends after `patience` seconds. Not usable in a forked "
+        "child.\n\n"
+        "Raises:\n    OSError: The thread, or an event for it, is unavailable.")
+        .def(
+            "__init__",
+            [](PythonRankWatch* self, int rank, std::vector<std::string> hosts,
+               std::vector<std::pair<int, int>> sockets, double silence, double grace, double patience) {
+                WatchOptions options{.rank = rank,
+                                     .hosts = std::move(hosts),
+                                     .sockets = std::move(sockets),
+                                     .silence = milliseconds(silence),
+                                     .grace = milliseconds(grace),
+                                     .patience = milliseconds(patience)};
+                new (self) PythonRankWatch("RankWatch", std::make_shared<RankWatch>(std::move(options)));
+            },
+            nb::kw_only(), "rank"_a, "hosts"_a, "sockets"_a, "silence"_a, "grace"_a, "patience"_a)
+        .def("begin_training", method(&RankWatch::begin_training), WithoutGil(),
+             "From now on this rank is missed if it ends, and ended if it misses another one.")
+        .def("end_training", method(&RankWatch::end_training), WithoutGil(),
+             "From now on this rank may end, and is not ended. What was lost stays lost.")
+        .def("hear_sigterm", method(&RankWatch::hear_sigterm), "Hear SIGTERM before the present handler does.")
+        .def("tell_sigterm", method(&RankWatch::tell_sigterm), WithoutGil(),
+             "Tell all ranks that this one received SIGTERM.")
+        .def("tell_failure", method(&RankWatch::tell_failure), "why"_a, WithoutGil(),
+             "Tell the other ranks that an error ends this rank's training.")
+        .def("agree", method(&RankWatch::agree), WithoutGil(),
+             "Let this rank take its time: all ranks have agreed to end their training.")
+        .def(
+            "wait", [](PythonRankWatch& self, double limit) { return self.get()->wait(milliseconds(limit)); },
+            "limit"_a, WithoutGil(), "Return the report as soon as a rank is missing, or after this many seconds.")
+        .def("report", &PythonRankWatch::report, "What is known, also after close().")
+        .def("close", &PythonRankWatch::close, WithoutGil(), "Say farewell to the other ranks. Idempotent.");
+}
+
+}  // namespace smart_infinity

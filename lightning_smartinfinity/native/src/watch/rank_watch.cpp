@@ -1,0 +1,297 @@
+#include "watch/rank_watch.hpp"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <stdexcept>
+
+#include "base/system_error.hpp"
+#include "base/worker_pool.hpp"
+
+namespace smart_infinity {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr char kReceivedSigterm[] = "received SIGTERM";
+
+int new_event() {
+    const int event = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (event < 0) throw SystemError(errno, "eventfd");
+    return event;
+}
+
+long whole_seconds(WatchOptions::Duration duration) {
+    return std::chrono::duration_cast<std::chrono::seconds>(duration).count();
+}
+
+}  // namespace
+
+void end_process(Ending ending) {
+    if (ending == Ending::kSigterm) end_by_sigterm();
+    if (ending == Ending::kLostRank) ::_exit(kRankLostStatus);
+}
+
+RankWatch::RankWatch(WatchOptions options)
+    : options_(std::move(options)),
+      interval_(std::clamp<WatchOptions::Duration>(options_.silence / 10, 10ms, 1000ms)),
+      event_(new_event()),
+      beaten_at_(),
+      awake_at_(Clock::now()) {
+    for (const auto& [rank, descriptor] : options_.sockets) peers_.push_back(std::make_unique<Peer>(rank, descriptor));
+    sigterm_.emplace(event_);
+    const BlockedSignals blocked;
+    thread_ = std::thread([this] { run(); });
+}
+
+RankWatch::~RankWatch() {
+    close();
+    sigterm_.reset();
+    ::close(event_);
+}
+
+void RankWatch::close() {
+    {
+        const std::lock_guard lock(mutex_);
+        if (closing_) return;
+        closing_ = true;
+    }
+    wake();
+    thread_.join();
+    sigterm_.reset();
+}
+
+void RankWatch::begin_training() {
+    const std::lock_guard lock(mutex_);
+    training_ = true;
+    if (report_.lost) end_of_grace_ = Clock::now() + options_.grace;
+    relay({Word::kTraining, options_.rank, {}}, options_.rank);
+}
+
+void RankWatch::end_training() {
+    const std::lock_guard lock(mutex_);
+    training_ = false;
+    told_sigterm_ = false;
+    SigtermListener::forget();
+    report_.asked.reset();
+    report_.failed.reset();
+    end_of_grace_.reset();
+    end_of_patience_.reset();
+    relay({Word::kIdle, options_.rank, {}}, options_.rank);
+}
+
+void RankWatch::hear_sigterm() {
+    const std::lock_guard lock(mutex_);
+    if (!closing_) SigtermListener::step_in_front();
+}
+
+void RankWatch::tell_sigterm() {
+    const std::lock_guard lock(mutex_);
+    if (!std::exchange(told_sigterm_, true)) hear_asked(options_.rank);
+}
+
+void RankWatch::tell_failure(const std::string& why) {
+    const std::lock_guard lock(mutex_);
+    relay({Word::kFailed, options_.rank, why}, options_.rank);
+}
+
+void RankWatch::agree() {
+    const std::lock_guard lock(mutex_);
+    end_of_patience_.reset();
+}
+
+WatchReport RankWatch::wait(std::chrono::milliseconds limit) {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, limit, [this] { return report_.lost || report_.failed || report_.left; });
+    return report_;
+}
+
+WatchReport RankWatch::report() const {
+    const std::lock_guard lock(mutex_);
+    return report_;
+}
+
+void RankWatch::run() {
+    std::unique_lock lock(mutex_);
+    while (!closing_) {
+        wait_for_events(lock);
+        notice_sigterm();
+        for (const auto& peer : peers_) listen(*peer);
+        const Clock::time_point now = Clock::now();
+        // After this process or its machine stood still, the others had no chance to be heard: they get a new one.
+        if (now - awake_at_ > 3 * interval_ + 100ms) {
+            for (const auto& peer : peers_) peer->heard = now;
+        }
+        awake_at_ = now;
+        beat(now);
+        notice_silence(now);
+        end_if_due(now);
+    }
+    say_farewell();
+}
+
+void RankWatch::wait_for_events(std::unique_lock<std::mutex>& lock) {
+    std::vector<pollfd> events{{event_, POLLIN, 0}};
+    for (const auto& peer : peers_) {
+        const short wanted = peer->has_unsent() ? POLLIN | POLLOUT : POLLIN;
+        if (peer->open()) events.push_back({peer->descriptor(), wanted, 0});
+    }
+    lock.unlock();
+    ::poll(events.data(), events.size(), static_cast<int>(interval_.count()));
+    std::uint64_t count;
+    [[maybe_unused]] const ssize_t got = ::read(event_, &count, sizeof count);  // nothing, if another event woke us
+    lock.lock();
+    for (const auto& peer : peers_) peer->send_unsent();
+}
+
+void RankWatch::beat(Clock::time_point now) {
+    if (now - beaten_at_ < interval_) return;
+    beaten_at_ = now;
+    relay({Word::kBeat, options_.rank, {}}, options_.rank);
+}
+
+void RankWatch::listen(Peer& peer) {
+    if (!peer.open()) return;
+    peer.receive();
+    while (const auto message = peer.next()) take(peer, *message);
+    if (peer.open() || !std::exchange(peer.training, false)) return;
+    lose(peer.rank(), peer.last_words.empty() ? "was killed or crashed" : peer.last_words);
+}
+
+void RankWatch::take(Peer& peer, const Message& message) {
+    switch (message.word) {
+        case Word::kTraining:
+            if (message.rank == peer.rank()) {
+                peer.training = true;
+                peer.last_words.clear();
+            }
+            // It survived its error.
+            if (report_.failed && report_.failed->rank == message.rank) {
+                report_.failed.reset();
+                if (!report_.asked) end_of_patience_.reset();
+                if (options_.rank == 0) relay(message, message.rank);
+            }
+            break;
+        case Word::kIdle:
+            peer.training = false;
+            break;
+        case Word::kFarewell:
+            peer.training = false;
+            if (!report_.left) report_.left = RankNotice{peer.rank(), "has ended"};
+            changed_.notify_all();
+            peer.close();
+            break;
+        case Word::kAsked:
+            if (message.rank == peer.rank()) peer.last_words = kReceivedSigterm;
+            hear_asked(message.rank);
+            break;
+        case Word::kFailed:
+            if (message.rank == peer.rank()) peer.last_words = message.why;
+            if (options_.rank == 0) relay(message, message.rank);
+            // All ranks may have failed together, and are then about to end their training, too.
+            if (!training_ || report_.failed) break;
+            report_.failed = RankNotice{message.rank, message.why};
+            if (!end_of_patience_) end_of_patience_ = Clock::now() + options_.patience;
+            changed_.notify_all();
+            break;
+        case Word::kLost:
+            lose(message.rank, message.why);
+            break;
+        default:
+            break;
+    }
+}
+
+void RankWatch::notice_silence(Clock::time_point now) {
+    for (const auto& peer : peers_) {
+        if (!peer->open() || now - peer->heard < options_.silence) continue;
+        const std::string why = "has not answered for " + std::to_string(whole_seconds(options_.silence)) + " s";
+        peer->send({Word::kLost, peer->rank(), why});  // if it wakes up, it knows
+        peer->training = false;
+        peer->close();
+        lose(peer->rank(), why);
+    }
+}
+
+void RankWatch::notice_sigterm() {
+    if (!SigtermListener::heard() || std::exchange(told_sigterm_, true)) return;
+    hear_asked(options_.rank);
+    if (!SigtermListener::is_alone()) return;
+    flush(1000ms);
+    options_.end(Ending::kSigterm);
+}
+
+void RankWatch::hear_asked(int rank) {
+    if (report_.asked) return;
+    report_.asked = RankNotice{rank, kReceivedSigterm};
+    say(named(rank) + " received SIGTERM.");
+    if (training_) end_of_patience_ = Clock::now() + options_.patience;
+    if (rank == options_.rank || options_.rank == 0) relay({Word::kAsked, rank, {}}, rank);
+}
+
+void RankWatch::lose(int rank, const std::string& why) {
+    if (report_.lost) return;
+    report_.lost = RankNotice{rank, why};
+    end_of_grace_ = Clock::now() + options_.grace;
+    changed_.notify_all();
+    say(named(rank) + " is lost: it " + why + ".");
+    if (options_.rank == 0) relay({Word::kLost, rank, why}, rank);
+}
+
+void RankWatch::end_if_due(Clock::time_point now) {
+    const bool over = (end_of_grace_ && now >= *end_of_grace_) || (end_of_patience_ && now >= *end_of_patience_);
+    if (!training_ || !over) return;
+    const RankNotice& cause = report_.lost ? *report_.lost : report_.failed ? *report_.failed : *report_.asked;
+    say("this process still waits in its training, and ends now, because " + named(cause.rank) + " " + cause.why + ".");
+    end_of_grace_.reset();
+    end_of_patience_.reset();
+    options_.end(Ending::kLostRank);
+}
+
+void RankWatch::relay(const Message& message, int except) {
+    for (const auto& peer : peers_) {
+        if (peer->open() && peer->rank() != except) peer->send(message);
+    }
+}
+
+void RankWatch::say_farewell() {
+    relay({Word::kFarewell, options_.rank, {}}, options_.rank);
+    flush(1000ms);
+    for (const auto& peer : peers_) peer->close();
+}
+
+// Sends what waits, to ranks that take it within the limit.
+void RankWatch::flush(std::chrono::milliseconds limit) {
+    const Clock::time_point until = Clock::now() + limit;
+    for (const auto& peer : peers_) {
+        while (peer->open() && peer->has_unsent() && Clock::now() < until) {
+            pollfd writable{peer->descriptor(), POLLOUT, 0};
+            ::poll(&writable, 1, 10);
+            peer->send_unsent();
+        }
+    }
+}
+
+void RankWatch::wake() const {
+    const std::uint64_t one = 1;
+    // If this fails, the counter is full, and the thread is awake.
+    [[maybe_unused]] const ssize_t written = ::write(event_, &one, sizeof one);
+}
+
+std::string RankWatch::named(int rank) const {
+    const auto index = static_cast<std::size_t>(rank);
+    const std::string host = index < options_.hosts.size() ? options_.hosts[index] : "an unknown host";
+    return "rank " + std::to_string(rank) + " on " + host;
+}
+
+void RankWatch::say(const std::string& text) const {
+    const std::string line = "smart_infinity, rank " + std::to_string(options_.rank) + ": " + text + "\n";
+    // Nothing can be done if nobody reads stderr.
+    [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, line.data(), line.size());
+}
+
+}  // namespace smart_infinity

@@ -1,0 +1,284 @@
+"""The watch over other ranks' processes: what it notices, what it tells, and how it ends a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from lightning_smartinfinity.native import RANK_LOST_STATUS, RankWatch
+from tests.helpers.processes import REPOSITORY
+from tests.helpers.waiting import LIMIT, PROCESS_LIMIT, await_that
+
+HOSTS = ["north", "south", "west"]
+NEVER = 3600.0
+
+
+def watch(rank: int, sockets: dict[int, socket.socket], *, silence: float = NEVER) -> RankWatch:
+    """Return a watch that ends no process of the tests."""
+    connected = [(peer, end.detach()) for peer, end in sockets.items()]
+    return RankWatch(rank=rank, hosts=HOSTS, sockets=connected, silence=silence, grace=NEVER, patience=NEVER)
+
+
+@pytest.fixture
+def watches() -> Iterator[list[RankWatch]]:
+    """Watches of three ranks, which all train."""
+    pairs = {rank: socket.socketpair() for rank in (1, 2)}
+    with ExitStack() as closing:
+        made = [watch(0, {rank: ends[0] for rank, ends in pairs.items()})]
+        made += [watch(rank, {0: ends[1]}) for rank, ends in pairs.items()]
+        for each in made:
+            closing.callback(each.close)
+            each.begin_training()
+        yield made
+
+
+@pytest.fixture
+def line() -> Iterator[tuple[RankWatch, socket.socket]]:
+    """Rank 1's watch, and the socket at which a test plays rank 0."""
+    ours, theirs = socket.socketpair()
+    made = watch(1, {0: theirs}, silence=0.5)
+    made.begin_training()
+    yield made, ours
+    made.close()
+    ours.close()
+
+
+def message(word: int, rank: int, why: bytes = b"") -> bytes:
+    """Return a message in the form in which watches send it."""
+    return bytes([word, 0]) + len(why).to_bytes(2, sys.byteorder) + rank.to_bytes(4, sys.byteorder) + why
+
+
+BEAT, TRAINING, IDLE = 0, 1, 2
+
+
+def test_an_error_is_told_to_every_rank_but_its_own(watches: list[RankWatch]) -> None:
+    """Rank 0 passes on what rank 1 says."""
+    watches[1].tell_failure("failed with an error")
+    for rank in (0, 2):
+        failed = watches[rank].wait(LIMIT).failed
+        assert (failed.rank, failed.why) == (1, "failed with an error")
+    assert watches[1].report().failed is None
+
+
+def test_an_error_is_forgotten_when_its_rank_trains_again(watches: list[RankWatch]) -> None:
+    """A training that failed on all ranks does not end the next one."""
+    watches[2].tell_failure("failed with an error")
+    for rank in (0, 1):
+        assert watches[rank].wait(LIMIT).failed is not None
+    watches[2].begin_training()
+    for rank in (0, 1):
+        await_that(lambda rank=rank: watches[rank].report().failed is None)
+
+
+def test_sigterm_is_told_to_every_rank(watches: list[RankWatch], capfd: pytest.CaptureFixture[str]) -> None:
+    """Each rank says which one received it."""
+    watches[2].tell_sigterm()
+    for each in watches:
+        await_that(lambda each=each: each.report().asked is not None)
+        assert each.report().asked.rank == 2
+        assert each.report().lost is None
+    said = capfd.readouterr().err.splitlines()
+    assert sorted(said) == [f"smart_infinity, rank {rank}: rank 2 on west received SIGTERM." for rank in range(3)]
+
+
+def test_a_rank_that_ends_as_it_should_is_not_lost(watches: list[RankWatch]) -> None:
+    """Its farewell is known to rank 0, and nothing ends."""
+    watches[1].close()
+    report = watches[0].wait(LIMIT)
+    assert report.left.rank == 1
+    assert report.lost is None
+    assert watches[2].wait(0.2).lost is None
+
+
+def test_a_connection_that_closes_within_a_training(line: tuple[RankWatch, socket.socket]) -> None:
+    """The kernel closes a killed process's connections."""
+    watch, rank_0 = line
+    rank_0.sendall(message(TRAINING, 0))
+    rank_0.close()
+    lost = watch.wait(LIMIT).lost
+    assert (lost.rank, lost.why) == (0, "was killed or crashed")
+
+
+@pytest.mark.parametrize("words", [b"", message(TRAINING, 0) + message(IDLE, 0)], ids=["before", "after"])
+def test_a_connection_that_closes_out_of_a_training(words: bytes, line: tuple[RankWatch, socket.socket]) -> None:
+    """A process that does not train may end without a word."""
+    watch, rank_0 = line
+    rank_0.sendall(words)
+    rank_0.close()
+    assert watch.wait(1.0).lost is None  # twice the time after which silence counts
+
+
+def test_silence(line: tuple[RankWatch, socket.socket]) -> None:
+    """A rank whose connection is open and that says nothing is lost."""
+    watch, rank_0 = line
+    rank_0.sendall(message(TRAINING, 0) + message(BEAT, 0))
+    lost = watch.wait(LIMIT).lost
+    assert lost.rank == 0
+    assert lost.why.startswith("has not answered for")
+
+
+def test_foreign_words_close_a_connection(line: tuple[RankWatch, socket.socket]) -> None:
+    """What no watch sends is not waited for."""
+    watch, rank_0 = line
+    rank_0.sendall(message(TRAINING, 0) + b"\xff" * 64)
+    assert watch.wait(LIMIT).lost.rank == 0
+
+
+def test_a_closed_watch(watches: list[RankWatch]) -> None:
+    """A closed watch still reports, and closes again."""
+    watches[0].close()
+    watches[0].close()
+    assert watches[0].report().lost is None
+    with pytest.raises(ValueError, match="it is closed"):
+        watches[0].begin_training()
+
+
+RANKS = """
+import os, signal, socket, sys, time
+from lightning_smartinfinity.native import RankWatch
+
+ends = socket.socketpair()
+child = os.fork()
+rank = 1 if child == 0 else 0
+ends[1 - rank].close()
+seconds = dict(silence=float(sys.argv[2]), grace=0.2, patience=0.2)
+watch = RankWatch(rank=rank, hosts=["north", "south"], sockets=[(1 - rank, ends[rank].detach())], **seconds)
+watch.begin_training()
+watch.hear_sigterm()
+exec(sys.argv[1])
+"""
+
+
+def ranks(code: str, *, silence: float = NEVER) -> subprocess.CompletedProcess[str]:
+    """Run code on two ranks, of which rank 0 is the process whose status is returned."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(RANKS), textwrap.dedent(code), str(silence)],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_LIMIT,
+    )
+
+
+def test_a_process_ends_whose_training_cannot_go_on() -> None:
+    """Rank 0 blocks for ever, holding Python's lock. It says why it ends."""
+    done = ranks("""
+        if rank == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        import ctypes
+        ctypes.PyDLL(None).sleep(1000)
+    """)
+    assert done.returncode == RANK_LOST_STATUS, done.stderr
+    assert "smart_infinity, rank 0: rank 1 on south is lost: it was killed or crashed.\n" in done.stderr
+    assert "ends now, because rank 1 on south was killed or crashed.\n" in done.stderr
+
+
+def test_a_stopped_process_is_lost_and_one_that_computes_is_not() -> None:
+    """Rank 1 first holds Python's lock for longer than silence may last, which nobody minds."""
+    done = ranks(
+        """
+        import ctypes
+        if rank == 1:
+            ctypes.PyDLL(None).sleep(4)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        began = time.monotonic()
+        while watch.report().lost is None:
+            time.sleep(0.01)
+        print(time.monotonic() - began, watch.report().lost.why)
+        os.kill(child, signal.SIGKILL)
+        sys.stdout.flush()
+        ctypes.PyDLL(None).sleep(1000)
+    """,
+        silence=2,
+    )
+    assert done.returncode == RANK_LOST_STATUS, done.stderr
+    seconds, why = done.stdout.strip().split(" ", 1)
+    assert float(seconds) > 4
+    assert why == "has not answered for 2 s"
+
+
+def test_a_forked_child_keeps_no_connection_open() -> None:
+    """Rank 1's child outlives it, as a DataLoader's worker may, and ends by SIGTERM as it always does."""
+    done = ranks("""
+        if rank == 1:
+            worker = os.fork()
+            if worker == 0:
+                os.closerange(1, 3)  # the pipes, whose ends the test awaits
+                time.sleep(1000)
+            print(worker, flush=True)
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+    """)
+    os.kill(int(done.stdout), signal.SIGTERM)
+    assert done.returncode == RANK_LOST_STATUS, done.stderr
+
+
+def test_sigterm_ends_a_process_without_a_handler_of_its_own_and_the_other_ranks() -> None:
+    """It comes while Python waits for its lock for ever, and rank 0 learns why rank 1 ended."""
+    done = ranks("""
+        import ctypes
+        if rank == 1:
+            time.sleep(0.3)
+            os.system(f"(sleep 0.3; kill -TERM {os.getpid()}) &")
+            ctypes.PyDLL(None).sleep(1000)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        time.sleep(1000)
+    """)
+    assert done.returncode == RANK_LOST_STATUS, done.stderr
+    assert int(done.stdout) == -signal.SIGTERM
+    for rank in range(2):
+        assert f"smart_infinity, rank {rank}: rank 1 on south received SIGTERM.\n" in done.stderr
+
+
+def test_sigterm_is_heard_beside_a_handler() -> None:
+    """The handler runs, and the process goes on as long as its patience and that of the others lasts."""
+    done = ranks("""
+        if rank == 1:
+            heard = []
+            signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+            watch.hear_sigterm()
+            os.kill(os.getpid(), signal.SIGTERM)
+            watch.agree()
+            time.sleep(0.5)
+            print(heard, flush=True)
+            watch.end_training()
+            sys.exit()
+        while watch.report().asked is None:
+            time.sleep(0.01)
+        watch.agree()
+        os.waitpid(child, 0)
+        watch.close()
+    """)
+    assert (done.returncode, done.stdout) == (0, "[1]\n"), done.stderr
+
+
+def test_all_ranks_stopped_alike_go_on() -> None:
+    """A pause of the machine, which is longer than silence may last, ends no rank."""
+    done = ranks(
+        """
+        if rank == 1:
+            time.sleep(6)
+            print(watch.report().lost, flush=True)
+            watch.close()
+            sys.exit()
+        pause = f"sleep 0.5; kill -STOP {os.getpid()} {child}; sleep 3; kill -CONT {os.getpid()}; kill -CONT {child}"
+        os.system(f"({pause}) &")
+        time.sleep(6)
+        print(watch.report().lost, flush=True)
+        os.waitpid(child, 0)
+        watch.close()
+    """,
+        silence=2,
+    )
+    assert (done.returncode, done.stdout) == (0, "None\nNone\n"), done.stderr
