@@ -30,7 +30,7 @@ class Capacities:
         self._ranks = ranks
         self._has_warned = False
         # A file may have any length: bytes behind its last whole place are not used.
-        lengths = [(folder.path / STATE_NAME).stat().st_size for folder in folders]
+        lengths = [folder.size_of(STATE_NAME) for folder in folders]
         self._places = [length // max(1, extents.place_bytes) for length in lengths]
 
     def __iter__(self) -> Iterator[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_smartinfinity.checks import require_distinct
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, RankFolder, rank_folder_path
-from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, write_manifest
+from lightning_smartinfinity.store.manifest import Manifest
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.record import record_bytes
 from lightning_smartinfinity.store.replacement import flush_names
@@ -36,9 +36,9 @@ def claim_folders(folders: Sequence[Path], *, job: str, rank: int, create: bool,
     require_distinct(f"The list of storage folders {[str(folder) for folder in folders]!r}", folders)
     claimed = []
     for folder in folders:
-        # Absolute: each step opens the commit record by name, and the process may change its working directory.
+        # Absolute: the process may change its working directory before it removes the folder.
         path = rank_folder_path(Path(os.path.abspath(folder)), job=job, rank=rank)
-        if not create and not path.is_dir():
+        if not create and not os.path.lexists(path):
             raise StorageError(
                 f"There is no optimizer state in {str(path)!r}.", "Check the storage folder and the job."
             )
@@ -59,7 +59,7 @@ def fill_folders(folders: Sequence[RankFolder], manifest: Manifest) -> None:
     num_parameters = len(manifest.description.parameters)
     folders[0].allocate(COMMIT_NAME, 2 * record_bytes(manifest.extents.num_tasklets, num_parameters))
     for device, folder in enumerate(folders):
-        write_manifest(folder.expect(MANIFEST_NAME), manifest.for_device(device))
+        folder.write_manifest(manifest.for_device(device))
         folder.flush()
         with storage_errors("Flushing the folders above", folder.path):
             flush_names(folder.path)

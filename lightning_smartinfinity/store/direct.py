@@ -6,24 +6,25 @@ import ctypes
 import mmap
 import os
 import warnings
-from pathlib import Path
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
+from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
 
-__all__ = ["choose_direct", "open_state_file", "refusal"]
+__all__ = ["choose_direct", "open_state_file"]
 
-# f_type (from statfs) of file systems that live in memory; recent kernels accept O_DIRECT even on tmpfs.
+# f_type (from fstatfs) of file systems that live in memory; recent kernels accept O_DIRECT even on tmpfs.
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 
 
-def choose_direct(path: Path, choice: str) -> bool:
-    """Decide whether to open a state file with O_DIRECT.
+def choose_direct(folder: OpenFolder, name: str, choice: str) -> bool:
+    """Decide whether to open a file with O_DIRECT.
 
     Args:
-        path: The existing state file.
+        folder: The folder with the file.
+        name: Its name.
         choice: ``TransferConfig.direct_io``: ``"auto"``, ``"on"`` or ``"off"``.
 
     Returns:
@@ -34,10 +35,10 @@ def choose_direct(path: Path, choice: str) -> bool:
     """
     if choice == "off":
         return False
-    reason = refusal(path)
+    reason = _refusal(folder, name)
     if reason is None:
         return True
-    problem = f"{str(path.parent)!r} has no direct I/O: {reason}."
+    problem = f"{str(folder.path)!r} has no direct I/O: {reason}."
     remedy = "Choose a storage folder on a block device"
     if choice == "on":
         raise StorageError(problem, f"{remedy}, or TransferConfig(direct_io='auto').")
@@ -49,31 +50,33 @@ def choose_direct(path: Path, choice: str) -> bool:
     return False
 
 
-def open_state_file(path: Path, direct_io: str) -> native.StateFile:
-    """Open an existing file, with O_DIRECT if :func:`choose_direct` says so.
+def open_state_file(folder: OpenFolder, name: str, direct_io: str) -> native.StateFile:
+    """Open an existing file in a folder, with O_DIRECT if :func:`choose_direct` says so.
 
     Raises:
         StorageError: The file cannot be opened, or has no direct I/O while ``direct_io`` is ``"on"``.
     """
-    direct = choose_direct(path, direct_io)
+    path = folder.path / name
     with storage_errors("Opening", path):
-        return native.StateFile(str(path), direct=direct)
+        direct = choose_direct(folder, name, direct_io)
+        descriptor = folder.open(name, os.O_RDWR | (os.O_DIRECT if direct else 0))
+        return native.StateFile(str(path), direct=direct, descriptor=descriptor)
 
 
-def refusal(path: Path) -> str | None:
+def _refusal(folder: OpenFolder, name: str) -> str | None:
     """Return why a file has no direct I/O, or None if it has."""
-    memory = _MEMORY_FILE_SYSTEMS.get(_file_system_type(path))
+    memory = _MEMORY_FILE_SYSTEMS.get(_file_system_type(folder.descriptor))
     if memory is not None:
         return f"it is a {memory}, which lives in host memory"
     try:
-        _read_one_block(path)
+        _read_one_block(folder, name)
     except OSError as error:
         return f"its file system refuses O_DIRECT in blocks of {BLOCK_BYTES} bytes ({error.strerror})"
     return None
 
 
-def _read_one_block(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+def _read_one_block(folder: OpenFolder, name: str) -> None:
+    descriptor = folder.open(name, os.O_RDWR | os.O_DIRECT)
     try:
         with mmap.mmap(-1, BLOCK_BYTES) as block:
             os.preadv(descriptor, [block], 0)
@@ -81,9 +84,9 @@ def _read_one_block(path: Path) -> None:
         os.close(descriptor)
 
 
-def _file_system_type(path: Path) -> int:
+def _file_system_type(descriptor: int) -> int:
     # os.statvfs lacks f_type; it is the first, word-sized member of struct statfs on Linux.
     buffer = (ctypes.c_ulong * 64)()
-    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), buffer) != 0:
+    if ctypes.CDLL(None, use_errno=True).fstatfs(descriptor, buffer) != 0:
         return 0
     return buffer[0] & 0xFFFFFFFF

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import errno
+import logging
 import os
 from collections.abc import Iterable
+from contextlib import closing, suppress
 from pathlib import Path
 
-from lightning_smartinfinity.errors import StorageError
-from lightning_smartinfinity.store.lock import FolderLock, is_locked
-from lightning_smartinfinity.store.manifest import MANIFEST_NAME, read_manifest
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError
+from lightning_smartinfinity.store.lock import FolderLock, is_locked, read_lock
+from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, manifest_content, read_manifest
+from lightning_smartinfinity.store.open_folder import OpenFolder, Trust
 from lightning_smartinfinity.store.os_errors import storage_errors
-from lightning_smartinfinity.store.replacement import flush
 
 __all__ = [
     "COMMIT_NAME",
+    "OUR_NAMES",
     "PARAMETERS_NAME",
     "STATE_NAME",
     "RankFolder",
+    "open_rank_folder",
+    "owned_names",
     "parameter_folder_path",
     "rank_folder_path",
     "reclaimable_bytes",
@@ -26,8 +30,13 @@ __all__ = [
 STATE_NAME = "state.bin"
 COMMIT_NAME = "commit.bin"
 PARAMETERS_NAME = "parameters.bin"
-_OUR_NAMES = (STATE_NAME, COMMIT_NAME, MANIFEST_NAME, PARAMETERS_NAME)
+OUR_NAMES = (STATE_NAME, COMMIT_NAME, MANIFEST_NAME, PARAMETERS_NAME, f"{MANIFEST_NAME}.new")
+"""Names of the files in a rank's folder, beside its lock. The last is that of a manifest until it is complete."""
+
+_KEPT = "keep"  # note in the lock of a store that a later job must leave alone
 _MAKE_ATTEMPTS = 16
+
+_log = logging.getLogger(__name__)
 
 
 def rank_folder_path(storage: Path, *, job: str, rank: int) -> Path:
@@ -40,12 +49,45 @@ def parameter_folder_path(storage: Path, *, job: str, rank: int) -> Path:
     return storage / job / f"parameters-{rank:05d}"
 
 
+def open_rank_folder(path: Path, *, trust: Trust = Trust.OWN) -> OpenFolder:
+    """Open ``<storage>/<job>/<folder>``. Links are followed on the way to the storage folder, but not below it.
+
+    Raises:
+        StorageError: The job's folder or the folder in it is a link, or it is not to be trusted.
+        OSError: A folder cannot be opened.
+    """
+    above = _open_storage(path.parents[1])
+    try:
+        with closing(OpenFolder(path.parent, parent=above, trust=trust)) as job:
+            return OpenFolder(path, parent=job.descriptor, trust=trust)
+    finally:
+        os.close(above)
+
+
+def owned_names(folder: OpenFolder, notes: Iterable[str], manifest: Manifest | None) -> set[str]:
+    """Return the names of the files of a store, which alone may be deleted: others may have put theirs there, too.
+
+    Args:
+        folder: The rank's folder.
+        notes: The notes of its lock.
+        manifest: Its manifest, if there is one.
+    """
+    owned = set(notes)
+    if manifest is not None:
+        owned |= {STATE_NAME, MANIFEST_NAME} if manifest.device else {STATE_NAME, MANIFEST_NAME, COMMIT_NAME}
+    return owned.intersection(OUR_NAMES, folder.names())
+
+
 def reclaimable_bytes(path: Path) -> int:
     """Return the bytes allocated by a leftover store that :meth:`RankFolder.remove_leftover` would delete."""
     try:
-        if is_locked(path) or ((path / MANIFEST_NAME).exists() and read_manifest(path / MANIFEST_NAME).keep):
-            return 0
-        return sum((path / name).stat().st_blocks * 512 for name in _OUR_NAMES if (path / name).exists())
+        with closing(open_rank_folder(path)) as folder:
+            _, notes = read_lock(folder)
+            manifest = None if folder.status(MANIFEST_NAME) is None else read_manifest(folder)
+            if is_locked(folder) or _KEPT in notes or (manifest is not None and manifest.keep):
+                return 0
+            sizes = map(folder.status, owned_names(folder, notes, manifest))
+            return sum(status.st_blocks * 512 for status in sizes if status is not None)
     except (OSError, StorageError):
         return 0
 
@@ -59,18 +101,21 @@ class RankFolder:
 
     Raises:
         StorageLockedError: Another process owns the folder.
-        StorageError: The folder cannot be created, or (without ``create``) does not exist.
+        StorageError: The folder cannot be created, is not to be trusted, or (without ``create``) does not exist.
+
+    Attributes:
+        path: Path of the folder.
+        inside: The open folder, through which everything in it is reached.
     """
 
     def __init__(self, path: Path, *, create: bool) -> None:
         self.path = path
         self._made_folders: list[Path] = []
-        self._made_files: list[Path] = []
+        self._made_files: list[str] = []
         try:
-            if create:
-                with storage_errors("Creating the folder", path):
-                    self._make_folders()
-            self._lock = FolderLock(path)
+            with storage_errors("Creating the folder" if create else "Opening the folder", path):
+                self.inside = self._make() if create else open_rank_folder(path)
+            self._lock = FolderLock(self.inside)
         except BaseException:
             self._remove_made_folders()
             raise
@@ -79,20 +124,38 @@ class RankFolder:
         """Check that the folder holds no store that a later job must leave alone.
 
         Raises:
-            StorageError: The store there is marked ``keep``, or its manifest cannot be read.
+            StorageError: The store there is marked ``keep``, or a manifest that this package did not make lies there.
         """
-        manifest = self.path / MANIFEST_NAME
-        if manifest.exists() and read_manifest(manifest).keep:
+        manifest = self._earlier_manifest()
+        if _KEPT in self._lock.notes or (manifest is not None and manifest.keep):
             raise StorageError(
                 f"{str(self.path)!r} holds the optimizer state of an earlier job that asked to keep it.",
                 "Remove that folder if it is no longer needed, or choose another TransferConfig(job=...).",
             )
 
     def remove_leftover(self) -> None:
-        """Delete the store of an earlier process, if there is one."""
+        """Delete the store of an earlier process, if there is one; a damaged manifest of it is set aside.
+
+        Raises:
+            StorageError: Something lies there that this package did not make, or a file cannot be deleted.
+        """
+        manifest = self._earlier_manifest()
         with storage_errors("Removing the leftover of an earlier job in", self.path):
-            for name in _OUR_NAMES:
-                (self.path / name).unlink(missing_ok=True)
+            owned = owned_names(self.inside, self._lock.notes, manifest)
+            self._refuse_foreign(owned)
+            if manifest is None and MANIFEST_NAME in owned:
+                self._set_aside(MANIFEST_NAME)
+            for name in owned:
+                self.inside.remove(name)
+            self._lock.erase()
+
+    def adopt(self, manifest: Manifest) -> None:
+        """Take over the store of an earlier process, which :meth:`close` may delete from then on.
+
+        Raises:
+            StorageError: The lock cannot be written.
+        """
+        self._lock.note(*owned_names(self.inside, (), manifest))
 
     def allocate(self, name: str, num_bytes: int) -> Path:
         """Create a file whose blocks are all reserved and read as zeros.
@@ -102,9 +165,9 @@ class RankFolder:
             StorageError: The file cannot be created.
         """
         path = self.path / name
-        self.expect(name)
         with storage_errors(f"Allocating {num_bytes} bytes for", path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._expect(name)
+            descriptor = self.inside.create(name)
             try:
                 if num_bytes:
                     os.posix_fallocate(descriptor, 0, num_bytes)
@@ -121,7 +184,7 @@ class RankFolder:
         """
         path = self.path / name
         with storage_errors(f"Extending to {num_bytes} bytes", path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = self.inside.open(name, os.O_RDWR)
             try:
                 before = os.fstat(descriptor).st_size
                 try:
@@ -132,22 +195,41 @@ class RankFolder:
             finally:
                 os.close(descriptor)
 
-    def expect(self, name: str) -> Path:
-        """Record that a file is about to be created, so that :meth:`discard` deletes it; return its path."""
-        path = self.path / name
-        self._made_files.append(path)
-        return path
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Write the manifest atomically: a reader sees the old one, the new one, or no file.
+
+        Raises:
+            StorageError: It could not be written; no temporary file is left.
+        """
+        temporary = f"{MANIFEST_NAME}.new"
+        with storage_errors("Writing", self.path / MANIFEST_NAME):
+            if temporary in self._lock.notes:
+                self.inside.remove(temporary)  # a process was killed while it wrote the manifest
+            self._expect(MANIFEST_NAME, temporary)
+            if manifest.keep:
+                self._lock.note(_KEPT)
+            self.inside.replace(MANIFEST_NAME, manifest_content(manifest), temporary=temporary)
+
+    def size_of(self, name: str) -> int:
+        """Return the length of a file.
+
+        Raises:
+            StorageError: There is no such file.
+        """
+        with storage_errors("Reading the length of", self.path / name):
+            return os.stat(name, dir_fd=self.inside.descriptor, follow_symlinks=False).st_size
 
     def flush(self) -> None:
         """Make the folder's entries survive a power loss."""
         with storage_errors("Flushing", self.path):
-            flush(self.path)
+            self.inside.flush()
 
     def discard(self) -> None:
         """Remove what this object created, and unlock. Never raises."""
-        _remove_quietly(self._made_files)
+        self._remove_quietly(self._made_files)
         # Listing a folder needs a descriptor, which may be unavailable: a folder made here is not listed.
         self._lock.release(remove=self.path in self._made_folders or self._holds_only_lock())
+        self.inside.close()
         self._remove_made_folders()
 
     def close(self, *, remove: bool) -> None:
@@ -157,29 +239,91 @@ class RankFolder:
             remove: Whether to delete the store and, if they are then empty, the rank's and the job's folder.
         """
         if remove:
-            _remove_quietly([self.path / name for name in _OUR_NAMES])
+            self._remove_quietly([name for name in OUR_NAMES if name in self._lock.notes])
         self._lock.release(remove=remove)
+        self.inside.close()
         if remove:
             _remove_folders_quietly([self.path, self.path.parent])
 
-    def _make_folders(self) -> None:
-        # Another rank may remove the job's folder, empty for a moment, between our two mkdir.
-        for attempt in range(_MAKE_ATTEMPTS):
-            missing = [folder for folder in (self.path, *self.path.parents) if not os.path.lexists(folder)]
-            try:
-                for folder in reversed(missing):
-                    if _make_folder(folder):
-                        self._made_folders.append(folder)
-                if not self.path.is_dir():
-                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-                return
-            except FileNotFoundError:
-                if attempt == _MAKE_ATTEMPTS - 1:
-                    raise
+    def _make(self) -> OpenFolder:
+        # Another rank may remove the job's folder, empty for a moment, between our mkdir and our open.
+        for _ in range(_MAKE_ATTEMPTS - 1):
+            with suppress(FileNotFoundError):
+                return self._make_once()
+        return self._make_once()
+
+    def _make_once(self) -> OpenFolder:
+        storage = self.path.parents[1]
+        missing = [folder for folder in (storage, *storage.parents) if not os.path.lexists(folder)]
+        for folder in reversed(missing):
+            with suppress(FileExistsError):
+                os.mkdir(folder)
+                self._made_folders.append(folder)
+        above = _open_storage(storage)
+        try:
+            with closing(self._make_below(self.path.parent, above)) as job:
+                return self._make_below(self.path, job.descriptor)
+        finally:
+            os.close(above)
+
+    def _make_below(self, path: Path, parent: int) -> OpenFolder:
+        try:
+            os.mkdir(path.name, 0o700, dir_fd=parent)
+        except FileExistsError:
+            return OpenFolder(path, parent=parent)
+        self._made_folders.append(path)
+        return OpenFolder(path, parent=parent, trust=Trust.MADE)
+
+    def _earlier_manifest(self) -> Manifest | None:
+        """Return the manifest of an earlier store, or None if there is none, or a damaged one of this package.
+
+        Raises:
+            StorageError: The manifest is of a store that is marked ``keep``, or of something else, and damaged.
+        """
+        with storage_errors("Reading", self.path / MANIFEST_NAME):
+            if self.inside.status(MANIFEST_NAME) is None:
+                return None
+        try:
+            return read_manifest(self.inside)
+        except StorageCorruptError:
+            if MANIFEST_NAME not in self._lock.notes or _KEPT in self._lock.notes:
+                raise
+            return None
+
+    def _refuse_foreign(self, owned: Iterable[str]) -> None:
+        for name in OUR_NAMES:
+            if self.inside.status(name) is not None and name not in owned:
+                raise StorageError(
+                    f"{str(self.path / name)!r} is in the way: neither a manifest nor the lock there names it.",
+                    "Remove it if it is no longer needed, or choose another TransferConfig(job=...).",
+                )
+
+    def _set_aside(self, name: str) -> None:
+        taken = set(self.inside.names())
+        aside = next(new for number in range(1, len(taken) + 2) if (new := f"{name}.{number}.aside") not in taken)
+        self.inside.rename(name, aside)
+        _log.warning(
+            "%r, left by an earlier job, is damaged and was renamed to %r; the state beside it was removed.",
+            str(self.path / name),
+            aside,
+        )
+
+    def _expect(self, *names: str) -> None:
+        """Record that files are about to be made, so that :meth:`discard`, or a later process, deletes them."""
+        for name in names:
+            if name not in self._lock.notes and self.inside.status(name) is not None:
+                self._refuse_foreign(self._lock.notes)
+        self._made_files.extend(names)
+        self._lock.note(*names)
+
+    def _remove_quietly(self, names: Iterable[str]) -> None:
+        for name in names:
+            with suppress(OSError):
+                self.inside.remove(name)
 
     def _holds_only_lock(self) -> bool:
         try:
-            return len(os.listdir(self.path)) == 1
+            return len(self.inside.names()) == 1
         except OSError:
             return False
 
@@ -187,20 +331,9 @@ class RankFolder:
         _remove_folders_quietly(reversed(self._made_folders))
 
 
-def _make_folder(folder: Path) -> bool:
-    try:
-        os.mkdir(folder)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _remove_quietly(files: list[Path]) -> None:
-    for file in files:
-        try:
-            file.unlink(missing_ok=True)
-        except OSError:
-            continue
+def _open_storage(path: Path) -> int:
+    """Open a storage folder, which may be a link, anybody's, and hard to list: only what lies below it is ours."""
+    return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def _remove_folders_quietly(folders: Iterable[Path]) -> None:

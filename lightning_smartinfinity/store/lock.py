@@ -1,4 +1,4 @@
-"""Locks of files, and the lock of a store's folder: one process at a time."""
+"""Locks of files, and the lock of a rank's folder: one process at a time."""
 
 from __future__ import annotations
 
@@ -6,36 +6,57 @@ import errno
 import fcntl
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from lightning_smartinfinity.errors import StorageLockedError
+from lightning_smartinfinity.errors import StorageError, StorageLockedError
+from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
 
-__all__ = ["FolderLock", "acquire", "is_locked"]
+__all__ = ["LOCK_NAME", "FolderLock", "acquire", "is_locked", "read_lock"]
 
-_LOCK_NAME = "lock"
+LOCK_NAME = "lock"
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 class FolderLock:
-    """An exclusive ``flock`` on ``<folder>/lock``, whose text is the holder's pid.
+    """An exclusive ``flock`` on ``<folder>/lock``.
+
+    The first line of the file is the holder's pid. The lines below it are notes, which outlive the holder: the names of
+    the files that it made, by which a later process knows that it may delete them.
 
     Args:
-        folder: An existing folder.
+        folder: The folder.
 
     Raises:
         StorageLockedError: Another process (or another store of this one) holds it.
-        StorageError: The lock file cannot be opened or locked.
+        StorageError: The lock file cannot be opened or locked, or is a file of something else.
+
+    Attributes:
+        notes: The notes, those of earlier holders included.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / _LOCK_NAME
+    def __init__(self, folder: OpenFolder) -> None:
+        self.path = folder.path / LOCK_NAME
+        self._folder = folder
+        self._descriptor, self.notes = _acquire(folder)
         # The lock of a store that was never closed must end with the store, not with the process.
-        self._close = weakref.finalize(self, os.close, _acquire(self.path))
+        self._close = weakref.finalize(self, os.close, self._descriptor)
         _held.add(self)
+
+    def note(self, *notes: str) -> None:
+        """Add notes, and return when they are on the device.
+
+        Raises:
+            StorageError: They could not be written.
+        """
+        self._write(self.notes | set(notes))
+
+    def erase(self) -> None:
+        """Erase all notes; raises as :meth:`note`."""
+        self._write(frozenset())
 
     def release(self, *, remove: bool) -> None:
         """Unlock; idempotent. Never raises.
@@ -46,19 +67,25 @@ class FolderLock:
         if remove and self._close.alive:
             # The file goes before the lock: after unlocking, the name may already be another process's lock.
             with suppress(OSError):
-                self.path.unlink()
+                self._folder.remove(LOCK_NAME)
         self.forget()
 
     def forget(self) -> None:
         """Close the descriptor without touching the file."""
         self._close()
 
+    def _write(self, notes: frozenset[str]) -> None:
+        with storage_errors("Writing", self.path):
+            _write(self._descriptor, notes)
+            os.fsync(self._descriptor)
+        self.notes = notes
 
-def is_locked(folder: Path) -> bool:
+
+def is_locked(folder: OpenFolder) -> bool:
     """Return whether some process holds the folder's lock now."""
     try:
-        descriptor = os.open(folder / _LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        descriptor = folder.open(LOCK_NAME, os.O_RDONLY)
+    except (OSError, StorageError):
         return False
     try:
         return not _try_lock(descriptor)
@@ -68,24 +95,38 @@ def is_locked(folder: Path) -> bool:
         os.close(descriptor)
 
 
-def acquire(path: Path, *, mode: int, in_use: Callable[[int], StorageLockedError]) -> int:
+def read_lock(folder: OpenFolder) -> tuple[int | None, frozenset[str]]:
+    """Return the pid of the last holder of a folder's lock, if there was one, and its notes.
+
+    Raises:
+        StorageError: The lock file is a file of something else.
+        OSError: It cannot be read.
+    """
+    if folder.status(LOCK_NAME) is None:
+        return None, frozenset()
+    return _parsed(folder.path / LOCK_NAME, folder.read(LOCK_NAME))
+
+
+def acquire(path: Path, *, mode: int, in_use: Callable[[int], StorageLockedError], parent: int | None = None) -> int:
     """Create and lock a file, and return its descriptor, which unlocks when it is closed.
 
     Args:
-        path: Path of the file, in an existing folder.
+        path: Path of the file, in an existing folder. No link is followed.
         mode: Permissions of a new file.
         in_use: Function that makes the error if another process holds the lock; it gets the file's descriptor.
+        parent: Descriptor of the folder, in which the last name of ``path`` is looked up; None: by the path.
 
     Raises:
         StorageLockedError: Another process holds it.
         OSError: The file cannot be opened or locked.
     """
+    name = path if parent is None else Path(path.name)
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode, dir_fd=parent)
         try:
             if not _try_lock(descriptor):
                 raise in_use(descriptor)
-            if _is_at(path, descriptor):
+            if _is_at(name, parent, descriptor):
                 return descriptor
         except BaseException:
             os.close(descriptor)
@@ -94,16 +135,35 @@ def acquire(path: Path, *, mode: int, in_use: Callable[[int], StorageLockedError
         os.close(descriptor)
 
 
-def _acquire(path: Path) -> int:
+def _acquire(folder: OpenFolder) -> tuple[int, frozenset[str]]:
+    path = folder.path / LOCK_NAME
     with storage_errors("Locking", path):
-        descriptor = acquire(path, mode=0o600, in_use=partial(_locked_error, path))
+        folder.status(LOCK_NAME)  # only a regular file of ours is opened
+        descriptor = acquire(path, mode=0o600, in_use=partial(_locked_error, path), parent=folder.descriptor)
         try:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            folder.status(LOCK_NAME)
+            os.fchmod(descriptor, 0o600)
+            _, notes = _parsed(path, os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+            _write(descriptor, notes)
         except BaseException:
             os.close(descriptor)
             raise
-    return descriptor
+    return descriptor, notes
+
+
+def _write(descriptor: int, notes: Iterable[str]) -> None:
+    content = "".join(f"{line}\n" for line in (os.getpid(), *sorted(notes))).encode()
+    os.pwrite(descriptor, content, 0)
+    os.ftruncate(descriptor, len(content))
+
+
+def _parsed(path: Path, content: bytes) -> tuple[int | None, frozenset[str]]:
+    first, *notes = content.decode(errors="replace").splitlines() or [""]
+    if first and not (first.isascii() and first.isdigit() and len(first) < 20):
+        raise StorageError(
+            f"{str(path)!r} is not a lock of this package.", "Remove it, or choose another TransferConfig(job=...)."
+        )
+    return int(first) if first else None, frozenset(notes)
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -114,9 +174,9 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
+def _is_at(name: Path, parent: int | None, descriptor: int) -> bool:
     try:
-        status = os.stat(path)
+        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
     except OSError as error:
         if error.errno != errno.ENOENT:
             raise
@@ -125,9 +185,9 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _locked_error(path: Path, descriptor: int) -> StorageLockedError:
-    holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+    first = os.pread(descriptor, 32, 0).decode(errors="replace").splitlines()[:1]
     return StorageLockedError(
-        f"The storage folder {str(path.parent)!r} is in use by process {holder}.",
+        f"The storage folder {str(path.parent)!r} is in use by process {''.join(first) or 'unknown'}.",
         "Wait for that job, or give this one its own TransferConfig(job=...) or storage folder.",
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -15,9 +14,10 @@ from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import StorageCorruptError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.store.extents import ExtentMap
+from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "StoreDescription", "read_manifest", "write_manifest"]
+__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "StoreDescription", "manifest_content", "read_manifest"]
 
 FORMAT_NAME = "lightning-smartinfinity optimizer state"
 FORMAT_VERSION = 3
@@ -93,36 +93,24 @@ class Manifest:
         return replace(self, device=device)
 
 
-def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write atomically: a reader sees the old content, the new one, or no file.
-
-    Raises:
-        StorageError: The manifest could not be written; no temporary file is left.
-    """
-    temporary = path.with_name(path.name + ".new")
-    with storage_errors("Writing", path):
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                json.dump(_to_json(manifest), file, indent=1, default=str)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+def manifest_content(manifest: Manifest) -> bytes:
+    """Return the content of manifest.json."""
+    return json.dumps(_to_json(manifest), indent=1, default=str).encode()
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Read and check a manifest.
+def read_manifest(folder: OpenFolder) -> Manifest:
+    """Read and check the manifest in a rank's folder.
 
     Raises:
         StorageCorruptError: The file is not a manifest of this package, or has a format that this version cannot read.
         StorageError: The file cannot be read.
     """
+    path = folder.path / MANIFEST_NAME
     with storage_errors("Reading", path):
-        if path.stat().st_size > _MAX_BYTES:
+        status = folder.status(MANIFEST_NAME)
+        if status is not None and status.st_size > _MAX_BYTES:
             raise _damaged(path)
-        content = path.read_bytes()
+        content = folder.read(MANIFEST_NAME)
     try:
         values = json.loads(content)
         if values["format"] != FORMAT_NAME:

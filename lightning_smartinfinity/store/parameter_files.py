@@ -74,7 +74,7 @@ class ParameterFiles:
             for owned in claimed:
                 owned.remove_leftover()
             paths = [owned.allocate(PARAMETERS_NAME, 0) for owned in claimed]
-            self.files = tuple(open_state_file(path, direct_io) for path in paths)
+            self.files = tuple(open_state_file(owned.inside, PARAMETERS_NAME, direct_io) for owned in claimed)
             undo.pop_all()
         self._folders = tuple(claimed)
         self._paths = paths
@@ -117,7 +117,7 @@ class ParameterFiles:
         file = _least(self._sizes)
         offset, path = self._sizes[file], self._paths[file]
         with storage_errors(f"Allocating {nbytes} bytes at offset {offset} of", path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = self._folders[file].inside.open(PARAMETERS_NAME, os.O_RDWR)
             try:
                 os.posix_fallocate(descriptor, offset, nbytes)
             finally:

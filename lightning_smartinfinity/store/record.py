@@ -22,17 +22,18 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
+from lightning_smartinfinity.store.folders import COMMIT_NAME
+from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.spread import Placement
 
-__all__ = ["CommitRecord", "erase_record", "no_record", "record_bytes", "read_records", "write_record"]
+__all__ = ["CommitRecord", "erase_record", "flush_records", "no_record", "record_bytes", "read_records", "write_record"]
 
 _MAGIC = b"LSICMT01"
 _VERSION = 2
@@ -79,11 +80,11 @@ def _length(num_tasklets: int, num_parameters: int) -> int:
     return _HEADER.size + body + _CHECKSUM.size
 
 
-def write_record(path: Path, record: CommitRecord, *, job: bytes, flush: bool) -> int:
+def write_record(folder: OpenFolder, record: CommitRecord, *, job: bytes, flush: bool) -> int:
     """Write a record into the half of commit.bin that does not hold its predecessor.
 
     Args:
-        path: commit.bin, preallocated.
+        folder: The rank's first folder, with commit.bin preallocated.
         record: The record to write.
         job: 16 bytes that identify the store's job.
         flush: Whether to flush the device afterwards.
@@ -96,21 +97,28 @@ def write_record(path: Path, record: CommitRecord, *, job: bytes, flush: bool) -
     """
     content = encode_record(record, job=job)
     offset = _record_offset(record)
-    with storage_errors("Writing the commit record", path):
-        _write_at(path, content, offset, flush=flush)
+    with storage_errors("Writing the commit record", folder.path / COMMIT_NAME):
+        _write_at(folder, content, offset, flush=flush)
     return len(content)
 
 
-def erase_record(path: Path, record: CommitRecord, *, flush: bool) -> None:
+def erase_record(folder: OpenFolder, record: CommitRecord, *, flush: bool) -> None:
     """Make a record unreadable, even one that was written in part. Raises as :func:`write_record`."""
-    with storage_errors("Erasing the commit record", path):
-        _write_at(path, bytes(BLOCK_BYTES), _record_offset(record), flush=flush)
+    with storage_errors("Erasing the commit record", folder.path / COMMIT_NAME):
+        _write_at(folder, bytes(BLOCK_BYTES), _record_offset(record), flush=flush)
 
 
-def read_records(path: Path, *, num_tasklets: int, num_parameters: int, job: bytes) -> list[CommitRecord]:
+def flush_records(folder: OpenFolder) -> None:
+    """Return when the records are on the device. Raises as :func:`write_record`."""
+    with storage_errors("Flushing", folder.path / COMMIT_NAME), folder.reader(COMMIT_NAME) as file:
+        os.fsync(file.fileno())
+
+
+def read_records(folder: OpenFolder, *, num_tasklets: int, num_parameters: int, job: bytes) -> list[CommitRecord]:
     """Return the intact records of commit.bin (at most two), newest first."""
     size = record_bytes(num_tasklets, num_parameters)
-    with storage_errors("Reading the commit record", path), path.open("rb") as file:
+    path = folder.path / COMMIT_NAME
+    with storage_errors("Reading the commit record", path), folder.reader(COMMIT_NAME) as file:
         if os.fstat(file.fileno()).st_size < _length(num_tasklets, num_parameters):
             return []  # the numbers may be a damaged manifest's, and larger than this machine's memory
         content = file.read(2 * size)
@@ -175,8 +183,8 @@ def _crc(content: bytes) -> int:
     return native.crc32c(values.ctypes.data, values.nbytes)
 
 
-def _write_at(path: Path, content: bytes, offset: int, *, flush: bool) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+def _write_at(folder: OpenFolder, content: bytes, offset: int, *, flush: bool) -> None:
+    descriptor = folder.open(COMMIT_NAME, os.O_WRONLY)
     try:
         view = memoryview(content)
         while view:

@@ -9,31 +9,32 @@ from pathlib import Path
 import numpy as np
 
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
-from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME
-from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, read_manifest
+from lightning_smartinfinity.store.folders import COMMIT_NAME
+from lightning_smartinfinity.store.manifest import Manifest, read_manifest
+from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.record import CommitRecord, erase_record, read_records
 from lightning_smartinfinity.store.trailer import first_mismatch
 
 __all__ = ["common_manifest", "newest_complete", "require_recoverable"]
 
 
-def common_manifest(folders: Sequence[Path], *, rank: int) -> Manifest:
+def common_manifest(folders: Sequence[OpenFolder], *, rank: int) -> Manifest:
     """Return the first manifest of a rank's folders; the others must agree with it and with the folders' order.
 
     Raises:
         StorageCorruptError: The folders belong to different stores, are in another order, or some are missing.
     """
-    manifests = [read_manifest(folder / MANIFEST_NAME) for folder in folders]
+    manifests = [read_manifest(folder) for folder in folders]
     first = manifests[0]
     for device, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
         if (manifest.job, manifest.rank, manifest.device) != (first.job, rank, device):
             raise StorageCorruptError(
-                f"{str(folder)!r} belongs to another store, or the storage folders are in another order.",
+                f"{str(folder.path)!r} belongs to another store, or the storage folders are in another order.",
                 f"Name the storage folders as they were when the state was made: {list(first.folders)!r}.",
             )
     if first.extents.num_devices != len(folders):
         raise StorageCorruptError(
-            f"The optimizer state in {str(folders[0])!r} lies in {first.extents.num_devices} storage folders;"
+            f"The optimizer state in {str(folders[0].path)!r} lies in {first.extents.num_devices} storage folders;"
             f" {len(folders)} named.",
             f"Name all of them: {list(first.folders)!r}.",
         )
@@ -66,7 +67,7 @@ def require_recoverable(folder: Path, manifest: Manifest, *, state_format: str |
         )
 
 
-def newest_complete(folders: Sequence[Path], manifest: Manifest, newest: int | None) -> CommitRecord:
+def newest_complete(folders: Sequence[OpenFolder], manifest: Manifest, newest: int | None) -> CommitRecord:
     """Return the newest record, up to ``newest``, whose extents are all intact; newer records are erased.
 
     Later steps write to the newer records' places again, so that such a record would name a mixture of generations.
@@ -75,9 +76,8 @@ def newest_complete(folders: Sequence[Path], manifest: Manifest, newest: int | N
         StorageCorruptError: There is no such record.
         StorageError: A file cannot be read.
     """
-    path = folders[0] / COMMIT_NAME
     records = read_records(
-        path,
+        folders[0],
         num_tasklets=manifest.extents.num_tasklets,
         num_parameters=len(manifest.description.parameters),
         job=manifest.job,
@@ -88,25 +88,25 @@ def newest_complete(folders: Sequence[Path], manifest: Manifest, newest: int | N
         problem = _mismatch(folders, manifest, record)
         if problem is None:
             _warn_of_fallback(record, problems)
-            _erase_newer(path, records, record)
+            _erase_newer(folders[0], records, record)
             return record
         problems.append(problem)
     raise StorageCorruptError(
-        problems[0] if problems else f"{str(path)!r} holds no commit record{_up_to(newest)}.",
+        problems[0] if problems else f"{str(folders[0].path / COMMIT_NAME)!r} holds no commit record{_up_to(newest)}.",
         "Resume from a checkpoint with a new store: remove the folder or choose another TransferConfig(job=...).",
     )
 
 
-def _mismatch(folders: Sequence[Path], manifest: Manifest, record: CommitRecord) -> str | None:
+def _mismatch(folders: Sequence[OpenFolder], manifest: Manifest, record: CommitRecord) -> str | None:
     generations = record.tasklet_generations
     if (
         np.any((generations < 0) | (generations > record.generation))
         or np.any(record.placement.devices >= len(folders))
         or np.any(record.steps < 0)
     ):
-        return f"{str(folders[0] / COMMIT_NAME)!r}: the record of generation {record.generation} contradicts itself."
-    paths = [folder / STATE_NAME for folder in folders]
-    return first_mismatch(paths, manifest.extents, record, manifest.identity)
+        path = folders[0].path / COMMIT_NAME
+        return f"{str(path)!r}: the record of generation {record.generation} contradicts itself."
+    return first_mismatch(folders, manifest.extents, record, manifest.identity)
 
 
 def _warn_of_fallback(record: CommitRecord, problems: Sequence[str]) -> None:
@@ -114,10 +114,10 @@ def _warn_of_fallback(record: CommitRecord, problems: Sequence[str]) -> None:
         warnings.warn(f"Falling back to generation {record.generation}: {problems[0]}", stacklevel=4)
 
 
-def _erase_newer(path: Path, records: Sequence[CommitRecord], chosen: CommitRecord) -> None:
+def _erase_newer(folder: OpenFolder, records: Sequence[CommitRecord], chosen: CommitRecord) -> None:
     for record in records:
         if record.generation > chosen.generation:
-            erase_record(path, record, flush=True)
+            erase_record(folder, record, flush=True)
 
 
 def _up_to(newest: int | None) -> str:

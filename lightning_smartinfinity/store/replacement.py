@@ -14,7 +14,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["beside", "exchange", "flush", "flush_names", "flush_tree", "put_back", "put_in_place"]
+__all__ = ["beside", "exchange", "flush", "flush_names", "flush_open", "flush_tree", "put_back", "put_in_place"]
 
 _STAGING = ".saving"
 _PREVIOUS = ".saving-previous"  # no target has such a name
@@ -69,13 +69,18 @@ def flush(path: Path) -> None:
     # A FIFO would block without O_NONBLOCK.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISREG(mode):
-            os.fsync(descriptor)
-        elif stat.S_ISDIR(mode):
-            _flush_folder(descriptor)
+        flush_open(descriptor)
     finally:
         os.close(descriptor)
+
+
+def flush_open(descriptor: int) -> None:
+    """Do for an open file or folder what :func:`flush` does for a path."""
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        os.fsync(descriptor)
+    elif stat.S_ISDIR(mode):
+        _flush_folder(descriptor)
 
 
 def flush_tree(root: Path) -> None:

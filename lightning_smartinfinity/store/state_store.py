@@ -20,17 +20,11 @@ from lightning_smartinfinity.store.capacities import Capacities
 from lightning_smartinfinity.store.claiming import claim_folders, fill_folders
 from lightning_smartinfinity.store.direct import open_state_file
 from lightning_smartinfinity.store.extents import ExtentMap
-from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, RankFolder
-from lightning_smartinfinity.store.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    StoreDescription,
-    write_manifest,
-)
+from lightning_smartinfinity.store.folders import STATE_NAME, RankFolder
+from lightning_smartinfinity.store.manifest import Manifest, StoreDescription
 from lightning_smartinfinity.store.os_errors import storage_errors
-from lightning_smartinfinity.store.record import CommitRecord, erase_record, no_record, write_record
+from lightning_smartinfinity.store.record import CommitRecord, erase_record, flush_records, no_record, write_record
 from lightning_smartinfinity.store.recovery import common_manifest, newest_complete, require_recoverable
-from lightning_smartinfinity.store.replacement import flush
 from lightning_smartinfinity.store.space import measure_space, require_space
 from lightning_smartinfinity.store.spread import Placement, next_placement, places_needed
 
@@ -57,12 +51,11 @@ class StateStore:
         self._record = record
         self._previous: CommitRecord | None = None
         self._folders = tuple(folders)
-        self._commit_path = folders[0].path / COMMIT_NAME
         self._unusable: StorageError | None = None
         self.control_bytes = 0
         self._homes = manifest.extents.first_homes if record.generation < 0 else record.placement.devices
         self._capacities = Capacities(folders, manifest.extents, ranks=manifest.world_size)
-        self.files = tuple(open_state_file(folder.path / STATE_NAME, direct_io) for folder in folders)
+        self.files = tuple(open_state_file(folder.inside, STATE_NAME, direct_io) for folder in folders)
 
     @classmethod
     def create(
@@ -153,9 +146,12 @@ class StateStore:
         """
         with ExitStack() as undo:
             claimed = claim_folders(folders, job=job, rank=rank, create=False, undo=undo)
-            manifest = common_manifest([folder.path for folder in claimed], rank=rank)
+            inside = [folder.inside for folder in claimed]
+            manifest = common_manifest(inside, rank=rank)
             require_recoverable(claimed[0].path, manifest, state_format=state_format)
-            record = newest_complete([folder.path for folder in claimed], manifest, newest)
+            record = newest_complete(inside, manifest, newest)
+            for device, folder in enumerate(claimed):
+                folder.adopt(manifest.for_device(device))
             store = cls(claimed, manifest, record, direct_io=direct_io)
             store._restore_places()
             undo.pop_all()
@@ -289,7 +285,7 @@ class StateStore:
             self._flush_files()
         before = self._record
         try:
-            self.control_bytes += write_record(self._commit_path, record, job=self.manifest.job, flush=flush)
+            self.control_bytes += write_record(self._folders[0].inside, record, job=self.manifest.job, flush=flush)
             self._previous, self._record = before, record
         except BaseException:  # an interrupt as well
             if self._record is not record:
@@ -313,11 +309,10 @@ class StateStore:
             StorageError: The generation could not be flushed, or a manifest could not be written.
         """
         self._flush_files()
-        with storage_errors("Flushing", self._commit_path):
-            flush(self._commit_path)
+        flush_records(self._folders[0].inside)
         self.manifest = replace(self.manifest, keep=True)
         for device, folder in enumerate(self._folders):
-            write_manifest(folder.path / MANIFEST_NAME, self.manifest.for_device(device))
+            folder.write_manifest(self.manifest.for_device(device))
             folder.flush()
 
     def close(self, *, remove: bool) -> None:
@@ -341,6 +336,6 @@ class StateStore:
         # After a crash, recovery could still read this record. Its places are written again after the rollback, so it
         # has to be erased first; if that fails, they must not be written.
         try:
-            erase_record(self._commit_path, record, flush=flush)
+            erase_record(self._folders[0].inside, record, flush=flush)
         except StorageError as error:
             self._unusable = error

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Sequence
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.native import TRAILER_BYTES
 from lightning_smartinfinity.store.extents import ExtentMap
+from lightning_smartinfinity.store.folders import STATE_NAME
+from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.record import CommitRecord
 
@@ -15,12 +17,12 @@ __all__ = ["first_mismatch"]
 
 
 def first_mismatch(
-    paths: list[Path], extents: ExtentMap, record: CommitRecord, identity: native.Identity
+    folders: Sequence[OpenFolder], extents: ExtentMap, record: CommitRecord, identity: native.Identity
 ) -> str | None:
     """Compare the trailer of every extent that a record names with what it should be.
 
     Args:
-        paths: The state file of each device.
+        folders: The rank's folder of each device.
         extents: The extents of the tasklets.
         record: The generation to verify.
         identity: The mark that every extent carries.
@@ -31,14 +33,15 @@ def first_mismatch(
     Raises:
         StorageError: A file cannot be read.
     """
-    problems = (_mismatch_in_file(path, device, extents, record, identity) for device, path in enumerate(paths))
+    problems = (_mismatch_in_file(folder, device, extents, record, identity) for device, folder in enumerate(folders))
     return next((problem for problem in problems if problem is not None), None)
 
 
 def _mismatch_in_file(
-    path: Path, device: int, extents: ExtentMap, record: CommitRecord, identity: native.Identity
+    folder: OpenFolder, device: int, extents: ExtentMap, record: CommitRecord, identity: native.Identity
 ) -> str | None:
-    with storage_errors("Reading", path), path.open("rb", buffering=0) as file:
+    path = folder.path / STATE_NAME
+    with storage_errors("Reading", path), folder.reader(STATE_NAME) as file:
         size = os.fstat(file.fileno()).st_size
         for tasklet, extent in enumerate(extents.extents):
             if record.placement.devices[tasklet] != device:

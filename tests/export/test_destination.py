@@ -43,9 +43,9 @@ def test_a_lock_that_its_owner_removed_while_another_process_waited(
     """A lock on a removed file counts for nothing: the process makes a new one."""
     staging, opened, calls = beside(tmp_path / "out"), os.open, 0
 
-    def removing(path: Path, *arguments: int) -> int:
+    def removing(path: Path, *arguments: int, **folders: int | None) -> int:
         nonlocal calls
-        descriptor = opened(path, *arguments)
+        descriptor = opened(path, *arguments, **folders)
         if path == staging / staging.name:
             calls += 1
             if calls == 1:

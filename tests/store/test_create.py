@@ -27,6 +27,7 @@ from lightning_smartinfinity.errors import (
 )
 from lightning_smartinfinity.store import ExtentMap, StateStore
 from lightning_smartinfinity.store.lock import FolderLock, is_locked
+from lightning_smartinfinity.store.open_folder import OpenFolder
 from tests.helpers.waiting import LIMIT
 from tests.store.makers import commit_generation, create, created, description, tree
 
@@ -127,11 +128,11 @@ def test_leftover_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
 
 
 def test_leftover_of_a_creation_that_was_killed(tmp_path: Path) -> None:
-    """A leftover state file without a manifest is replaced too."""
+    """A leftover state file without a manifest is replaced too, because the lock says that this package made it."""
     folder = tmp_path / "default" / "rank-00000"
     folder.mkdir(parents=True)
     (folder / "state.bin").write_bytes(b"half")
-    (folder / "lock").touch()
+    (folder / "lock").write_text("1234\nstate.bin\n")
     with created([tmp_path]):
         pass
     assert tree(tmp_path) == set()
@@ -161,7 +162,7 @@ def test_locked_by_another_process(tmp_path: Path) -> None:
             with pytest.raises(StorageLockedError, match=f"process {holder}") as caught:
                 attempt()
             assert "TransferConfig(job=...)" in caught.value.remedy
-        assert is_locked(tmp_path / "default" / "rank-00000")
+        assert is_locked(OpenFolder(tmp_path / "default" / "rank-00000"))
         assert tree(tmp_path) == before
     create([tmp_path]).close(remove=True)
 
@@ -184,7 +185,8 @@ def test_store_that_nobody_closed_releases_its_lock(tmp_path: Path) -> None:
 
 def test_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
     """A forked DataLoader worker that outlives the trainer does not keep the folder locked."""
-    lock = FolderLock(tmp_path)
+    folder = OpenFolder(tmp_path)
+    lock = FolderLock(folder)
     parent, child = socket.socketpair()
     parent.settimeout(LIMIT)
     child.settimeout(LIMIT)
@@ -199,9 +201,9 @@ def test_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
     child.close()
     try:
         parent.recv(1)
-        assert is_locked(tmp_path)
+        assert is_locked(folder)
         lock.forget()
-        assert not is_locked(tmp_path)
+        assert not is_locked(folder)
     finally:
         parent.close()
         os.waitpid(pid, 0)
@@ -219,8 +221,8 @@ def test_lock_whose_file_was_replaced(tmp_path: Path, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", remove_first)
-        lock = FolderLock(tmp_path)
-    assert is_locked(tmp_path)
+        lock = FolderLock(OpenFolder(tmp_path))
+    assert is_locked(OpenFolder(tmp_path))
     lock.release(remove=True)
     assert tree(tmp_path) == set()
 
@@ -260,7 +262,7 @@ def test_file_that_cannot_be_made(tmp_path: Path) -> None:
     """A folder in place of the state file is refused and stays."""
     folder = tmp_path / "default" / "rank-00000" / "state.bin"
     folder.mkdir(parents=True)
-    with pytest.raises(StorageError, match=r"leftover of an earlier job") as caught:
+    with pytest.raises(StorageError, match=r"state\.bin' is a folder, and not a regular file") as caught:
         create([tmp_path])
     assert caught.value.remedy
     assert folder.is_dir()
@@ -331,7 +333,7 @@ def test_too_few_descriptors(tmp_path: Path) -> None:
 def test_manifest_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure at the last file removes everything, the temporary file included."""
 
-    def refuse(source: str, target: str) -> None:
+    def refuse(source: str, target: str, **folders: int) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(os, "replace", refuse)

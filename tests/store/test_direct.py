@@ -78,10 +78,10 @@ def test_file_system_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """If opening with O_DIRECT fails, "auto" warns and uses the page cache, and "on" is an error."""
     real = os.open
 
-    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+    def refuse(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, mode)
+        return real(path, flags, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.warns(UserWarning, match="refuses O_DIRECT"):

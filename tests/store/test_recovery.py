@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.manifest import read_manifest
+from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.record import (
     CommitRecord,
     decode_record,
@@ -81,7 +82,7 @@ def test_damaged_record_is_no_record(record: CommitRecord, data: st.DataObject) 
 
 def test_records_alternate(tmp_path: Path) -> None:
     """A record never overwrites its predecessor. Both are found, the newest first."""
-    path = tmp_path / "commit.bin"
+    path, folder = tmp_path / "commit.bin", OpenFolder(tmp_path)
     path.touch()
     shape = {
         "placement": Placement(np.zeros(9, np.uint16), np.zeros(9, np.uint32)),
@@ -89,8 +90,8 @@ def test_records_alternate(tmp_path: Path) -> None:
         "steps": np.zeros(2, np.int64),
     }
     for generation in range(5):
-        write_record(path, CommitRecord(generation=generation, **shape), job=JOB, flush=False)
-        found = read_records(path, num_tasklets=9, num_parameters=2, job=JOB)
+        write_record(folder, CommitRecord(generation=generation, **shape), job=JOB, flush=False)
+        found = read_records(folder, num_tasklets=9, num_parameters=2, job=JOB)
         assert [record.generation for record in found] == [generation, generation - 1][: generation + 1]
     assert path.stat().st_size <= 2 * record_bytes(9, 2)
 
@@ -236,7 +237,7 @@ def test_manifest_larger_than_any(tmp_path: Path) -> None:
     path.touch()
     os.truncate(path, 1 << 41)
     with pytest.raises(StorageCorruptError, match="not a readable manifest"):
-        read_manifest(path)
+        read_manifest(OpenFolder(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -285,12 +286,12 @@ def test_record_that_was_made_up(changed: dict[str, int], tmp_path: Path) -> Non
     tasklets, steps = len(store.placement.positions), len(store.manifest.description.parameters)
     job = store.manifest.job
     store.close(remove=False)
-    path = tmp_path / "default" / "rank-00000" / "commit.bin"
-    (record,) = read_records(path, num_tasklets=tasklets, num_parameters=steps, job=job)
+    folder = OpenFolder(tmp_path / "default" / "rank-00000")
+    (record,) = read_records(folder, num_tasklets=tasklets, num_parameters=steps, job=job)
     ((name, value),) = changed.items()
     column = getattr(record, name, None) if hasattr(record, name) else getattr(record.placement, name)
     column[-1] = value
-    write_record(path, record, job=job, flush=False)
+    write_record(folder, record, job=job, flush=False)
     with pytest.raises(StorageCorruptError, match=r"contradicts itself|does not hold"):
         StateStore.recover([tmp_path])
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity.store.lock import FolderLock
+from lightning_smartinfinity.store.open_folder import OpenFolder
 from tests.helpers.processes import run_module
 from tests.training.bad_input_worker import CASES
 
@@ -39,7 +40,7 @@ def attempted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     in_the_way.write_text("the user's")
     locked = root / "locked" / "storage" / "default" / "rank-00001"
     locked.mkdir(parents=True)
-    lock = FolderLock(locked)
+    lock = FolderLock(OpenFolder(locked))
     before = {case: sorted(_tree(root / case / "storage")) for case in CASES}
     (root / "before.json").write_text(json.dumps(before))
     done = run_module("tests.training.bad_input_worker", root, ranks=2)

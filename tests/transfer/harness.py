@@ -109,6 +109,7 @@ class Run:
                     keep=case.keep,
                 ),
                 rank=case.rank,
+                world_size=case.rank + 1,
                 job_id=case.job_id,
                 extents=self.layout.extents,
                 description=StoreDescription(

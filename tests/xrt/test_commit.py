@@ -10,7 +10,8 @@ import torch
 from lightning_smartinfinity import StorageError
 from lightning_smartinfinity.native import StateFile
 from lightning_smartinfinity.store import record, state_store
-from lightning_smartinfinity.store.state_store import COMMIT_NAME
+from lightning_smartinfinity.store.folders import COMMIT_NAME
+from lightning_smartinfinity.store.open_folder import OpenFolder
 from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.runif import RunIf
 from tests.transfer.harness import Case, Run, assert_equal, running
@@ -46,9 +47,9 @@ def watch(run: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watched], lis
     watched = [Watched(file, number, run, events) for number, file in enumerate(run.store.files)]
     run.store.files = tuple(watched)  # type: ignore[assignment]
 
-    def write(path: Path, *arguments: object, **options: object) -> int:
-        events.append(f"record in {path.parts[-4]}" + (", flushed" if options["flush"] else ""))
-        return record.write_record(path, *arguments, **options)  # type: ignore[arg-type]
+    def write(folder: OpenFolder, *arguments: object, **options: object) -> int:
+        events.append(f"record in {folder.path.parts[-3]}" + (", flushed" if options["flush"] else ""))
+        return record.write_record(folder, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(state_store, "write_record", write)
     return watched, events

@@ -372,7 +372,7 @@ def test_files_in_the_page_cache(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files in the page cache are refused: the card would read its SSD without what the host has written."""
-    monkeypatch.setattr(direct, "choose_direct", lambda path, choice: False)
+    monkeypatch.setattr(direct, "choose_direct", lambda folder, name, choice: False)
     with pytest.raises(DeviceError, match=r"state\.bin.*page cache"):
         Run(tmp_path, CASE, device=cards(emulated_cards.build.xclbin))
 

@@ -34,8 +34,10 @@ int open_descriptor(const std::string& path, Access access) {
 
 }  // namespace
 
-StateFile::StateFile(std::string path, Access access)
-    : path_(std::move(path)), access_(access), open_(std::make_shared<Open>(open_descriptor(path_, access))) {}
+StateFile::StateFile(std::string path, Access access) : StateFile(path, access, open_descriptor(path, access)) {}
+
+StateFile::StateFile(std::string path, Access access, int descriptor)
+    : path_(std::move(path)), access_(access), open_(std::make_shared<Open>(descriptor)) {}
 
 int StateFile::descriptor() const {
     if (!open_) throw std::runtime_error("StateFile: " + path_ + " is closed");

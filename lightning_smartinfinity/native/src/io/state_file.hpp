@@ -13,6 +13,8 @@ class StateFile {
  public:
     // Opens an existing file; throws SystemError.
     StateFile(std::string path, Access access);
+    // Takes over a descriptor, which is open for reading and writing, with O_DIRECT for kDirect.
+    StateFile(std::string path, Access access, int descriptor);
 
     const std::string& path() const { return path_; }
     Access access() const { return access_; }

@@ -1,9 +1,11 @@
 // Binds host memory and files.
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -61,10 +63,16 @@ void bind_state_file(nb::module_& m) {
                           "Raises:\n    OSError: A call failed; it has errno and filename.")
         .def(
             "__init__",
-            [](StateFile* self, std::string path, bool direct) {
-                new (self) StateFile(std::move(path), direct ? Access::kDirect : Access::kBuffered);
+            [](StateFile* self, std::string path, bool direct, std::optional<int> descriptor) {
+                const Access access = direct ? Access::kDirect : Access::kBuffered;
+                if (descriptor) {
+                    new (self) StateFile(std::move(path), access, *descriptor);
+                } else {
+                    new (self) StateFile(std::move(path), access);
+                }
             },
-            "path"_a, nb::kw_only(), "direct"_a)
+            "path"_a, nb::kw_only(), "direct"_a, "descriptor"_a = nb::none(),
+            "Open a file by its path, or take over a descriptor that is open already (with O_DIRECT if direct).")
         .def_prop_ro("path", &StateFile::path)
         .def_prop_ro("direct", [](const StateFile& self) { return self.access() == Access::kDirect; })
         .def(
