@@ -26,6 +26,7 @@ ROOMS = (
     "gradient",
     "cuda",
     "pipeline",
+    "tensor",
     "card",
     "testing",
     "module",

@@ -1,6 +1,6 @@
-// Works many tiny batches through a Pipeline, and requests of several threads through a FileQueue, under random sizes,
-// threads, delays, short transfers and failures, and compares every bit with a plain loop. Built with sanitizers by
-// test_sanitizers.py.
+// Works many tiny batches through a Pipeline, and requests of several threads through a TensorStore, under random
+// sizes, threads, delays, short transfers and failures, and compares every bit with a plain loop. Built with sanitizers
+// by test_sanitizers.py.
 //
 // Some tasklets are resident, in every third scenario in memory only. In every other scenario parameters are on the
 // fake CUDA device of fake_cuda.cpp, whose copies take their time or fail. Six scenarios of one update rule are
@@ -30,8 +30,10 @@
 #include "base/flush_subnormals.hpp"
 #include "base/system_error.hpp"
 #include "cuda/cuda_device.hpp"
-#include "io/file_queue.hpp"
+#include "io/io_scheduler.hpp"
 #include "pipeline/pipeline.hpp"
+#include "tensor/memory_pool.hpp"
+#include "tensor/tensor_store.hpp"
 #include "testing/fault_injection.hpp"
 #include "testing/seams.hpp"
 
@@ -457,17 +459,23 @@ class Scenario {
     std::unique_ptr<Pipeline> pipeline_;
 };
 
-// Two threads, each with a half of a file, write blocks and read them back. The last requests are left to close().
-class Requests {
+// Two threads write tensors of any length and read them back, in memory of one pool. Some requests are cancelled, and
+// the last ones are left to close().
+class Tensors {
  public:
-    Requests(const std::string& folder, std::uint64_t seed)
-        : seed_(seed), random_(seed), file_(make_file(folder)), queue_(random_.between(1, 4)) {
+    Tensors(const std::string& folder, std::uint64_t seed)
+        : seed_(seed),
+          random_(seed),
+          scheduler_(std::make_shared<IoScheduler>(random_.between(1, 4) * kBlockBytes)),
+          pool_(std::make_shared<MemoryPool>()),
+          store_({make_file(folder), make_file(folder)}, random_.between(1, 4), std::nullopt) {
+        pool_->set_limit(2 * kLongest);
         Faults faults;
         faults.seed = seed;
         faults.max_delay_us = static_cast<std::int64_t>(random_.upto(100));
         faults.short_transfer_every = static_cast<std::int64_t>(random_.upto(3));
         if (random_.coin()) faults.fail_write_at = static_cast<std::int64_t>(random_.upto(20));
-        Seams::decorate_engine(queue_, [&faults](std::unique_ptr<IoEngine> engine) {
+        Seams::decorate_engine(store_, [&faults](std::unique_ptr<IoEngine> engine) {
             return std::make_unique<FaultInjectingEngine>(std::move(engine), faults);
         });
     }
@@ -476,50 +484,62 @@ class Requests {
         std::thread other([this] { work(0); });
         work(1);
         other.join();
-        HostBuffer memory(kHalf);
-        (void)queue_.submit(Direction::kRead, file_, 0, memory.data(), kHalf);
-        if (random_.coin()) file_.close();
-        queue_.close();
+        const auto memory = pool_->take(kLongest);
+        (void)store_.submit(Direction::kRead, store_.allocate(kLongest), 0, memory->data(), kLongest, random_class());
+        store_.close();
+        require(store_.taken_bytes() == 0, "a place was not given back", seed_);
     }
 
  private:
     // This is larger than the parts that a request is cut into.
-    static constexpr std::size_t kHalf = (std::size_t{4} << 20) + 16 * kBlockBytes;
+    static constexpr std::size_t kLongest = (std::size_t{4} << 20) + 16 * kBlockBytes;
 
     StateFile make_file(const std::string& folder) {
-        const std::string path = folder + "/requests-" + std::to_string(::getpid());
+        const std::string path = folder + "/tensors-" + std::to_string(::getpid());
         const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-        require(descriptor >= 0 && ::ftruncate(descriptor, 2 * kHalf) == 0, "the file cannot be made", seed_);
+        require(descriptor >= 0, "the file cannot be made", seed_);
         ::close(descriptor);
-        StateFile file(path, Access::kBuffered);
+        StateFile file(path, Access::kBuffered, scheduler_);
         ::unlink(path.c_str());
         return file;
     }
 
-    void work(std::size_t half) {
-        Random random(2 * seed_ + half);
-        HostBuffer written(kHalf), read(kHalf);
+    IoClass random_class() { return static_cast<IoClass>(random_.upto(kNumIoClasses - 1)); }
+
+    void work(std::size_t thread) {
+        Random random(2 * seed_ + thread);
+        std::shared_ptr<TensorExtent> kept;
         for (std::size_t round = 0; round < 6; ++round) {
-            const std::size_t bytes = round == 0 ? kHalf : random.between(1, 16) * kBlockBytes;
-            const std::uint64_t offset = half * kHalf;
-            std::memset(written.data(), static_cast<int>(random.upto(255)), bytes);
-            const auto write = [&] {
-                return queue_.wait(queue_.submit(Direction::kWrite, file_, offset, written.data(), bytes));
+            const std::size_t bytes = round == 0 ? kLongest : random.between(1, 16) * kBlockBytes;
+            const auto extent = store_.allocate(bytes);
+            const auto written = pool_->take(bytes), read = pool_->take(bytes);
+            const auto io_class = static_cast<IoClass>(random.upto(kNumIoClasses - 1));
+            const auto submit = [&](Direction direction, std::byte* data) {
+                return store_.submit(direction, extent, 0, data, bytes, io_class);
             };
-            if (const auto failure = write()) {
-                require(failure->error == EIO, failure->message.c_str(), seed_);
-                require(!write(), "the second attempt failed", seed_);
+            std::memset(written->data(), static_cast<int>(random.upto(255)), bytes);
+            const auto first = submit(Direction::kWrite, written->data());
+            if (random.coin()) (void)store_.cancel(first);
+            const auto second = submit(Direction::kWrite, written->data());
+            const auto reading = submit(Direction::kRead, read->data());
+            const bool failed = store_.wait(second).has_value();
+            require(store_.wait(reading).has_value() == failed, "a read found what was not written", seed_);
+            (void)store_.wait(first);
+            require(store_.done(first) && store_.done(second) && store_.done(reading), "it has not ended", seed_);
+            if (failed) {
+                require(!store_.wait(submit(Direction::kWrite, written->data())), "the next attempt failed", seed_);
+                require(!store_.wait(submit(Direction::kRead, read->data())), "the next read failed", seed_);
             }
-            const auto ticket = queue_.submit(Direction::kRead, file_, offset, read.data(), bytes);
-            require(!queue_.wait(ticket), "a read failed", seed_);
-            require(std::memcmp(read.data(), written.data(), bytes) == 0, "the content differs", seed_);
+            require(std::memcmp(read->data(), written->data(), bytes) == 0, "the content differs", seed_);
+            if (random.coin()) kept = extent;
         }
     }
 
     const std::uint64_t seed_;
     Random random_;
-    StateFile file_;
-    FileQueue queue_;
+    std::shared_ptr<IoScheduler> scheduler_;
+    std::shared_ptr<MemoryPool> pool_;
+    TensorStore store_;
 };
 
 }  // namespace
@@ -535,7 +555,7 @@ int main(int argc, char** argv) {
     const smart_infinity::FakeCuda cuda(argv[4]);
     for (std::uint64_t seed = first; seed < first + num_seeds; ++seed) {
         smart_infinity::Scenario(argv[1], seed, cuda).run();
-        smart_infinity::Requests(argv[1], seed).run();
+        smart_infinity::Tensors(argv[1], seed).run();
     }
     std::printf("%llu scenarios\n", static_cast<unsigned long long>(num_seeds));
     return 0;

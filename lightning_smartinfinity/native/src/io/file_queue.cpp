@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <iterator>
 #include <stdexcept>
 #include <system_error>
 #include <unordered_map>
@@ -53,7 +54,7 @@ FileQueue::~FileQueue() {
     close();
     if (!busy()) return;
     struct Used {
-        std::vector<StateFile> files;
+        std::vector<std::shared_ptr<Request>> requests;
         std::shared_ptr<void> memory;
         std::unique_ptr<IoEngine> engine;
     };
@@ -69,34 +70,61 @@ std::unique_ptr<IoEngine> FileQueue::make_engine(const IoOptions& options) {
 }
 
 FileQueue::Ticket FileQueue::submit(Direction direction, const StateFile& file, std::uint64_t offset, std::byte* data,
-                                    std::size_t bytes) {
+                                    std::size_t bytes, const Options& options) {
     require(bytes > 0, "no bytes");
     const bool aligned = offset % kBlockBytes == 0 && bytes % kBlockBytes == 0 &&
                          reinterpret_cast<std::uintptr_t>(data) % kBlockBytes == 0;
     require(aligned || file.access() == Access::kBuffered, "direct I/O wants whole blocks of 4096 bytes");
     const int descriptor = file.descriptor();
+    const auto request = std::make_shared<Request>(file, options);
     const std::lock_guard lock(mutex_);
     require(!closed_, "it is closed");
-    const Ticket ticket = next_ticket_++;
-    requests_[ticket].parts_left = (bytes + kPartBytes - 1) / kPartBytes;
     for (std::size_t begin = 0; begin < bytes; begin += kPartBytes) {
-        const IoRequest part{direction,  descriptor, offset + begin, data + begin, std::min(kPartBytes, bytes - begin),
-                             next_tag_++};
-        parts_.emplace(part.tag, Part{file, Transfer(part, file.access()), ticket});
-        engine_->submit(part, *this);
+        request->unstarted.push_back(
+            {direction, descriptor, offset + begin, data + begin, std::min(kPartBytes, bytes - begin), next_tag_++});
     }
+    request->parts_left = request->unstarted.size();
+    const Ticket ticket = next_ticket_++;
+    for (const Ticket before : options.after) {
+        if (has_ended(before)) continue;
+        requests_.at(before)->next.push_back(ticket);
+        ++request->num_before;
+    }
+    requests_.emplace(ticket, request);
+    ++num_unended_;
+    if (request->num_before == 0) start(ticket, request);
     return ticket;
+}
+
+bool FileQueue::done(Ticket ticket) const {
+    const std::lock_guard lock(mutex_);
+    require_issued(ticket);
+    return has_ended(ticket);
+}
+
+bool FileQueue::cancel(Ticket ticket) {
+    const std::lock_guard lock(mutex_);
+    require_issued(ticket);
+    if (has_ended(ticket)) return false;
+    const std::shared_ptr<Request> request = find(ticket);
+    std::size_t num_cancelled = std::exchange(request->unstarted, {}).size();
+    for (auto part = parts_.begin(); part != parts_.end();) {
+        IoScheduler* const scheduler = request->file.scheduler();
+        const bool left_out = part->second.ticket == ticket && scheduler && scheduler->cancel(*this, part->first);
+        num_cancelled += left_out;
+        part = left_out ? parts_.erase(part) : std::next(part);
+    }
+    request->parts_left -= num_cancelled;
+    if (request->parts_left == 0) end_of(*request);
+    return num_cancelled > 0;
 }
 
 std::optional<Failure> FileQueue::wait(Ticket ticket, const Poll& poll) {
     const Stopwatch stopwatch;
     std::unique_lock lock(mutex_);
-    require(ticket < next_ticket_, "there is no ticket " + std::to_string(ticket));
-    const auto ended = [&] {
-        const auto request = requests_.find(ticket);
-        return request == requests_.end() || request->second.parts_left == 0;
-    };
-    while (!changed_.wait_for(lock, kPollInterval, ended)) {
+    require_issued(ticket);
+    hasten(ticket);
+    while (!changed_.wait_for(lock, kPollInterval, [&] { return has_ended(ticket); })) {
         lock.unlock();
         poll();
         lock.lock();
@@ -107,7 +135,7 @@ std::optional<Failure> FileQueue::wait(Ticket ticket, const Poll& poll) {
     lock.lock();
     counters_.wait_seconds += stopwatch.seconds();
     const auto node = requests_.extract(ticket);
-    return node.empty() ? std::nullopt : std::move(node.mapped().failure);
+    return node.empty() ? std::nullopt : std::move(node.mapped()->failure);
 }
 
 Counters FileQueue::report() const {
@@ -125,31 +153,91 @@ bool FileQueue::busy() const { return watch_ != nullptr && watch_->any_abandoned
 void FileQueue::close() {
     std::unique_lock lock(mutex_);
     closed_ = true;
-    changed_.wait(lock, [&] { return parts_.empty(); });
+    changed_.wait(lock, [&] { return num_unended_ == 0; });
 }
 
 std::optional<Failure> FileQueue::failure_of(const Part& part, Transfer::Progress progress,
                                              const IoResult& result) const {
     if (progress == Transfer::Progress::kDone) return std::nullopt;
     if (progress == Transfer::Progress::kNotReturned) {
-        return not_returned(part.transfer.rest(), part.file.path(), result, deadline_->kind);
+        return not_returned(part.transfer.rest(), part.request->file.path(), result, deadline_->kind);
     }
-    return smart_infinity::failure_of(part.transfer, progress, part.file.path());
+    return smart_infinity::failure_of(part.transfer, progress, part.request->file.path());
+}
+
+void FileQueue::require_issued(Ticket ticket) const {
+    require(ticket < next_ticket_, "there is no ticket " + std::to_string(ticket));
+}
+
+bool FileQueue::has_ended(Ticket ticket) const {
+    const std::shared_ptr<Request> request = find(ticket);
+    return !request || request->parts_left == 0;
+}
+
+std::shared_ptr<FileQueue::Request> FileQueue::find(Ticket ticket) const {
+    const auto request = requests_.find(ticket);
+    return request == requests_.end() ? nullptr : request->second;
+}
+
+void FileQueue::start(Ticket ticket, const std::shared_ptr<Request>& request) {
+    for (const IoRequest& whole : std::exchange(request->unstarted, {})) {
+        const Part part{request, whole, Transfer(whole, request->file.access()), ticket};
+        attempt(parts_.emplace(whole.tag, part).first->second);
+    }
+}
+
+void FileQueue::attempt(const Part& part) {
+    const IoRequest& rest = part.transfer.rest();
+    IoScheduler* const scheduler = part.request->file.scheduler();
+    if (scheduler == nullptr) return engine_->submit(rest, *this);
+    scheduler->submit(*engine_, rest, part.request->options.io_class, *this);
+}
+
+// What a request must wait for is hastened, too.
+void FileQueue::hasten(Ticket ticket) {
+    if (has_ended(ticket)) return;
+    const std::shared_ptr<Request> request = find(ticket);
+    for (const Ticket before : request->options.after) hasten(before);
+    IoScheduler* const scheduler = request->file.scheduler();
+    if (scheduler == nullptr || request->options.io_class == IoClass::kAwaited) return;
+    request->options.io_class = IoClass::kAwaited;
+    for (const auto& [tag, part] : parts_) {
+        if (part.ticket == ticket) scheduler->hasten(*this, tag, IoClass::kAwaited);
+    }
 }
 
 // Runs on a thread of the engine, or of the deadline engine around it.
 void FileQueue::completed(const IoRequest& request, const IoResult& result) {
-    const std::lock_guard lock(mutex_);
-    Part& part = parts_.at(request.tag);
+    std::unique_lock lock(mutex_);
+    Part& found = parts_.at(request.tag);
     counters_.count(request.direction, result);
-    const Transfer::Progress progress = part.transfer.advance(result);
-    if (progress == Transfer::Progress::kAgain) return engine_->submit(part.transfer.rest(), *this);
-    Request& whole = requests_.at(part.ticket);
-    if (!whole.failure) whole.failure = failure_of(part, progress, result);
+    const Transfer::Progress progress = found.transfer.advance(result);
+    if (progress == Transfer::Progress::kAgain) return attempt(found);
+    const Part part = found;
     const bool refused = result.seconds == 0;
-    if (progress == Transfer::Progress::kNotReturned && !refused) abandoned_.push_back(part.file);
-    --whole.parts_left;
+    if (progress == Transfer::Progress::kNotReturned && !refused) {
+        part.request->abandoned = true;
+        abandoned_.push_back(part.request);
+    }
+    std::optional<Failure> failure = failure_of(part, progress, result);
+    if (part.request->options.ended) {
+        lock.unlock();
+        failure = part.request->options.ended(part.whole, std::move(failure));
+        lock.lock();
+    }
+    Request& whole = *part.request;
+    if (!whole.failure) whole.failure = std::move(failure);
     parts_.erase(request.tag);
+    if (--whole.parts_left == 0) end_of(whole);
+}
+
+void FileQueue::end_of(Request& request) {
+    --num_unended_;
+    if (!request.abandoned) request.options.ended = nullptr;
+    for (const Ticket next : std::exchange(request.next, {})) {
+        const std::shared_ptr<Request> waiting = find(next);
+        if (waiting && --waiting->num_before == 0) start(next, waiting);  // it is gone if it was cancelled
+    }
     changed_.notify_all();
 }
 

@@ -15,13 +15,14 @@
 #include "io/counters.hpp"
 #include "io/deadline_engine.hpp"
 #include "io/io_engines.hpp"
+#include "io/io_scheduler.hpp"
 #include "io/state_file.hpp"
 #include "io/transfer.hpp"
 
 namespace smart_infinity {
 
 // Moves plain bytes, not tasklets, between memory and files in the background. The memory of a request must stay valid
-// until the request has been waited for.
+// until the request has been waited for. Requests take their turns at the scheduler of their file, if it has one.
 //
 // Completions drive it, as in a Pipeline: the mutex is never held during I/O.
 class FileQueue final : private CompletionHandler {
@@ -36,6 +37,16 @@ class FileQueue final : private CompletionHandler {
         FailureKind kind = FailureKind::kTimeout;  // of what did not return; a card's: kDevice
     };
 
+    // When a request takes its turn, and what is done with its parts.
+    struct Options {
+        IoClass io_class = IoClass::kAwaited;
+        std::vector<Ticket> after;  // requests that must have ended before
+        // Called once for each part that was not cancelled, on a thread of the engine, with no lock held. It is given
+        // the failure of the part, and returns the one that the request is to have. It lives until an abandoned part
+        // returns.
+        std::function<std::optional<Failure>(const IoRequest& part, std::optional<Failure> failure)> ended;
+    };
+
     // Throws std::invalid_argument if the number of threads is out of range, SystemError if the engine is unavailable.
     // `memory`, which must outlive the queue, is registered with engines that gain by it; requests may use other
     // memory, too.
@@ -45,8 +56,19 @@ class FileQueue final : private CompletionHandler {
     ~FileQueue();
 
     // Returns at once. Throws std::invalid_argument if there are no bytes, or if direct I/O cannot transfer them.
-    Ticket submit(Direction direction, const StateFile& file, std::uint64_t offset, std::byte* data, std::size_t bytes);
-    // Waits until the request has ended and closes its ticket: waiting again finds no failure. Throws
+    Ticket submit(Direction direction, const StateFile& file, std::uint64_t offset, std::byte* data, std::size_t bytes,
+                  const Options& options);
+    Ticket submit(Direction direction, const StateFile& file, std::uint64_t offset, std::byte* data,
+                  std::size_t bytes) {
+        return submit(direction, file, offset, data, bytes, Options{});
+    }
+    // Returns whether the request has ended, so that wait() would not wait. Throws as wait() does.
+    bool done(Ticket ticket) const;
+    // Starts no further part of the request. Returns whether that left any part out: those are neither transferred nor
+    // failures. What has started goes on: only wait() tells that the memory is free. Throws as wait() does.
+    bool cancel(Ticket ticket);
+    // Waits until the request has ended and closes its ticket: waiting again finds no failure. What has not started
+    // becomes as urgent as IoClass::kAwaited. Throws
     // std::invalid_argument for a ticket that was never issued.
     //
     // `poll` is called every kPollInterval and at the end, with no lock held. If it throws, the wait ends, but the
@@ -64,30 +86,46 @@ class FileQueue final : private CompletionHandler {
  private:
     friend struct Seams;  // testing/seams.hpp
 
+    struct Request {
+        Request(StateFile of, Options how) : file(std::move(of)), options(std::move(how)) {}
+        const StateFile file;  // keeps its descriptor open
+        Options options;
+        std::size_t num_before = 0;  // of the requests that must have ended before, those that have not
+        std::vector<Ticket> next;    // requests that wait for this one
+        std::vector<IoRequest> unstarted;
+        std::size_t parts_left = 0;
+        std::optional<Failure> failure;  // the first one
+        bool abandoned = false;          // whether a part has not returned in time
+    };
+
     struct Part {
-        StateFile file;  // keeps its descriptor open
+        std::shared_ptr<Request> request;
+        IoRequest whole;
         Transfer transfer;
         Ticket ticket;
     };
 
-    struct Request {
-        std::size_t parts_left = 0;
-        std::optional<Failure> failure;  // the first one
-    };
-
     std::unique_ptr<IoEngine> make_engine(const IoOptions& options);
     std::optional<Failure> failure_of(const Part& part, Transfer::Progress progress, const IoResult& result) const;
+    void require_issued(Ticket ticket) const;
+    bool has_ended(Ticket ticket) const;
+    std::shared_ptr<Request> find(Ticket ticket) const;
+    void start(Ticket ticket, const std::shared_ptr<Request>& request);
+    void attempt(const Part& part);
+    void hasten(Ticket ticket);
+    void end_of(Request& request);
     void completed(const IoRequest& request, const IoResult& result) override;
 
     mutable std::mutex mutex_;
     std::condition_variable changed_;
-    std::unordered_map<Ticket, Request> requests_;  // not waited for yet
-    std::unordered_map<std::size_t, Part> parts_;   // in flight, by tag
+    std::unordered_map<Ticket, std::shared_ptr<Request>> requests_;  // not waited for yet
+    std::unordered_map<std::size_t, Part> parts_;                    // submitted, by tag
+    std::size_t num_unended_ = 0;                                    // requests
     Ticket next_ticket_ = 0;
     std::size_t next_tag_ = 0;
     Counters counters_;
     bool closed_ = false;
-    std::vector<StateFile> abandoned_;  // the files of abandoned requests
+    std::vector<std::shared_ptr<Request>> abandoned_;  // keep their files and what `ended` holds
     std::optional<Deadline> deadline_;
     DeadlineEngine* watch_ = nullptr;   // the engine, if there is a deadline
     std::unique_ptr<IoEngine> engine_;  // last: its destructor waits for threads that use all of the above

@@ -34,10 +34,14 @@ int open_descriptor(const std::string& path, Access access) {
 
 }  // namespace
 
-StateFile::StateFile(std::string path, Access access) : StateFile(path, access, open_descriptor(path, access)) {}
+StateFile::StateFile(std::string path, Access access, std::shared_ptr<IoScheduler> scheduler)
+    : StateFile(path, access, open_descriptor(path, access), std::move(scheduler)) {}
 
-StateFile::StateFile(std::string path, Access access, int descriptor)
-    : path_(std::move(path)), access_(access), open_(std::make_shared<Open>(descriptor)) {}
+StateFile::StateFile(std::string path, Access access, int descriptor, std::shared_ptr<IoScheduler> scheduler)
+    : path_(std::move(path)),
+      access_(access),
+      open_(std::make_shared<Open>(descriptor)),
+      scheduler_(std::move(scheduler)) {}
 
 int StateFile::descriptor() const {
     if (!open_) throw std::runtime_error("StateFile: " + path_ + " is closed");

@@ -5,19 +5,23 @@
 
 namespace smart_infinity {
 
+class IoScheduler;
+
 enum class Access { kBuffered, kDirect };
 
 // An open file. Its copies share one descriptor, which is closed with the last of them: if a file is closed during a
 // transfer, no other file can get the descriptor's number.
 class StateFile {
  public:
-    // Opens an existing file; throws SystemError.
-    StateFile(std::string path, Access access);
+    // Opens an existing file; throws SystemError. Those who transfer its bytes take turns at the scheduler, if it has
+    // one.
+    StateFile(std::string path, Access access, std::shared_ptr<IoScheduler> scheduler = nullptr);
     // Takes over a descriptor, which is open for reading and writing, with O_DIRECT for kDirect.
-    StateFile(std::string path, Access access, int descriptor);
+    StateFile(std::string path, Access access, int descriptor, std::shared_ptr<IoScheduler> scheduler = nullptr);
 
     const std::string& path() const { return path_; }
     Access access() const { return access_; }
+    IoScheduler* scheduler() const { return scheduler_.get(); }
     int descriptor() const;  // throws std::runtime_error if closed
     void sync() const;       // fdatasync
     void close() { open_.reset(); }
@@ -28,6 +32,7 @@ class StateFile {
     std::string path_;
     Access access_;
     std::shared_ptr<const Open> open_;
+    std::shared_ptr<IoScheduler> scheduler_;
 };
 
 }  // namespace smart_infinity

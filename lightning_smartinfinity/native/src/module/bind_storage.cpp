@@ -1,17 +1,25 @@
-// Binds host memory and files.
+// Binds host memory, files and their scheduler.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "base/buffer.hpp"
 #include "cuda/cuda_device.hpp"
+#include "io/io_scheduler.hpp"
 #include "io/state_file.hpp"
+#include "module/memory_view.hpp"
 #include "module/module.hpp"
 
 namespace nb = nanobind;
@@ -20,22 +28,13 @@ using namespace nb::literals;
 namespace smart_infinity {
 namespace {
 
-// Implements the buffer protocol: a memoryview holds a reference, and with it the mapping.
-int get_buffer(PyObject* self, Py_buffer* view, int flags) {
-    const HostBuffer* const buffer = nb::inst_ptr<HostBuffer>(self);
-    return PyBuffer_FillInfo(view, self, buffer->data(), static_cast<Py_ssize_t>(buffer->bytes()), 0, flags);
-}
-
-PyType_Slot host_buffer_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
-
 void bind_host_buffer(nb::module_& m) {
-    nb::class_<HostBuffer>(
-        m, "HostBuffer", nb::type_slots(host_buffer_slots),
+    nb::class_<HostBuffer> bound(
+        m, "HostBuffer", nb::type_slots(buffer_slots<HostBuffer>),
         "Zero-filled, page-aligned memory (2 MiB-aligned from that size on), absent from forked children.\n\n"
-        "Raises:\n    ValueError: nbytes is 0.\n    OSError: The memory cannot be mapped.")
+        "Raises:\n    ValueError: nbytes is 0.\n    OSError: The memory cannot be mapped.");
+    bind_memory_view(bound)
         .def(nb::init<std::size_t>(), "nbytes"_a)
-        .def_prop_ro("address", [](const HostBuffer& self) { return reinterpret_cast<Address>(self.data()); })
-        .def_prop_ro("nbytes", &HostBuffer::bytes)
         .def(
             "register",
             [](HostBuffer& self, std::shared_ptr<const CudaDevice> device) {
@@ -44,34 +43,64 @@ void bind_host_buffer(nb::module_& m) {
             "device"_a, WithoutGil(),
             "Make copies from and to the device asynchronous, until unregister() or the end of the memory.\n\n"
             "Returns whether it worked; if not, the device's registration_failure says why.")
-        .def("unregister", &HostBuffer::unregister, WithoutGil(), "End the registration; idempotent.")
+        .def("unregister", &HostBuffer::unregister, WithoutGil(), "End the registration; idempotent.");
+}
+
+using WaitRow = std::tuple<std::string, std::string, std::uint64_t, std::uint64_t, double>;
+
+std::vector<WaitRow> waits_of(const IoScheduler& scheduler) {
+    std::vector<WaitRow> rows;
+    const IoWaitTable table = scheduler.waits();
+    for (std::size_t waiting = 0; waiting < kNumIoClasses; ++waiting) {
+        for (std::size_t other = 0; other < kNumIoClasses; ++other) {
+            const IoWaits& waits = table[waiting][other];
+            if (waits.requests == 0) continue;
+            rows.emplace_back(name_of(static_cast<IoClass>(waiting)), name_of(static_cast<IoClass>(other)),
+                              waits.requests, waits.bytes, waits.seconds);
+        }
+    }
+    return rows;
+}
+
+void bind_scheduler(nb::module_& m) {
+    nb::enum_<IoClass>(m, "IoClass", "Why something is transferred, most urgent first.")
+        .value("AWAITED", IoClass::kAwaited, "Forward or backward waits for it.")
+        .value("GATHER", IoClass::kGather, "Tasklets of parameters that somebody wants to gather.")
+        .value("STATE", IoClass::kState, "Other tasklets.")
+        .value("WRITE_BEHIND", IoClass::kWriteBehind, "Memory is freed when it has been written.")
+        .value("BACKGROUND", IoClass::kBackground, "Copies and checks that nobody waits for.");
+    nb::class_<IoScheduler>(
+        m, "IoScheduler",
+        "Lets requests to the files of one device start in the order of their classes, `in_flight_bytes` at a time.")
+        .def(nb::new_([](std::size_t in_flight_bytes) { return std::make_shared<IoScheduler>(in_flight_bytes); }),
+             nb::kw_only(), "in_flight_bytes"_a = IoScheduler::kInFlightBytes)
+        .def_prop_ro("in_flight_bytes", &IoScheduler::in_flight_bytes)
         .def(
-            "memoryview",
-            [](nb::handle self) {
-                PyObject* const view = PyMemoryView_FromObject(self.ptr());
-                if (view == nullptr) throw nb::python_error();
-                return nb::steal(view);
-            },
-            nb::sig("def memoryview(self) -> builtins.memoryview"),
-            "Return the writable bytes; the view keeps the buffer alive.");
+            "waits", &waits_of,
+            "Return who waited for whom, since creation: for each pair of classes the name of the one that waited,\n"
+            "the name of the one that it waited for, the number of requests that waited, the bytes of the other class\n"
+            "that ended meanwhile, and the seconds, divided among the other classes in proportion to these bytes.");
 }
 
 void bind_state_file(nb::module_& m) {
-    nb::class_<StateFile>(m, "StateFile",
-                          "One open descriptor of an existing file, close-on-exec.\n\n"
-                          "A pipeline that uses it keeps the descriptor open until the pipeline is closed too.\n\n"
-                          "Raises:\n    OSError: A call failed; it has errno and filename.")
+    nb::class_<StateFile>(
+        m, "StateFile",
+        "One open descriptor of an existing file, close-on-exec.\n\n"
+        "A pipeline that uses it keeps the descriptor open until the pipeline is closed too. Transfers of queues and\n"
+        "stores take turns at `scheduler`, if there is one.\n\n"
+        "Raises:\n    OSError: A call failed; it has errno and filename.")
         .def(
             "__init__",
-            [](StateFile* self, std::string path, bool direct, std::optional<int> descriptor) {
+            [](StateFile* self, std::string path, bool direct, std::optional<int> descriptor,
+               std::shared_ptr<IoScheduler> scheduler) {
                 const Access access = direct ? Access::kDirect : Access::kBuffered;
                 if (descriptor) {
-                    new (self) StateFile(std::move(path), access, *descriptor);
+                    new (self) StateFile(std::move(path), access, *descriptor, std::move(scheduler));
                 } else {
-                    new (self) StateFile(std::move(path), access);
+                    new (self) StateFile(std::move(path), access, std::move(scheduler));
                 }
             },
-            "path"_a, nb::kw_only(), "direct"_a, "descriptor"_a = nb::none(),
+            "path"_a, nb::kw_only(), "direct"_a, "descriptor"_a = nb::none(), "scheduler"_a = nb::none(),
             "Open a file by its path, or take over a descriptor that is open already (with O_DIRECT if direct).")
         .def_prop_ro("path", &StateFile::path)
         .def_prop_ro("direct", [](const StateFile& self) { return self.access() == Access::kDirect; })
@@ -90,6 +119,7 @@ void bind_state_file(nb::module_& m) {
 
 void bind_storage(nb::module_& m) {
     bind_host_buffer(m);
+    bind_scheduler(m);
     bind_state_file(m);
 }
 

@@ -84,6 +84,8 @@ void bind_hold(nb::module_& m) {
              "pipeline"_a, nb::kw_only(), "read_at"_a = -1, "write_at"_a = -1, "count"_a = 1, "gradients"_a = false)
         .def(nb::new_(&hold_in_engine<PythonFileQueue>), "queue"_a, nb::kw_only(), "read_at"_a = -1, "write_at"_a = -1,
              "count"_a = 1)
+        .def(nb::new_(&hold_in_engine<PythonTensorStore>), "store"_a, nb::kw_only(), "read_at"_a = -1,
+             "write_at"_a = -1, "count"_a = 1)
         .def_prop_ro("count", &Hold::count, "Number of requests that are held now.")
         .def("release", &Hold::release, WithoutGil(), "Release all held requests, and hold no more.");
 }
@@ -214,6 +216,7 @@ void bind_parts(nb::module_& m) {
 void bind_testing(nb::module_& m) {
     bind_inject<PythonPipeline>(m, "pipeline");
     bind_inject<PythonFileQueue>(m, "queue");
+    bind_inject<PythonTensorStore>(m, "store");
     bind_throttle(m);
     bind_hold(m);
     bind_use_cuda_library(m);

@@ -70,6 +70,7 @@ NB_MODULE(_core, m) {
     bind_card(m);
     bind_pipeline(m);
     bind_file_queue(m);
+    bind_tensor_store(m);
     bind_watch(m);
     m.attr("__all__") = public_names(m);
 #ifdef SMART_INFINITY_TESTING

@@ -23,6 +23,7 @@ void bind_results(nanobind::module_& m);
 void bind_card(nanobind::module_& m);
 void bind_pipeline(nanobind::module_& m);
 void bind_file_queue(nanobind::module_& m);
+void bind_tensor_store(nanobind::module_& m);
 void bind_watch(nanobind::module_& m);
 void bind_testing(nanobind::module_& m);
 

@@ -13,11 +13,13 @@
 #include "module/closable.hpp"
 #include "pipeline/device_traffic.hpp"
 #include "pipeline/pipeline.hpp"
+#include "tensor/tensor_store.hpp"
 
 namespace smart_infinity {
 
 using PythonPipeline = Closable<Pipeline>;
 using PythonFileQueue = Closable<FileQueue>;
+using PythonTensorStore = Closable<TensorStore>;
 
 // Memory on a card, and where this process sees it.
 struct PythonCardBuffer {

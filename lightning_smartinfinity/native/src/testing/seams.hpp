@@ -9,16 +9,20 @@
 #include "io/file_queue.hpp"
 #include "kernels/instruction_set.hpp"
 #include "pipeline/pipeline.hpp"
+#include "tensor/tensor_store.hpp"
 
 namespace smart_infinity {
 
-// Changes the private parts of pipelines and queues, whose friend it is. Nothing may be in flight.
+// Changes the private parts of pipelines, queues and tensor stores, whose friend it is. Nothing may be in flight.
 struct Seams {
     using Decorate = std::function<std::unique_ptr<IoEngine>(std::unique_ptr<IoEngine>)>;
 
     // Puts an engine in front of the one that moves the bytes. Deadlines stay in front of both.
     static void decorate_engine(Pipeline& pipeline, const Decorate& decorate);
     static void decorate_engine(FileQueue& queue, const Decorate& decorate);
+    static void decorate_engine(TensorStore& store, const Decorate& decorate) {
+        decorate_engine(store.queue_, decorate);
+    }
     // Calls Updater::put_before_transfers().
     static void put_before_transfers(Pipeline& pipeline, std::function<void(const IoRequest&)> gate);
 

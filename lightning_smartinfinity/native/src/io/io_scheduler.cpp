@@ -1,0 +1,117 @@
+#include "io/io_scheduler.hpp"
+
+#include <algorithm>
+#include <memory>
+#include <numeric>
+#include <utility>
+
+namespace smart_infinity {
+
+const char* name_of(IoClass io_class) {
+    constexpr const char* kNames[kNumIoClasses] = {"awaited", "gather", "state", "write_behind", "background"};
+    return kNames[static_cast<std::size_t>(io_class)];
+}
+
+class IoScheduler::Running final : public CompletionHandler {
+ public:
+    Running(IoScheduler& scheduler, IoClass io_class, CompletionHandler& handler)
+        : scheduler_(scheduler), io_class_(io_class), handler_(handler) {}
+
+    void completed(const IoRequest& request, const IoResult& result) override {
+        const std::unique_ptr<Running> self(this);
+        // The scheduler may be gone when the handler returns.
+        scheduler_.ended(request, io_class_);
+        handler_.completed(request, result);
+    }
+
+ private:
+    IoScheduler& scheduler_;
+    const IoClass io_class_;
+    CompletionHandler& handler_;
+};
+
+void IoScheduler::submit(IoEngine& engine, const IoRequest& request, IoClass io_class, CompletionHandler& handler) {
+    const std::lock_guard lock(mutex_);
+    waiting_[static_cast<std::size_t>(io_class)].push_back(
+        {&engine, request, io_class, &handler, Stopwatch{}, ended_bytes_});
+    start_next();
+}
+
+bool IoScheduler::cancel(const CompletionHandler& handler, std::size_t tag) {
+    const std::lock_guard lock(mutex_);
+    const bool found = !extract(handler, tag).empty();
+    start_next();  // it may have been too large for what is free now
+    return found;
+}
+
+void IoScheduler::hasten(const CompletionHandler& handler, std::size_t tag, IoClass io_class) {
+    const std::lock_guard lock(mutex_);
+    for (Waiting& next : extract(handler, tag)) {
+        next.io_class = std::min(next.io_class, io_class);
+        waiting_[static_cast<std::size_t>(next.io_class)].push_back(next);
+    }
+    start_next();
+}
+
+IoWaitTable IoScheduler::waits() const {
+    const std::lock_guard lock(mutex_);
+    return waits_;
+}
+
+// Returns one request, or none.
+std::deque<IoScheduler::Waiting> IoScheduler::extract(const CompletionHandler& handler, std::size_t tag) {
+    for (auto& queue : waiting_) {
+        const auto found = std::find_if(queue.begin(), queue.end(), [&](const Waiting& waiting) {
+            return waiting.handler == &handler && waiting.request.tag == tag;
+        });
+        if (found == queue.end()) continue;
+        const Waiting waiting = *found;
+        queue.erase(found);
+        return {waiting};
+    }
+    return {};
+}
+
+void IoScheduler::start_next() {
+    for (auto& queue : waiting_) {
+        while (!queue.empty()) {
+            // A large request is not overtaken by smaller, less urgent ones: it would never start.
+            if (in_flight_ > 0 && in_flight_ + queue.front().request.bytes > limit_) return;
+            const Waiting next = queue.front();
+            queue.pop_front();
+            start(next);
+        }
+    }
+}
+
+void IoScheduler::start(const Waiting& next) {
+    count_wait(next);
+    in_flight_ += next.request.bytes;
+    auto running = std::make_unique<Running>(*this, next.io_class, *next.handler);
+    next.engine->submit(next.request, *running);
+    (void)running.release();  // it deletes itself; no engine completes a request within submit()
+}
+
+void IoScheduler::count_wait(const Waiting& next) {
+    BytesByClass bytes;
+    std::transform(ended_bytes_.begin(), ended_bytes_.end(), next.ended_before.begin(), bytes.begin(), std::minus<>());
+    const auto total = std::accumulate(bytes.begin(), bytes.end(), std::uint64_t{0});
+    if (total == 0) return;
+    const double seconds = next.since.seconds();
+    for (std::size_t other = 0; other < kNumIoClasses; ++other) {
+        if (bytes[other] == 0) continue;
+        IoWaits& waits = waits_[static_cast<std::size_t>(next.io_class)][other];
+        waits.requests += 1;
+        waits.bytes += bytes[other];
+        waits.seconds += seconds * static_cast<double>(bytes[other]) / static_cast<double>(total);
+    }
+}
+
+void IoScheduler::ended(const IoRequest& request, IoClass io_class) {
+    const std::lock_guard lock(mutex_);
+    in_flight_ -= request.bytes;
+    ended_bytes_[static_cast<std::size_t>(io_class)] += request.bytes;
+    start_next();
+}
+
+}  // namespace smart_infinity

@@ -1,0 +1,88 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+
+#include "base/stopwatch.hpp"
+#include "io/io_engine.hpp"
+
+namespace smart_infinity {
+
+// Why something is transferred, most urgent first.
+enum class IoClass {
+    kAwaited,      // forward or backward waits for it
+    kGather,       // tasklets of parameters that somebody wants to gather
+    kState,        // other tasklets
+    kWriteBehind,  // memory is freed when it has been written
+    kBackground,   // copies and checks that nobody waits for
+};
+
+constexpr std::size_t kNumIoClasses = 5;
+
+const char* name_of(IoClass io_class);
+
+// What requests of one class waited for: requests of the other class that ended meanwhile.
+struct IoWaits {
+    std::uint64_t requests = 0;
+    std::uint64_t bytes = 0;  // that ended meanwhile
+    double seconds = 0;       // of waiting, divided among the classes in proportion to these bytes
+};
+
+// By the class that waited, then by the class that it waited for.
+using IoWaitTable = std::array<std::array<IoWaits, kNumIoClasses>, kNumIoClasses>;
+
+// Lets the requests of all engines that use one device start in the order of their classes, and only so many bytes at
+// a time. Within a class they start in the order of submission. A request larger than the limit runs alone.
+//
+// A caller may hold a mutex that its CompletionHandler takes: handlers are called without the scheduler's mutex.
+class IoScheduler {
+ public:
+    // More bytes than any device needs to be busy, and so few that an urgent request waits for some 30 ms of a disk.
+    static constexpr std::size_t kInFlightBytes = std::size_t{64} << 20;
+
+    explicit IoScheduler(std::size_t in_flight_bytes = kInFlightBytes) : limit_(in_flight_bytes) {}
+    IoScheduler(const IoScheduler&) = delete;
+    IoScheduler& operator=(const IoScheduler&) = delete;
+
+    // Starts the request now or in its turn. Engine and handler must live until the handler was called.
+    void submit(IoEngine& engine, const IoRequest& request, IoClass io_class, CompletionHandler& handler);
+    // Forgets a request that has not started. Returns whether there was one: its handler is then never called.
+    bool cancel(const CompletionHandler& handler, std::size_t tag);
+    // Moves a request that has not started to a more urgent class.
+    void hasten(const CompletionHandler& handler, std::size_t tag, IoClass io_class);
+    IoWaitTable waits() const;
+    std::size_t in_flight_bytes() const { return limit_; }
+
+ private:
+    using BytesByClass = std::array<std::uint64_t, kNumIoClasses>;
+
+    struct Waiting {
+        IoEngine* engine;
+        IoRequest request;
+        IoClass io_class;
+        CompletionHandler* handler;
+        Stopwatch since;
+        BytesByClass ended_before;
+    };
+
+    class Running;  // tells the scheduler and then the handler that a request has ended
+
+    std::deque<Waiting> extract(const CompletionHandler& handler, std::size_t tag);
+    void start_next();
+    void start(const Waiting& next);
+    void count_wait(const Waiting& next);
+    void ended(const IoRequest& request, IoClass io_class);
+
+    const std::size_t limit_;
+    mutable std::mutex mutex_;
+    std::array<std::deque<Waiting>, kNumIoClasses> waiting_;
+    std::uint64_t in_flight_ = 0;
+    BytesByClass ended_bytes_{};
+    IoWaitTable waits_{};
+};
+
+}  // namespace smart_infinity

@@ -1,0 +1,149 @@
+// Binds the tensor store and its memory.
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/cuda_device.hpp"
+#include "module/memory_view.hpp"
+#include "module/module.hpp"
+#include "module/workers.hpp"
+#include "tensor/memory_pool.hpp"
+#include "tensor/tensor_extent.hpp"
+#include "tensor/tensor_store.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace smart_infinity {
+namespace {
+
+using Lease = MemoryPool::Lease;
+
+void bind_memory(nb::module_& m) {
+    nb::class_<Lease> lease(m, "MemoryLease", nb::type_slots(buffer_slots<Lease>),
+                            "Memory of a pool, which comes back with the last reference, views included.");
+    bind_memory_view(lease);
+    nb::class_<MemoryPool>(
+        m, "MemoryPool",
+        "Lends page-aligned memory of any length, absent from forked children. With `device`, it is\n"
+        "registered there, if the device permits.")
+        .def(nb::new_([](std::shared_ptr<const CudaDevice> device) {
+                 return std::make_shared<MemoryPool>(std::move(device));
+             }),
+             nb::kw_only(), "device"_a = nb::none())
+        .def("take", &MemoryPool::take, "nbytes"_a,
+             "Lend whole blocks with any content.\n\n"
+             "Raises:\n    ValueError: nbytes is 0.\n    OSError: The memory cannot be mapped.")
+        .def_prop_rw("limit", &MemoryPool::limit, &MemoryPool::set_limit,
+                     "Bytes above which idle memory is unmapped. More is mapped as long as it is lent.")
+        .def_prop_ro("nbytes", &MemoryPool::mapped_bytes, "Bytes that are mapped, lent and idle.")
+        .def_prop_ro("lent_bytes", &MemoryPool::lent_bytes);
+}
+
+void bind_extent(nb::module_& m) {
+    nb::class_<TensorExtent>(m, "TensorExtent",
+                             "One tensor's place on storage, free again when nothing refers to it any more.")
+        .def_prop_ro("path", [](const TensorExtent& self) { return self.file().file().path(); })
+        .def_prop_ro("offset", &TensorExtent::offset, "Offset in the file.")
+        .def_prop_ro("nbytes", &TensorExtent::bytes, "Size in whole blocks.")
+        .def_prop_ro("generation", &TensorExtent::generation, "Number of writes that have begun.");
+}
+
+TensorStore::Ticket submit(const PythonTensorStore& store, Direction direction,
+                           const std::shared_ptr<TensorExtent>& extent, std::uint64_t offset, Address address,
+                           std::size_t nbytes, IoClass io_class) {
+    return store.get()->submit(direction, extent, offset, reinterpret_cast<std::byte*>(address), nbytes, io_class);
+}
+
+void bind_store(nb::module_& m) {
+    nb::class_<PythonTensorStore>(
+        m, "TensorStore",
+        "Tensors of any length in files that are empty at first and do not outlive the process. Reads find what was\n"
+        "written, or fail with kind \"checksum\". Not usable in a forked child.\n\n"
+        "A request that does not return within timeout_ms is abandoned; None: no limit. While the store is busy, the\n"
+        "caller keeps the memory of such requests.\n\n"
+        "Raises:\n    ValueError: A number is out of range.\n"
+        "    OSError: Threads or the I/O engine are unavailable.")
+        .def(
+            "__init__",
+            [](PythonTensorStore* self, const std::vector<const StateFile*>& files, std::size_t io_threads,
+               const std::string& io_engine, std::uint64_t step_bytes, std::optional<std::int64_t> timeout_ms) {
+                std::vector<StateFile> copies;
+                for (const StateFile* file : files) copies.push_back(*file);
+                std::optional<FileQueue::Deadline> deadline;
+                if (const auto timeout = timeout_of(timeout_ms)) deadline = FileQueue::Deadline{*timeout};
+                new (self) PythonTensorStore("TensorStore",
+                                             std::make_shared<TensorStore>(copies, io_threads, io_engine_of(io_engine),
+                                                                           step_bytes, std::move(deadline)));
+            },
+            "files"_a, nb::kw_only(), "io_threads"_a = 4, "io_engine"_a = "auto",
+            "step_bytes"_a = TensorStore::kStepBytes, "timeout_ms"_a = nb::none())
+        .def(
+            "allocate", [](PythonTensorStore& self, std::uint64_t nbytes) { return self.get()->allocate(nbytes); },
+            "nbytes"_a, WithoutGil(),
+            "Reserve an extent in the file that holds least. Its bytes are zero until they are written.\n\n"
+            "Raises:\n    OSError: The file system has no room.")
+        .def(
+            "read",
+            [](PythonTensorStore& self, const std::shared_ptr<TensorExtent>& extent, std::uint64_t offset,
+               Address address, std::size_t nbytes,
+               IoClass io_class) { return submit(self, Direction::kRead, extent, offset, address, nbytes, io_class); },
+            "extent"_a, nb::kw_only(), "offset"_a = 0, "address"_a, "nbytes"_a, "io_class"_a = IoClass::kAwaited,
+            WithoutGil(),
+            "Start reading whole blocks and return a ticket. The memory must stay until the request has ended.\n\n"
+            "Raises:\n    ValueError: The bytes cannot be transferred.")
+        .def(
+            "write",
+            [](PythonTensorStore& self, const std::shared_ptr<TensorExtent>& extent, std::uint64_t offset,
+               Address address, std::size_t nbytes,
+               IoClass io_class) { return submit(self, Direction::kWrite, extent, offset, address, nbytes, io_class); },
+            "extent"_a, nb::kw_only(), "offset"_a = 0, "address"_a, "nbytes"_a, "io_class"_a = IoClass::kAwaited,
+            WithoutGil(),
+            "Start writing whole blocks and return a ticket. The memory must stay, unchanged, until the request has "
+            "ended.\n\n"
+            "Raises:\n    ValueError: The bytes cannot be transferred.")
+        .def("done", method(&TensorStore::done), "ticket"_a, WithoutGil(),
+             "Return whether the request has ended.\n\nRaises:\n    ValueError: There is no such ticket.")
+        .def("cancel", method(&TensorStore::cancel), "ticket"_a, WithoutGil(),
+             "Start no further part of the request, and return whether that left any part out. Only wait() tells that\n"
+             "its memory is free.\n\n"
+             "Raises:\n    ValueError: There is no such ticket.")
+        .def(
+            "wait",
+            [](PythonTensorStore& self, TensorStore::Ticket ticket) { return self.get()->wait(ticket, check_signals); },
+            "ticket"_a, WithoutGil(),
+            "Wait until the request has ended. Return its failure, if any, to the first wait only.\n\n"
+            "A signal handler that raises, such as that of Ctrl-C, ends the wait; the request continues, its ticket\n"
+            "stays open and its memory in use.\n\n"
+            "Raises:\n    ValueError: There is no such ticket.")
+        .def_prop_ro("taken_bytes", method(&TensorStore::taken_bytes), "Bytes of all extents.")
+        .def_prop_ro("file_bytes", method(&TensorStore::file_bytes), "Bytes of all files.")
+        .def_prop_ro(
+            "io_engine", [](const PythonTensorStore& self) { return name_of(self.get()->io_engine()); },
+            "The engine in use: one of io_engines().")
+        .def_prop_ro("busy", method(&TensorStore::busy), "Whether an abandoned request has not returned.")
+        .def("counters", [](const PythonTensorStore& self) { return PythonCounters{self.report(), {}}; })
+        .def("close", &PythonTensorStore::close, WithoutGil(),
+             "Wait for requests in flight and close the files. Idempotent.");
+}
+
+}  // namespace
+
+void bind_tensor_store(nb::module_& m) {
+    bind_memory(m);
+    bind_extent(m);
+    bind_store(m);
+}
+
+}  // namespace smart_infinity

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstddef>
+#include <list>
+#include <memory>
+#include <mutex>
+
+#include "base/buffer.hpp"
+#include "base/host_registrar.hpp"
+#include "tensor/range_allocator.hpp"
+
+namespace smart_infinity {
+
+// Lends memory for direct I/O in pieces of any length. What comes back is one again with what is free beside it.
+class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
+    struct Slab {
+        explicit Slab(std::size_t bytes) : buffer(bytes) { ranges.grow(bytes); }
+        HostBuffer buffer;
+        RangeAllocator ranges;
+    };
+    using Slabs = std::list<Slab>;
+
+ public:
+    // Memory that is lent; it comes back with the end of the object. It may be used where it lies, without a copy.
+    class Lease {
+     public:
+        Lease(std::shared_ptr<MemoryPool> pool, Slabs::iterator slab, std::size_t offset, std::size_t bytes)
+            : pool_(std::move(pool)), slab_(slab), offset_(offset), bytes_(bytes) {}
+        ~Lease() { pool_->take_back(*this); }
+        Lease(const Lease&) = delete;
+        Lease& operator=(const Lease&) = delete;
+
+        std::byte* data() const { return slab_->buffer.data() + offset_; }
+        std::size_t bytes() const { return bytes_; }
+
+     private:
+        friend class MemoryPool;
+        const std::shared_ptr<MemoryPool> pool_;
+        const Slabs::iterator slab_;
+        const std::size_t offset_;
+        const std::size_t bytes_;
+    };
+
+    static constexpr std::size_t kSlabBytes = std::size_t{64} << 20;
+
+    // Memory is mapped in slabs, which `registrar`, if there is one, registers: copies from and to a device are then
+    // asynchronous.
+    explicit MemoryPool(std::shared_ptr<const HostRegistrar> registrar = nullptr) : registrar_(std::move(registrar)) {}
+
+    // Returns whole blocks with any content. If the limit does not suffice, more is mapped, until it comes back.
+    // Throws SystemError if there is no memory, std::invalid_argument for zero bytes.
+    std::unique_ptr<Lease> take(std::size_t bytes);
+
+    // Bytes above which idle slabs are unmapped.
+    void set_limit(std::size_t bytes);
+    std::size_t limit() const;
+    std::size_t mapped_bytes() const;
+    std::size_t lent_bytes() const;
+
+ private:
+    void take_back(const Lease& lease);
+    void unmap_idle(std::size_t at_most);
+
+    const std::shared_ptr<const HostRegistrar> registrar_;
+    const Process process_;
+    mutable std::mutex mutex_;
+    Slabs slabs_;
+    std::size_t limit_ = 0;
+    std::size_t mapped_ = 0;
+    std::size_t lent_ = 0;
+};
+
+}  // namespace smart_infinity

@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "io/file_queue.hpp"
+#include "tensor/tensor_extent.hpp"
+#include "tensor/tensor_file.hpp"
+
+namespace smart_infinity {
+
+// Tensors of any length on storage, which live as long as somebody refers to them. The files do not outlive the
+// process.
+class TensorStore {
+ public:
+    using Ticket = FileQueue::Ticket;
+
+    static constexpr std::uint64_t kStepBytes = std::uint64_t{64} << 20;
+
+    // The files are empty, and nobody else changes their size. Throws as FileQueue does. An abandoned request keeps its
+    // place; whoever owns its memory keeps that, while the store is busy.
+    TensorStore(const std::vector<StateFile>& files, std::size_t io_threads, std::optional<IoEngineKind> io_engine,
+                std::uint64_t step_bytes = kStepBytes, std::optional<FileQueue::Deadline> deadline = std::nullopt);
+    ~TensorStore() { close(); }
+
+    // Reserves blocks in the file that holds least. Throws SystemError.
+    std::shared_ptr<TensorExtent> allocate(std::uint64_t bytes);
+
+    // Transfers whole blocks of an extent, and returns at once. The memory must stay until the request has ended. A
+    // request waits for earlier ones on the same blocks if one of them writes. A read fails unless it finds what was
+    // written. Throws std::invalid_argument if the bytes are not whole blocks inside the extent.
+    Ticket submit(Direction direction, const std::shared_ptr<TensorExtent>& extent, std::uint64_t offset,
+                  std::byte* data, std::size_t bytes, IoClass io_class);
+    // These are FileQueue's. Blocks whose write was cancelled before it started stay what they were.
+    bool done(Ticket ticket) const { return queue_.done(ticket); }
+    bool cancel(Ticket ticket) { return queue_.cancel(ticket); }
+    std::optional<Failure> wait(Ticket ticket, const FileQueue::Poll& poll = [] {}) {
+        return queue_.wait(ticket, poll);
+    }
+
+    Counters report() const { return queue_.report(); }
+    IoEngineKind io_engine() const { return queue_.io_engine(); }
+    bool busy() const { return queue_.busy(); }  // as FileQueue's
+    std::uint64_t taken_bytes() const;           // of all extents
+    std::uint64_t file_bytes() const;            // of all files
+    // Waits for requests in flight, but not for abandoned ones, and closes the files.
+    void close();
+
+ private:
+    friend struct Seams;  // testing/seams.hpp
+
+    std::vector<std::shared_ptr<TensorFile>> files_;
+    std::mutex mutex_;  // keeps requests in the order in which extents hear of them
+    FileQueue queue_;
+};
+
+}  // namespace smart_infinity

@@ -1,0 +1,359 @@
+"""The tensor store of the core: places, checksums of what was written, order, classes, cancelling and lent memory."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lightning_smartinfinity.native import (
+    Failure,
+    IoClass,
+    IoScheduler,
+    MemoryLease,
+    MemoryPool,
+    StateFile,
+    TensorExtent,
+    TensorStore,
+)
+from tests.helpers.native_testing import Hold, inject
+from tests.helpers.waiting import await_that
+from tests.native.test_interrupt import interrupted
+
+BLOCK = 4096
+PART = 4 << 20  # a request is cut into parts of this size
+STEP = 1 << 20  # the smallest step by which files grow
+
+Bytes = NDArray[np.uint8]
+
+
+class Setup:
+    """A store over two files that share a scheduler, and a pool."""
+
+    def __init__(self, folder: Path, *, in_flight_bytes: int = 64 << 20) -> None:
+        self.paths = [folder / "a", folder / "b"]
+        self.scheduler = IoScheduler(in_flight_bytes=in_flight_bytes)
+        for path in self.paths:
+            path.touch()
+        files = [StateFile(str(path), direct=False, scheduler=self.scheduler) for path in self.paths]
+        self.store = TensorStore(files)
+        self.pool = MemoryPool()
+
+    def content(self, nbytes: int, seed: int | None = None) -> tuple[MemoryLease, Bytes]:
+        lease = self.pool.take(nbytes)
+        values = np.frombuffer(lease.memoryview(), np.uint8)
+        values[:] = 7 if seed is None else np.random.default_rng(seed).integers(0, 256, lease.nbytes, np.uint8)
+        return lease, values
+
+    def write(
+        self, extent: TensorExtent, memory: MemoryLease, *, offset: int = 0, io_class: IoClass = IoClass.AWAITED
+    ) -> int:
+        return self.store.write(extent, offset=offset, address=memory.address, nbytes=memory.nbytes, io_class=io_class)
+
+    def read(
+        self, extent: TensorExtent, memory: MemoryLease, *, offset: int = 0, io_class: IoClass = IoClass.AWAITED
+    ) -> int:
+        return self.store.read(extent, offset=offset, address=memory.address, nbytes=memory.nbytes, io_class=io_class)
+
+    def written(self, nbytes: int, seed: int) -> tuple[TensorExtent, Bytes]:
+        extent, (memory, values) = self.store.allocate(nbytes), self.content(nbytes, seed)
+        assert self.store.wait(self.write(extent, memory)) is None
+        return extent, values.copy()
+
+    def wait_for(self, ticket: int) -> Failure | None:
+        return self.store.wait(ticket)
+
+    def found(self, extent: TensorExtent) -> Bytes | Failure:
+        memory, values = self.content(extent.nbytes)
+        failure = self.store.wait(self.read(extent, memory))
+        return values.copy() if failure is None else failure
+
+    def change(self, extent: TensorExtent, offset: int, content: bytes) -> None:
+        with Path(extent.path).open("r+b") as file:
+            file.seek(extent.offset + offset)
+            file.write(content)
+
+    def on_storage(self, extent: TensorExtent) -> bytes:
+        with Path(extent.path).open("rb") as file:
+            file.seek(extent.offset)
+            return file.read(extent.nbytes)
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Iterator[Setup]:
+    setup = Setup(tmp_path)
+    yield setup
+    setup.store.close()
+
+
+@pytest.mark.parametrize("faults", [{}, {"max_delay_us": 300, "short_transfer_every": 2, "seed": 5}])
+def test_what_is_written_is_read(setup: Setup, faults: dict[str, int]) -> None:
+    """A tensor of several parts comes back whole, and parts of it by their offset."""
+    inject(setup.store, **faults)
+    extent, values = setup.written(2 * PART + 3 * BLOCK, seed=1)
+    found = setup.found(extent)
+    np.testing.assert_array_equal(found, values)
+    memory, part = setup.content(2 * BLOCK)
+    assert setup.wait_for(setup.read(extent, memory, offset=PART - BLOCK)) is None
+    np.testing.assert_array_equal(part, values[PART - BLOCK : PART + BLOCK])
+    assert extent.generation == 1
+
+
+def test_what_was_never_written_is_zero(setup: Setup) -> None:
+    """A place that was used before does not show its old content."""
+    setup.written(3 * BLOCK, seed=1)
+    gc.collect()
+    assert setup.store.taken_bytes == 0
+    extent = setup.store.allocate(3 * BLOCK)
+    np.testing.assert_array_equal(setup.found(extent), np.zeros(3 * BLOCK, np.uint8))
+
+
+@pytest.mark.parametrize("block", [0, 1, PART // BLOCK])
+def test_a_flipped_bit_is_found(setup: Setup, block: int) -> None:
+    """A read of a block that changed on storage fails with its path and offset; other blocks are still read."""
+    extent, values = setup.written(PART + BLOCK, seed=1)
+    offset = block * BLOCK + 5
+    setup.change(extent, offset, bytes([values[offset] ^ 4]))
+    failure = setup.found(extent)
+    assert isinstance(failure, Failure)
+    assert (failure.kind, failure.path, failure.offset) == ("checksum", extent.path, extent.offset + block * BLOCK)
+    assert "generation 1" in failure.message and f"offset {failure.offset} of {extent.path}" in failure.message
+    memory, part = setup.content(BLOCK)
+    other = (block + 1) % (PART // BLOCK) * BLOCK
+    assert setup.wait_for(setup.read(extent, memory, offset=other)) is None
+    np.testing.assert_array_equal(part, values[other : other + BLOCK])
+
+
+def test_a_block_of_another_place_is_found(setup: Setup) -> None:
+    """Intact blocks in the wrong place are refused."""
+    extent, values = setup.written(4 * BLOCK, seed=1)
+    setup.change(extent, BLOCK, values[:BLOCK].tobytes())
+    failure = setup.found(extent)
+    assert isinstance(failure, Failure) and failure.offset == extent.offset + BLOCK
+
+
+def test_a_lost_write_is_found(setup: Setup) -> None:
+    """The old content of a block is refused, though it was once right."""
+    extent, old = setup.written(2 * BLOCK, seed=1)
+    memory, _ = setup.content(2 * BLOCK, seed=2)
+    assert setup.wait_for(setup.write(extent, memory)) is None
+    setup.change(extent, 0, old.tobytes())
+    failure = setup.found(extent)
+    assert isinstance(failure, Failure) and failure.kind == "checksum" and "generation 2" in failure.message
+
+
+def test_blocks_of_a_write_that_failed_are_not_read(setup: Setup) -> None:
+    """After a failed write its blocks cannot be read until they are written again."""
+    extent, _ = setup.written(2 * BLOCK, seed=1)
+    memory, values = setup.content(2 * BLOCK, seed=2)
+    inject(setup.store, fail_write_at=0, errno=errno.ENOSPC)
+    failure = setup.wait_for(setup.write(extent, memory))
+    assert failure is not None and failure.errno == errno.ENOSPC
+    later = setup.found(extent)
+    assert isinstance(later, Failure) and later.kind == "generation"
+    assert setup.wait_for(setup.write(extent, memory)) is None
+    np.testing.assert_array_equal(setup.found(extent), values)
+
+
+def test_requests_on_the_same_blocks_keep_their_order(setup: Setup) -> None:
+    """A read waits for an earlier write of its blocks, and a write for an earlier read; others overtake them."""
+    extent, old = setup.written(2 * BLOCK, seed=1)
+    hold = Hold(setup.store, read_at=0)
+    before, seen_before = setup.content(BLOCK)
+    new, values = setup.content(BLOCK, seed=2)
+    after, seen_after = setup.content(BLOCK)
+    tickets = [setup.read(extent, before), setup.write(extent, new), setup.read(extent, after)]
+    beside, seen_beside = setup.content(BLOCK)
+    assert setup.wait_for(setup.read(extent, beside, offset=BLOCK)) is None
+    assert hold.count == 1 and not any(setup.store.done(ticket) for ticket in tickets)
+    assert setup.on_storage(extent) == old.tobytes()
+    hold.release()
+    assert [setup.wait_for(ticket) for ticket in tickets] == [None] * 3
+    np.testing.assert_array_equal(seen_before, old[:BLOCK])
+    np.testing.assert_array_equal(seen_after, values)
+    np.testing.assert_array_equal(seen_beside, old[BLOCK:])
+
+
+def test_a_write_that_has_not_started_can_be_cancelled(tmp_path: Path) -> None:
+    """A cancelled write leaves the storage as it was, and what waits for it goes on; one that has started goes on."""
+    setup = Setup(tmp_path, in_flight_bytes=BLOCK)
+    extent, old = setup.written(BLOCK, seed=1)
+    other = setup.store.allocate(BLOCK)
+    hold = Hold(setup.store, write_at=0)
+    first, second = setup.content(BLOCK, seed=2)[0], setup.content(BLOCK, seed=3)[0]
+    started = setup.write(other, first)
+    waiting = setup.write(extent, second)
+    memory, values = setup.content(BLOCK)
+    reading = setup.read(extent, memory)
+    assert not setup.store.cancel(started)
+    assert setup.store.cancel(waiting) and setup.store.done(waiting) and not setup.store.cancel(waiting)
+    assert setup.wait_for(waiting) is None and not setup.store.done(started)
+    hold.release()
+    assert [setup.wait_for(ticket) for ticket in (started, reading)] == [None, None]
+    np.testing.assert_array_equal(values, old)
+    with pytest.raises(ValueError, match="no ticket"):
+        setup.store.cancel(reading + 1)
+    setup.store.close()
+
+
+def test_urgent_requests_go_first(tmp_path: Path) -> None:
+    """Requests start in the order of their classes, and the scheduler tells who waited for whom."""
+    setup = Setup(tmp_path, in_flight_bytes=BLOCK)
+    extents = [setup.store.allocate(BLOCK) for _ in range(4)]
+    memory, _ = setup.content(BLOCK, seed=1)
+    hold = Hold(setup.store, write_at=0)
+    classes = (IoClass.STATE, IoClass.BACKGROUND, IoClass.GATHER, IoClass.WRITE_BEHIND)
+    tickets = [setup.write(extent, memory, io_class=c) for extent, c in zip(extents, classes, strict=True)]
+    await_that(lambda: hold.count == 1)
+    hold.release()
+    setup.store.close()
+    assert len(set(tickets)) == len(tickets)
+    waits = {(who, whom): (requests, nbytes) for who, whom, requests, nbytes, _ in setup.scheduler.waits()}
+    assert waits == {
+        ("gather", "state"): (1, BLOCK),
+        ("write_behind", "state"): (1, BLOCK),
+        ("write_behind", "gather"): (1, BLOCK),
+        ("background", "state"): (1, BLOCK),
+        ("background", "gather"): (1, BLOCK),
+        ("background", "write_behind"): (1, BLOCK),
+    }
+
+
+def test_a_request_that_is_waited_for_becomes_urgent(tmp_path: Path) -> None:
+    """A wait moves a request in front of others, also if Ctrl-C ends the wait."""
+    setup = Setup(tmp_path, in_flight_bytes=BLOCK)
+    extents = [setup.store.allocate(BLOCK) for _ in range(3)]
+    memory, values = setup.content(BLOCK, seed=1)
+    hold = Hold(setup.store, write_at=0)
+    setup.write(extents[0], memory, io_class=IoClass.STATE)
+    setup.write(extents[1], memory, io_class=IoClass.WRITE_BEHIND)
+    wanted = setup.write(extents[2], memory, io_class=IoClass.BACKGROUND)
+    with interrupted():
+        setup.wait_for(wanted)
+    hold.release()
+    assert setup.wait_for(wanted) is None
+    path = extents[2].path
+    setup.store.close()
+    assert values.tobytes() in Path(path).read_bytes()
+    waits = {(who, whom) for who, whom, *_ in setup.scheduler.waits()}
+    assert {("awaited", "state"), ("write_behind", "awaited")} <= waits
+    assert ("awaited", "write_behind") not in waits
+
+
+def test_a_large_request_runs_alone(tmp_path: Path) -> None:
+    """A request larger than what may be in flight is transferred, too."""
+    setup = Setup(tmp_path, in_flight_bytes=BLOCK)
+    extent, values = setup.written(PART + 3 * BLOCK, seed=1)
+    np.testing.assert_array_equal(setup.found(extent), values)
+    setup.store.close()
+
+
+def test_places_are_one_again_when_they_are_free(setup: Setup) -> None:
+    """Extents of random lengths never overlap, and the files do not grow without end."""
+    choose, taken, largest = random.Random(1), [], 0
+    for _ in range(2000):
+        if taken and choose.random() < 0.5:
+            taken.pop(choose.randrange(len(taken)))
+        elif len(taken) < 64:
+            taken.append(setup.store.allocate(choose.randrange(1, 40 * BLOCK)))
+        largest = max(largest, setup.store.taken_bytes)
+        spans = sorted((e.path, e.offset, e.offset + e.nbytes) for e in taken)
+        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(spans))
+    assert setup.store.file_bytes <= 2 * largest + 4 * STEP
+    taken.clear()
+    assert setup.store.taken_bytes == 0
+    assert setup.store.file_bytes == sum(path.stat().st_size for path in setup.paths) <= 4 * STEP
+
+
+def test_files_shrink(setup: Setup) -> None:
+    """What is free at the end of a file goes back to the file system."""
+    extents = [setup.store.allocate(8 << 20) for _ in range(4)]
+    assert setup.store.file_bytes >= 32 << 20
+    del extents[1:]
+    assert setup.store.file_bytes <= (8 << 20) + 4 * STEP
+    assert all(path.stat().st_blocks * 512 >= path.stat().st_size for path in setup.paths)
+
+
+def test_a_file_system_without_room(setup: Setup) -> None:
+    """If there is no room, the error has path and number, and the extents that exist stay."""
+    extent, values = setup.written(BLOCK, seed=1)
+    with pytest.raises(OSError, match="allocating") as caught:
+        setup.store.allocate(1 << 62)
+    assert caught.value.errno == errno.EFBIG and caught.value.filename in map(str, setup.paths)
+    np.testing.assert_array_equal(setup.found(extent), values)
+
+
+def test_what_cannot_be_transferred_is_refused(setup: Setup) -> None:
+    """Only whole blocks inside an extent are transferred, and nothing after close()."""
+    extent, (memory, _) = setup.store.allocate(BLOCK + 1), setup.content(4 * BLOCK)
+    assert extent.nbytes == 2 * BLOCK
+    for offset, nbytes in ((0, 3 * BLOCK), (BLOCK, 2 * BLOCK), (1, BLOCK), (0, 5), (3 * BLOCK, BLOCK)):
+        with pytest.raises(ValueError, match="not whole blocks"):
+            setup.store.read(extent, offset=offset, address=memory.address, nbytes=nbytes)
+    with pytest.raises(ValueError, match="no bytes"):
+        setup.store.allocate(0)
+    with pytest.raises(ValueError, match="no files"):
+        TensorStore([])
+    setup.store.close()
+    setup.store.close()
+    with pytest.raises(ValueError, match="closed"):
+        setup.read(extent, memory)
+
+
+def test_a_forked_child_leaves_it_alone(setup: Setup) -> None:
+    """A forked child can use neither store nor memory, and frees nothing of the parent's."""
+    extent, values = setup.written(BLOCK, seed=1)
+    memory = setup.pool.take(BLOCK)
+    child = os.fork()
+    if child == 0:
+        try:
+            setup.pool.take(BLOCK)
+        except RuntimeError:
+            del memory
+            setup.store.close()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    np.testing.assert_array_equal(setup.found(extent), values)
+
+
+def test_memory_in_use_is_never_lent_again() -> None:
+    """A view keeps its memory. What comes back is lent again, in pieces of any length."""
+    pool = MemoryPool()
+    pool.limit = 4 * BLOCK
+    first = pool.take(BLOCK - 1)
+    assert (first.nbytes, first.address % BLOCK, pool.nbytes) == (BLOCK, 0, 4 * BLOCK)
+    address, view = first.address, np.frombuffer(first.memoryview(), np.uint8)[5:9]
+    del first
+    gc.collect()
+    second = pool.take(3 * BLOCK)
+    assert second.address == address + BLOCK and pool.lent_bytes == 4 * BLOCK
+    del view, second
+    gc.collect()
+    assert pool.lent_bytes == 0
+    assert pool.take(4 * BLOCK).address == address
+
+
+def test_idle_memory_stays_within_the_limit() -> None:
+    """Beyond the limit memory is mapped only as long as it is lent."""
+    pool = MemoryPool()
+    pool.limit = 10 * BLOCK
+    for blocks in (1, 2, 3, 4, 5, 6, 10):
+        pool.take(blocks * BLOCK)
+        assert pool.nbytes <= pool.limit
+    held = [pool.take(6 * BLOCK), pool.take(8 * BLOCK)]
+    assert pool.nbytes >= pool.lent_bytes == 14 * BLOCK
+    del held
+    assert pool.nbytes <= pool.limit
+    pool.limit = 0
+    assert pool.nbytes == 0
+    with pytest.raises(ValueError, match="no bytes"):
+        pool.take(0)
