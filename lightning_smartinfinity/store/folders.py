@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -20,6 +20,7 @@ __all__ = [
     "PARAMETERS_NAME",
     "STATE_NAME",
     "RankFolder",
+    "is_marked_kept",
     "open_rank_folder",
     "owned_names",
     "parameter_folder_path",
@@ -34,6 +35,7 @@ OUR_NAMES = (STATE_NAME, COMMIT_NAME, MANIFEST_NAME, PARAMETERS_NAME, f"{MANIFES
 """Names of the files in a rank's folder, beside its lock. The last is that of a manifest until it is complete."""
 
 _KEPT = "keep"  # note in the lock of a store that a later job must leave alone
+_ASIDE = ".aside"
 _MAKE_ATTEMPTS = 16
 
 _log = logging.getLogger(__name__)
@@ -64,6 +66,11 @@ def open_rank_folder(path: Path, *, trust: Trust = Trust.OWN) -> OpenFolder:
         os.close(above)
 
 
+def is_marked_kept(notes: Collection[str]) -> bool:
+    """Return whether the notes of a folder's lock say that a later job must leave the store there alone."""
+    return _KEPT in notes
+
+
 def owned_names(folder: OpenFolder, notes: Iterable[str], manifest: Manifest | None) -> set[str]:
     """Return the names of the files of a store, which alone may be deleted: others may have put theirs there, too.
 
@@ -84,7 +91,7 @@ def reclaimable_bytes(path: Path) -> int:
         with closing(open_rank_folder(path)) as folder:
             _, notes = read_lock(folder)
             manifest = None if folder.status(MANIFEST_NAME) is None else read_manifest(folder)
-            if is_locked(folder) or _KEPT in notes or (manifest is not None and manifest.keep):
+            if is_locked(folder) or is_marked_kept(notes) or (manifest is not None and manifest.keep):
                 return 0
             sizes = map(folder.status, owned_names(folder, notes, manifest))
             return sum(status.st_blocks * 512 for status in sizes if status is not None)
@@ -127,7 +134,7 @@ class RankFolder:
             StorageError: The store there is marked ``keep``, or a manifest that this package did not make lies there.
         """
         manifest = self._earlier_manifest()
-        if _KEPT in self._lock.notes or (manifest is not None and manifest.keep):
+        if is_marked_kept(self._lock.notes) or (manifest is not None and manifest.keep):
             raise StorageError(
                 f"{str(self.path)!r} holds the optimizer state of an earlier job that asked to keep it.",
                 "Remove that folder if it is no longer needed, or choose another TransferConfig(job=...).",
@@ -232,6 +239,21 @@ class RankFolder:
         self.inside.close()
         self._remove_made_folders()
 
+    def destroy(self) -> None:
+        """Delete the store there, what was set aside of it, and the folders, if they are then empty; unlock.
+
+        Raises:
+            StorageError: A file cannot be deleted.
+        """
+        with storage_errors("Removing", self.path):
+            if self.inside.status(MANIFEST_NAME) is not None:
+                with suppress(StorageCorruptError):  # a damaged manifest goes if the lock names it
+                    self.adopt(read_manifest(self.inside))
+            for name in self.inside.names():
+                if name in self._lock.notes.intersection(OUR_NAMES) or name.endswith(_ASIDE):
+                    self.inside.remove(name)
+        self.close(remove=True)
+
     def close(self, *, remove: bool) -> None:
         """Unlock; idempotent.
 
@@ -286,7 +308,7 @@ class RankFolder:
         try:
             return read_manifest(self.inside)
         except StorageCorruptError:
-            if MANIFEST_NAME not in self._lock.notes or _KEPT in self._lock.notes:
+            if MANIFEST_NAME not in self._lock.notes or is_marked_kept(self._lock.notes):
                 raise
             return None
 
@@ -300,7 +322,7 @@ class RankFolder:
 
     def _set_aside(self, name: str) -> None:
         taken = set(self.inside.names())
-        aside = next(new for number in range(1, len(taken) + 2) if (new := f"{name}.{number}.aside") not in taken)
+        aside = next(new for number in range(1, len(taken) + 2) if (new := f"{name}.{number}{_ASIDE}") not in taken)
         self.inside.rename(name, aside)
         _log.warning(
             "%r, left by an earlier job, is damaged and was renamed to %r; the state beside it was removed.",

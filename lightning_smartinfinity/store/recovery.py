@@ -15,7 +15,7 @@ from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.record import CommitRecord, erase_record, read_records
 from lightning_smartinfinity.store.trailer import first_mismatch
 
-__all__ = ["common_manifest", "newest_complete", "require_recoverable"]
+__all__ = ["common_manifest", "contradiction", "newest_complete", "require_recoverable"]
 
 
 def common_manifest(folders: Sequence[OpenFolder], *, rank: int) -> Manifest:
@@ -97,7 +97,8 @@ def newest_complete(folders: Sequence[OpenFolder], manifest: Manifest, newest: i
     )
 
 
-def _mismatch(folders: Sequence[OpenFolder], manifest: Manifest, record: CommitRecord) -> str | None:
+def contradiction(folders: Sequence[OpenFolder], record: CommitRecord) -> str | None:
+    """Return a sentence about a record with a right checksum that no store can have written, or None."""
     generations = record.tasklet_generations
     if (
         np.any((generations < 0) | (generations > record.generation))
@@ -106,7 +107,12 @@ def _mismatch(folders: Sequence[OpenFolder], manifest: Manifest, record: CommitR
     ):
         path = folders[0].path / COMMIT_NAME
         return f"{str(path)!r}: the record of generation {record.generation} contradicts itself."
-    return first_mismatch(folders, manifest.extents, record, manifest.identity)
+    return None
+
+
+def _mismatch(folders: Sequence[OpenFolder], manifest: Manifest, record: CommitRecord) -> str | None:
+    problem = contradiction(folders, record)
+    return problem or first_mismatch(folders, manifest.extents, record, manifest.identity)
 
 
 def _warn_of_fallback(record: CommitRecord, problems: Sequence[str]) -> None:

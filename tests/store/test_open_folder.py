@@ -14,9 +14,14 @@ import pytest
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.store import ParameterFiles, StateStore, open_folder
 from lightning_smartinfinity.store.open_folder import OpenFolder, Trust
+from tests.helpers.attacks import Attack
 from tests.store.makers import commit_generation, create, created, tree
 
 PRECIOUS = b"precious\n" * 100
+IN_PLACE = "link or pipe in place of a file or folder of ours"
+REFUSED = "StorageError, and nothing behind it changes"
+OPEN_TO_OTHERS = "folder of another user, or open to others, in place of ours"
+NAMED = "StorageError with the folder's name"
 NAMES = ["lock", "manifest.json", "manifest.json.new", "state.bin", "commit.bin", "parameters.bin"]
 
 
@@ -65,7 +70,7 @@ def test_folders_and_files_are_private(tmp_path: Path, mask: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_links_are_not_followed(tmp_path: Path, name: str) -> None:
+def test_links_are_not_followed(tmp_path: Path, name: str, attack: Attack) -> None:
     """A link in place of any file is refused, and neither it nor its target changes."""
     target, folder = precious(tmp_path), rank_folder(tmp_path / "s")
     (folder / name).symlink_to(target)
@@ -73,14 +78,16 @@ def test_links_are_not_followed(tmp_path: Path, name: str) -> None:
         create([tmp_path / "s"])
     assert "Remove it" in caught.value.remedy
     assert target.read_bytes() == PRECIOUS and (folder / name).is_symlink()
+    attack(IN_PLACE, tries=1, outcome=REFUSED)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pipes_do_not_hang(tmp_path: Path, name: str) -> None:
+def test_pipes_do_not_hang(tmp_path: Path, name: str, attack: Attack) -> None:
     """A pipe in place of any file is refused at once."""
     os.mkfifo(rank_folder(tmp_path) / name)
     with pytest.raises(StorageError, match=f"{name}' is a pipe, and not a regular file"):
         create([tmp_path])
+    attack(IN_PLACE, tries=1, outcome=REFUSED)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,7 +135,7 @@ def test_files_of_something_else_stay(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["default", "default/rank-00000"])
-def test_folders_behind_links_are_not_used(tmp_path: Path, level: str) -> None:
+def test_folders_behind_links_are_not_used(tmp_path: Path, level: str, attack: Attack) -> None:
     """A link in place of the job's or the rank's folder is refused, and state behind it stays."""
     elsewhere = create([tmp_path / "elsewhere"])
     elsewhere.close(remove=False)
@@ -139,6 +146,7 @@ def test_folders_behind_links_are_not_used(tmp_path: Path, level: str) -> None:
         with pytest.raises(StorageError, match="is a symbolic link, which is not followed"):
             attempt([tmp_path / "s"])
     assert tree(tmp_path / "elsewhere") == before
+    attack(IN_PLACE, tries=1, outcome=REFUSED)
 
 
 def test_the_storage_folder_may_be_a_link(tmp_path: Path) -> None:
@@ -151,7 +159,7 @@ def test_the_storage_folder_may_be_a_link(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("level", ["default", "default/rank-00000"])
 @pytest.mark.parametrize("open_mode", [0o777, 0o770])
-def test_folders_that_others_may_write_to(tmp_path: Path, level: str, open_mode: int) -> None:
+def test_folders_that_others_may_write_to(tmp_path: Path, level: str, open_mode: int, attack: Attack) -> None:
     """A folder that was made beforehand, and that others can write to, is refused."""
     rank_folder(tmp_path)
     (tmp_path / level).chmod(open_mode)
@@ -160,10 +168,11 @@ def test_folders_that_others_may_write_to(tmp_path: Path, level: str, open_mode:
     assert "chmod -R go-w" in caught.value.remedy
     (tmp_path / level).chmod(0o700)
     create([tmp_path]).close(remove=True)
+    attack(OPEN_TO_OTHERS, tries=1, outcome=NAMED)
 
 
 @pytest.mark.parametrize("level", ["default", "default/rank-00000"])
-def test_folders_of_other_users(tmp_path: Path, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_other_users(tmp_path: Path, level: str, monkeypatch: pytest.MonkeyPatch, attack: Attack) -> None:
     """A folder that belongs to another user is refused, also if this process is root's."""
     folder = rank_folder(tmp_path)
     if os.geteuid() == 0:
@@ -173,6 +182,7 @@ def test_folders_of_other_users(tmp_path: Path, level: str, monkeypatch: pytest.
     with pytest.raises(StorageError, match=r"belongs to user .*, and not to"):
         create([tmp_path])
     assert folder.is_dir()
+    attack(OPEN_TO_OTHERS, tries=1, outcome=NAMED)
 
 
 def test_files_of_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

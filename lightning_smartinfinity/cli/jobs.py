@@ -1,0 +1,152 @@
+"""``smart-infinity jobs``: lists, checks and removes what jobs have left in storage folders."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_smartinfinity.cli.option_types import storage_folder
+from lightning_smartinfinity.errors import SmartInfinityError, StorageError
+from lightning_smartinfinity.progress import showing_progress
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.store.jobs import Job
+
+__all__ = ["add_to"]
+
+_DESCRIPTION = """\
+List the jobs whose optimizer state or parameters lie in storage folders: who uses them, how large they are, when they
+were last written, and the newest generation that all ranks have. Exit status 1 if --verify finds damage, or if a job
+cannot be removed.
+"""
+_DEFAULT = "smart_infinity"
+_TABLE = "{job:40}  {owner:16}  {size:>11}  {written:>12}  {generation:>10}  {remark}"
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
+    parser = commands.add_parser("jobs", help="what lies on the drives, and whose it is", description=_DESCRIPTION)
+    parser.add_argument(
+        "folders",
+        nargs="*",
+        type=storage_folder,
+        default=[Path(_DEFAULT)],
+        metavar="FOLDER",
+        help=f"storage folders (default: {_DEFAULT} here, where a Trainer puts it)",
+    )
+    parser.add_argument("--verify", action="store_true", help="read all state that is not in use, and check it")
+    parser.add_argument(
+        "--remove", action="append", default=[], metavar="JOB", help="remove this job from the folders, if it is dead"
+    )
+    parser.add_argument("--kept", action="store_true", help="with --remove: also state that is to be kept")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from lightning_smartinfinity.store.jobs import find_jobs
+
+    jobs = [job for folder in options.folders for job in find_jobs(folder)]
+    if options.remove:
+        return _remove(jobs, options)
+    damaged = _verify(jobs, options) if options.verify else {}
+    if options.json:
+        print(json.dumps([_as_json(job, damaged) for job in jobs], indent=2))
+    else:
+        _print(jobs, options.folders, damaged)
+    return 1 if any(damaged.values()) else 0
+
+
+def _remove(jobs: Sequence[Job], options: argparse.Namespace) -> int:
+    from lightning_smartinfinity.store.jobs import remove_job
+
+    unknown = sorted(set(options.remove) - {job.name for job in jobs})
+    if unknown:
+        raise StorageError(
+            f"There is no job {unknown[0]!r} in {', '.join(map(str, options.folders))}.", "See `smart-infinity jobs`."
+        )
+    failed = False
+    for job in (job for job in jobs if job.name in options.remove):
+        try:
+            left = remove_job(job, kept=options.kept)
+        except SmartInfinityError as error:
+            print(f"smart-infinity: {error}", file=sys.stderr)
+            failed = True
+            continue
+        print(f"Removed {job.storage / job.name}: {_size(job.num_bytes)}")
+        for folder in left:
+            print(f"{folder} stays: it holds files that this package did not make")
+    return 1 if failed else 0
+
+
+def _verify(jobs: Sequence[Job], options: argparse.Namespace) -> dict[Path, list[str]]:
+    """Return what is damaged in the job of each path; jobs in use are left out."""
+    from lightning_smartinfinity.cli.scrub import scrub_jobs
+
+    found: dict[Path, list[str]] = {job.storage / job.name: list(job.problems) for job in jobs if not job.in_use}
+    idle = [job for job in jobs if not job.in_use and not job.problems]
+    for job, scrubbed in scrub_jobs(idle, show=partial(showing_progress, shown=not options.quiet)):
+        found[job.storage / job.name] += scrubbed.damaged
+    return found
+
+
+def _as_json(job: Job, damaged: dict[Path, list[str]]) -> dict[str, object]:
+    return {
+        "storage": str(job.storage),
+        "job": job.name,
+        "in_use": job.in_use,
+        "processes": job.pids,
+        "num_bytes": job.num_bytes,
+        "written": job.written,
+        "generation": job.generation,
+        "kept": job.kept,
+        "problems": job.problems,
+        "damaged": damaged.get(job.storage / job.name),
+        "folders": [{**vars(folder), "path": str(folder.path)} for folder in job.folders],
+    }
+
+
+def _print(jobs: Sequence[Job], folders: Sequence[Path], damaged: dict[Path, list[str]]) -> None:
+    if not jobs:
+        print(f"There are no jobs in {', '.join(map(str, folders))}.")
+        return
+    print(_TABLE.format(job="job", owner="process", size="size", written="written", generation="generation", remark=""))
+    for job in jobs:
+        row = {
+            "job": str(job.storage / job.name),
+            "owner": f"alive {','.join(map(str, job.pids))}" if job.in_use else "dead",
+            "size": _size(job.num_bytes),
+            "written": f"{_age(time.time() - job.written)} ago",
+            "generation": "-" if job.generation is None else str(job.generation),
+            "remark": _remark(job, damaged.get(job.storage / job.name)),
+        }
+        print(_TABLE.format(**row).rstrip())
+    found = (problem for job in jobs for problem in (*job.problems, *damaged.get(job.storage / job.name, ())))
+    for problem in dict.fromkeys(found):
+        print(problem)
+
+
+def _remark(job: Job, damaged: list[str] | None) -> str:
+    remarks = ["kept"] if job.kept else []
+    if damaged or job.problems:
+        remarks.append("damaged")
+    elif damaged is not None:
+        remarks.append("whole")
+    return ", ".join(remarks)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
+
+
+def _age(seconds: float) -> str:
+    shown = (f"{seconds / unit:.0f} {name}" for unit, name in _UNITS if seconds >= unit)
+    return next(shown, f"{max(seconds, 0):.0f} s")

@@ -1,0 +1,148 @@
+"""Reads every extent of a store's newest generation, and compares it with its checksums."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.errors import StorageCorruptError
+from lightning_smartinfinity.progress import Advance, Show
+from lightning_smartinfinity.store.direct import open_state_file
+from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, RankFolder
+from lightning_smartinfinity.store.manifest import Manifest, read_manifest
+from lightning_smartinfinity.store.record import CommitRecord, read_records
+from lightning_smartinfinity.store.recovery import common_manifest, contradiction
+
+__all__ = ["ScrubbedRank", "scrub_rank"]
+
+_BATCH = 64  # tasklets that are read at a time
+_NUM_BUFFERS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScrubbedRank:
+    """Tells how much of a rank's state was read, and which of it is damaged.
+
+    Args:
+        folders: The rank's folders.
+        generation: The generation that was read; None if there is none.
+        num_extents: Number of extents that were read.
+        num_bytes: Their bytes.
+        damaged: A sentence about everything that is damaged, with path and offset.
+    """
+
+    folders: tuple[Path, ...]
+    generation: int | None = None
+    num_extents: int = 0
+    num_bytes: int = 0
+    damaged: tuple[str, ...] = ()
+
+
+def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRank:
+    """Read a rank's newest generation whole, past the page cache where the file system can; nothing there changes.
+
+    Args:
+        folders: The rank's folder in every storage folder, in any order.
+        rank: Number of the rank.
+        show: Shows the progress.
+
+    Raises:
+        StorageLockedError: A process uses one of the folders.
+        StorageError: A folder is missing or not this user's, or cannot be opened.
+    """
+    with ExitStack() as opened:
+        claimed = []
+        for path in folders:
+            claimed.append(RankFolder(path, create=False))
+            opened.callback(claimed[-1].discard)
+        try:
+            claimed.sort(key=lambda folder: read_manifest(folder.inside).device)
+            manifest = common_manifest([folder.inside for folder in claimed], rank=rank)
+            record = _newest(claimed, manifest)
+        except StorageCorruptError as error:
+            return ScrubbedRank(folders=tuple(folders), damaged=(error.problem,))
+        on_storage = range(manifest.extents.num_in_memory, manifest.extents.num_tasklets)
+        num_bytes = sum(manifest.extents.extents[index].nbytes for index in on_storage)
+        with show(f"Reading the state of rank {rank}", num_bytes) as advance:
+            damaged = tuple(_damaged(claimed, manifest, record, on_storage, advance))
+        return ScrubbedRank(
+            folders=tuple(folder.path for folder in claimed),
+            generation=record.generation,
+            num_extents=len(on_storage),
+            num_bytes=num_bytes,
+            damaged=damaged,
+        )
+
+
+def _newest(folders: Sequence[RankFolder], manifest: Manifest) -> CommitRecord:
+    records = read_records(
+        folders[0].inside,
+        num_tasklets=manifest.extents.num_tasklets,
+        num_parameters=len(manifest.description.parameters),
+        job=manifest.job,
+    )
+    problem = contradiction([folder.inside for folder in folders], records[0]) if records else None
+    if not records or problem is not None:
+        path = folders[0].path / COMMIT_NAME
+        raise StorageCorruptError(problem or f"{str(path)!r} holds no commit record.", "Resume from a checkpoint.")
+    return records[0]
+
+
+def _damaged(
+    folders: Sequence[RankFolder], manifest: Manifest, record: CommitRecord, tasklets: range, advance: Advance
+) -> Iterator[str]:
+    with ExitStack() as opened:
+        files = []
+        for folder in folders:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # nothing of this depends on direct I/O
+                files.append(open_state_file(folder.inside, STATE_NAME, "auto"))
+            opened.callback(files[-1].close)
+        if not tasklets:
+            return
+        pipeline = native.Pipeline(
+            files=files,
+            identity=manifest.identity,
+            num_buffers=_NUM_BUFFERS,
+            buffer_bytes=manifest.extents.place_bytes,
+        )
+        opened.callback(pipeline.close)
+        for begin in range(0, len(tasklets), _BATCH):
+            some = tasklets[begin : begin + _BATCH]
+            if _failure(pipeline, manifest, record, some) is not None:
+                # A batch ends with its first failure, and the others are looked for one by one.
+                each = (_failure(pipeline, manifest, record, [index]) for index in some)
+                yield from (f"{failure.message}." for failure in each if failure is not None)
+            advance(sum(manifest.extents.extents[index].nbytes for index in some))
+
+
+def _failure(
+    pipeline: native.Pipeline, manifest: Manifest, record: CommitRecord, tasklets: Sequence[int]
+) -> native.Failure | None:
+    """Read tasklets, and return the first failure."""
+    batch = native.Batch(native.Operation.READ, [_read_of(manifest, record, index) for index in tasklets])
+    pipeline.submit(batch)
+    return pipeline.finish()
+
+
+def _read_of(manifest: Manifest, record: CommitRecord, index: int) -> native.Tasklet:
+    extents = manifest.extents
+    borders = extents.borders_of(index)
+    return native.Tasklet(
+        index=index,
+        numel=extents.extents[index].numel,
+        num_arrays=extents.num_arrays,
+        extent_bytes=extents.extents[index].nbytes,
+        read_file=int(record.placement.devices[index]),
+        read_offset=extents.place_offset(int(record.placement.positions[index])),
+        read_generation=int(record.tasklet_generations[index]),
+        write_file=0,
+        write_offset=0,
+        write_generation=0,
+        segments=[],  # every region is verified, and nothing handed out
+        blocks=native.Blocks(list(borders)) if borders else None,
+    )

@@ -1,0 +1,82 @@
+"""The command ``smart-infinity jobs``."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_smartinfinity.cli import main
+from tests.store.makers import commit_generation, create, created, tree
+
+
+def left(storage: Path, **config: object) -> Path:
+    store = create([storage], **config)
+    commit_generation(store, 0)
+    store.close(remove=False)
+    return Path(store.files[0].path)
+
+
+def damage(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"damaged")
+
+
+def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each job is a line: its folder, its process, size, age and generation."""
+    left(tmp_path, job="dead", keep=True)
+    with created([tmp_path], job="live"):
+        assert main(["jobs", str(tmp_path)]) == 0
+    head, dead, live = capsys.readouterr().out.splitlines()
+    assert head.split() == ["job", "process", "size", "written", "generation"]
+    assert dead.split() == [str(tmp_path / "dead"), "dead", *dead.split()[2:4], "0", "s", "ago", "0", "kept"]
+    assert live.split()[1:3] == ["alive", str(os.getpid())] and live.split()[-1] == "-1"
+
+
+def test_no_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default is the Trainer's folder, and a folder without jobs is said to have none."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["jobs"]) == 1
+    assert "smart_infinity" in capsys.readouterr().err
+    (tmp_path / "smart_infinity").mkdir()
+    assert main(["jobs"]) == 0
+    assert capsys.readouterr().out == "There are no jobs in smart_infinity.\n"
+
+
+def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every dead job is read and called whole or damaged; the status tells."""
+    left(tmp_path, job="whole")
+    assert main(["jobs", str(tmp_path), "--verify", "--quiet"]) == 0
+    assert "whole" in capsys.readouterr().out.splitlines()[1].split()
+    damage(left(tmp_path, job="damaged"))
+    with created([tmp_path], job="live"):
+        assert main(["jobs", str(tmp_path), "--verify", "--quiet"]) == 1
+    _, damaged, live, whole, sentence = capsys.readouterr().out.splitlines()
+    assert damaged.endswith(" damaged") and whole.endswith(" whole") and live.endswith("-1")
+    assert "tasklet 0 at offset 0" in sentence and str(tmp_path / "damaged") in sentence
+
+
+def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Everything is there as JSON as well."""
+    left(tmp_path)
+    assert main(["jobs", str(tmp_path), "--json", "--verify", "--quiet"]) == 0
+    (job,) = json.loads(capsys.readouterr().out)
+    assert (job["job"], job["storage"], job["generation"], job["damaged"]) == ("default", str(tmp_path), 0, [])
+    assert job["folders"][0]["path"] == str(tmp_path / "default/rank-00000")
+
+
+def test_remove(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dead job is removed; one that is in use, kept or unknown is refused with a remedy, and stays."""
+    left(tmp_path)
+    left(tmp_path, job="kept", keep=True)
+    with created([tmp_path], job="live"):
+        before = tree(tmp_path)
+        for name, said in [("live", f"process {os.getpid()}"), ("kept", "--kept"), ("unknown", "no job 'unknown'")]:
+            assert main(["jobs", str(tmp_path), "--remove", name]) == 1
+            assert said in capsys.readouterr().err
+            assert tree(tmp_path) == before
+    assert main(["jobs", str(tmp_path), "--remove", "default", "--remove", "kept", "--kept"]) == 0
+    assert capsys.readouterr().out.count("Removed ") == 2
+    assert tree(tmp_path) == set()
