@@ -35,9 +35,9 @@ def test_import_torch_loads_three_small_modules(tmp_path: Path) -> None:
     "imports",
     [
         ["lightning"],
-        ["torch", "lightning.pytorch"],
-        ["lightning_smartinfinity", "lightning"],
-        ["lightning.pytorch.strategies", "lightning_smartinfinity"],
+        pytest.param(["torch", "lightning.pytorch"], marks=pytest.mark.long),
+        pytest.param(["lightning_smartinfinity", "lightning"], marks=pytest.mark.long),
+        pytest.param(["lightning.pytorch.strategies", "lightning_smartinfinity"], marks=pytest.mark.long),
     ],
     ids=" then ".join,
 )
@@ -48,7 +48,10 @@ def test_name_is_known_with_autoload(imports: list[str], tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "imports",
-    [["lightning_smartinfinity", "lightning"], ["lightning", "lightning_smartinfinity"]],
+    [
+        ["lightning_smartinfinity", "lightning"],
+        pytest.param(["lightning", "lightning_smartinfinity"], marks=pytest.mark.long),
+    ],
     ids=" then ".join,
 )
 def test_name_is_known_without_autoload_once_the_package_is_imported(imports: list[str], tmp_path: Path) -> None:
@@ -102,6 +105,7 @@ def test_fabric_by_name(tmp_path: Path) -> None:
     assert not list((tmp_path / "smart_infinity").glob("*/*"))
 
 
+@pytest.mark.long
 def test_trainer_by_name_twice(tmp_path: Path) -> None:
     """Two Trainers in one process each get their own strategy and precision plugin."""
     code = """

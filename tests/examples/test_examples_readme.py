@@ -41,6 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 @RunIf(package="peft")
 def test_commands_run_as_they_stand(run_example: Callable[..., str], folder: Path) -> None:
     """Each command succeeds, and transformers and PEFT load what the README says that they load."""

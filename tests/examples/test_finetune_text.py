@@ -46,6 +46,7 @@ def test_trains_saves_and_goes_on(run_example: Run, tmp_path: Path) -> None:
     assert "is at step 4 already: raise --max-steps" in over
 
 
+@pytest.mark.long
 def test_two_processes(start_example: Run, tmp_path: Path) -> None:
     """Both processes take part to the end, and only the first prints."""
     options = ("--max-steps", "2", "--devices", "2", "--accumulate", "2", "--precision", "bf16-true")

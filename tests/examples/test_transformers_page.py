@@ -5,12 +5,15 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+import pytest
+
 from lightning_smartinfinity.cli import main
 from tests.examples.pages import LOADED, commands_in, page, run_python, scripts_in
 
 PAGE = page("docs/transformers.md")
 
 
+@pytest.mark.long
 def test_the_blocks_run_in_order(page_folder: Path) -> None:
     """Models are fine-tuned, resumed, exported and loaded by transformers alone; the resumed training ends the same."""
     scripts, commands = scripts_in(PAGE), commands_in(PAGE)

@@ -92,10 +92,10 @@ ON_CARDS = {
     "calibration.py": (["--tiny", "--folder", "."], ["| update by |", "| host | 2 | 4 |", "| cards | 1 | 4 |"]),
     "xrt_bindings.py": (["--tiny", "--folder", "."], ["| binding |", "| native |", "| pyxrt |"]),
 }
-# Scripts that take longer than 15 seconds even so.
+# Scripts that take longer than five seconds even so.
 SLOW = {
-    *("backward.py", "calibration.py", "checkpoint_memory.py", "compression_accuracy.py", "peak_memory.py"),
-    "xrt_bindings.py",
+    *("backward.py", "calibration.py", "checkpoint_memory.py", "compression_accuracy.py", "export.py", "formats.py"),
+    *("peak_memory.py", "plan.py", "setup.py", "step.py", "xrt_bindings.py"),
 }
 # The plots that plots.py makes of these figures, and texts in them.
 PLOTTED = {

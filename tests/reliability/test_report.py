@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.reliability.report import Row, files_with_attacks, table_of
@@ -25,6 +27,7 @@ def report(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_a_report_of_one_attack() -> None:
     """Only tests of attacks run, and their tries are added."""
     done = report("-k", "flipped_bit_is_found and not wherever or full_disk")

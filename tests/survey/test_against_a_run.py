@@ -31,7 +31,7 @@ IMPORTS = 120e6  # bytes; builds of Python differ by 80e6 in what a process maps
 RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 17)}
 
 
-@pytest.fixture(scope="module", params=["none", "nvme"])
+@pytest.fixture(scope="module", params=["none", pytest.param("nvme", marks=pytest.mark.long)])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Training, Any, Any, Any]:
     """Return the training, the model, the plan and the figures of a run."""
     folder = tmp_path_factory.mktemp("run")

@@ -84,6 +84,7 @@ def test_no_module_copies_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert 0 < read <= 2 * (NUM_MODULES + 3)
 
 
+@pytest.mark.long
 def test_the_second_step_of_many_modules(tmp_path: Path) -> None:
     """It calls at most twice as many functions as the third."""
     module = Many()

@@ -15,8 +15,10 @@ from tests.helpers.hard_structures import Reused, Shapes
 from tests.training.model_cases import STRUCTURES
 from tests.training.model_runs import assert_trains_like_torch, train_near_storage
 
+LONG = {"ten thousand tiny tensors"}
 
-@pytest.mark.parametrize("name", STRUCTURES)
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in STRUCTURES])
 def test_hard_structures_train_like_torch(name: str, tmp_path: Path) -> None:
     """Modules used several times, tied, nested, partly frozen, or with tensors of unusual sizes train like torch."""
     assert_trains_like_torch(STRUCTURES[name], train_near_storage(STRUCTURES[name], tmp_path))
