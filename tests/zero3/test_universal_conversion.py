@@ -110,6 +110,16 @@ def other_save(content: dict[str, Any]) -> None:
     content["smart_infinity_save"] = "another"
 
 
+def elsewhere(content: dict[str, Any]) -> None:
+    shapes = content["param_shapes"][0]
+    shapes["../elsewhere"] = shapes.pop(next(iter(shapes)))
+
+
+def array_elsewhere(content: dict[str, Any]) -> None:
+    for state in states_in(content).values():
+        state["../elsewhere"] = state.pop("momentum_buffer")
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit of an array": (lambda c: flip(c, 1), r"rank_1_.*optim_states\.pt is damaged: the checksum"),
     "a file is missing": (lambda c: file_of(c, 1).unlink(), "optimizer states of 1 processes; 2 saved"),
@@ -124,6 +134,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an array is too short": (lambda c: change(c, 0, shorten), "'momentum_buffer' is no array"),
     "a process without arrays": (lambda c: change(c, 1, forget), "kept different states"),
+    "a parameter elsewhere": (lambda c: change(c, 0, elsewhere, "model"), r"names a parameter '\.\./elsewhere'"),
+    "an array elsewhere": (lambda c: change(c, 0, array_elsewhere), r"arrays of the names \['\.\./elsewhere'\]"),
     "weights only": (lambda c: change(c, 0, weights_only), "weights only"),
     "of two saves": (lambda c: change(c, 1, other_save, "model"), "different saves"),
     "no checkpoint": (lambda c: shutil.rmtree(c / "checkpoint"), "has no folder 'checkpoint'"),

@@ -150,7 +150,12 @@ class SavedWeights(ABC):
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """Shape of every trained parameter, in the order of the optimizer's files."""
-        return {name: shape for shapes in self.model_states[PARAM_SHAPES] for name, shape in shapes.items()}
+        saved = {name: shape for shapes in self.model_states[PARAM_SHAPES] for name, shape in shapes.items()}
+        for name in saved:
+            # Universal checkpoints have a folder of this name. No module of torch has parameters with such names.
+            if not name or name.startswith("/") or "\0" in name or ".." in name.split("/"):
+                raise CheckpointError(f"{self.path} names a parameter {name!r}.", self.remedy)
+        return saved
 
     def model_states_of(self, rank: int) -> SavedState:
         """Return everything that a process saved except the optimizer's state."""

@@ -147,6 +147,8 @@ def _arrays_in(file: TensorFile, masters: list[torch.Tensor]) -> dict[str, list[
     """Return the tensors of every array, one for each sub-group."""
     states = file.state[OPTIMIZER_STATE_DICT][OPTIMIZER_STATE_DICT]["state"]
     names = sorted({name for state in states.values() for name in state} - {STEP})
+    if not all(map(str.isidentifier, names)):  # they become names of files
+        raise CheckpointError(f"The optimizer keeps arrays of the names {names}.", "Use another checkpoint.")
     arrays = {name: [states[index].get(name) for index in range(len(masters))] for name in names}
     for name, tensors in arrays.items():
         for tensor, master in zip(tensors, masters, strict=True):
