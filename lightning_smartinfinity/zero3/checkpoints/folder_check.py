@@ -75,6 +75,7 @@ def check_checkpoint(
         _check_world_size(folder)
         _check_own_share(folder)
         states = _own_model_states(folder, engine)
+        _check_same_world_size(states, folder)
         check_needed(states, needed, path)
         _check_parameters(states, engine)
         if strict:
@@ -244,6 +245,15 @@ def _check_world_size(folder: Path) -> None:
             f"{folder} was saved by {num_saved} processes, this run has {world_size}.",
             f"Run on {num_saved} processes, or convert it by `{_conversion_command(folder)}` and pass the folder that "
             "this writes.",
+        )
+
+
+def _check_same_world_size(states: SavedState, folder: Path) -> None:
+    num_saved, num_files = states["dp_world_size"], dist.get_world_size()
+    if num_saved != num_files:
+        raise CheckpointError(
+            f"{folder} holds files of {num_files} processes, and says that {num_saved} saved it.",
+            "Use another checkpoint.",
         )
 
 

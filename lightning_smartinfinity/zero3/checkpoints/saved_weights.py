@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import struct
+import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -36,12 +39,17 @@ DAMAGE = (
     EOFError,
     RuntimeError,
     LookupError,
+    ArithmeticError,
+    MemoryError,
     ValueError,
     TypeError,
     AttributeError,
     ImportError,
     AssertionError,
     pickle.UnpicklingError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
 )
 """Errors that torch, pickle and DeepSpeed raise on a damaged file, or on one with other content than a checkpoint's."""
 
