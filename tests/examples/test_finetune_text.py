@@ -30,8 +30,8 @@ SMALL = (
 def test_trains_saves_and_goes_on(run_example: Run, tmp_path: Path) -> None:
     """The output has all reports, and the checkpoint resumes and starts new runs."""
     # The default depends on the CPU, and with it the bytes of a step.
-    options = ("--precision", "bf16-mixed", "--storage", "disk0", "disk1")
-    output = run_example("finetune_text.py", *SMALL, "--max-steps", "4", *options)
+    options = (*SMALL, "--precision", "bf16-mixed")
+    output = run_example("finetune_text.py", *options, "--max-steps", "4", "--storage", "disk0", "disk1")
     assert [int(step) for step in re.findall(r"^ +(\d+) +\d\.\d{3} {6,}", output, re.MULTILINE)] == [1, 2, 3, 4]
     losses = [float(loss) for loss in re.findall(r"(\d\.\d{3}) at step", output)]
     assert losses[1] < losses[0] < 5.7
@@ -40,11 +40,11 @@ def test_trains_saves_and_goes_on(run_example: Run, tmp_path: Path) -> None:
     checkpoint = "runs/finetune_text/smart_infinity-step4.ckpt"
     assert checkpoint in output
     assert (tmp_path / "disk1").is_dir()
-    resumed = run_example("finetune_text.py", *SMALL, "--max-steps", "6", "--resume", checkpoint)
+    resumed = run_example("finetune_text.py", *options, "--max-steps", "6", "--resume", checkpoint)
     assert "2 steps in" in resumed
-    weights = run_example("finetune_text.py", *SMALL, "--max-steps", "1", "--init-from", checkpoint)
+    weights = run_example("finetune_text.py", *options, "--max-steps", "1", "--init-from", checkpoint)
     assert losses[1] == pytest.approx(float(re.findall(r"(\d\.\d{3}) at step 0", weights)[0]), abs=0.02)
-    over = run_example("finetune_text.py", *SMALL, "--max-steps", "4", "--resume", checkpoint, status=1)
+    over = run_example("finetune_text.py", *options, "--max-steps", "4", "--resume", checkpoint, status=1)
     assert "is at step 4 already: raise --max-steps" in over
 
 
