@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+
+BLOCK_BYTES = 4096
 
 
 def flip_bit_behind(content: bytes, file: Path) -> None:
@@ -10,3 +13,26 @@ def flip_bit_behind(content: bytes, file: Path) -> None:
     changed = bytearray(file.read_bytes())
     changed[changed.index(content) + len(content)] ^= 16
     file.write_bytes(changed)
+
+
+def flip_bit(file: Path, generator: random.Random) -> None:
+    """Flip any bit of a file."""
+    changed = bytearray(file.read_bytes())
+    changed[generator.randrange(len(changed))] ^= 1 << generator.randrange(8)
+    file.write_bytes(changed)
+
+
+def misplace_block(file: Path, generator: random.Random) -> None:
+    """Write another part of a file over any block of it, as a disk does that mistakes the address."""
+    content = file.read_bytes()
+    first, other = (generator.randrange(max(1, len(content) - BLOCK_BYTES)) for _ in range(2))
+    block = content[other : other + BLOCK_BYTES]
+    file.write_bytes(content[:first] + block + content[first + len(block) :])
+
+
+def lose_block(file: Path, generator: random.Random) -> None:
+    """Fill any block of a file with zeros, as if it had never been written."""
+    content = file.read_bytes()
+    first = generator.randrange(-(-len(content) // BLOCK_BYTES)) * BLOCK_BYTES
+    block = bytes(len(content[first : first + BLOCK_BYTES]))
+    file.write_bytes(content[:first] + block + content[first + len(block) :])

@@ -174,6 +174,29 @@ def test_short_file(tmp_path: Path, direct: bool, missing: int) -> None:
     assert failure.path == str(state.paths[0])
 
 
+@pytest.mark.parametrize(
+    ("faults", "kinds"),
+    [
+        ({"flip_read_at": 2}, {"checksum"}),
+        ({"misread_at": 2}, {"format", "checksum"}),
+        ({"misread_at": 2, "misread_by": 2 * extent_bytes(TASKLET)}, {"foreign"}),
+        ({"lose_write_at": 2}, {"format", "generation"}),
+    ],
+    ids=["flip", "another block", "another extent", "lost write"],
+)
+def test_a_disk_that_lies(tmp_path: Path, faults: dict[str, int], kinds: set[str]) -> None:
+    """Bits that flip, data from elsewhere and writes that were lost are noticed when the extent is read."""
+    state, _ = stored(tmp_path)
+    with state:
+        inject(state.pipeline, seed=1, **faults)
+        failure, _ = update(state)
+        if "lose_write_at" in faults:
+            assert failure is None
+            inject(state.pipeline)
+            failure = state.work(Operation.READ, [Run(0, NUMEL, arrays=initial(NUMEL))])
+    assert failure is not None and failure.kind in kinds, failure
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("which", ["read", "write"])
 def test_error_in_the_middle(tmp_path: Path, seed: int, which: str) -> None:

@@ -41,15 +41,20 @@ void bind_inject(nb::module_& m, const char* name) {
     m.def(
         "inject",
         [](Worker& worker, std::uint64_t seed, std::int64_t max_delay_us, std::int64_t fail_read_at,
-           std::int64_t fail_write_at, std::int64_t short_transfer_every, int error) {
-            const Faults faults{seed, max_delay_us, fail_read_at, fail_write_at, short_transfer_every, error};
+           std::int64_t fail_write_at, std::int64_t short_transfer_every, int error, std::int64_t delay_us,
+           std::int64_t flip_read_at, std::int64_t misread_at, std::int64_t misread_by, std::int64_t lose_write_at) {
+            const Faults faults{seed,     max_delay_us, fail_read_at, fail_write_at, short_transfer_every, error,
+                                delay_us, flip_read_at, misread_at,   misread_by,    lose_write_at};
             Seams::decorate_engine(*worker.get(), [&faults](std::unique_ptr<IoEngine> engine) {
                 return std::make_unique<FaultInjectingEngine>(std::move(engine), faults);
             });
         },
         nb::arg(name), nb::kw_only(), "seed"_a = 0, "max_delay_us"_a = 0, "fail_read_at"_a = -1, "fail_write_at"_a = -1,
-        "short_transfer_every"_a = 0, "errno"_a = EIO, WithoutGil(),
-        "Inject faults from now on, for tests. Requests are counted from 0, reads and writes separately.");
+        "short_transfer_every"_a = 0, "errno"_a = EIO, "delay_us"_a = 0, "flip_read_at"_a = -1, "misread_at"_a = -1,
+        "misread_by"_a = 4096, "lose_write_at"_a = -1, WithoutGil(),
+        "Inject faults from now on, for tests. Requests are counted from 0, reads and writes separately.\n\n"
+        "One bit of read flip_read_at is flipped. Read misread_at returns what lies misread_by bytes elsewhere. Write\n"
+        "lose_write_at is reported done, but not made. delay_us is added to the time of every request.");
 }
 
 std::shared_ptr<Hold> hold_of(std::int64_t read_at, std::int64_t write_at, std::uint64_t count) {

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <random>
 
+#include "base/buffer.hpp"
 #include "io/io_engine.hpp"
 
 namespace smart_infinity {
@@ -21,6 +22,11 @@ struct Faults {
         -1;  // number of the write that fails after its first block, which leaves a torn extent
     std::int64_t short_transfer_every = 0;  // one in this many transfers stops somewhere in the middle
     int error = EIO;
+    std::int64_t delay_us = 0;        // added to each request's time, as by a slow device
+    std::int64_t flip_read_at = -1;   // number of the read in whose data one bit is flipped
+    std::int64_t misread_at = -1;     // number of the read that returns what lies elsewhere in the file,
+    std::int64_t misread_by = 4096;   // so many bytes before its place, or behind it at the start of the file
+    std::int64_t lose_write_at = -1;  // number of the write that is reported done, but was not made
 };
 
 // An engine that injects faults, for tests.
@@ -35,12 +41,16 @@ class FaultInjectingEngine final : public IoEngine, private CompletionHandler {
     struct Pending {
         IoRequest request;
         CompletionHandler* handler;
-        std::int64_t at_most;  // limit of the result: bytes, or a negative errno
-        std::int64_t delay_us;
+        std::int64_t at_most = 0;  // limit of the result: bytes, or a negative errno
+        std::int64_t delay_us = 0;
+        bool flips = false;
+        std::shared_ptr<HostBuffer> lost = nullptr;  // a lost write: memory for what is read in its stead
     };
 
     void completed(const IoRequest& request, const IoResult& result) override;
-    Pending decide(const IoRequest& request, CompletionHandler& handler);
+    IoRequest real_request(const Pending& pending, std::int64_t number) const;
+    void flip_bit(const IoRequest& request, std::int64_t transferred);
+    Pending decide(const IoRequest& request, CompletionHandler& handler, std::int64_t number);
     std::int64_t random(std::int64_t first, std::int64_t last);
 
     const Faults faults_;
