@@ -12,6 +12,7 @@
     │   └── StorageCorruptError                a wrong checksum, a foreign extent, a newer format
     ├── DeviceError            (RuntimeError)  a SmartSSD, its runtime or its xclbin failed
     ├── CudaError              (RuntimeError)  the CUDA driver refused a call, or a copy failed
+    ├── RankLostError          (RuntimeError)  another rank was killed, does not answer or failed
     └── CheckpointError        (RuntimeError)  a checkpoint does not fit this model or is damaged
         └── CheckpointNotFoundError            (also a FileNotFoundError) there is no checkpoint at a path
 
@@ -26,6 +27,7 @@ __all__ = [
     "ConfigError",
     "CudaError",
     "DeviceError",
+    "RankLostError",
     "SmartInfinityError",
     "StorageCorruptError",
     "StorageError",
@@ -95,6 +97,10 @@ class CudaError(SmartInfinityError, RuntimeError):
     """The CUDA driver refused a call, or a copy from or to a device failed."""
 
     REMEDY = "Check the device with nvidia-smi and the kernel log; if its memory was lost, resume from a checkpoint."
+
+
+class RankLostError(SmartInfinityError, RuntimeError):
+    """Another rank was killed, does not answer or failed."""
 
 
 class CheckpointError(SmartInfinityError, RuntimeError):

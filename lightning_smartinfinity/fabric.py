@@ -76,6 +76,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         activations: object | None = None,
         transfer: TransferConfig | Mapping[str, Any] | None = None,
         zero: Mapping[str, Any] | None = None,
+        watchdog_timeout: float | None = 30.0,
         **options: Unpack[FabricOptions],
     ) -> None:
         # DeepSpeedStrategy's own constructor is skipped: see take_options.
@@ -97,6 +98,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             activations=activations,
             transfer=transfer,
             zero=zero,
+            watchdog_timeout=watchdog_timeout,
         )
         self._take_settings(settings)
         self.config = self._engine_config

@@ -9,7 +9,7 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_smartinfinity.checks import STRATEGY, Rule, as_passed, instance, one_of, optional, require
+from lightning_smartinfinity.checks import STRATEGY, Rule, among, as_passed, instance, number, one_of, optional, require
 from lightning_smartinfinity.compression import CODEC, GradientCodec
 from lightning_smartinfinity.config import (
     SmartSSDConfig,
@@ -38,6 +38,12 @@ _CHOICES = {
     "overlap": ("auto", "none", "forward", "backward"),
 }
 _UNAVAILABLE = Rule("Leave it out", lambda value: value is None, "is not available in this version")
+_SECONDS = number(1, 3600)  # less would be missed on a busy machine
+_WATCHDOG = Rule(
+    f"{_SECONDS.remedy}, or 0",
+    lambda value: _SECONDS.holds(value) or among((0,)).holds(value),
+    kept=_SECONDS.kept,
+)
 _SECTION = Rule("Pass zero={...}", lambda value: isinstance(value, Mapping), "is not a mapping")
 _ARGUMENTS = re.compile(r" *Args:\n(.+?\n)\n", re.DOTALL)
 
@@ -66,6 +72,8 @@ class StrategySettings:
         transfer: Ring size, I/O engine, state kept in host memory, durability, direct I/O, and name and lifetime of
             the files, as a :class:`TransferConfig` or a dict such as ``{"num_buffers": 8}``.
         zero: Further keys of DeepSpeed's ``zero_optimization`` section, such as ``reduce_bucket_size``.
+        watchdog_timeout: Seconds after which a rank whose process does not answer is lost, so that all ranks end. None
+            or 0 for no watch over the ranks.
 
     Raises:
         ConfigError: A setting is unknown, contradictory or out of range.
@@ -80,6 +88,7 @@ class StrategySettings:
     activations: object | None = None
     transfer: TransferConfig = field(default_factory=TransferConfig)
     zero: Mapping[str, Any] | None = None
+    watchdog_timeout: float | None = 30.0
     owner: InitVar[str] = STRATEGY  # class that the user called, with which errors begin
 
     def __post_init__(self, owner: str) -> None:
@@ -92,6 +101,7 @@ class StrategySettings:
             activations=_UNAVAILABLE,
             transfer=instance(TransferConfig),
             zero=optional(_SECTION),
+            watchdog_timeout=optional(_WATCHDOG),
         )
         if self.update_device == "smartssd" and not STATE_FORMATS[self.state_format].on_cards:
             on_cards = names_where(lambda form: form.on_cards)

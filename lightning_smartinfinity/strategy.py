@@ -25,6 +25,7 @@ from lightning.pytorch.core.optimizer import (
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
@@ -43,6 +44,14 @@ from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_TRAINER
 from lightning_smartinfinity.update_rules import optimizer_names
+from lightning_smartinfinity.watching import (
+    agree_to_end,
+    hear_sigterm,
+    is_asked_to_end,
+    lost_rank_behind,
+    tell_failure,
+    tell_sigterm,
+)
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
 if TYPE_CHECKING:
@@ -96,6 +105,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         activations: object | None = None,
         transfer: TransferConfig | Mapping[str, Any] | None = None,
         zero: Mapping[str, Any] | None = None,
+        watchdog_timeout: float | None = 30.0,
         **options: Unpack[LightningOptions],
     ) -> None:
         # DeepSpeedStrategy's own constructor is skipped: see take_options.
@@ -117,6 +127,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             activations=activations,
             transfer=transfer,
             zero=zero,
+            watchdog_timeout=watchdog_timeout,
         )
         self._take_settings(settings)
         self.config = self._engine_config
@@ -185,11 +196,13 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         self._choose_storage(trainer.default_root_dir)
         self._random_state = None
         super().setup(trainer)
+        _end_together_after_sigterm(trainer)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
         _give_up_soon_after_sigterm()
+        hear_sigterm()
         assert self.lightning_module is not None
         load_loader_states(self.lightning_module.trainer)
         state, self._random_state = self._random_state, None
@@ -340,6 +353,15 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         super().on_exception(exception)
         if not isinstance(exception, Exception):  # Ctrl-C, or the end that SIGTERM asks for
             ask_to_end()
+        lost = lost_rank_behind(exception)
+        if lost is None:
+            if not isinstance(exception, SIGTERMException):  # on which all ranks have agreed
+                tell_failure(exception)
+            return
+        # Lightning would raise the collective's error, which does not say who is missing.
+        assert self.lightning_module is not None
+        self.lightning_module.trainer._teardown()
+        raise lost from exception
 
     @override
     def teardown(self) -> None:
@@ -410,6 +432,32 @@ def _give_up_soon_after_sigterm() -> None:
         return handler(signum, frame)
 
     signal.signal(signal.SIGTERM, ask_and_handle)
+
+
+def _end_together_after_sigterm(trainer: pl.Trainer) -> None:
+    """Let all ranks end after the same batch if one of them receives SIGTERM.
+
+    Lightning's own handler broadcasts as soon as the signal comes, whatever the other ranks do then, and hangs. The
+    ranks agree at the start of each batch, where Lightning's loop tells all of them what rank 0 knows.
+    """
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    notify, broadcast = type(connector)._sigterm_notifier_fn, type(loop)._broadcast_sigterm_tensor
+
+    def take_note(signum: int, frame: FrameType | None) -> None:
+        if not tell_sigterm():
+            notify(connector, signum, frame)  # type: ignore[arg-type]
+
+    def end_if_asked() -> None:
+        if trainer.is_global_zero and is_asked_to_end():
+            connector.received_sigterm = True
+        try:
+            broadcast(loop)
+        except SIGTERMException:
+            agree_to_end()
+            raise
+
+    connector._sigterm_notifier_fn = take_note  # type: ignore[method-assign,assignment]
+    loop._broadcast_sigterm_tensor = end_if_asked  # type: ignore[method-assign]
 
 
 def _several_optimizers(found: str) -> UnsupportedError:

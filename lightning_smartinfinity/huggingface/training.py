@@ -95,6 +95,7 @@ class SmartInfinityTraining(NearStorage):
         activations: object | None = None,
         transfer: TransferConfig | Mapping[str, Any] | None = None,
         zero: Mapping[str, Any] | None = None,
+        watchdog_timeout: float | None = 30.0,
         weights_only: bool = True,
         **unknown: Any,
     ) -> None:
@@ -110,6 +111,7 @@ class SmartInfinityTraining(NearStorage):
             activations=activations,
             transfer=transfer,
             zero=zero,
+            watchdog_timeout=watchdog_timeout,
         )
         self._take_settings(settings)
         self._config: DeepSpeedConfig = {**self._engine_config, **copy.deepcopy(_AUTO)}

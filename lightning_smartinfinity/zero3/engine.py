@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.transformers_models import describe_models
+from lightning_smartinfinity.watching import raise_if_lost
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
 from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
 from lightning_smartinfinity.zero3.checkpoints.folder_check import (
@@ -192,6 +193,7 @@ class SmartInfinityEngine(PortableEngine):
                 "of parameters leave for the gradient arena at once.",
                 "Compute gradients of gradients by torch.autograd.grad(..., create_graph=True) within the loss.",
             )
+        raise_if_lost()
         self.optimizer.retained.backward_begins(retain_graph=retain_graph)
         self.optimizer.backward_begins(retain_graph=retain_graph)
         with self.optimizer.in_backward():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from lightning_smartinfinity import (
+    ConfigError,
     SmartInfinityFabricStrategy,
     SmartInfinityStrategy,
     SmartSSDConfig,
@@ -35,6 +36,7 @@ DEFAULTS: dict[str, Any] = {
     "activations": None,
     "transfer": None,
     "zero": None,
+    "watchdog_timeout": 30.0,
 }
 
 
@@ -72,6 +74,7 @@ def test_every_argument_is_kept(strategy: Strategy, tmp_path: Path) -> None:
         "compression": TopK(0.5),
         "transfer": TransferConfig(num_buffers=3),
         "zero": {"reduce_bucket_size": 7},
+        "watchdog_timeout": 90,
     }
     settings = strategy(**given)._settings
     kept = {**given, "storage": (tmp_path / "a", tmp_path / "b"), "activations": None}
@@ -104,3 +107,13 @@ def test_numbers_become_pythons(scale: Any) -> None:
     kept = checked_options("SmartInfinityStrategy", {"loss_scale": scale, "min_loss_scale": scale})
     assert kept == {"loss_scale": 512, "min_loss_scale": 512}
     assert {type(value) for value in kept.values()} <= {int, float}
+
+
+@pytest.mark.parametrize("seconds", [None, 0, 1, 3600, 0.5, -1, 3601, "30", True])
+def test_seconds_of_the_watch(seconds: Any) -> None:
+    """Seconds below one would lose ranks of a busy machine, and none at all switch the watch off."""
+    if seconds in (None, 0, 1, 3600) and seconds is not True:
+        assert SmartInfinityStrategy(watchdog_timeout=seconds)._settings.watchdog_timeout == seconds
+    else:
+        with pytest.raises(ConfigError, match=r"watchdog_timeout=.* Pass a number from 1 to 3600, or 0, or None"):
+            SmartInfinityStrategy(watchdog_timeout=seconds)

@@ -18,7 +18,7 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.waiting import LIMIT, PROCESS_LIMIT
 
-__all__ = ["REPOSITORY", "run_module"]
+__all__ = ["REPOSITORY", "environments_of", "run_module"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -38,7 +38,7 @@ def run_module(module: str, *arguments: str | Path, ranks: int = 1) -> subproces
         job = {
             "module": module,
             "arguments": command[1:],
-            "environments": _environments(ranks),
+            "environments": environments_of(ranks),
             "stdout": stdout.name,
             "stderr": stderr.name,
         }
@@ -46,8 +46,8 @@ def run_module(module: str, *arguments: str | Path, ranks: int = 1) -> subproces
         return subprocess.CompletedProcess(command, status, stdout.read(), stderr.read())
 
 
-def _environments(ranks: int) -> list[dict[str, str]]:
-    """Return every rank's environment."""
+def environments_of(ranks: int) -> list[dict[str, str]]:
+    """Return the environments of ranks that find each other as if torchrun had started them."""
     if ranks == 1:
         return [fresh_environment()]
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port()), "WORLD_SIZE": str(ranks)}

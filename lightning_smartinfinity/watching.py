@@ -1,0 +1,259 @@
+"""Watches over the processes of the other ranks while this one trains.
+
+The watch itself is native (:class:`lightning_smartinfinity.native.RankWatch`), so it answers whatever Python does. Here
+the ranks meet, and what the watch knows becomes an error.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import platform
+import secrets
+import socket
+import sys
+import time
+import warnings
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from lightning_smartinfinity.errors import RankLostError
+from lightning_smartinfinity.native import RankNotice, RankWatch
+
+__all__ = [
+    "agree_to_end",
+    "begin_training",
+    "end_training",
+    "hear_sigterm",
+    "is_asked_to_end",
+    "lost_rank_behind",
+    "raise_if_lost",
+    "tell_failure",
+    "tell_sigterm",
+]
+
+T = TypeVar("T")
+
+_GRACE = 15.0
+"""Seconds for Python to end a process by an error after a rank was lost."""
+_PATIENCE = 45.0
+"""Seconds for all ranks to end their training together after SIGTERM, or after an error on one of them."""
+_MEETING = 20.0
+"""Seconds in which ranks connect, once they have all said that they are there."""
+_NOTICE = 3.0
+"""Seconds in which the watch hears of what a collective has failed by."""
+_TOKEN_BYTES, _RANK_BYTES = 16, 4
+
+
+@dataclass(frozen=True)
+class _Watch:
+    native: RankWatch
+    hosts: list[str]
+    group: weakref.ref[dist.ProcessGroup]
+    silence: float
+
+
+_watch: _Watch | None = None
+
+
+def begin_training(silence: float | None) -> None:
+    """Watch the other ranks from now on. This is a collective.
+
+    Args:
+        silence: Seconds after which a rank that does not answer is lost; None or 0 for no watch.
+
+    Raises:
+        RankLostError: A rank is lost already.
+    """
+    global _watch
+    if dist.get_world_size() == 1:
+        return
+    group = dist.group.WORLD
+    if _watch is not None and (_watch.group() is not group or _watch.silence != silence):
+        _watch.native.close()
+        _watch = None
+    if _watch is None and silence:
+        _watch = _meet(silence)
+    if _watch is None:
+        return
+    raise_if_lost()
+    _watch.native.begin_training()
+    hear_sigterm()
+
+
+def end_training() -> None:
+    """Let this rank end, and the others live on, without anybody being missed."""
+    if _watch is not None:
+        _watch.native.end_training()
+
+
+def raise_if_lost() -> None:
+    """Raise an error if another rank is lost.
+
+    Raises:
+        RankLostError: Another rank was killed or does not answer.
+    """
+    if _watch is not None and (lost := _watch.native.report().lost) is not None:
+        raise _error(_watch, lost)
+
+
+def lost_rank_behind(error: BaseException) -> RankLostError | None:
+    """Return the error that says which rank is missing, if an error is that of a collective that misses one."""
+    if _watch is None or not _is_of_collective(error):
+        return None
+    report = _watch.native.wait(_NOTICE)
+    notice = report.lost or report.failed or report.left
+    return None if notice is None else _error(_watch, notice)
+
+
+def tell_failure(error: BaseException) -> None:
+    """Tell the other ranks that an error ends this rank's training, in case they wait for it."""
+    if _watch is not None:
+        line = str(error).partition("\n")[0]
+        _watch.native.tell_failure(f"failed with {type(error).__name__}: {line}")
+
+
+def hear_sigterm() -> None:
+    """Tell the other ranks of SIGTERM as soon as it comes, and then let the present handler run."""
+    if _watch is not None:
+        _watch.native.hear_sigterm()
+
+
+def tell_sigterm() -> bool:
+    """Tell the other ranks that this one received SIGTERM, and return whether there is a watch to do so."""
+    if _watch is not None:
+        _watch.native.tell_sigterm()
+    return _watch is not None
+
+
+def is_asked_to_end() -> bool:
+    """Return whether any rank received SIGTERM. Rank 0 is told first."""
+    return _watch is not None and _watch.native.report().asked is not None
+
+
+def agree_to_end() -> None:
+    """Let this rank take its time to end: all ranks have agreed to end their training."""
+    if _watch is not None:
+        _watch.native.agree()
+
+
+def _error(watch: _Watch, notice: RankNotice) -> RankLostError:
+    return RankLostError(
+        f"Rank {notice.rank} on {watch.hosts[notice.rank]} {notice.why}; rank {dist.get_rank()} cannot train on alone.",
+        "Look at that rank's own output and at the kernel log of its machine, and resume from the last checkpoint.",
+    )
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    # Gloo raises plain RuntimeErrors, which name one of its files.
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error).lower())
+
+
+# ---- how the ranks meet
+
+
+def _meet(silence: float) -> _Watch | None:
+    """Connect all ranks with rank 0, and return this rank's watch; None if some cannot connect."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    listener = _listen(world_size) if rank == 0 else None
+    port = 0 if listener is None else listener.getsockname()[1]
+    offers = _gather((platform.node(), port, secrets.token_bytes(_TOKEN_BYTES)))
+    hosts = [host for host, _, _ in offers]
+    host, port, token = offers[0]
+    address = os.environ.get("MASTER_ADDR", host)
+    sockets: dict[int, socket.socket] = {}
+    problem = ""
+    try:
+        if listener is None:
+            sockets[0] = _connect(address, port, hello=token + rank.to_bytes(_RANK_BYTES, "big"))
+        else:
+            sockets = _accept(listener, world_size - 1, token)
+    except OSError as error:
+        problem = f"rank {rank} on {hosts[rank]}: {error}"
+    problems = [found for found in _gather(problem) if found]
+    if problems:
+        if rank == 0:
+            warnings.warn(
+                f"No watch over the ranks, which cannot connect to port {port} of {address}: {problems[0]}. A rank that"
+                " is killed or stopped will be noticed by torch's own timeouts only.",
+                stacklevel=2,
+            )
+        for connected in sockets.values():
+            connected.close()
+        return None
+    native = RankWatch(
+        rank=rank,
+        hosts=hosts,
+        sockets=[(peer, connected.detach()) for peer, connected in sockets.items()],
+        silence=silence,
+        grace=_GRACE,
+        patience=_PATIENCE,
+    )
+    # This runs at interpreter exit, and in a process of multiprocessing, which has no atexit, too.
+    Finalize(None, _say_farewell, (native,), exitpriority=100)
+    group = dist.group.WORLD
+    assert group is not None
+    return _Watch(native, hosts, weakref.ref(group), silence)
+
+
+def _say_farewell(native: RankWatch) -> None:
+    """End a watch at the end of the process; if an error ends the process, tell it."""
+    error = getattr(sys, "last_value", None)
+    if error is not None and _watch is not None and _watch.native is native:
+        tell_failure(error)
+    native.close()
+
+
+def _gather(value: T) -> list[T]:
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values  # type: ignore[return-value]
+
+
+def _listen(backlog: int) -> socket.socket:
+    """Listen where the other ranks reach this machine, and on all its interfaces only if that is unknown."""
+    address = os.environ.get("MASTER_ADDR")
+    for family, _, _, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM) if address else []:
+        with suppress(OSError):
+            return socket.create_server((place[0], 0), family=family, backlog=backlog)
+    dual = socket.has_dualstack_ipv6()
+    return socket.create_server(
+        ("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, backlog=backlog, dualstack_ipv6=dual
+    )
+
+
+def _connect(address: str, port: int, *, hello: bytes) -> socket.socket:
+    connected = socket.create_connection((address, port), timeout=_MEETING)
+    try:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.sendall(hello)
+    except OSError:
+        connected.close()
+        raise
+    return connected
+
+
+def _accept(listener: socket.socket, count: int, token: bytes) -> dict[int, socket.socket]:
+    """Return a connection with each of the other ranks; whoever does not know the token is sent away."""
+    until = time.monotonic() + _MEETING
+    sockets: dict[int, socket.socket] = {}
+    with listener:
+        while len(sockets) < count:
+            listener.settimeout(max(until - time.monotonic(), 0.001))
+            connected, _ = listener.accept()
+            connected.settimeout(1)
+            hello = b""
+            with suppress(OSError):
+                hello = connected.recv(_TOKEN_BYTES + _RANK_BYTES, socket.MSG_WAITALL)
+            rank = int.from_bytes(hello[_TOKEN_BYTES:], "big")
+            if not hmac.compare_digest(hello[:_TOKEN_BYTES], token) or not 0 < rank <= count or rank in sockets:
+                connected.close()
+                continue
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sockets[rank] = connected
+    return sockets

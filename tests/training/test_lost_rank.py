@@ -1,0 +1,113 @@
+"""When a rank is killed, stops, fails or is asked to end, every rank ends and says which one it was, and why."""
+
+from __future__ import annotations
+
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_smartinfinity.native import RANK_LOST_STATUS
+from tests.helpers.attacks import Attack
+from tests.helpers.processes import REPOSITORY, environments_of
+from tests.helpers.waiting import PROCESS_LIMIT, await_that
+from tests.training.lost_rank_worker import SILENCE
+
+LONG = pytest.mark.long
+NAME = f"rank 1 on {platform.node()}"
+
+
+class Ranks:
+    """Two ranks that train in processes of their own."""
+
+    def __init__(self, folder: Path, cause: str) -> None:
+        self.folder = folder
+        self.processes = []
+        for rank, environment in enumerate(environments_of(2)):
+            with (folder / f"output-{rank}").open("w") as output:
+                command = [sys.executable, "-m", "tests.training.lost_rank_worker", str(folder), cause]
+                self.processes.append(
+                    subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=output)
+                )
+
+    def await_training(self) -> None:
+        """Return when both ranks train."""
+        await_that(self._train_or_ended, seconds=PROCESS_LIMIT, told=lambda: f"{self.said(0)}\n{self.said(1)}")
+
+    def _train_or_ended(self) -> bool:
+        return all(
+            (self.folder / f"training-{rank}").exists() or process.poll() is not None
+            for rank, process in enumerate(self.processes)
+        )
+
+    def status(self, rank: int) -> int:
+        """Wait until a rank ends, and return its exit status."""
+        return self.processes[rank].wait(PROCESS_LIMIT)
+
+    def said(self, rank: int) -> str:
+        """Return what a rank has written."""
+        return (self.folder / f"output-{rank}").read_text()
+
+    def kill(self) -> None:
+        """Leave nothing behind."""
+        for process in self.processes:
+            process.kill()
+            process.wait(PROCESS_LIMIT)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Ranks to which the parameter of the test happens."""
+    started = Ranks(tmp_path, request.param)
+    yield started
+    started.kill()
+
+
+@pytest.mark.parametrize("ranks", ["killed"], indirect=True)
+def test_a_killed_rank(ranks: Ranks, attack: Attack) -> None:
+    """The other rank raises an error that names it, although gloo's own does not."""
+    attack("kill of one of two ranks", tries=1, outcome="the other one ends with RankLostError")
+    assert ranks.status(0) == 1, ranks.said(0)
+    assert f"RankLostError: R{NAME[1:]} was killed or crashed" in ranks.said(0)
+    assert ranks.status(1) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("ranks", ["nothing"], indirect=True)
+@pytest.mark.parametrize("asked", [(1,), pytest.param((0,), marks=LONG), pytest.param((0, 1), marks=LONG)], ids=str)
+def test_sigterm(asked: tuple[int, ...], ranks: Ranks, attack: Attack) -> None:
+    """All ranks end after the same batch, and can still save a checkpoint together."""
+    attack("SIGTERM to one or both of two ranks", tries=1, outcome="both save a checkpoint and end")
+    ranks.await_training()
+    for rank in asked:
+        ranks.processes[rank].send_signal(signal.SIGTERM)
+    for rank in range(2):
+        assert ranks.status(rank) == 0, ranks.said(rank)
+        assert "received SIGTERM" in ranks.said(rank)
+        assert len(asked) == 2 or f"rank {asked[0]} on {platform.node()} received SIGTERM" in ranks.said(rank)
+    assert any((ranks.folder / "last.ckpt").iterdir())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", ["stopped"], indirect=True)
+def test_a_stopped_rank(ranks: Ranks, attack: Attack) -> None:
+    """The other rank waits for it in a collective, which no error can end. If it wakes up, it ends as well."""
+    attack("SIGSTOP to one of two ranks", tries=1, outcome="the other one ends and says which one does not answer")
+    assert ranks.status(0) == RANK_LOST_STATUS, ranks.said(0)
+    assert f"{NAME} has not answered for {SILENCE:.0f} s" in ranks.said(0)
+    ranks.processes[1].send_signal(signal.SIGCONT)
+    assert ranks.status(1) != 0
+    assert f"{NAME} is lost" in ranks.said(1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", ["failed"], indirect=True)
+def test_a_rank_that_fails_alone(ranks: Ranks, attack: Attack) -> None:
+    """The other rank repeats what it failed with."""
+    attack("an error on one of two ranks", tries=1, outcome="the other one ends with RankLostError")
+    for rank in range(2):
+        assert ranks.status(rank) == 1, ranks.said(rank)
+    assert f"RankLostError: R{NAME[1:]} failed with ValueError: the fourth batch is bad" in ranks.said(0)

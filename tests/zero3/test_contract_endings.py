@@ -1,0 +1,88 @@
+"""Tests the private parts of the installed Lightning and torch by which trainings of several ranks end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.processes import run_module
+from tests.helpers.trainers import quiet_trainer
+
+
+def test_the_connector_looks_up_its_handler_of_sigterm_on_itself(tmp_path: Path) -> None:
+    """A handler in its place is the one that is registered."""
+    trainer = quiet_trainer(tmp_path, "auto")
+    heard: list[Any] = []
+    trainer._signal_connector._sigterm_notifier_fn = lambda *arguments: heard.append(arguments)  # type: ignore[assignment]
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        trainer._signal_connector.register_signal_handlers()
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        trainer._signal_connector.teardown()
+        signal.signal(signal.SIGTERM, before)
+    assert len(heard) == 1
+
+
+def test_an_error_ends_in_teardown_after_on_exception(tmp_path: Path) -> None:
+    """What on_exception raises replaces the error; Trainer._teardown would come after it and needs nothing else."""
+    trainer = quiet_trainer(tmp_path, "auto")
+    torn = []
+
+    def on_exception(exception: BaseException) -> None:
+        assert str(exception) == "theirs"
+        trainer._teardown()
+        torn.append(True)
+        raise KeyError("ours") from exception
+
+    trainer.strategy.on_exception = on_exception  # type: ignore[method-assign]
+    module = LitTiny(Recipe())
+
+    def fail() -> None:
+        raise ValueError("theirs")
+
+    module.on_train_start = fail  # type: ignore[method-assign]
+    with pytest.raises(KeyError, match="ours"):
+        trainer.fit(module)
+    assert torn == [True]
+
+
+def test_ranks_learn_at_the_start_of_a_batch_what_rank_0_received() -> None:
+    """Each rank calls the loop's method, which raises on all of them if rank 0 was asked to end."""
+    done = run_module("tests.zero3.test_contract_endings", ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def main() -> None:
+    """Ask rank 0 to end in the second batch, by the attribute that its signal handler sets."""
+    trainer = quiet_trainer(Path.cwd(), "ddp", devices=2, precision="32-true", max_steps=10)
+    loop: Any = trainer.fit_loop.epoch_loop
+    calls = []
+
+    def broadcast() -> None:
+        calls.append(trainer.global_step)
+        if trainer.global_rank == 0 and trainer.global_step == 1:
+            trainer._signal_connector.received_sigterm = True
+        type(loop)._broadcast_sigterm_tensor(loop)
+
+    loop._broadcast_sigterm_tensor = broadcast
+    with pytest.raises(SIGTERMException):
+        trainer.fit(LitTiny(Recipe()))
+    assert calls == [0, 1]
+
+
+def test_errors_of_gloo_name_it() -> None:
+    """A collective that misses a rank raises an error by which it is recognised."""
+    done = run_module("tests.zero3.lonely_worker", ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit()
