@@ -22,7 +22,7 @@ def test_stress(tmp_path: Path, sanitizers: str) -> None:
     options = {"SMART_INFINITY_BUILD_STRESS": "ON", "SMART_INFINITY_SANITIZE": sanitizers}
     # A unity build is faster, since nearly all of the time goes into headers.
     configure(build, CMAKE_BUILD_TYPE="Debug", CMAKE_UNITY_BUILD="ON", **options)
-    programs = ("stress", "stress_formats", "stress_gradients", "stress_card")
+    programs = ("stress", "stress_formats", "stress_gradients", "stress_card", "stress_watch")
     run("cmake", "--build", build, "--target", *programs, "--parallel", "4")
     for completed in (
         stress(build / "stress", tmp_path, build / "libfake_cuda.so"),
@@ -31,12 +31,17 @@ def test_stress(tmp_path: Path, sanitizers: str) -> None:
     ):
         assert completed.returncode == 0, f"{completed.stdout}\n{completed.stderr}"
         assert completed.stdout == f"{NUM_SEEDS} scenarios\n"
+    watched = run_with_threads(build / "stress_watch", "0", str(NUM_SEEDS))
+    assert (watched.returncode, watched.stdout) == (0, f"{NUM_SEEDS} scenarios\n"), watched.stderr
     if sanitizers != "thread":  # the formats use no threads
         assert run(build / "stress_formats", "0", str(NUM_SEEDS)).stdout == f"{NUM_SEEDS} scenarios\n"
 
 
 def stress(program: Path, folder: Path, *others: Path) -> subprocess.CompletedProcess[str]:
-    command: list[str | Path] = [program, folder, "0", str(NUM_SEEDS), *others]
+    return run_with_threads(program, folder, "0", str(NUM_SEEDS), *others)
+
+
+def run_with_threads(*command: str | Path) -> subprocess.CompletedProcess[str]:
     completed = run(*command, expect_success=False)
     if "unexpected memory mapping" in completed.stderr:
         # Older thread sanitizers know fewer address-space layouts than kernels use.

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "base/ending.hpp"
 #include "base/system_error.hpp"
 #include "base/worker_pool.hpp"
 
@@ -228,6 +229,7 @@ void RankWatch::notice_sigterm() {
 void RankWatch::hear_asked(int rank) {
     if (report_.asked) return;
     report_.asked = RankNotice{rank, kReceivedSigterm};
+    ask_to_end();  // this rank may wait for a disk that does not answer
     say(named(rank) + " received SIGTERM.");
     if (training_) end_of_patience_ = Clock::now() + options_.patience;
     if (rank == options_.rank || options_.rank == 0) relay({Word::kAsked, rank, {}}, rank);

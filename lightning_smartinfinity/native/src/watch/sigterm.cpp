@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
+#include <list>
 #include <mutex>
 
 namespace smart_infinity {
@@ -16,7 +17,7 @@ namespace {
 std::atomic<int> event{-1};
 std::atomic<bool> came{false};
 std::atomic<bool> alone{false};
-struct sigaction before{};
+std::atomic<const struct sigaction*> before{nullptr};
 
 void on_sigterm(int signal, siginfo_t* info, void* context) {
     const int error = errno;
@@ -25,10 +26,11 @@ void on_sigterm(int signal, siginfo_t* info, void* context) {
     // If this fails, the counter is full, and the listener is awake.
     [[maybe_unused]] const ssize_t written = ::write(event, &one, sizeof one);
     errno = error;
-    if (before.sa_flags & SA_SIGINFO) {
-        before.sa_sigaction(signal, info, context);
-    } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
-        before.sa_handler(signal);
+    const struct sigaction& earlier = *before;
+    if (earlier.sa_flags & SA_SIGINFO) {
+        earlier.sa_sigaction(signal, info, context);
+    } else if (earlier.sa_handler != SIG_DFL && earlier.sa_handler != SIG_IGN) {
+        earlier.sa_handler(signal);
     }
 }
 
@@ -38,7 +40,7 @@ bool is_ours(const struct sigaction& action) {
 
 void put_back() {
     struct sigaction present;
-    if (::sigaction(SIGTERM, nullptr, &present) == 0 && is_ours(present)) ::sigaction(SIGTERM, &before, nullptr);
+    if (::sigaction(SIGTERM, nullptr, &present) == 0 && is_ours(present)) ::sigaction(SIGTERM, before, nullptr);
 }
 
 }  // namespace
@@ -57,11 +59,15 @@ SigtermListener::~SigtermListener() {
 }
 
 void SigtermListener::step_in_front() {
+    // A handler may run at any time with any of these, so they are never freed. There are a few in a process's life.
+    static std::mutex mutex;
+    static auto* const earlier = new std::list<struct sigaction>;
+    const std::lock_guard lock(mutex);
     struct sigaction present;
     if (::sigaction(SIGTERM, nullptr, &present) != 0 || is_ours(present)) return;
     const bool plain = !(present.sa_flags & SA_SIGINFO);
     if (plain && present.sa_handler == SIG_IGN) return;
-    before = present;
+    before = &earlier->emplace_back(present);
     alone = plain && present.sa_handler == SIG_DFL;
     struct sigaction ours = present;
     ours.sa_flags |= SA_SIGINFO;
