@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -37,7 +38,6 @@ def add_to(commands: Any) -> None:
         "folders",
         nargs="*",
         type=storage_folder,
-        default=[Path(_DEFAULT)],
         metavar="FOLDER",
         help=f"storage folders (default: {_DEFAULT} here, where a Trainer puts it)",
     )
@@ -54,24 +54,35 @@ def add_to(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from lightning_smartinfinity.store.jobs import find_jobs
 
-    jobs = [job for folder in options.folders for job in find_jobs(folder)]
+    folders = options.folders or [_default_folder()]
+    jobs = [job for folder in folders for job in find_jobs(folder)]
     if options.remove:
-        return _remove(jobs, options)
+        return _remove(jobs, folders, options)
     damaged = _verify(jobs, options) if options.verify else {}
     if options.json:
         print(json.dumps([_as_json(job, damaged) for job in jobs], indent=2))
     else:
-        _print(jobs, options.folders, damaged)
+        _print(jobs, folders, damaged)
     return 1 if any(damaged.values()) else 0
 
 
-def _remove(jobs: Sequence[Job], options: argparse.Namespace) -> int:
+def _default_folder() -> Path:
+    folder = Path(_DEFAULT)
+    if not folder.is_dir():
+        raise StorageError(
+            f"There is no folder {_DEFAULT!r} here, in {os.getcwd()!r}.",
+            "Name the storage folders of your runs: smart-infinity jobs FOLDER...",
+        )
+    return folder
+
+
+def _remove(jobs: Sequence[Job], folders: Sequence[Path], options: argparse.Namespace) -> int:
     from lightning_smartinfinity.store.jobs import remove_job
 
     unknown = sorted(set(options.remove) - {job.name for job in jobs})
     if unknown:
         raise StorageError(
-            f"There is no job {unknown[0]!r} in {', '.join(map(str, options.folders))}.", "See `smart-infinity jobs`."
+            f"There is no job {unknown[0]!r} in {', '.join(map(str, folders))}.", "See `smart-infinity jobs`."
         )
     failed = False
     for job in (job for job in jobs if job.name in options.remove):
@@ -91,10 +102,19 @@ def _verify(jobs: Sequence[Job], options: argparse.Namespace) -> dict[Path, list
     """Return what is damaged in the job of each path; jobs in use are left out."""
     from lightning_smartinfinity.cli.scrub import scrub_jobs
 
-    found: dict[Path, list[str]] = {job.storage / job.name: list(job.problems) for job in jobs if not job.in_use}
-    idle = [job for job in jobs if not job.in_use and not job.problems]
-    for job, scrubbed in scrub_jobs(idle, show=partial(showing_progress, shown=not options.quiet)):
-        found[job.storage / job.name] += scrubbed.damaged
+    show = partial(showing_progress, shown=not options.quiet)
+    idle = [job for job in jobs if not job.in_use]
+    found: dict[Path, list[str]] = {job.storage / job.name: list(job.problems) for job in idle}
+    for name in dict.fromkeys(job.name for job in idle):
+        same = [job for job in idle if job.name == name]
+        if any(job.problems for job in same):
+            continue
+        try:
+            damaged = [sentence for scrubbed in scrub_jobs(same, show=show) for sentence in scrubbed.damaged]
+        except SmartInfinityError as error:  # it began meanwhile, or is another user's
+            damaged = [str(error)]
+        for job in same:  # a rank's state lies in all of its folders
+            found[job.storage / job.name] += damaged
     return found
 
 

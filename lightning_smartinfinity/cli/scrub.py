@@ -60,7 +60,7 @@ def _scrub(paths: Sequence[Path], name: str | None, show: Show) -> list[str]:
     jobs = [job for path in paths for job in _jobs_at(path) if name in (None, job.name)]
     if jobs:
         damaged = [problem for job in jobs for problem in job.problems]
-        for _, scrubbed in scrub_jobs([job for job in jobs if not job.problems], show=show):
+        for scrubbed in scrub_jobs([job for job in jobs if not job.problems], show=show):
             folders = ", ".join(map(str, scrubbed.folders))
             print(f"{folders}: {scrubbed.num_extents} extents of generation {scrubbed.generation} read")
             damaged += scrubbed.damaged
@@ -83,8 +83,8 @@ def _jobs_at(path: Path) -> list[Job]:
     return find_jobs(folder) or [job for job in find_jobs(folder.parent) if job.name == folder.name]
 
 
-def scrub_jobs(jobs: Sequence[Job], *, show: Show) -> Iterator[tuple[Job, ScrubbedRank]]:
-    """Read the state of every rank of jobs, joined over the storage folders, and name the job of its first folder.
+def scrub_jobs(jobs: Sequence[Job], *, show: Show) -> Iterator[ScrubbedRank]:
+    """Read the state of every rank of jobs, joined over the storage folders.
 
     Raises:
         StorageLockedError: A process uses it.
@@ -92,13 +92,13 @@ def scrub_jobs(jobs: Sequence[Job], *, show: Show) -> Iterator[tuple[Job, Scrubb
     """
     from lightning_smartinfinity.store.scrub import scrub_rank
 
-    ranks: dict[tuple[str, int], list[tuple[Job, Path]]] = {}
+    ranks: dict[tuple[str, int], list[Path]] = {}
     for job in jobs:
         for folder in job.folders:
             if folder.holds == "state":
-                ranks.setdefault((job.name, folder.rank), []).append((job, folder.path))
-    for (_, rank), found in sorted(ranks.items(), key=lambda item: item[0]):
-        yield found[0][0], scrub_rank([path for _, path in found], rank=rank, show=show)
+                ranks.setdefault((job.name, folder.rank), []).append(folder.path)
+    for (_, rank), folders in sorted(ranks.items()):
+        yield scrub_rank(folders, rank=rank, show=show)
 
 
 def _scrub_checkpoint(path: Path, show: Show) -> list[str]:

@@ -18,6 +18,7 @@ from lightning_smartinfinity.store.os_errors import storage_errors
 __all__ = ["LOCK_NAME", "FolderLock", "acquire", "is_locked", "read_lock"]
 
 LOCK_NAME = "lock"
+_MOST_BYTES = 1 << 16  # of a lock file; only a file of something else has more
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
@@ -104,7 +105,8 @@ def read_lock(folder: OpenFolder) -> tuple[int | None, frozenset[str]]:
     """
     if folder.status(LOCK_NAME) is None:
         return None, frozenset()
-    return _parsed(folder.path / LOCK_NAME, folder.read(LOCK_NAME))
+    with folder.reader(LOCK_NAME) as file:
+        return _parsed(folder.path / LOCK_NAME, file.read(_MOST_BYTES))
 
 
 def acquire(path: Path, *, mode: int, in_use: Callable[[int], StorageLockedError], parent: int | None = None) -> int:
@@ -143,7 +145,7 @@ def _acquire(folder: OpenFolder) -> tuple[int, frozenset[str]]:
         try:
             folder.status(LOCK_NAME)
             os.fchmod(descriptor, 0o600)
-            _, notes = _parsed(path, os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+            _, notes = _parsed(path, os.pread(descriptor, _MOST_BYTES, 0))
             _write(descriptor, notes)
         except BaseException:
             os.close(descriptor)

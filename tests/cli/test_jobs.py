@@ -39,7 +39,8 @@ def test_no_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     """The default is the Trainer's folder, and a folder without jobs is said to have none."""
     monkeypatch.chdir(tmp_path)
     assert main(["jobs"]) == 1
-    assert "smart_infinity" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"no folder 'smart_infinity' here, in {str(tmp_path)!r}" in said and "jobs FOLDER..." in said
     (tmp_path / "smart_infinity").mkdir()
     assert main(["jobs"]) == 0
     assert capsys.readouterr().out == "There are no jobs in smart_infinity.\n"
@@ -56,6 +57,23 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, damaged, live, whole, sentence = capsys.readouterr().out.splitlines()
     assert damaged.endswith(" damaged") and whole.endswith(" whole") and live.endswith("-1")
     assert "tasklet 0 at offset 0" in sentence and str(tmp_path / "damaged") in sentence
+
+
+def test_verify_over_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Damage in one folder is told for the job in both, once; a single folder of two is not called whole."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    store = create(folders)
+    commit_generation(store, 0)
+    store.close(remove=False)
+    names = list(map(str, folders))
+    assert main(["jobs", *names, "--verify", "--quiet"]) == 0
+    assert capsys.readouterr().out.count("whole") == 2
+    assert main(["jobs", names[1], "--verify", "--quiet"]) == 1
+    assert "storage folders are in another order" in capsys.readouterr().out
+    damage(Path(store.files[1].path))
+    assert main(["jobs", *names, "--verify", "--quiet"]) == 1
+    _, first, second, sentence = capsys.readouterr().out.splitlines()
+    assert first.endswith(" damaged") and second.endswith(" damaged") and store.files[1].path in sentence
 
 
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
