@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.config import IO_TIMEOUT, TransferConfig
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.capacities import Capacities
 from lightning_smartinfinity.store.claiming import claim_folders, fill_folders
 from lightning_smartinfinity.store.direct import open_state_file
 from lightning_smartinfinity.store.extents import ExtentMap
-from lightning_smartinfinity.store.folders import STATE_NAME, RankFolder
+from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, RankFolder
+from lightning_smartinfinity.store.in_time import in_time
 from lightning_smartinfinity.store.manifest import Manifest, StoreDescription
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.record import CommitRecord, erase_record, flush_records, no_record, write_record
@@ -29,6 +32,8 @@ from lightning_smartinfinity.store.space import measure_space, require_space
 from lightning_smartinfinity.store.spread import Placement, next_placement, places_needed
 
 __all__ = ["StateStore"]
+
+T = TypeVar("T")
 
 
 class StateStore:
@@ -44,7 +49,13 @@ class StateStore:
     """
 
     def __init__(
-        self, folders: Sequence[RankFolder], manifest: Manifest, record: CommitRecord, *, direct_io: str
+        self,
+        folders: Sequence[RankFolder],
+        manifest: Manifest,
+        record: CommitRecord,
+        *,
+        direct_io: str,
+        io_timeout: float = IO_TIMEOUT,
     ) -> None:
         self.manifest = manifest
         self.identity = manifest.identity
@@ -56,6 +67,8 @@ class StateStore:
         self._homes = manifest.extents.first_homes if record.generation < 0 else record.placement.devices
         self._capacities = Capacities(folders, manifest.extents, ranks=manifest.world_size)
         self.files = tuple(open_state_file(folder.inside, STATE_NAME, direct_io) for folder in folders)
+        self._direct = all(file.direct for file in self.files)
+        self._io_timeout = io_timeout
 
     @classmethod
     def create(
@@ -113,7 +126,7 @@ class StateStore:
             )
             fill_folders(claimed, manifest)
             record = no_record(extents.num_tasklets, len(description.parameters))
-            store = cls(claimed, manifest, record, direct_io=config.file_access)
+            store = cls(claimed, manifest, record, direct_io=config.file_access, io_timeout=config.io_timeout)
             undo.pop_all()
             return store
 
@@ -285,7 +298,7 @@ class StateStore:
             self._flush_files()
         before = self._record
         try:
-            self.control_bytes += write_record(self._folders[0].inside, record, job=self.manifest.job, flush=flush)
+            self.control_bytes += self._write_record(record, flush=flush)
             self._previous, self._record = before, record
         except BaseException:  # an interrupt as well
             if self._record is not record:
@@ -321,21 +334,42 @@ class StateStore:
         Args:
             remove: Whether to delete this rank's folders, and the job's folder if it is then empty.
         """
+        if self._folders:
+            self._in_time(lambda: self._close(remove), doing="Closing", path=self._folders[0].path / STATE_NAME)
+
+    def _close(self, remove: bool) -> None:
         for file in self.files:
             file.close()
         for folder in self._folders:
             folder.close(remove=remove)
         self._folders = ()
 
+    def _in_time(self, function: Callable[[], T], *, doing: str, path: Path) -> T:
+        # Flushing what lies in the page cache takes as long as there is data, and no time says that the disk is dead.
+        seconds = self._io_timeout if self._direct else math.inf
+        return in_time(function, doing=doing, path=path, seconds=seconds)
+
     def _flush_files(self) -> None:
         for file in self.files:
             with storage_errors("Flushing", file.path):
-                file.sync()
+                self._in_time(file.sync, doing="Flushing", path=Path(file.path))
+
+    def _write_record(self, record: CommitRecord, *, flush: bool) -> int:
+        inside, job = self._folders[0].inside, self.manifest.job
+        return self._in_time(
+            lambda: write_record(inside, record, job=job, flush=flush),
+            doing="Writing the commit record",
+            path=self._folders[0].path / COMMIT_NAME,
+        )
 
     def _forget(self, record: CommitRecord, *, flush: bool) -> None:
         # After a crash, recovery could still read this record. Its places are written again after the rollback, so it
         # has to be erased first; if that fails, they must not be written.
         try:
-            erase_record(self._folders[0].inside, record, flush=flush)
+            self._in_time(
+                lambda: erase_record(self._folders[0].inside, record, flush=flush),
+                doing="Erasing the commit record",
+                path=self._folders[0].path / COMMIT_NAME,
+            )
         except StorageError as error:
             self._unusable = error
