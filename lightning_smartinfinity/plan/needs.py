@@ -10,8 +10,8 @@ from functools import lru_cache
 from lightning_smartinfinity.plan.model import ModelFigures
 from lightning_smartinfinity.plan.training import Training
 from lightning_smartinfinity.store.extents import ExtentMap
-from lightning_smartinfinity.store.parameter_files import deal
 from lightning_smartinfinity.store.space import overhead_bytes
+from lightning_smartinfinity.store.tensor_files import deal
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 
 __all__ = [

@@ -9,7 +9,6 @@ Typical use::
 
 from lightning_smartinfinity.store.extents import Extent, ExtentMap
 from lightning_smartinfinity.store.manifest import StoreDescription
-from lightning_smartinfinity.store.parameter_files import ParameterFiles, Place
 from lightning_smartinfinity.store.space import (
     Shortfall,
     SpaceRequest,
@@ -20,16 +19,19 @@ from lightning_smartinfinity.store.space import (
     shortfalls,
 )
 from lightning_smartinfinity.store.state_store import StateStore
+from lightning_smartinfinity.store.tensor_files import TensorFiles
+from lightning_smartinfinity.store.tensor_store import StoredTensor, TensorStore
 
 __all__ = [
     "Extent",
     "ExtentMap",
-    "ParameterFiles",
-    "Place",
     "Shortfall",
     "SpaceRequest",
     "StateStore",
     "StoreDescription",
+    "StoredTensor",
+    "TensorFiles",
+    "TensorStore",
     "measure_gradient_space",
     "measure_parameter_space",
     "measure_space",

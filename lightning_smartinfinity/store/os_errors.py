@@ -8,7 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.errors import ConfigError, StorageError, StorageFullError, StorageTimeoutError
+from lightning_smartinfinity.errors import (
+    ConfigError,
+    StorageCorruptError,
+    StorageError,
+    StorageFullError,
+    StorageTimeoutError,
+)
 
 __all__ = [
     "FULL",
@@ -55,7 +61,7 @@ def storage_error(number: int, *, problem: str) -> StorageError:
 
 
 def failure_error(failure: native.Failure, *, what: str) -> StorageError:
-    """Return the error for a transfer that the native core could not complete (kind ``io``, ``short`` or ``timeout``).
+    """Return the error for a transfer that the native core could not complete.
 
     Args:
         failure: The core's failure, whose message names path and offset.
@@ -64,6 +70,10 @@ def failure_error(failure: native.Failure, *, what: str) -> StorageError:
     problem = f"{what}: {failure.message}."
     if failure.kind == "timeout":
         return StorageTimeoutError(problem, StorageTimeoutError.REMEDY)
+    if failure.kind == "checksum":
+        return StorageCorruptError(problem, "Check the device, and resume from a checkpoint.")
+    if failure.kind == "generation":
+        return StorageError(problem, "Look for the error of that write; to go on, resume from a checkpoint.")
     if failure.kind == "short":
         return StorageError(problem, "The file was truncated: resume from a checkpoint with a new store.")
     return storage_error(failure.errno, problem=problem)

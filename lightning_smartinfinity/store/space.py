@@ -14,8 +14,8 @@ from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.folders import parameter_folder_path, rank_folder_path, reclaimable_bytes
 from lightning_smartinfinity.store.os_errors import FULL, storage_errors
-from lightning_smartinfinity.store.parameter_files import deal
 from lightning_smartinfinity.store.record import record_bytes
+from lightning_smartinfinity.store.tensor_files import deal
 
 __all__ = [
     "Shortfall",
@@ -163,7 +163,7 @@ def measure_parameter_space(
     """Return this rank's requests for its parameters, one per storage folder, without creating anything.
 
     Args:
-        folders: Storage folders, as for ``ParameterFiles``.
+        folders: Storage folders, as for ``TensorFiles``.
         job: ``TransferConfig.job``.
         rank: Rank of this process.
         sizes: Bytes of each parameter's partition.

@@ -1,8 +1,8 @@
-"""Transfers parts of parameters between storage and any host memory."""
+"""Transfers parts of tensors between storage and any host memory."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -12,8 +12,8 @@ import torch
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
-from lightning_smartinfinity.store.parameter_files import whole_blocks
-from lightning_smartinfinity.transfer.parameter_store import ParameterStore, StoredParameter
+from lightning_smartinfinity.store.tensor_files import whole_blocks
+from lightning_smartinfinity.store.tensor_store import StoredTensor, TensorStore
 
 __all__ = ["PartTransfers"]
 
@@ -22,39 +22,34 @@ _NUM_PARTS = 4
 
 
 class PartTransfers:
-    """Transfers any bytes of parameters to and from any host memory, through a few buffers of a fixed size.
+    """Transfers any bytes of tensors to and from any host memory, through a few buffers of a fixed size.
 
     Storage is written in whole blocks. If a part ends inside a block, that block is held back, since the next part
     usually begins there. Otherwise, and at :meth:`synchronize`, the rest of the block is read and it is written.
 
     Args:
-        store: The store of the parameters.
+        store: The store of the tensors.
     """
 
-    def __init__(self, store: ParameterStore) -> None:
+    def __init__(self, store: TensorStore) -> None:
         self._store = store
         memory = native.HostBuffer(_NUM_PARTS * _PART_BYTES + BLOCK_BYTES)
         whole = torch.frombuffer(memory.memoryview(), dtype=torch.uint8)
         self._buffers = deque(whole[i * _PART_BYTES : (i + 1) * _PART_BYTES] for i in range(_NUM_PARTS))
         self._in_flight: deque[tuple[int, Callable[[], object]]] = deque()
-        # The end of the last part written since the last synchronize().
-        self._written_ends: dict[StoredParameter, int] = {}
-        # The parts read since then.
-        self._read_ranges: defaultdict[StoredParameter, list[range]] = defaultdict(list)
         self._block = whole[_NUM_PARTS * _PART_BYTES :]
-        # The block held back: its parameter, its offset, and the begin and end of its bytes in memory.
-        self._held: tuple[StoredParameter, int, int, int] | None = None
+        # The block held back: its tensor, its offset, and the begin and end of its bytes in memory.
+        self._held: tuple[StoredTensor, int, int, int] | None = None
         self.nbytes = memory.nbytes
 
-    def put(self, stored: StoredParameter, begin: int, values: torch.Tensor) -> None:
+    def put(self, stored: StoredTensor, begin: int, values: torch.Tensor) -> None:
         """Start writing ``values`` (uint8, which may change on return) at byte ``begin``.
 
         Raises:
             StorageError: This or an earlier transfer failed.
         """
-        if begin < self._written_ends.get(stored, 0) or self._is_read(stored, begin, begin + values.numel()):
-            self.synchronize()  # transfers in flight may overtake each other
-        self._written_ends[stored] = begin + values.numel()
+        if self._held is not None and (stored, begin) != (self._held[0], self._held[1] + self._held[3]):
+            self._write_held()  # what comes now may overlap it
         while values.numel():
             inside = begin % BLOCK_BYTES
             numel = values.numel()
@@ -65,23 +60,22 @@ class PartTransfers:
                 count = min(numel // BLOCK_BYTES * BLOCK_BYTES, _PART_BYTES)
                 buffer = self._next_buffer()
                 buffer[:count].copy_(values[:count])
-                self._start(self._store.write(stored, buffer[:count], offset=begin))
+                self._start(self._write(stored, buffer[:count], begin))
             begin, values = begin + count, values[count:]
 
-    def get(self, stored: StoredParameter, begin: int, values: torch.Tensor) -> None:
+    def get(self, stored: StoredTensor, begin: int, values: torch.Tensor) -> None:
         """Start reading from byte ``begin`` into ``values`` (uint8), which is filled after :meth:`synchronize`.
 
         Raises:
             StorageError: This or an earlier transfer failed.
         """
-        if self._written_ends:
-            self.synchronize()
-        self._read_ranges[stored].append(range(begin, begin + values.numel()))
+        self._write_held()
         while values.numel():
             inside = begin % BLOCK_BYTES
             count = min(values.numel(), _PART_BYTES - inside)
             buffer = self._next_buffer()
-            ticket = self._store.read(stored, buffer[: whole_blocks(inside + count)], offset=begin - inside)
+            memory = buffer[: whole_blocks(inside + count)]
+            ticket = self._store.read(stored, memory, offset=begin - inside, io_class=native.IoClass.STATE)
             self._start(ticket, partial(values[:count].copy_, buffer[inside : inside + count]))
             begin, values = begin + count, values[count:]
 
@@ -91,8 +85,6 @@ class PartTransfers:
         Raises:
             StorageError: A transfer failed; none is in flight any more.
         """
-        self._written_ends.clear()
-        self._read_ranges.clear()
         try:
             self._write_held()
             while self._in_flight:
@@ -101,8 +93,8 @@ class PartTransfers:
             self._finish_all_quietly()
             raise
 
-    def _is_read(self, stored: StoredParameter, begin: int, end: int) -> bool:
-        return any(part.start < end and begin < part.stop for part in self._read_ranges.get(stored, ()))
+    def _write(self, stored: StoredTensor, memory: torch.Tensor, offset: int) -> int:
+        return self._store.write(stored, memory, offset=offset, io_class=native.IoClass.STATE)
 
     def _start(self, ticket: int, then: Callable[[], object] = lambda: None) -> None:
         self._in_flight.append((ticket, then))
@@ -124,9 +116,8 @@ class PartTransfers:
         self._in_flight.popleft()
         then()
 
-    def _hold(self, stored: StoredParameter, block: int, inside: int, values: torch.Tensor) -> None:
-        if self._held is None or self._held[:2] != (stored, block) or self._held[3] != inside:
-            self._write_held()
+    def _hold(self, stored: StoredTensor, block: int, inside: int, values: torch.Tensor) -> None:
+        if self._held is None:
             self._held = (stored, block, inside, inside)
         end = inside + values.numel()
         self._block[inside:end].copy_(values)
@@ -141,13 +132,11 @@ class PartTransfers:
         self._held = None
         buffer = self._next_buffer()[:BLOCK_BYTES]
         if first > 0 or (end < BLOCK_BYTES and block + end < stored.nbytes):
-            # A write in progress may still have to change the rest of this block.
+            self._start(self._store.read(stored, buffer, offset=block))
             while self._in_flight:
                 self._finish_first()
-            self._start(self._store.read(stored, buffer, offset=block))
-            self._finish_first()
         buffer[first:end].copy_(self._block[first:end])
-        self._start(self._store.write(stored, buffer, offset=block))
+        self._start(self._write(stored, buffer, block))
 
     def _finish_all_quietly(self) -> None:
         self._held = None

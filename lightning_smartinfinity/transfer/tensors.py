@@ -8,7 +8,7 @@ import torch
 
 from lightning_smartinfinity import native
 
-__all__ = ["Flat", "HostTensor", "flat_of", "is_native_dtype", "native_dtype", "torch_dtype"]
+__all__ = ["Flat", "HostTensor", "flat_of", "is_native_dtype", "lent_tensor", "native_dtype", "torch_dtype"]
 
 _DTYPES = {
     torch.float32: native.DType.FLOAT32,
@@ -51,6 +51,14 @@ def flat_of(tensor: torch.Tensor) -> Flat:
     """Return a contiguous CPU tensor as a :class:`Flat`; the caller keeps the tensor alive."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous(), "only contiguous host memory has a flat address"
     return Flat(tensor.data_ptr(), tensor.numel(), native_dtype(tensor.dtype))
+
+
+def lent_tensor(pool: native.MemoryPool, nbytes: int) -> torch.Tensor:
+    """Return whole blocks of a pool as a 1-D uint8 tensor with arbitrary content.
+
+    They come back when the last tensor over them is gone, views that autograd saved included.
+    """
+    return torch.frombuffer(pool.take(nbytes).memoryview(), dtype=torch.uint8)
 
 
 class HostTensor:

@@ -330,7 +330,7 @@ def test_memory_in_use_is_never_lent_again() -> None:
     pool = MemoryPool()
     pool.limit = 4 * BLOCK
     first = pool.take(BLOCK - 1)
-    assert (first.nbytes, first.address % BLOCK, pool.nbytes) == (BLOCK, 0, 4 * BLOCK)
+    assert (first.nbytes, first.address % BLOCK, pool.nbytes) == (BLOCK, 0, BLOCK)
     address, view = first.address, np.frombuffer(first.memoryview(), np.uint8)[5:9]
     del first
     gc.collect()
@@ -338,20 +338,25 @@ def test_memory_in_use_is_never_lent_again() -> None:
     assert second.address == address + BLOCK and pool.lent_bytes == 4 * BLOCK
     del view, second
     gc.collect()
-    assert pool.lent_bytes == 0
-    assert pool.take(4 * BLOCK).address == address
+    assert (pool.lent_bytes, pool.nbytes) == (0, 4 * BLOCK)
+    assert pool.take(4 * BLOCK).address == address and pool.nbytes == 4 * BLOCK
 
 
 def test_idle_memory_stays_within_the_limit() -> None:
-    """Beyond the limit memory is mapped only as long as it is lent."""
-    pool = MemoryPool()
-    pool.limit = 10 * BLOCK
-    for blocks in (1, 2, 3, 4, 5, 6, 10):
-        pool.take(blocks * BLOCK)
-        assert pool.nbytes <= pool.limit
-    held = [pool.take(6 * BLOCK), pool.take(8 * BLOCK)]
-    assert pool.nbytes >= pool.lent_bytes == 14 * BLOCK
-    del held
+    """Beyond the limit memory is used only as long as it is lent, whatever lies between what is lent."""
+    pool, choose = MemoryPool(), random.Random(1)
+    pool.limit = 100 * BLOCK
+    held: list[MemoryLease] = []
+    for _ in range(500):
+        nbytes = choose.randint(1, 40) * BLOCK
+        while held and (choose.random() < 0.3 or pool.lent_bytes + nbytes > pool.limit):
+            held.pop(choose.randrange(len(held)))
+        held.append(pool.take(nbytes))
+        assert pool.lent_bytes == sum(lease.nbytes for lease in held)
+        assert pool.lent_bytes <= pool.nbytes <= pool.limit
+    held = [pool.take(60 * BLOCK), pool.take(80 * BLOCK)]
+    assert pool.nbytes == pool.lent_bytes == 140 * BLOCK
+    held.clear()
     assert pool.nbytes <= pool.limit
     pool.limit = 0
     assert pool.nbytes == 0

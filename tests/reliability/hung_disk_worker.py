@@ -45,7 +45,7 @@ class HungDisk(pl.Callback):
         if trainer.global_step == 1:
             strategy: Any = trainer.strategy
             if self._file == "parameters":
-                self._hold = Hold(strategy._parameters.store.queue, read_at=0, count=EVERY)
+                self._hold = Hold(strategy._parameters.store.core, read_at=0, count=EVERY)
             else:
                 strategy.drain()
                 device = strategy._near_storage_optimizer.rank_state.handler._device

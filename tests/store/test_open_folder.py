@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.store import ParameterFiles, StateStore, open_folder
+from lightning_smartinfinity.store import StateStore, TensorFiles, open_folder
 from lightning_smartinfinity.store.open_folder import OpenFolder, Trust
 from tests.helpers.attacks import Attack
 from tests.store.makers import commit_generation, create, created, tree
@@ -60,7 +60,7 @@ def test_folders_and_files_are_private(tmp_path: Path, mask: int) -> None:
     with umask(mask), created([storage], keep=True) as store:
         commit_generation(store, 0)
         store.keep()
-        files = ParameterFiles([storage], job="default", rank=0, direct_io="off")
+        files = TensorFiles([storage], job="default", rank=0, direct_io="off")
         below = list((storage / "default").rglob("*"))
         assert {mode(path) for path in below if path.is_file()} == {0o600}
         assert {mode(path) for path in (storage / "default", *below) if path.is_dir()} == {0o700}

@@ -23,7 +23,7 @@ class FailOnRankOne(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 1 and trainer.global_rank == 1:
-            testing.inject(trainer.strategy._parameters.store.queue, fail_read_at=2)  # type: ignore[attr-defined]
+            testing.inject(trainer.strategy._parameters.store.core, fail_read_at=2)  # type: ignore[attr-defined]
 
 
 def main() -> None:

@@ -12,8 +12,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_smartinfinity import SmartInfinityStrategy, StorageError, StorageFullError
-from lightning_smartinfinity.transfer.host_buffers import HostMemory
+from lightning_smartinfinity import SmartInfinityStrategy, StorageCorruptError, StorageError, StorageFullError
+from lightning_smartinfinity.native import MemoryPool
+from lightning_smartinfinity.zero3.parameters import param_swapper
 from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
@@ -198,14 +199,14 @@ def test_the_life_of_a_model_on_storage(tmp_path: Path) -> None:
 
 def test_buffers_do_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak host memory for parameters is the same for a deeper model, and within the limit."""
-    most, original = [0], HostMemory.take
+    most, original = [0], param_swapper.lent_tensor
 
-    def take(memory: HostMemory, nbytes: int) -> torch.Tensor:
-        taken = original(memory, nbytes)
-        most[0] = max(most[0], memory.nbytes)
+    def lend(pool: MemoryPool, nbytes: int) -> torch.Tensor:
+        taken = original(pool, nbytes)
+        most[0] = max(most[0], pool.nbytes)
         return taken
 
-    monkeypatch.setattr(HostMemory, "take", take)
+    monkeypatch.setattr(param_swapper, "lent_tensor", lend)
     held = []
     for depth in (2, 5):
         recipe = Recipe(precision="bf16-mixed", depth=depth, max_steps=3)
@@ -256,7 +257,7 @@ class Faulty(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 2:
-            testing.inject(trainer.strategy._parameters.store.queue, **self.faults)  # type: ignore[attr-defined]
+            testing.inject(trainer.strategy._parameters.store.core, **self.faults)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -281,4 +282,41 @@ def test_a_transfer_that_fails(faults: dict[str, int], error: type[StorageError]
         values = param.nvme_swapper.read_partition(param) if param.ds_tensor.numel() == 0 else param.ds_tensor
         assert torch.equal(values.view(param.ds_shape), optimizer.get_full_hp_param(param).to(torch.bfloat16))
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    strategy.close()
+
+
+class Spoiling(pl.Callback):
+    """A callback that damages a parameter on storage, between two steps and without a word."""
+
+    def __init__(self, damage: str) -> None:
+        self.damage = damage
+        self.before = b""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        absent = [param for param in pl_module.parameters() if param.ds_tensor.numel() == 0 and param.requires_grad]
+        extent = max((param.smart_infinity_stored for param in absent), key=lambda stored: stored.nbytes).extent
+        with Path(extent.path).open("r+b") as file:
+            file.seek(extent.offset)
+            content = bytearray(file.read(extent.nbytes))
+            if trainer.global_step == 1:
+                self.before = bytes(content[:4096])
+            if trainer.global_step != 2:
+                return
+            if self.damage == "a flipped bit":
+                content[10] ^= 1
+            else:
+                content[:4096] = content[4096:8192] if self.damage == "a wrong block" else self.before
+            file.seek(extent.offset)
+            file.write(content)
+
+
+@pytest.mark.parametrize("damage", ["a flipped bit", "a wrong block", "a lost write"])
+def test_a_parameter_that_storage_changed(damage: str, tmp_path: Path) -> None:
+    """Training does not go on with a parameter that is not what was written: it raises with the file's name."""
+    module = LitTiny(Recipe(precision="bf16-mixed", max_steps=4))
+    strategy = SmartInfinityStrategy(tmp_path / "s", zero=NVME)
+    trainer = quiet_trainer(tmp_path, strategy, callbacks=[Spoiling(damage)], max_steps=4)
+    with pytest.raises(StorageCorruptError, match=r"Parameters: the block at offset \d+ of .*parameters\.bin does not"):
+        trainer.fit(module)
+    assert trainer.global_step == 2
     strategy.close()

@@ -20,12 +20,13 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
-from lightning_smartinfinity.transfer.host_buffers import HostMemory
-from lightning_smartinfinity.transfer.parameter_store import ParameterStore, StoredParameter
+from lightning_smartinfinity.store.tensor_store import StoredTensor, TensorStore
 from lightning_smartinfinity.transfer.part_transfers import PartTransfers
+from lightning_smartinfinity.transfer.tensors import lent_tensor
 from lightning_smartinfinity.zero3.collectives import failing_together, raising_together
 from lightning_smartinfinity.zero3.settings import ParameterSettings
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
@@ -37,9 +38,9 @@ _LEAST_NUMEL = BLOCK_BYTES // 2
 _STORED = "smart_infinity_stored"
 
 
-def stored_parameter(param: ZeroParameter) -> StoredParameter | None:
+def stored_parameter(param: ZeroParameter) -> StoredTensor | None:
     """Return the place of this rank's partition of a parameter on storage; None if it stays in memory."""
-    stored: StoredParameter | None = getattr(param, _STORED, None)
+    stored: StoredTensor | None = getattr(param, _STORED, None)
     return stored
 
 
@@ -66,8 +67,8 @@ class ParameterSwapper:
 
     def __init__(self, settings: ParameterSettings) -> None:
         self.settings = settings
-        self._memory = HostMemory()
-        self._store: ParameterStore | None = None
+        self._memory = native.MemoryPool()
+        self._store: TensorStore | None = None
         self._parts: PartTransfers | None = None
         self._held: dict[int, _Held] = {}
         self._largest_bytes = 0
@@ -81,7 +82,7 @@ class ParameterSwapper:
     # ---- calls of this package
 
     @property
-    def store(self) -> ParameterStore:
+    def store(self) -> TensorStore:
         """The open store.
 
         Raises:
@@ -124,7 +125,7 @@ class ParameterSwapper:
 
     def traffic(self) -> Traffic:
         """Return the cumulative counters."""
-        return Traffic() if self._store is None else self._store.traffic()
+        return Traffic() if self._store is None else Traffic.over_shared_channel(self._store.counters())
 
     def release_prefetched(self) -> None:
         """Discard partitions that were read ahead but not used, because parameters on storage are about to change."""
@@ -157,7 +158,6 @@ class ParameterSwapper:
             self._store.close()
         self._held.clear()
         self._memory.limit = 0
-        self._memory.trim()
 
     # ---- DeepSpeed's calls while a model is built
 
@@ -174,7 +174,7 @@ class ParameterSwapper:
         self._largest_bytes = max(self._largest_bytes, nbytes)
         self._itemsize = max(self._itemsize, param.dtype.itemsize)
         self._make_room(nbytes)
-        held = self._held[param.ds_id] = _Held(param, self._memory.take(nbytes))
+        held = self._held[param.ds_id] = _Held(param, lent_tensor(self._memory, nbytes))
         partition = _partition_in(held, nbytes)
         if numel * dist.get_world_size() != param.ds_numel:
             partition.zero_()  # DeepSpeed does not write to the padding
@@ -250,9 +250,9 @@ class ParameterSwapper:
 
     # ---- helpers
 
-    def _open(self) -> ParameterStore:
+    def _open(self) -> TensorStore:
         settings = self.settings
-        store = ParameterStore(
+        store = TensorStore(
             settings.folders,
             job=settings.job,
             rank=dist.get_rank(),
@@ -309,7 +309,7 @@ class ParameterSwapper:
         for param in params:
             stored = stored_parameter(param)
             assert stored is not None and param.ds_id not in self._held, param.ds_summary()
-            held = _Held(param, self._memory.take(stored.nbytes))
+            held = _Held(param, lent_tensor(self._memory, stored.nbytes))
             held.ticket = self.store.read(stored, held.memory)
             self._held[param.ds_id] = held
             param.ds_tensor.status = PartitionedParamStatus.INFLIGHT
@@ -337,7 +337,7 @@ def _partition_in(held: _Held, nbytes: int) -> torch.Tensor:
     return held.memory[:nbytes].view(held.param.dtype)
 
 
-def _close_in(process: int, store: ParameterStore) -> None:
+def _close_in(process: int, store: TensorStore) -> None:
     if os.getpid() == process:
         store.close()
 

@@ -46,8 +46,8 @@ void bind_memory(nb::module_& m) {
              "Lend whole blocks with any content.\n\n"
              "Raises:\n    ValueError: nbytes is 0.\n    OSError: The memory cannot be mapped.")
         .def_prop_rw("limit", &MemoryPool::limit, &MemoryPool::set_limit,
-                     "Bytes above which idle memory is unmapped. More is mapped as long as it is lent.")
-        .def_prop_ro("nbytes", &MemoryPool::mapped_bytes, "Bytes that are mapped, lent and idle.")
+                     "Bytes above which idle memory is given back to the system. More is used as long as it is lent.")
+        .def_prop_ro("nbytes", &MemoryPool::used_bytes, "Bytes that are lent, and idle ones that take up memory.")
         .def_prop_ro("lent_bytes", &MemoryPool::lent_bytes);
 }
 

@@ -1,6 +1,9 @@
 #include "tensor/memory_pool.hpp"
 
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 
 #include "base/process.hpp"
@@ -12,27 +15,16 @@ std::unique_ptr<MemoryPool::Lease> MemoryPool::take(std::size_t bytes) {
     if (bytes == 0) throw std::invalid_argument("MemoryPool: no bytes");
     const std::size_t whole = align_up(bytes, kBlockBytes);
     const std::lock_guard lock(mutex_);
-    const auto lend = [&](Slabs::iterator slab) -> std::unique_ptr<Lease> {
-        const auto offset = slab->ranges.allocate(whole);
-        if (!offset) return nullptr;
-        lent_ += whole;
-        return std::make_unique<Lease>(shared_from_this(), slab, *offset, whole);
-    };
     for (auto slab = slabs_.begin(); slab != slabs_.end(); ++slab) {
-        if (auto lease = lend(slab)) return lease;
+        if (auto lease = lend(slab, whole)) return lease;
     }
-    unmap_idle(limit_ > whole ? limit_ - whole : 0);
-    const std::size_t allowed = limit_ > mapped_ ? limit_ - mapped_ : 0;
-    slabs_.emplace_back(std::max(whole, std::min(kSlabBytes, allowed / kBlockBytes * kBlockBytes)));
-    mapped_ += slabs_.back().buffer.bytes();
-    if (registrar_) slabs_.back().buffer.try_register(registrar_);
-    return lend(std::prev(slabs_.end()));
+    return lend(add_slab(whole), whole);
 }
 
 void MemoryPool::set_limit(std::size_t bytes) {
     const std::lock_guard lock(mutex_);
     limit_ = bytes;
-    unmap_idle(limit_);
+    give_back_above_limit();
 }
 
 std::size_t MemoryPool::limit() const {
@@ -40,14 +32,36 @@ std::size_t MemoryPool::limit() const {
     return limit_;
 }
 
-std::size_t MemoryPool::mapped_bytes() const {
+std::size_t MemoryPool::used_bytes() const {
     const std::lock_guard lock(mutex_);
-    return mapped_;
+    return lent_ + idle_;
 }
 
 std::size_t MemoryPool::lent_bytes() const {
     const std::lock_guard lock(mutex_);
     return lent_;
+}
+
+std::unique_ptr<MemoryPool::Lease> MemoryPool::lend(Slabs::iterator slab, std::size_t bytes) {
+    const auto offset = slab->ranges.allocate(bytes);
+    if (!offset) return nullptr;
+    const auto first = slab->touched.begin() + static_cast<std::ptrdiff_t>(*offset / kBlockBytes);
+    const auto last = first + static_cast<std::ptrdiff_t>(bytes / kBlockBytes);
+    idle_ -= static_cast<std::size_t>(std::count(first, last, true)) * kBlockBytes;
+    std::fill(first, last, true);
+    lent_ += bytes;
+    give_back_above_limit();
+    return std::make_unique<Lease>(shared_from_this(), slab, *offset, bytes);
+}
+
+MemoryPool::Slabs::iterator MemoryPool::add_slab(std::size_t bytes) {
+    slabs_.emplace_back(registrar_ ? bytes : std::max(bytes, kSlabBytes));
+    Slab& slab = slabs_.back();
+    if (registrar_ && slab.buffer.try_register(registrar_)) {  // which touches all of it
+        std::fill(slab.touched.begin(), slab.touched.end(), true);
+        idle_ += slab.buffer.bytes();
+    }
+    return std::prev(slabs_.end());
 }
 
 void MemoryPool::take_back(const Lease& lease) {
@@ -56,17 +70,32 @@ void MemoryPool::take_back(const Lease& lease) {
     const std::lock_guard lock(mutex_);
     lease.slab_->ranges.free(lease.offset_, lease.bytes_);
     lent_ -= lease.bytes_;
-    unmap_idle(limit_);
+    idle_ += lease.bytes_;
+    give_back_above_limit();
 }
 
-void MemoryPool::unmap_idle(std::size_t at_most) {
-    for (auto slab = slabs_.begin(); slab != slabs_.end() && mapped_ > at_most;) {
-        if (slab->ranges.taken() > 0) {
+void MemoryPool::give_back_above_limit() {
+    for (auto slab = slabs_.begin(); slab != slabs_.end() && idle_ > 0 && lent_ + idle_ > limit_;) {
+        if (slab->ranges.taken() == 0) {
+            idle_ -=
+                static_cast<std::size_t>(std::count(slab->touched.begin(), slab->touched.end(), true)) * kBlockBytes;
+            slab = slabs_.erase(slab);
+        } else {
+            if (!registrar_) give_back(*slab);
             ++slab;
-            continue;
         }
-        mapped_ -= slab->buffer.bytes();
-        slab = slabs_.erase(slab);
+    }
+}
+
+// Gives the memory of what is free back, and keeps its addresses.
+void MemoryPool::give_back(Slab& slab) {
+    for (const auto& [offset, bytes] : slab.ranges.free_parts()) {
+        const auto first = slab.touched.begin() + static_cast<std::ptrdiff_t>(offset / kBlockBytes);
+        const auto last = first + static_cast<std::ptrdiff_t>(bytes / kBlockBytes);
+        const auto touched = static_cast<std::size_t>(std::count(first, last, true));
+        if (touched == 0 || ::madvise(slab.buffer.data() + offset, bytes, MADV_DONTNEED) != 0) continue;
+        std::fill(first, last, false);
+        idle_ -= touched * kBlockBytes;
     }
 }
 

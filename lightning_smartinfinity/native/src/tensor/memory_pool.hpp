@@ -4,6 +4,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "base/buffer.hpp"
 #include "base/host_registrar.hpp"
@@ -11,12 +12,14 @@
 
 namespace smart_infinity {
 
-// Lends memory for direct I/O in pieces of any length. What comes back is one again with what is free beside it.
+// Lends memory for direct I/O in pieces of any length. What comes back is one again with what is free beside it, and
+// takes up memory only as far as the limit permits, wherever it lies.
 class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
     struct Slab {
-        explicit Slab(std::size_t bytes) : buffer(bytes) { ranges.grow(bytes); }
+        explicit Slab(std::size_t bytes) : buffer(bytes), touched(bytes / kBlockBytes) { ranges.grow(bytes); }
         HostBuffer buffer;
         RangeAllocator ranges;
+        std::vector<bool> touched;  // blocks that take up memory
     };
     using Slabs = std::list<Slab>;
 
@@ -43,31 +46,34 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
 
     static constexpr std::size_t kSlabBytes = std::size_t{64} << 20;
 
-    // Memory is mapped in slabs, which `registrar`, if there is one, registers: copies from and to a device are then
-    // asynchronous.
+    // Addresses are taken in slabs, which `registrar`, if there is one, registers: copies from and to a device are then
+    // asynchronous, and a slab keeps all of its memory as long as a part of it is lent.
     explicit MemoryPool(std::shared_ptr<const HostRegistrar> registrar = nullptr) : registrar_(std::move(registrar)) {}
 
-    // Returns whole blocks with any content. If the limit does not suffice, more is mapped, until it comes back.
+    // Returns whole blocks with any content. If the limit does not suffice, more is used, until it comes back.
     // Throws SystemError if there is no memory, std::invalid_argument for zero bytes.
     std::unique_ptr<Lease> take(std::size_t bytes);
 
-    // Bytes above which idle slabs are unmapped.
+    // Bytes above which idle memory is given back to the system.
     void set_limit(std::size_t bytes);
     std::size_t limit() const;
-    std::size_t mapped_bytes() const;
+    std::size_t used_bytes() const;  // lent and idle
     std::size_t lent_bytes() const;
 
  private:
+    std::unique_ptr<Lease> lend(Slabs::iterator slab, std::size_t bytes);
+    Slabs::iterator add_slab(std::size_t bytes);
     void take_back(const Lease& lease);
-    void unmap_idle(std::size_t at_most);
+    void give_back_above_limit();
+    void give_back(Slab& slab);
 
     const std::shared_ptr<const HostRegistrar> registrar_;
     const Process process_;
     mutable std::mutex mutex_;
     Slabs slabs_;
     std::size_t limit_ = 0;
-    std::size_t mapped_ = 0;
     std::size_t lent_ = 0;
+    std::size_t idle_ = 0;  // bytes of touched blocks that are not lent
 };
 
 }  // namespace smart_infinity

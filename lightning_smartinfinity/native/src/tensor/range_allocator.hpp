@@ -20,11 +20,12 @@ class RangeAllocator {
     void shrink(std::uint64_t bytes);
 
     std::uint64_t free_tail() const;
+    const std::map<std::uint64_t, std::uint64_t>& free_parts() const { return free_; }  // length by offset
     std::uint64_t size() const { return size_; }
     std::uint64_t taken() const { return taken_; }
 
  private:
-    std::map<std::uint64_t, std::uint64_t> free_;  // length by offset
+    std::map<std::uint64_t, std::uint64_t> free_;
     std::uint64_t size_ = 0;
     std::uint64_t taken_ = 0;
 };

@@ -1,0 +1,70 @@
+"""Files for a rank's tensors, in folders of their own beside those of the state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from lightning_smartinfinity.store.direct import open_state_file
+from lightning_smartinfinity.store.extents import BLOCK_BYTES
+from lightning_smartinfinity.store.folders import PARAMETERS_NAME, RankFolder, parameter_folder_path
+
+__all__ = ["TensorFiles", "deal", "whole_blocks"]
+
+
+def whole_blocks(nbytes: int) -> int:
+    """Round ``nbytes`` up to whole blocks, which is what direct I/O transfers."""
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def deal(sizes: Iterable[int], num_files: int) -> list[int]:
+    """Return the bytes in each file for tensors of these sizes: each goes to the file that holds least so far."""
+    totals = [0] * num_files
+    for nbytes in sizes:
+        totals[min(range(num_files), key=totals.__getitem__)] += whole_blocks(nbytes)
+    return totals
+
+
+class TensorFiles:
+    """``<storage>/<job>/parameters-<n>/`` in every storage folder, owned (locked) by this process until :meth:`close`.
+
+    The files are empty at first and do not outlive the process: those of a killed process are deleted by the next one.
+
+    Args:
+        folders: Storage folders, created where missing; one file each.
+        job: ``TransferConfig.job``.
+        rank: Rank of this process.
+        direct_io: ``TransferConfig.direct_io``.
+
+    Raises:
+        StorageLockedError: Another process owns one of the folders.
+        StorageError: A folder cannot be used.
+
+    Attributes:
+        files: The file of each storage folder.
+    """
+
+    def __init__(self, folders: Sequence[Path], *, job: str, rank: int, direct_io: str) -> None:
+        with ExitStack() as undo:
+            claimed = []
+            for folder in folders:
+                path = parameter_folder_path(Path(os.path.abspath(folder)), job=job, rank=rank)
+                claimed.append(RankFolder(path, create=True))
+                undo.callback(claimed[-1].discard)
+            for owned in claimed:
+                owned.remove_leftover()
+            for owned in claimed:
+                owned.allocate(PARAMETERS_NAME, 0)
+            self.files = tuple(open_state_file(owned.inside, PARAMETERS_NAME, direct_io) for owned in claimed)
+            undo.pop_all()
+        self._folders = tuple(claimed)
+
+    def close(self) -> None:
+        """Close, delete and unlock; idempotent."""
+        for file in self.files:
+            file.close()
+        for folder in self._folders:
+            folder.close(remove=True)
+        self._folders = ()

@@ -1,0 +1,213 @@
+"""Tensors of any length on storage, which live as long as something refers to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.config import IO_TIMEOUT
+from lightning_smartinfinity.store.os_errors import (
+    failure_error,
+    in_milliseconds,
+    require_io_engine,
+    storage_error,
+    storage_errors,
+)
+from lightning_smartinfinity.store.tensor_files import TensorFiles
+
+__all__ = ["StoredTensor", "TensorStore"]
+
+_IO_THREADS_PER_FILE = 4
+
+
+class Memory(Protocol):
+    """Block-aligned memory of whole blocks, such as a uint8 tensor."""
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+        ...
+
+    def numel(self) -> int:
+        """Return the number of bytes."""
+        ...
+
+
+# The memory of transfers that were given up: the kernel may still use it.
+_NEVER_FREED: list[dict[int, Memory]] = []
+
+
+class StoredTensor:
+    """One tensor on storage. Its place becomes free when nothing refers to this object any more.
+
+    Args:
+        nbytes: Size of the tensor in bytes.
+        extent: Place of the tensor on storage, in whole blocks.
+    """
+
+    def __init__(self, nbytes: int, extent: native.TensorExtent) -> None:
+        self.nbytes = nbytes
+        self.extent = extent
+
+
+class TensorStore:
+    """A rank's tensors of one kind, from construction to :meth:`close`.
+
+    Reads return what was written, or raise. Transfers of the same blocks keep their order.
+
+    Args:
+        folders: Storage folders.
+        job: ``TransferConfig.job``.
+        rank: Rank of this process.
+        direct_io: ``TransferConfig.file_access``.
+        io_engine: ``TransferConfig.io_engine``.
+        io_timeout: ``TransferConfig.io_timeout``.
+        what: Name of the tensors in messages.
+
+    Raises:
+        ConfigError: The I/O engine is unavailable here.
+        StorageError: A folder cannot be used or is locked.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        *,
+        job: str,
+        rank: int,
+        direct_io: str,
+        io_engine: str = "auto",
+        io_timeout: float = IO_TIMEOUT,
+        what: str = "Parameters",
+    ) -> None:
+        require_io_engine(io_engine)
+        self._what = what
+        self._files = TensorFiles(folders, job=job, rank=rank, direct_io=direct_io)
+        if io_engine == "auto" and not all(file.direct for file in self._files.files):
+            io_engine = "plain"  # the engine learns of files with each request only
+        try:
+            with storage_errors("Starting threads for", folders[0]):
+                self.core = native.TensorStore(
+                    self._files.files,
+                    io_threads=_IO_THREADS_PER_FILE * len(folders),
+                    io_engine=io_engine,
+                    timeout_ms=in_milliseconds(io_timeout),
+                )
+        except BaseException:
+            self._files.close()
+            raise
+        # The memory of transfers that may be in progress, by ticket; it must stay alive until they have ended.
+        self._unfinished: dict[int, Memory] = {}
+        self._interrupted: set[int] = set()  # tickets that nobody may ever finish
+
+    @property
+    def path(self) -> str:
+        """Path of the first file."""
+        return self._files.files[0].path
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes of all tensors on storage."""
+        return self.core.taken_bytes
+
+    def add(self, nbytes: int) -> StoredTensor:
+        """Reserve room for a tensor, which is zero until it is written.
+
+        Raises:
+            StorageFullError: There is too little space.
+        """
+        try:
+            return StoredTensor(nbytes, self.core.allocate(nbytes))
+        except OSError as error:
+            problem = f"{self._what} in {error.filename!r}: {error.strerror}."
+            raise storage_error(error.errno or 0, problem=problem) from error
+
+    def read(
+        self,
+        stored: StoredTensor,
+        memory: Memory,
+        *,
+        offset: int = 0,
+        io_class: native.IoClass = native.IoClass.AWAITED,
+    ) -> int:
+        """Start reading whole blocks from byte ``offset`` on; return a ticket for :meth:`finish`.
+
+        Args:
+            stored: The tensor to read.
+            memory: Where the bytes go; it is kept alive until the transfer has ended.
+            offset: Offset in bytes, a multiple of the block size.
+            io_class: How urgent it is.
+        """
+        return self._start(self.core.read, stored, memory, offset, io_class)
+
+    def write(
+        self,
+        stored: StoredTensor,
+        memory: Memory,
+        *,
+        offset: int = 0,
+        io_class: native.IoClass = native.IoClass.AWAITED,
+    ) -> int:
+        """Start writing; arguments and result are those of :meth:`read`."""
+        return self._start(self.core.write, stored, memory, offset, io_class)
+
+    def done(self, ticket: int) -> bool:
+        """Return whether a transfer has ended, so that :meth:`finish` would not wait."""
+        return self.core.done(ticket)
+
+    def cancel(self, ticket: int) -> bool:
+        """Start no further part of a transfer; return whether that left any part out. It is finished as usual."""
+        return self.core.cancel(ticket)
+
+    def finish(self, ticket: int) -> None:
+        """Return when a transfer has ended; it is then more urgent than all others.
+
+        Ctrl-C ends the wait, not the transfer, whose memory is kept. A ticket may be finished more than once.
+
+        Raises:
+            StorageCorruptError: A read found something else than what was written.
+            StorageError: The transfer failed.
+        """
+        try:
+            failure = self.core.wait(ticket)
+        except BaseException:  # a signal handler may raise anything
+            self._interrupted.add(ticket)
+            raise
+        if failure is None or failure.kind != "timeout":
+            self._release(ticket)
+        if failure is not None:
+            raise failure_error(failure, what=self._what)
+
+    def counters(self) -> native.Counters:
+        """Return the cumulative counters."""
+        return self.core.counters()
+
+    def close(self) -> None:
+        """Wait for transfers in flight and remove the files; idempotent."""
+        self.core.close()
+        if self.core.counters().num_given_up:
+            _NEVER_FREED.append(self._unfinished)
+        self._unfinished = {}
+        self._files.close()
+
+    def _start(
+        self, begin: Callable[..., int], stored: StoredTensor, memory: Memory, offset: int, io_class: native.IoClass
+    ) -> int:
+        self._release_interrupted()
+        ticket = begin(
+            stored.extent, offset=offset, address=memory.data_ptr(), nbytes=memory.numel(), io_class=io_class
+        )
+        self._unfinished[ticket] = memory
+        return ticket
+
+    def _release_interrupted(self) -> None:
+        # What was given up has ended, too, but its memory is not free.
+        if not self._interrupted or self.core.counters().num_given_up:
+            return
+        for ticket in [ticket for ticket in self._interrupted if self.core.done(ticket)]:
+            self._release(ticket)
+
+    def _release(self, ticket: int) -> None:
+        self._unfinished.pop(ticket, None)
+        self._interrupted.discard(ticket)

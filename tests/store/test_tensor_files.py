@@ -1,0 +1,82 @@
+"""Files of tensors: they have their own folder, and closing leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_smartinfinity.errors import StorageFullError, StorageLockedError
+from lightning_smartinfinity.store import TensorFiles, measure_parameter_space, require_space
+from tests.helpers.waiting import PROCESS_LIMIT
+from tests.store.makers import create
+
+BLOCK = 4096
+
+
+def make(*folders: Path, **kwargs: object) -> TensorFiles:
+    return TensorFiles(folders, **{"job": "default", "rank": 0, "direct_io": "off", **kwargs})  # type: ignore[arg-type]
+
+
+def sizes_of(folder: Path) -> list[int]:
+    return [path.stat().st_size for path in folder.rglob("parameters.bin")]
+
+
+def grow(files: TensorFiles, nbytes: int) -> None:
+    os.truncate(files.files[0].path, nbytes)
+
+
+def test_closing_removes_everything(tmp_path: Path) -> None:
+    """Closing removes the file, the lock and the folders, and leaves the optimizer state of the same job alone."""
+    files, store = make(tmp_path), create([tmp_path])
+    grow(files, BLOCK)
+    files.close()
+    files.close()
+    assert {path.name for path in (tmp_path / "default").iterdir()} == {"rank-00000"}
+    store.close(remove=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    """A second process is refused, and the first keeps its file."""
+    files = make(tmp_path)
+    grow(files, BLOCK)
+    with pytest.raises(StorageLockedError, match="parameters-00000"):
+        make(tmp_path)
+    assert sizes_of(tmp_path) == [BLOCK]
+    files.close()
+
+
+def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
+    """The file left by a killed process counts as free space, and the next process starts with an empty file."""
+    script = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from lightning_smartinfinity.store import TensorFiles\n"
+        "files = TensorFiles([Path(sys.argv[1])], job='default', rank=0, direct_io='off')\n"
+        "os.posix_fallocate(os.open(files.files[0].path, os.O_RDWR), 0, 1 << 20)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script, tmp_path], env=environment, check=False, timeout=PROCESS_LIMIT
+        ).returncode
+        == -9
+    )
+    assert sizes_of(tmp_path) == [1 << 20]
+    (request,) = measure_parameter_space([tmp_path], job="default", rank=0, sizes=[5])
+    assert request.reclaimable_bytes >= 1 << 20 and request.needed_bytes == BLOCK
+    files = make(tmp_path)
+    assert sizes_of(tmp_path) == [0]
+    files.close()
+
+
+def test_too_little_space_for_the_parameters(tmp_path: Path) -> None:
+    """Parameters too large for the file system are refused beforehand, and the error says that they need the space."""
+    with pytest.raises(StorageFullError, match=r"The parameters need .* GiB in .*, where .* are free"):
+        require_space(measure_parameter_space([tmp_path], job="default", rank=0, sizes=[1 << 60]))
+    assert not list(tmp_path.iterdir())
