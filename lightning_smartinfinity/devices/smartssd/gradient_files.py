@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
 
 __all__ = ["open_gradient_file"]
@@ -27,16 +28,18 @@ def open_gradient_file(folder: Path, nbytes: int, resources: ExitStack) -> nativ
         StorageError: The file cannot be created.
     """
     path = folder / _NAME
-    with storage_errors(f"Allocating {nbytes} bytes for", path):
-        path.unlink(missing_ok=True)
+    with storage_errors(f"Allocating {nbytes} bytes for", path), closing(OpenFolder(folder)) as inside:
+        inside.status(_NAME)  # whatever is no file of ours is refused
+        inside.remove(_NAME)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            descriptor = inside.create(_NAME)
             try:
                 os.posix_fallocate(descriptor, 0, nbytes)
             finally:
                 os.close(descriptor)
-            file = native.StateFile(str(path), direct=True)
+            descriptor = inside.open(_NAME, os.O_RDWR | os.O_DIRECT)
+            file = native.StateFile(str(path), direct=True, descriptor=descriptor)
         finally:
-            path.unlink(missing_ok=True)
+            inside.remove(_NAME)
     resources.callback(file.close)
     return file
