@@ -122,6 +122,12 @@ def shorten(file: Path) -> None:
     torch.save(torch.load(file)[:-1].clone(), file)
 
 
+def lose(file: Path, key: str) -> None:
+    content = torch.load(file)
+    del content[key]
+    torch.save(content, file)
+
+
 def flip(file: Path) -> None:
     """Flip one bit in the middle of the file's largest tensor."""
     with zipfile.ZipFile(file) as archive:
@@ -142,6 +148,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "it has no model states": (lambda u: (u / MODEL_STATES).unlink(), "model_states"),
     "a bit of a master": (lambda u: flip(u / "zero/model.norm.bias/fp32.pt"), r"norm\.bias/fp32\.pt is damaged"),
     "a bit of a moment": (lambda u: flip(u / "zero/model.norm.bias/exp_avg.pt"), r"bias/exp_avg\.pt is damaged"),
+    "no loss scale": (lambda u: lose(u / "zero/optimizer_state.pt", "dynamic_loss_scale"), "no usable 'dynamic_loss"),
+    "no number of steps": (lambda u: lose(u / MODEL_STATES, "global_steps"), "no usable 'global_steps'"),
     "a bit of the model's states": (lambda u: flip(u / MODEL_STATES), r"model_states\.pt is damaged"),
 }
 

@@ -115,6 +115,19 @@ def test_latest_names_no_folder_elsewhere(tag: str, tmp_path: Path) -> None:
         tagged_folder(tmp_path / "mine")
 
 
+@pytest.mark.parametrize(
+    "changes", [{"param_shapes": [{"one": "1"}]}, {"frozen_param_shapes": {"base": None}}], ids=["trained", "frozen"]
+)
+def test_a_shape_that_is_none(changes: dict[str, object], tmp_path: Path) -> None:
+    """The error names the parameter."""
+    save(tmp_path, 1)
+    file = tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    torch.save({**torch.load(file, weights_only=True), **changes}, file)
+    folder = ZeroFolder(tmp_path, rank=0, world_size=1)
+    with pytest.raises(CheckpointError, match=r"says that '(one|base)' has the shape"):
+        _ = folder.shapes, folder.frozen_shapes()
+
+
 def change(folder: Path, **changes: object) -> None:
     file = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     content = torch.load(file, weights_only=False)

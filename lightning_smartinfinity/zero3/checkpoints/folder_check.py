@@ -142,7 +142,7 @@ def check_same_save(engine: SmartInfinityEngine, client_state: SavedState) -> No
     Raises:
         CheckpointError: The files come from different saves; raised on every rank.
     """
-    saves = {client_state.get(SAVE_ID), engine.optimizer.save_id}
+    saves = {str(save) for save in (client_state.get(SAVE_ID), engine.optimizer.save_id)}
     if len({save for rank_saves in gather(saves, None) for save in rank_saves}) > 1:
         raise CheckpointError(
             "The checkpoint's files come from different saves.",

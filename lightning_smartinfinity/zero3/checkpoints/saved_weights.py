@@ -163,7 +163,7 @@ class SavedWeights(ABC):
             # Universal checkpoints have a folder of this name. No module of torch has parameters with such names.
             if not name or name.startswith("/") or "\0" in name or ".." in name.split("/"):
                 raise CheckpointError(f"{self.path} names a parameter {name!r}.", self.remedy)
-        return saved
+        return self._checked_shapes(saved)
 
     def model_states_of(self, rank: int) -> SavedState:
         """Return everything that a process saved except the optimizer's state."""
@@ -178,7 +178,13 @@ class SavedWeights(ABC):
     def frozen_shapes(self) -> dict[str, torch.Size] | None:
         """Return the shape of every parameter that was not trained, or None if these were not saved."""
         shapes = self.model_states.get(FROZEN_PARAM_SHAPES)
-        return None if shapes is None else dict(shapes)
+        return None if shapes is None else self._checked_shapes(dict(shapes))
+
+    def _checked_shapes(self, shapes: dict[str, torch.Size]) -> dict[str, torch.Size]:
+        for name, shape in shapes.items():
+            if not isinstance(shape, torch.Size):
+                raise CheckpointError(f"{self.path} says that {name!r} has the shape {shape!r}.", self.remedy)
+        return shapes
 
     @property
     def shared(self) -> dict[str, str]:

@@ -74,6 +74,7 @@ def load_universal(
             check_frozen(engine.module, folder.model_states, folder.path)
             _check_buffers(engine.module, folder)
         _check_optimizer(optimizer, folder)
+        _check_numbers(folder)
         saved_steps = folder.steps
         steps = np.array(
             [saved_steps[parameter.name] for parameter in optimizer.partition.layout.parameters], dtype=np.int64
@@ -246,6 +247,20 @@ def _params_of_groups(optimizer: StorageOptimizer) -> list[list[ZeroParameter]]:
     for sub_group, params in enumerate(optimizer.fp16_groups):
         groups[optimizer.sub_group_to_group_id[sub_group]] += params
     return groups
+
+
+def _check_numbers(folder: UniversalFolder) -> None:
+    """Check what is restored after the arrays, so that a fault is found before anything is loaded."""
+    states, needed = folder.optimizer_states, {"dynamic_loss_scale", "overflow", LOSS_SCALER}
+    missing = sorted(needed - states.keys())
+    counters = {name: folder.model_states.get(name) for name in ("global_steps", "skipped_steps")}
+    counters["global_samples"] = folder.model_states.get("global_samples", 0)
+    wrong = [name for name, value in counters.items() if not isinstance(value, int)]
+    if missing or wrong:
+        raise CheckpointError(
+            f"{folder.path} holds no usable {', '.join(map(repr, missing + wrong))}.", "Convert one checkpoint again."
+        )
+    loss_scaler_of(states[LOSS_SCALER])
 
 
 def _check_files(optimizer: StorageOptimizer, folder: UniversalFolder) -> None:

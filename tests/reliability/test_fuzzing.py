@@ -1,0 +1,251 @@
+"""Readers of damaged files raise this package's errors, whatever the files hold."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
+from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.universal_folder import UniversalFolder
+from tests.fabric.worker import quiet_fabric
+from tests.helpers import payload
+from tests.helpers.attacks import Attack
+from tests.helpers.fuzz import changed_value, damaged, fuzz
+from tests.helpers.models import Recipe
+from tests.helpers.native_testing import decode_gradient
+from tests.store.makers import commit_generation, create
+
+SECONDS = [2, pytest.param(600, marks=pytest.mark.long)]
+OUTCOME = "read, or refused by an error of ours"
+RECIPE = Recipe(frozen=True, width=8, depth=1)
+
+
+# ---- a store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Return the folder of a rank's store with two generations, beside a copy of it."""
+    opened = create([tmp_path / "storage"])
+    for generation in range(2):
+        commit_generation(opened, generation)
+    opened.close(remove=False)
+    return tmp_path / "storage" / "default" / "rank-00000"
+
+
+def fuzz_store(store: Path, name: str, change: Callable[[bytes, Random], bytes], *, seconds: float) -> int:
+    """Recover a store whose file was changed, again and again."""
+    originals = {file.name: file.read_bytes() for file in store.iterdir()}
+
+    def attempt(random: Random) -> None:
+        for file, content in originals.items():
+            (store / file).write_bytes(content)
+        (store / name).write_bytes(change(originals[name], random))
+        StateStore.recover([store.parent.parent]).close(remove=False)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of older generations
+        return fuzz(attempt, seconds=seconds, seed=name)
+
+
+def changed_manifest(content: bytes, random: Random) -> bytes:
+    if random.random() < 0.3:
+        return damaged(content, random)
+    return json.dumps(changed_value(json.loads(content), random, odd=("fp32", "int8")), default=repr).encode()
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_manifests(seconds: float, store: Path, attack: Attack) -> None:
+    """Text and values of the manifest are changed."""
+    tries = fuzz_store(store, "manifest.json", changed_manifest, seconds=seconds)
+    attack("fuzzing of a store's manifest", tries=tries, outcome=OUTCOME)
+
+
+def changed_record(content: bytes, random: Random) -> bytes:
+    changed = bytearray(damaged(content, random))
+    if len(changed) == len(content) and random.random() < 0.7:  # as somebody would who knows the checksum
+        for begin in (0, len(content) // 2):
+            (length,) = struct.unpack_from("<Q", content, begin + 48)
+            values = np.frombuffer(bytes(changed[begin : begin + length - 4]), np.uint8)
+            struct.pack_into("<I", changed, begin + length - 4, native.crc32c(values.ctypes.data, values.nbytes))
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_records(seconds: float, store: Path, attack: Attack) -> None:
+    """Commit records are changed, most of them with checksums that are right."""
+    tries = fuzz_store(store, "commit.bin", changed_record, seconds=seconds)
+    attack("fuzzing of a store's commit record", tries=tries, outcome=OUTCOME)
+
+
+def changed_trailer(content: bytes, random: Random) -> bytes:
+    at = random.randrange(len(content) // 4096) * 4096 + 4096 - 128
+    return content[:at] + damaged(content[at : at + 128], random)[:128].ljust(128, b"\0") + content[at + 128 :]
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_trailers(seconds: float, store: Path, attack: Attack) -> None:
+    """Trailers of extents, and what else ends a block of the state file, are changed."""
+    tries = fuzz_store(store, "state.bin", changed_trailer, seconds=seconds)
+    attack("fuzzing of trailers of extents", tries=tries, outcome=OUTCOME)
+
+
+# ---- compressed gradients
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_payloads(seconds: float, attack: Attack) -> None:
+    """A payload is refused, or decoded into the elements of its tasklet and no others."""
+    numel, guard = 70_000, 4096
+    gradient = np.random.default_rng(0).standard_normal(numel).astype(np.float32)
+    dtypes = (native.DType.FLOAT32, native.DType.BFLOAT16)
+    valid = [payload.compress(gradient, 0.01, dtype).tobytes() for dtype in dtypes]
+    out = np.zeros(4 * numel + guard, np.uint8)
+
+    def attempt(random: Random) -> None:
+        content = random.choice(valid)
+        header = damaged(content[:64], random)[:64].ljust(64, b"\0") if random.random() < 0.5 else content[:64]
+        content = header + (content[64:] if header != content[:64] else damaged(content[64:], random))
+        memory = np.frombuffer(content + bytes(-len(content) % 4), np.uint8).copy()
+        try:
+            decode_gradient(memory.ctypes.data, len(content), numel, out.ctypes.data)
+        except ValueError as error:  # the core's only error, of which callers make one of the package
+            raise SmartInfinityError(str(error), "None.") from error
+
+    tries = fuzz(attempt, seconds=seconds, seed="payload")
+    attack("fuzzing of compressed gradients", tries=tries, outcome="decoded within its tasklet, or ValueError")
+    assert not out[4 * numel :].any()
+
+
+# ---- checkpoints
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an ordinary and a universal checkpoint of Fabric."""
+    root = tmp_path_factory.mktemp("fuzzed")
+    with training(root) as (fabric, state):
+        fabric.save(root / "ordinary", state)
+    convert_checkpoint(root / "ordinary", root / "universal")
+    return root
+
+
+@contextmanager
+def training(root: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield a Fabric and the state of its loop after one step."""
+    fabric = quiet_fabric(root / "storage")
+    module = RECIPE.build_model()
+    model, optimizer = fabric.setup(module, RECIPE.build_optimizer(list(module.named_parameters())))
+    fabric.backward(model(RECIPE.batch(0)))
+    optimizer.step()
+    yield fabric, {"model": model, "optimizer": optimizer, "step": 1}
+    fabric.strategy.close()
+
+
+TENSORS = (torch.empty(0), torch.zeros(3, dtype=torch.int64), torch.ones(2, 2), torch.Size([2, 3]), {1, 2})
+
+
+def changed_file(content: bytes, file: Path, random: Random) -> None:
+    """Change a file of ``torch.save``: its bytes, its pickle with a right checksum, or its values."""
+    how = random.random()
+    if how < 0.3:
+        file.write_bytes(damaged(content, random))
+        return
+    file.write_bytes(content)
+    if how < 0.6:
+        value = torch.load(file, weights_only=True)
+        changed = changed_value(value, random, odd=TENSORS) if isinstance(value, dict) else random.choice(TENSORS)
+        torch.save(changed, file)
+        return
+    with zipfile.ZipFile(file) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    (name,) = (name for name in records if name.endswith("data.pkl"))
+    records[name] = damaged(records[name], random)
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, record in records.items():
+            archive.writestr(name, record)
+
+
+def fuzz_checkpoint(folder: Path, read: Callable[[], object], *, seconds: float) -> int:
+    """Read a checkpoint of which a file was changed, again and again."""
+    files = {file: file.read_bytes() for file in sorted(folder.rglob("*.pt"))}
+
+    def attempt(random: Random) -> None:
+        file = random.choice(list(files))
+        changed_file(files[file], file, random)
+        try:
+            read()
+        finally:
+            file.write_bytes(files[file])
+
+    return fuzz(attempt, seconds=seconds, seed=folder.name)
+
+
+def read_weights(folder: Path) -> None:
+    """Read all that an export reads."""
+    weights = CheckpointWeights(folder)
+    _ = weights.saved_models, weights.lacks_frozen, weights.client_state(), weights.state_dict_order()
+    weights.read(list(weights.contents.parameters), lambda name, begin, values: None, masters=True)
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_checkpoints(seconds: float, saved: Path, tmp_path: Path, attack: Attack) -> None:
+    """An export and a conversion read a checkpoint whose files were changed."""
+    folder = shutil.copytree(saved / "ordinary", tmp_path / "ordinary")
+
+    def read() -> None:
+        read_weights(folder)
+        try:
+            convert_checkpoint(folder, tmp_path / "universal")
+        finally:
+            shutil.rmtree(tmp_path / "universal", ignore_errors=True)
+
+    tries = fuzz_checkpoint(folder, read, seconds=seconds)
+    attack("fuzzing of a checkpoint's files", tries=tries, outcome=OUTCOME)
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_universal_folders(seconds: float, saved: Path, tmp_path: Path, attack: Attack) -> None:
+    """An export and a resume read a universal folder whose files were changed."""
+    path = shutil.copytree(saved / "universal", tmp_path / "universal")
+
+    def read() -> None:
+        read_weights(path)
+        with reading_checkpoint(path):
+            folder = UniversalFolder(path, rank=0, world_size=1)
+            folder.check_states(with_optimizer=True)
+            _ = folder.steps, folder.param_groups, folder.extra
+            for name, shape in folder.shapes.items():
+                for array in ("fp32", *folder.arrays):
+                    values = folder.tensor(name, array, numel=shape.numel())
+                    folder.values(values, name, array, 0, shape.numel())
+
+    tries = fuzz_checkpoint(path, read, seconds=seconds)
+    attack("fuzzing of a universal folder's files", tries=tries, outcome=OUTCOME)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["ordinary", "universal"])
+def test_resumes(kind: str, saved: Path, tmp_path: Path, attack: Attack) -> None:
+    """A training resumes from a checkpoint whose files were changed, or is told why not."""
+    folder = shutil.copytree(saved / kind, tmp_path / kind)
+    with training(tmp_path) as (fabric, state):
+        tries = fuzz_checkpoint(folder, lambda: fabric.load(folder, dict(state)), seconds=600)
+    attack("fuzzing of a checkpoint that a training resumes from", tries=tries, outcome=OUTCOME)
