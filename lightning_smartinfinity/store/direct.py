@@ -50,8 +50,16 @@ def choose_direct(folder: OpenFolder, name: str, choice: str) -> bool:
     return False
 
 
-def open_state_file(folder: OpenFolder, name: str, direct_io: str) -> native.StateFile:
+def open_state_file(
+    folder: OpenFolder, name: str, direct_io: str, *, scheduler: native.IoScheduler | None = None
+) -> native.StateFile:
     """Open an existing file in a folder, with O_DIRECT if :func:`choose_direct` says so.
+
+    Args:
+        folder: The folder with the file.
+        name: Its name.
+        direct_io: ``TransferConfig.direct_io``.
+        scheduler: Where its transfers take turns; None: they do not.
 
     Raises:
         StorageError: The file cannot be opened, or has no direct I/O while ``direct_io`` is ``"on"``.
@@ -60,7 +68,7 @@ def open_state_file(folder: OpenFolder, name: str, direct_io: str) -> native.Sta
     with storage_errors("Opening", path):
         direct = choose_direct(folder, name, direct_io)
         descriptor = folder.open(name, os.O_RDWR | (os.O_DIRECT if direct else 0))
-        return native.StateFile(str(path), direct=direct, descriptor=descriptor)
+        return native.StateFile(str(path), direct=direct, descriptor=descriptor, scheduler=scheduler)
 
 
 def _refusal(folder: OpenFolder, name: str) -> str | None:

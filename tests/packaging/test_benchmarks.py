@@ -82,6 +82,10 @@ RUNS = {
         ],
         ["GPT-2 tiny, bf16, 1 x 32 tokens, clipping on", "| zero_infinity_tuned |", "| int8/backward |"],
     ),
+    "tensor_store.py": (
+        ["--size", "tiny", "--rounds", "1", "--stock-io", "glue"],
+        ["| system |", "| ours |", "| aio |", "| raw |"],
+    ),
     "update.py": (
         ["--tiny", "--formats", "fp32", "int8_remainder", "--json", "figures.json"],
         ["| state format, engine |", "| fp32, io_uring |", "| fp32, plain |", "| int8_remainder, threads |"],
@@ -95,7 +99,7 @@ ON_CARDS = {
 # Scripts that take longer than five seconds even so.
 SLOW = {
     *("backward.py", "calibration.py", "checkpoint_memory.py", "compression_accuracy.py", "export.py", "formats.py"),
-    *("peak_memory.py", "plan.py", "setup.py", "step.py", "xrt_bindings.py"),
+    *("peak_memory.py", "plan.py", "setup.py", "step.py", "tensor_store.py", "xrt_bindings.py"),
 }
 # The plots that plots.py makes of these figures, and texts in them.
 PLOTTED = {

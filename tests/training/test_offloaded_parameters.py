@@ -16,6 +16,7 @@ from lightning_smartinfinity import SmartInfinityStrategy, StorageCorruptError, 
 from lightning_smartinfinity.native import MemoryPool
 from lightning_smartinfinity.zero3.parameters import param_swapper
 from tests.helpers import native_testing as testing
+from tests.helpers.attacks import Attack
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.training.test_lives import Evaluated
@@ -311,8 +312,9 @@ class Spoiling(pl.Callback):
 
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "a wrong block", "a lost write"])
-def test_a_parameter_that_storage_changed(damage: str, tmp_path: Path) -> None:
+def test_a_parameter_that_storage_changed(damage: str, tmp_path: Path, attack: Attack) -> None:
     """Training does not go on with a parameter that is not what was written: it raises with the file's name."""
+    attack(f"{damage} in parameters on storage", tries=1, outcome="StorageCorruptError with path and offset")
     module = LitTiny(Recipe(precision="bf16-mixed", max_steps=4))
     strategy = SmartInfinityStrategy(tmp_path / "s", zero=NVME)
     trainer = quiet_trainer(tmp_path, strategy, callbacks=[Spoiling(damage)], max_steps=4)

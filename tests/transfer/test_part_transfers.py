@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
 from lightning_smartinfinity.native import IoClass, MemoryPool, TensorExtent
+from lightning_smartinfinity.store.scheduling import scheduler_of
 from lightning_smartinfinity.store.tensor_store import TensorStore
 from lightning_smartinfinity.transfer.part_transfers import PartTransfers
 from lightning_smartinfinity.transfer.tensors import lent_tensor
@@ -228,6 +230,32 @@ def test_a_write_that_is_no_longer_wanted(store: TensorStore) -> None:
     hold.release()
     store.finish(reading)
     assert store.counters().written_bytes == BLOCK
+
+
+def test_files_of_one_device_share_a_scheduler(tmp_path: Path) -> None:
+    """All stores of a process that use one device take turns, and each tells who waited for whom there."""
+    stores = [
+        TensorStore([tmp_path / name], job=name, rank=0, direct_io="auto", io_engine="threads") for name in ("a", "b")
+    ]
+    folder = os.open(tmp_path, os.O_RDONLY)
+    assert scheduler_of(folder) is scheduler_of(folder)
+    os.close(folder)
+    tensors = [store.add(1 << 20) for store in stores]
+    pool = MemoryPool()
+    hold = Hold(stores[0].core, write_at=0, count=64)
+    memory = lent_tensor(pool, 1 << 20).zero_()
+    tickets = [stores[0].write(tensors[0], memory[: 1 << 20], io_class=IoClass.BACKGROUND)]
+    tickets += [stores[0].write(stores[0].add(1 << 20), memory, io_class=IoClass.BACKGROUND) for _ in range(63)]
+    urgent = stores[1].write(tensors[1], memory)
+    assert not stores[1].done(urgent)
+    hold.release()
+    stores[1].finish(urgent)
+    for ticket in tickets:
+        stores[0].finish(ticket)
+    waits = [wait for wait in stores[0].io_waits() if (wait.waiting, wait.other) == ("awaited", "background")]
+    assert waits and waits == [w for w in stores[1].io_waits() if (w.waiting, w.other) == ("awaited", "background")]
+    for store in stores:
+        store.close()
 
 
 def spoil(extent: TensorExtent, content: bytes) -> None:
