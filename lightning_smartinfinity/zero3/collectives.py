@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar, cast
@@ -45,12 +46,20 @@ def has_ended(group: ProcessGroup) -> bool:
 def raise_together(error: SmartInfinityError | None, group: ProcessGroup | None) -> None:
     """Raise on every rank if any rank has an error: the rank's own, or else that of the first rank with one.
 
-    A rank that raises alone leaves the others waiting in their next collective.
+    A rank that raises alone leaves the others waiting in their next collective. An error that not all ranks have says
+    which rank it comes from, and on which host.
     """
-    errors = gather(error, group)
-    first = error or next((other for other in errors if other is not None), None)
-    if first is not None:
-        raise first
+    met = gather((error, platform.node()), group)
+    failed = [rank for rank, (other, _) in enumerate(met) if other is not None]
+    if not failed:
+        return
+    rank = failed[0] if error is None else dist.get_rank(group)
+    first, host = error or met[rank][0], met[rank][1]
+    assert first is not None
+    if len(failed) < len(met):
+        first.problem = f"{first.problem} It comes from rank {rank} on {host}."
+        first.args = (f"{first.problem} {first.remedy}",)
+    raise first
 
 
 @contextmanager

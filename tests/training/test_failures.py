@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(overlap:
         met = seen[0][fault]
         assert met["met"].startswith(f"{kind}: ")
         assert "rank-00001" in met["met"]
+        assert f"rank 1 on {platform.node()}" in met["met"]
         assert file in met["met"]
         assert met["generation"] == met["steps"] == 2
     assert len(list((tmp_path / "rescued.ckpt").rglob("*optim_states.pt"))) == 2
