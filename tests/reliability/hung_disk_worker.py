@@ -1,7 +1,7 @@
 """Trains until a disk stops answering: ``python -m tests.reliability.hung_disk_worker FOLDER CAUSE OVERLAP FILE``.
 
-CAUSE is ``timeout``, or the name of a signal that the process then sends to itself. FILE is ``state`` or
-``parameters``. The file ``ended.json`` says what came out of the fit, and after how many seconds.
+CAUSE is ``timeout``, or the name of a signal that the process then sends to itself. FILE is ``state``,
+``parameters`` or ``commit`` (the commit record, which is not written then). The file ``ended.json`` says what came out of the fit, and after how many seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
+from lightning_smartinfinity.store import state_store
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.native_testing import Hold
 from tests.helpers.trainers import quiet_trainer
@@ -28,7 +29,7 @@ TIMEOUT = 2.0
 
 
 class HungDisk(pl.Callback):
-    """A disk that answers no read any more from the second step on.
+    """A disk that answers no read, or no write of the commit record, any more from the second step on.
 
     Args:
         cause: What ends the training: ``timeout``, or the name of a signal.
@@ -39,12 +40,16 @@ class HungDisk(pl.Callback):
         self._cause = cause
         self._file = file
         self._hold: Hold | None = None
+        self._asked = threading.Event()
         self.since = 0.0
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 1:
             strategy: Any = trainer.strategy
-            if self._file == "parameters":
+            if self._file == "commit":
+                strategy.drain()
+                state_store.write_record = self._never_write
+            elif self._file == "parameters":
                 self._hold = Hold(strategy._parameters.store.core, read_at=0, count=EVERY)
             else:
                 strategy.drain()
@@ -52,10 +57,14 @@ class HungDisk(pl.Callback):
                 self._hold = Hold(device.pipeline, read_at=0, count=EVERY)
             threading.Thread(target=self._end, daemon=True).start()
 
+    def _never_write(self, *_: Any, **__: Any) -> int:
+        self._asked.set()
+        time.sleep(10 * LIMIT)
+        return 0
+
     def _end(self) -> None:
         hold = self._hold
-        assert hold is not None
-        await_that(lambda: hold.count > 0)
+        await_that(self._asked.is_set if hold is None else lambda: hold.count > 0)
         time.sleep(0.3)  # the training now waits for the disk
         self.since = time.monotonic()
         if self._cause != "timeout":
