@@ -1,7 +1,8 @@
 """Trains until a disk stops answering: ``python -m tests.reliability.hung_disk_worker FOLDER CAUSE OVERLAP FILE``.
 
-CAUSE is ``timeout``, or the name of a signal that the process then sends to itself. FILE is ``state``,
-``parameters`` or ``commit`` (the commit record, which is not written then). The file ``ended.json`` says what came out of the fit, and after how many seconds.
+CAUSE is ``timeout``, or the name of a signal that the process then sends to itself. FILE is ``state``, ``parameters``
+or ``commit`` (the commit record, which is not written then). The file ``ended.json`` says what came out of the fit, and
+after how many seconds.
 """
 
 from __future__ import annotations

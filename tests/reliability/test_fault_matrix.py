@@ -32,6 +32,10 @@ RECIPE = Recipe(precision="bf16-mixed", width=64, depth=1)
 STEPS = 4
 ENGINES = [name for name, unavailable in io_engines() if not unavailable]
 OVERLAPS = ["none", "forward", "backward"]
+PARAMETERS_ON_STORAGE: dict[str, Any] = {
+    "offload_param": {"device": "nvme"},
+    "stage3_param_persistence_threshold": 0,
+}
 OUTCOME = "our error, or the same bits"
 
 
@@ -76,11 +80,13 @@ class Faulty(pl.Callback):
     Args:
         fault: What it does; ``None``: it works.
         number: Number of the read or write that it does it to.
+        file: What it holds: ``state`` or ``parameters``.
         opened: Ends what holds requests.
     """
 
-    def __init__(self, fault: Fault | None, number: int, opened: ExitStack) -> None:
+    def __init__(self, fault: Fault | None, number: int, file: str, opened: ExitStack) -> None:
         self._fault = fault
+        self._file = file
         self._number = number
         self._opened = opened
         self.state: Arrays = []
@@ -89,13 +95,14 @@ class Faulty(pl.Callback):
         fault = self._fault
         if trainer.global_step != 1 or fault is None:
             return
-        pipeline = _handler(trainer)._device.pipeline
+        strategy: Any = trainer.strategy
+        worker = strategy._parameters.store.core if self._file == "parameters" else _handler(trainer)._device.pipeline
         if fault.held is not None:
-            hold: Any = Hold(pipeline, **{fault.held: self._number})  # type: ignore[call-overload]
+            hold: Any = Hold(worker, **{fault.held: self._number})  # type: ignore[call-overload]
             self._opened.callback(hold.release)
         else:
             at = {} if fault.at is None else {fault.at: self._number}
-            inject(pipeline, seed=self._number, **fault.injected, **at)
+            inject(worker, seed=self._number, **fault.injected, **at)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         def keep(window: Window) -> None:
@@ -108,14 +115,17 @@ def _handler(trainer: pl.Trainer) -> Any:
     return trainer.strategy.optimizers[0].update.drained_handler()  # type: ignore[attr-defined]
 
 
-def trained(folder: Path, *, fault: Fault | None, engine: str, overlap: str, number: int = 0) -> tuple[Any, ...]:
+def trained(
+    folder: Path, *, fault: Fault | None, engine: str, overlap: str, number: int = 0, file: str = "state"
+) -> tuple[Any, ...]:
     """Train, and return the losses and the state at the end."""
     timeout = lenient(1.0) if fault is not None and fault.held else 10 * LIMIT
     transfer = TransferConfig(tasklet_bytes="64KiB", num_buffers=4, io_engine=engine, io_timeout=timeout)
-    strategy = SmartInfinityStrategy(folder / "storage", transfer=transfer, overlap=overlap)
+    zero = PARAMETERS_ON_STORAGE if file == "parameters" else None
+    strategy = SmartInfinityStrategy(folder / "storage", transfer=transfer, overlap=overlap, zero=zero)
     with ExitStack() as opened:
         opened.callback(strategy.close)
-        disk = Faulty(fault, number, opened)
+        disk = Faulty(fault, number, file, opened)
         trainer = quiet_trainer(folder, strategy, max_steps=STEPS, callbacks=[disk])
         module = LitTiny(RECIPE)
         trainer.fit(module)
@@ -154,15 +164,16 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(("fault", "engine", "overlap"), MATRIX)
-def test_state(
-    tmp_path: Path, expected: tuple[Any, ...], attack: Attack, fault: str, engine: str, overlap: str
+@pytest.mark.parametrize("file", [pytest.param("state"), pytest.param("parameters", marks=pytest.mark.long)])
+def test_file_of_a_training(
+    tmp_path: Path, expected: tuple[Any, ...], attack: Attack, file: str, fault: str, engine: str, overlap: str
 ) -> None:
-    """Nothing is silent and nothing hangs."""
+    """Nothing is silent and nothing hangs. Where the parameters lie changes no bit of the result either."""
     what = FAULTS[fault]
-    attack(f"{what.name}, of the state in a training", tries=1, outcome=OUTCOME)
+    attack(f"{what.name}, of the {file} in a training", tries=1, outcome=OUTCOME)
     number = random.Random(f"{fault} {engine} {overlap}").randrange(12)
     try:
-        losses, state = trained(tmp_path, fault=what, engine=engine, overlap=overlap, number=number)
+        losses, state = trained(tmp_path, fault=what, engine=engine, overlap=overlap, number=number, file=file)
     except SmartInfinityError as error:
         assert not what.harmless, error
         return
