@@ -75,6 +75,8 @@ class HungDisk(pl.Callback):
 def main() -> None:
     """Train, and record what came out of the fit."""
     root, cause, overlap, file = Path(sys.argv[1]), *sys.argv[2:]
+    # A process that a shell started in the background ignores Ctrl-C, and so do all that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     disk = HungDisk(cause, file)
     transfer = TransferConfig(io_timeout=TIMEOUT if cause == "timeout" else 10 * LIMIT)
     zero = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
