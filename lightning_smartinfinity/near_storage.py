@@ -207,7 +207,7 @@ class NearStorage(ABC):
         from lightning_smartinfinity.zero3.engine_setup import engine_with, refuse_in_fit
         from lightning_smartinfinity.zero3.parameter_groups import check_parameters
         from lightning_smartinfinity.zero3.parameters.partition import make_contiguous
-        from lightning_smartinfinity.zero3.release import end_training, release_module
+        from lightning_smartinfinity.zero3.release import end_training_of, release_module
         from lightning_smartinfinity.zero3.storage import require_parameter_space
         from lightning_smartinfinity.zero3.validation import (
             check_dtype,
@@ -226,7 +226,7 @@ class NearStorage(ABC):
         begin_training(self._settings.watchdog_timeout)
         later = f"a training of {type(model).__name__} that began at {time.strftime('%H:%M:%S')}"
         self._release_storage(later)
-        end_training(model, since=f"{later} took its module")
+        end_training_of(model, since=f"{later} took its module")
         release_module(model)
         make_contiguous(model)
         offload = self._offload_for(optimizer)

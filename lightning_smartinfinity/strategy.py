@@ -360,7 +360,10 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             return
         # Lightning would raise the collective's error, which does not say who is missing.
         assert self.lightning_module is not None
-        self.lightning_module.trainer._teardown()
+        trainer = self.lightning_module.trainer
+        for logger in trainer.loggers:  # as Lightning does after this hook, unless it raises
+            logger.finalize("failed")
+        trainer._teardown()
         raise lost from exception
 
     @override

@@ -160,18 +160,24 @@ def _is_of_collective(error: BaseException) -> bool:
 def _meet(silence: float) -> _Watch | None:
     """Connect all ranks with rank 0, and return this rank's watch; None if some cannot connect."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    listener = _listen(world_size) if rank == 0 else None
-    port = 0 if listener is None else listener.getsockname()[1]
+    listener: socket.socket | None = None
+    problem, port = "", 0
+    if rank == 0:
+        # All ranks meet below, so none may raise alone before.
+        try:
+            listener = _listen(world_size)
+            port = listener.getsockname()[1]
+        except OSError as error:
+            problem = f"rank 0 cannot listen: {error}"
     offers = _gather((platform.node(), port, secrets.token_bytes(_TOKEN_BYTES)))
     hosts = [host for host, _, _ in offers]
     host, port, token = offers[0]
     address = os.environ.get("MASTER_ADDR", host)
     sockets: dict[int, socket.socket] = {}
-    problem = ""
     try:
-        if listener is None:
+        if rank != 0 and port != 0:
             sockets[0] = _connect(address, port, hello=token + rank.to_bytes(_RANK_BYTES, "big"))
-        else:
+        elif listener is not None:
             sockets = _accept(listener, world_size - 1, token)
     except OSError as error:
         problem = f"rank {rank} on {hosts[rank]}: {error}"

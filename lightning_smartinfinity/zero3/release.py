@@ -13,7 +13,7 @@ from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
-__all__ = ["end_training", "release_module", "trainings_of"]
+__all__ = ["end_training_of", "release_module", "trainings_of"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Further entries that torch keeps for a hook, by the hook's id.
@@ -26,7 +26,7 @@ def trainings_of(module: torch.nn.Module) -> list[StorageOptimizer]:
     return [owner for owner in owners if isinstance(owner, StorageOptimizer)]
 
 
-def end_training(module: torch.nn.Module, *, since: str) -> None:
+def end_training_of(module: torch.nn.Module, *, since: str) -> None:
     """End earlier trainings of a module, under any strategy, and close their storage.
 
     Args:

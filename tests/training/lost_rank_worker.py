@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_smartinfinity import SmartInfinityStrategy
@@ -53,6 +54,13 @@ class Happening(pl.Callback):
             trainer.save_checkpoint(self.folder / "last.ckpt")
 
 
+class Saying(DummyLogger):
+    """A logger that says how the training ended."""
+
+    def finalize(self, status: str) -> None:
+        print(f"The logger ended with {status!r}.", flush=True)
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     trainer = quiet_trainer(
@@ -60,6 +68,7 @@ def main() -> None:
         SmartInfinityStrategy(folder / "storage", overlap="none", watchdog_timeout=SILENCE),
         devices=2,
         max_steps=1_000_000,
+        logger=Saying(),
         callbacks=[Happening(folder, sys.argv[2])],
     )
     trainer.fit(LitTiny(Recipe(precision="bf16-mixed")))

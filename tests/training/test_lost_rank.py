@@ -73,6 +73,7 @@ def test_a_killed_rank(ranks: Ranks, attack: Attack) -> None:
     attack("kill of one of two ranks", tries=1, outcome="the other one ends with RankLostError")
     assert ranks.status(0) == 1, ranks.said(0)
     assert f"RankLostError: R{NAME[1:]} was killed or crashed" in ranks.said(0)
+    assert "The logger ended with 'failed'." in ranks.said(0)
     assert ranks.status(1) == -signal.SIGKILL
 
 

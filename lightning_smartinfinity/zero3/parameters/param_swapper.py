@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import Traffic
-from lightning_smartinfinity.errors import SmartInfinityError, StorageError
+from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.store.tensor_store import StoredTensor, TensorStore
 from lightning_smartinfinity.transfer.part_transfers import PartTransfers
@@ -198,8 +198,12 @@ class ParameterSwapper:
         """Write partitions and release their memory."""
         try:
             with self._together():
-                tickets = [self._start_write(param) for param in params]
-                self._finish(tickets)
+                tickets: list[int] = []
+                try:
+                    for param in params:
+                        tickets.append(self._start_write(param))
+                finally:  # also if one cannot be started, as on a full disk
+                    self._finish(tickets)
         finally:
             self.remove_partition_and_release_buffers(params)
 
@@ -294,12 +298,13 @@ class ParameterSwapper:
         return self.store.write(stored, held.memory)
 
     def _finish(self, tickets: Iterable[int]) -> None:
-        first: SmartInfinityError | None = None
+        first: BaseException | None = None
         for ticket in tickets:
             try:
                 self.store.finish(ticket)
-            except SmartInfinityError as error:
-                first = first or error
+            except BaseException as error:  # also after an interrupt: nothing else finishes the others
+                if first is None or not isinstance(error, Exception):
+                    first = error
         if first is not None:
             raise first
 
