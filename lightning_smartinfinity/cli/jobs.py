@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_smartinfinity.cli.option_types import storage_folder
+from lightning_smartinfinity.cli.scrub import Found, scrub_jobs
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.progress import showing_progress
 
@@ -23,8 +24,8 @@ __all__ = ["add_to"]
 
 _DESCRIPTION = """\
 List the jobs whose optimizer state or parameters lie in storage folders: who uses them, how large they are, when they
-were last written, and the newest generation that all ranks have. Exit status 1 if --verify finds damage, or if a job
-cannot be removed.
+were last written, and the newest generation that all ranks have. Exit status 1 if --verify finds damage or cannot read
+all of a dead job's state, or if a job cannot be removed.
 """
 _DEFAULT = "smart_infinity"
 _TABLE = "{job:40}  {owner:16}  {size:>11}  {written:>12}  {generation:>10}  {remark}"
@@ -58,12 +59,12 @@ def _run(options: argparse.Namespace) -> int:
     jobs = [job for folder in folders for job in find_jobs(folder)]
     if options.remove:
         return _remove(jobs, folders, options)
-    damaged = _verify(jobs, options) if options.verify else {}
+    verified = _verify(jobs, options) if options.verify else {}
     if options.json:
-        print(json.dumps([_as_json(job, damaged) for job in jobs], indent=2))
+        print(json.dumps([_as_json(job, verified.get(job.storage / job.name)) for job in jobs], indent=2))
     else:
-        _print(jobs, folders, damaged)
-    return 1 if any(damaged.values()) else 0
+        _print(jobs, folders, verified)
+    return 1 if any(found.damaged or found.untold for found in verified.values()) else 0
 
 
 def _default_folder() -> Path:
@@ -98,27 +99,19 @@ def _remove(jobs: Sequence[Job], folders: Sequence[Path], options: argparse.Name
     return 1 if failed else 0
 
 
-def _verify(jobs: Sequence[Job], options: argparse.Namespace) -> dict[Path, list[str]]:
-    """Return what is damaged in the job of each path; jobs in use are left out."""
-    from lightning_smartinfinity.cli.scrub import scrub_jobs
-
+def _verify(jobs: Sequence[Job], options: argparse.Namespace) -> dict[Path, Found]:
+    """Return what a scrub finds in the job of each path; jobs in use are left out."""
     show = partial(showing_progress, shown=not options.quiet)
     idle = [job for job in jobs if not job.in_use]
-    found: dict[Path, list[str]] = {job.storage / job.name: list(job.problems) for job in idle}
+    verified = {}
     for name in dict.fromkeys(job.name for job in idle):
         same = [job for job in idle if job.name == name]
-        if any(job.problems for job in same):
-            continue
-        try:
-            damaged = [sentence for scrubbed in scrub_jobs(same, show=show) for sentence in scrubbed.damaged]
-        except SmartInfinityError as error:  # it began meanwhile, or is another user's
-            damaged = [str(error)]
-        for job in same:  # a rank's state lies in all of its folders
-            found[job.storage / job.name] += damaged
-    return found
+        found = scrub_jobs(same, show=show)
+        verified.update({job.storage / job.name: found for job in same})  # a rank's state lies in all of its folders
+    return verified
 
 
-def _as_json(job: Job, damaged: dict[Path, list[str]]) -> dict[str, object]:
+def _as_json(job: Job, found: Found | None) -> dict[str, object]:
     return {
         "storage": str(job.storage),
         "job": job.name,
@@ -129,12 +122,13 @@ def _as_json(job: Job, damaged: dict[Path, list[str]]) -> dict[str, object]:
         "generation": job.generation,
         "kept": job.kept,
         "problems": job.problems,
-        "damaged": damaged.get(job.storage / job.name),
+        "damaged": None if found is None else found.damaged,
+        "untold": None if found is None else found.untold,
         "folders": [{**vars(folder), "path": str(folder.path)} for folder in job.folders],
     }
 
 
-def _print(jobs: Sequence[Job], folders: Sequence[Path], damaged: dict[Path, list[str]]) -> None:
+def _print(jobs: Sequence[Job], folders: Sequence[Path], verified: dict[Path, Found]) -> None:
     if not jobs:
         print(f"There are no jobs in {', '.join(map(str, folders))}.")
         return
@@ -142,24 +136,33 @@ def _print(jobs: Sequence[Job], folders: Sequence[Path], damaged: dict[Path, lis
     for job in jobs:
         row = {
             "job": str(job.storage / job.name),
-            "owner": f"alive {','.join(map(str, job.pids))}" if job.in_use else "dead",
+            "owner": _owner(job),
             "size": _size(job.num_bytes),
-            "written": f"{_age(time.time() - job.written)} ago",
+            "written": f"{_age(time.time() - job.written)} ago" if job.listed else "-",
             "generation": "-" if job.generation is None else str(job.generation),
-            "remark": _remark(job, damaged.get(job.storage / job.name)),
+            "remark": _remark(job, verified.get(job.storage / job.name)),
         }
         print(_TABLE.format(**row).rstrip())
-    found = (problem for job in jobs for problem in (*job.problems, *damaged.get(job.storage / job.name, ())))
-    for problem in dict.fromkeys(found):
-        print(problem)
+    sentences = [problem for job in jobs for problem in job.problems]
+    sentences += [sentence for found in verified.values() for sentence in (*found.damaged, *found.untold)]
+    for sentence in dict.fromkeys(sentences):
+        print(sentence)
 
 
-def _remark(job: Job, damaged: list[str] | None) -> str:
+def _owner(job: Job) -> str:
+    if not job.listed:
+        return "unknown"
+    return f"alive {','.join(map(str, job.pids))}" if job.in_use else "dead"
+
+
+def _remark(job: Job, found: Found | None) -> str:
     remarks = ["kept"] if job.kept else []
-    if damaged or job.problems:
+    if job.damaged or (found is not None and found.damaged):
         remarks.append("damaged")
-    elif damaged is not None:
-        remarks.append("whole")
+    elif job.problems:
+        remarks.append("unreadable")
+    elif found is not None:
+        remarks.append("incomplete" if found.untold else "whole")
     return ", ".join(remarks)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +19,22 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.store.jobs import Job
     from lightning_smartinfinity.store.scrub import ScrubbedRank
 
-__all__ = ["add_to", "scrub_jobs"]
+__all__ = ["Found", "add_to", "scrub_jobs"]
 
 _DESCRIPTION = """\
 Read every byte that has a checksum, and name what is damaged: the newest state of all jobs in storage folders, or a
-checkpoint, universal or not. Nothing is changed. Exit status 0 if all is whole, 1 if something is damaged, 2 if it
-could not be told.
+checkpoint, universal or not. Nothing is changed, except that a save which was interrupted while it replaced another is
+put back. Exit status 0 if all is whole, 1 if something is damaged, 2 if it could not be told.
 """
 _UNTOLD = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Holds what a scrub found: sentences about what is damaged, and about what could not be read."""
+
+    damaged: list[str] = field(default_factory=list)
+    untold: list[str] = field(default_factory=list)
 
 
 def add_to(commands: Any) -> None:
@@ -46,25 +55,27 @@ def add_to(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     show = partial(showing_progress, shown=not options.quiet)
     try:
-        damaged = _scrub(options.paths, options.job, show)
+        found = _scrub(options.paths, options.job, show)
     except SmartInfinityError as error:
         print(f"smart-infinity: {error}", file=sys.stderr)
         return _UNTOLD
-    for sentence in damaged:
+    for sentence in found.damaged:
         print(sentence)
-    print(f"{len(damaged)} damaged." if damaged else "Whole.")
-    return 1 if damaged else 0
+    for sentence in found.untold:
+        print(f"smart-infinity: {sentence}", file=sys.stderr)
+    if found.damaged:
+        print(f"{len(found.damaged)} damaged.")
+        return 1
+    if found.untold:
+        return _UNTOLD
+    print("Whole.")
+    return 0
 
 
-def _scrub(paths: Sequence[Path], name: str | None, show: Show) -> list[str]:
+def _scrub(paths: Sequence[Path], name: str | None, show: Show) -> Found:
     jobs = [job for path in paths for job in _jobs_at(path) if name in (None, job.name)]
     if jobs:
-        damaged = [problem for job in jobs for problem in job.problems]
-        for scrubbed in scrub_jobs([job for job in jobs if not job.problems], show=show):
-            folders = ", ".join(map(str, scrubbed.folders))
-            print(f"{folders}: {scrubbed.num_extents} extents of generation {scrubbed.generation} read")
-            damaged += scrubbed.damaged
-        return damaged
+        return scrub_jobs(jobs, show=show, say=print)
     if name is not None or len(paths) != 1:
         raise StorageError(
             f"There is no optimizer state{'' if name is None else f' of the job {name!r}'} in "
@@ -74,34 +85,66 @@ def _scrub(paths: Sequence[Path], name: str | None, show: Show) -> list[str]:
     return _scrub_checkpoint(paths[0], show)
 
 
+def scrub_jobs(jobs: Sequence[Job], *, show: Show, say: Callable[[str], None] = lambda _: None) -> Found:
+    """Read the state of all ranks of jobs.
+
+    Args:
+        jobs: The jobs; one whose state is spread over storage folders, in all of them.
+        show: Shows the progress.
+        say: Gets a sentence about every rank that was read.
+    """
+    from lightning_smartinfinity.store.jobs import absent_state
+
+    found = Found()
+    for folder in (folder for job in jobs for folder in job.folders if folder.problem is not None):
+        (found.damaged if folder.damaged else found.untold).append(str(folder.problem))
+    for scrubbed in _scrubbed(jobs, show):
+        if scrubbed.num_extents:
+            folders = ", ".join(map(str, scrubbed.folders))
+            say(f"{folders}: {scrubbed.num_extents} extents of generation {scrubbed.generation} read")
+        found.damaged.extend(scrubbed.damaged)
+        found.untold.extend(scrubbed.untold)
+    for name in dict.fromkeys(job.name for job in jobs):
+        absent = absent_state([job for job in jobs if job.name == name])
+        found.untold.extend([] if absent is None else [absent])
+    return found
+
+
 def _jobs_at(path: Path) -> list[Job]:
     """Return the jobs in a storage folder, or the one whose folder, or rank's folder, this is."""
-    from lightning_smartinfinity.store.jobs import find_jobs, is_rank_folder
+    from lightning_smartinfinity.store.jobs import find_job, find_jobs, is_rank_folder
 
     folder = Path(os.path.abspath(path))
     folder = folder.parent if is_rank_folder(folder) else folder
-    return find_jobs(folder) or [job for job in find_jobs(folder.parent) if job.name == folder.name]
+    jobs = find_jobs(folder)
+    job = None if jobs else find_job(folder.parent, folder.name)
+    return jobs if job is None else [job]
 
 
-def scrub_jobs(jobs: Sequence[Job], *, show: Show) -> Iterator[ScrubbedRank]:
+def _scrubbed(jobs: Sequence[Job], show: Show) -> Iterator[ScrubbedRank]:
     """Read the state of every rank of jobs, joined over the storage folders.
 
-    Raises:
-        StorageLockedError: A process uses it.
-        StorageError: It cannot be read.
+    A rank that cannot be read is told of, and ranks of whose folders a problem is known are left out.
     """
-    from lightning_smartinfinity.store.scrub import scrub_rank
+    from lightning_smartinfinity.store.jobs import UNKNOWN_RANK
+    from lightning_smartinfinity.store.scrub import ScrubbedRank, scrub_rank
 
+    known = {(job.name, folder.rank) for job in jobs for folder in job.folders if folder.problem is not None}
     ranks: dict[tuple[str, int], list[Path]] = {}
     for job in jobs:
         for folder in job.folders:
             if folder.holds == "state":
                 ranks.setdefault((job.name, folder.rank), []).append(folder.path)
-    for (_, rank), folders in sorted(ranks.items()):
-        yield scrub_rank(folders, rank=rank, show=show)
+    for (name, rank), folders in sorted(ranks.items()):
+        if known & {(name, rank), (name, UNKNOWN_RANK)}:
+            continue
+        try:
+            yield scrub_rank(folders, rank=rank, show=show)
+        except StorageError as error:  # it is in use, or another user's
+            yield ScrubbedRank(folders=tuple(folders), untold=(str(error),))
 
 
-def _scrub_checkpoint(path: Path, show: Show) -> list[str]:
+def _scrub_checkpoint(path: Path, show: Show) -> Found:
     from lightning_smartinfinity.zero3 import prepare_environment  # imports DeepSpeed, which is slow
 
     prepare_environment("cpu", local_world_size=1)
@@ -109,4 +152,4 @@ def _scrub_checkpoint(path: Path, show: Show) -> list[str]:
 
     scrubbed = scrub_checkpoint(path, show=show)
     print(f"{path}: {scrubbed.num_files} files read")
-    return list(scrubbed.damaged)
+    return Found(damaged=list(scrubbed.damaged))

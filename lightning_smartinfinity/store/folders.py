@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable
-from contextlib import closing, suppress
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.store.lock import FolderLock, is_locked, read_lock
+from lightning_smartinfinity.store.lock import FolderLock, is_locked, read_lock, reading
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, manifest_content, read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder, Trust
 from lightning_smartinfinity.store.os_errors import storage_errors
@@ -25,6 +26,7 @@ __all__ = [
     "owned_names",
     "parameter_folder_path",
     "rank_folder_path",
+    "read_rank_folder",
     "reclaimable_bytes",
 ]
 
@@ -36,6 +38,7 @@ OUR_NAMES = (STATE_NAME, COMMIT_NAME, MANIFEST_NAME, PARAMETERS_NAME, f"{MANIFES
 
 _KEPT = "keep"  # note in the lock of a store that a later job must leave alone
 _ASIDE = ".aside"
+_SET_ASIDE = re.compile(rf"{re.escape(MANIFEST_NAME)}\.[0-9]+{re.escape(_ASIDE)}")
 _MAKE_ATTEMPTS = 16
 
 _log = logging.getLogger(__name__)
@@ -64,6 +67,21 @@ def open_rank_folder(path: Path, *, trust: Trust = Trust.OWN) -> OpenFolder:
             return OpenFolder(path, parent=job.descriptor, trust=trust)
     finally:
         os.close(above)
+
+
+@contextmanager
+def read_rank_folder(path: Path) -> Iterator[OpenFolder]:
+    """Open a rank's folder to read a store that no process uses or changes meanwhile; nothing there is written.
+
+    Raises:
+        StorageLockedError: A process owns the folder.
+        StorageError: The folder does not exist, or is not to be trusted.
+    """
+    with ExitStack() as opened:
+        with storage_errors("Opening the folder", path):
+            folder = opened.enter_context(closing(open_rank_folder(path)))
+            opened.enter_context(reading(folder))
+        yield folder
 
 
 def is_marked_kept(notes: Collection[str]) -> bool:
@@ -139,6 +157,19 @@ class RankFolder:
                 f"{str(self.path)!r} holds the optimizer state of an earlier job that asked to keep it.",
                 "Remove that folder if it is no longer needed, or choose another TransferConfig(job=...).",
             )
+
+    def is_kept(self) -> bool:
+        """Return whether the store there is marked ``keep``; a manifest that cannot be read marks nothing.
+
+        Raises:
+            StorageError: The manifest is a file of something else.
+        """
+        if is_marked_kept(self._lock.notes):
+            return True
+        with suppress(StorageCorruptError):
+            manifest = self._earlier_manifest()
+            return manifest is not None and manifest.keep
+        return False
 
     def remove_leftover(self) -> None:
         """Delete the store of an earlier process, if there is one; a damaged manifest of it is set aside.
@@ -250,7 +281,7 @@ class RankFolder:
                 with suppress(StorageCorruptError):  # a damaged manifest goes if the lock names it
                     self.adopt(read_manifest(self.inside))
             for name in self.inside.names():
-                if name in self._lock.notes.intersection(OUR_NAMES) or name.endswith(_ASIDE):
+                if name in self._lock.notes.intersection(OUR_NAMES) or _SET_ASIDE.fullmatch(name):
                     self.inside.remove(name)
         self.close(remove=True)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.store.folders import COMMIT_NAME, RankFolder, is_marked_kept, open_rank_folder
 from lightning_smartinfinity.store.lock import LOCK_NAME, is_locked, read_lock
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -18,26 +18,33 @@ from lightning_smartinfinity.store.open_folder import OpenFolder, Trust
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.record import read_records
 
-__all__ = ["Job", "JobFolder", "find_jobs", "is_rank_folder", "remove_job"]
+__all__ = ["UNKNOWN_RANK", "Job", "JobFolder", "absent_state", "find_job", "find_jobs", "is_rank_folder", "remove_job"]
 
 _RANK_FOLDER = re.compile(r"(rank|parameters)-(\d{5,})")
+UNKNOWN_RANK = -1
+"""The rank of a job's folder that cannot be listed."""
+
+_OF_THE_FILE_SYSTEM = "lost+found"
+_MOST_NAMED = 8  # ranks in a message
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFolder:
-    """Describes the folder of one rank of a job in one storage folder.
+    """Describes the folder of one rank of a job in one storage folder, or a job's folder that cannot be listed.
 
     Args:
         path: Its folder.
-        holds: ``"state"`` or ``"parameters"``.
-        rank: Number of the rank.
+        holds: ``"state"`` or ``"parameters"``; ``"unknown"`` in a job's folder that cannot be listed.
+        rank: Number of the rank, or ``UNKNOWN_RANK``.
         pid: Process that uses the folder, or used it last, as that process saw its number; None if unknown.
         in_use: Whether that process still uses it.
         num_bytes: Bytes allocated on storage.
         written: Time of the last write, in seconds since the epoch.
         generation: Newest committed generation, -1 before the first; None if the records are elsewhere or unreadable.
         kept: Whether the state is to be kept (``TransferConfig.keep``).
+        world_size: Number of ranks of the job, as the manifest says; 0 if unknown.
         problem: Why the folder cannot be read, or None.
+        damaged: Whether that is damage, and not a folder that is refused or another user's.
     """
 
     path: Path
@@ -49,7 +56,9 @@ class JobFolder:
     written: float = 0.0
     generation: int | None = None
     kept: bool = False
+    world_size: int = 0
     problem: str | None = None
+    damaged: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +107,16 @@ class Job:
         return any(folder.kept for folder in self.folders)
 
     @property
+    def damaged(self) -> bool:
+        """Whether one of its folders is damaged."""
+        return any(folder.damaged for folder in self.folders)
+
+    @property
+    def listed(self) -> bool:
+        """Whether its folders are known: it is not another user's."""
+        return all(folder.rank != UNKNOWN_RANK for folder in self.folders)
+
+    @property
     def problems(self) -> list[str]:
         """Why some of its folders cannot be read."""
         return [folder.problem for folder in self.folders if folder.problem is not None]
@@ -116,8 +135,32 @@ def find_jobs(storage: Path) -> list[Job]:
     """
     with storage_errors("Looking for jobs in", storage):
         names = sorted(entry.name for entry in os.scandir(storage) if entry.is_dir(follow_symlinks=False))
-    jobs = (Job(storage=storage, name=name, folders=tuple(_folders_of(storage / name))) for name in names)
-    return [job for job in jobs if job.folders]
+    jobs = (find_job(storage, name) for name in names if name != _OF_THE_FILE_SYSTEM)
+    return [job for job in jobs if job is not None]
+
+
+def find_job(storage: Path, name: str) -> Job | None:
+    """Return a job in a storage folder, which need not be readable itself, or None if there is none of this name."""
+    folders = tuple(_folders_of(storage / name))
+    return Job(storage=storage, name=name, folders=folders) if folders else None
+
+
+def absent_state(jobs: Sequence[Job]) -> str | None:
+    """Return a sentence about the ranks of a job whose state lies in none of its folders, or None if all are there.
+
+    Args:
+        jobs: The job, in every storage folder.
+    """
+    where = ", ".join(str(job.storage / job.name) for job in jobs)
+    if all(folder.holds == "parameters" for job in jobs for folder in job.folders):
+        return f"{where}: no optimizer state lies here."
+    states = [folder for job in jobs for folder in job.folders if folder.holds == "state"]
+    world_size = max((folder.world_size for folder in states), default=0)
+    absent = sorted(set(range(world_size)) - {folder.rank for folder in states})
+    if not absent:
+        return None
+    named = ", ".join(map(str, absent[:_MOST_NAMED])) + (", ..." if len(absent) > _MOST_NAMED else "")
+    return f"{where}: the state of {len(absent)} of {world_size} ranks ({named}) is missing, or on another machine."
 
 
 def remove_job(job: Job, *, kept: bool) -> list[Path]:
@@ -134,16 +177,19 @@ def remove_job(job: Job, *, kept: bool) -> list[Path]:
         StorageLockedError: A process uses it. Nothing was deleted.
         StorageError: It is to be kept, or is not this user's. Nothing was deleted.
     """
-    if job.kept and not kept:
-        raise StorageError(
-            f"The optimizer state of the job {job.name!r} in {str(job.storage)!r} is to be kept.",
-            "To remove it all the same, pass --kept.",
-        )
+    if not job.listed:
+        raise StorageError(job.problems[0], "Only the user who owns the folder, or root, can remove it.")
     with ExitStack() as locked:
         folders = []
         for folder in job.folders:
             folders.append(RankFolder(folder.path, create=False))
             locked.callback(folders[-1].discard)
+        # Only what the locks now hold counts: the job may have run since it was listed.
+        if not kept and any(owned.is_kept() for owned in folders):
+            raise StorageError(
+                f"The optimizer state of the job {job.name!r} in {str(job.storage)!r} is to be kept.",
+                "To remove it all the same, pass --kept.",
+            )
         for owned in folders:
             owned.destroy()
     return [folder.path for folder in job.folders if folder.path.exists()]
@@ -152,7 +198,12 @@ def remove_job(job: Job, *, kept: bool) -> list[Path]:
 def _folders_of(path: Path) -> Iterator[JobFolder]:
     try:
         names = sorted(os.listdir(path))
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        yield JobFolder(
+            path=path, holds="unknown", rank=UNKNOWN_RANK, problem=f"Listing {str(path)!r}: {error.strerror}."
+        )
         return
     for name in names:
         found = _RANK_FOLDER.fullmatch(name)
@@ -178,18 +229,22 @@ def _looked_at(path: Path, *, holds: str, rank: int) -> JobFolder:
             )
             return _with_generation(seen, folder)
     except StorageError as error:
-        return JobFolder(path=path, holds=holds, rank=rank, problem=error.problem)
+        return _failed(JobFolder(path=path, holds=holds, rank=rank), error)
+
+
+def _failed(seen: JobFolder, error: StorageError) -> JobFolder:
+    return replace(seen, problem=error.problem, damaged=isinstance(error, StorageCorruptError))
 
 
 def _with_generation(seen: JobFolder, folder: OpenFolder) -> JobFolder:
     if folder.status(MANIFEST_NAME) is None:
         return seen
-    values = vars(seen)
     try:
         manifest = read_manifest(folder)
-        return JobFolder(**{**values, "kept": seen.kept or manifest.keep, "generation": _generation(folder, manifest)})
+        seen = replace(seen, kept=seen.kept or manifest.keep, world_size=manifest.world_size)
+        return replace(seen, generation=_generation(folder, manifest))
     except StorageError as error:
-        return JobFolder(**{**values, "problem": error.problem})
+        return _failed(seen, error)
 
 
 def _generation(folder: OpenFolder, manifest: Manifest) -> int | None:

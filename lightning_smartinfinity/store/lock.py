@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from lightning_smartinfinity.errors import StorageError, StorageLockedError
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
 
-__all__ = ["LOCK_NAME", "FolderLock", "acquire", "is_locked", "read_lock"]
+__all__ = ["LOCK_NAME", "FolderLock", "acquire", "is_locked", "read_lock", "reading"]
 
 LOCK_NAME = "lock"
+_GLANCE = 0.1  # seconds: far more than :func:`is_locked` takes
 _MOST_BYTES = 1 << 16  # of a lock file; only a file of something else has more
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
@@ -89,9 +91,29 @@ def is_locked(folder: OpenFolder) -> bool:
     except (OSError, StorageError):
         return False
     try:
-        return not _try_lock(descriptor)
+        return not _try_lock(descriptor, fcntl.LOCK_SH)
     except OSError:
         return False
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def reading(folder: OpenFolder) -> Iterator[None]:
+    """Keep processes from using a folder while it is read. Its lock file is not changed, and others may read, too.
+
+    Raises:
+        StorageLockedError: A process uses the folder.
+        OSError: The lock file cannot be opened or locked.
+    """
+    if folder.status(LOCK_NAME) is None:  # nobody has used it since somebody removed the lock, or copied the rest
+        yield
+        return
+    descriptor = folder.open(LOCK_NAME, os.O_RDONLY)
+    try:
+        if not _try_lock(descriptor, fcntl.LOCK_SH):
+            raise _locked_error(folder.path / LOCK_NAME, descriptor)
+        yield
     finally:
         os.close(descriptor)
 
@@ -127,7 +149,9 @@ def acquire(path: Path, *, mode: int, in_use: Callable[[int], StorageLockedError
         descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode, dir_fd=parent)
         try:
             if not _try_lock(descriptor):
-                raise in_use(descriptor)
+                time.sleep(_GLANCE)  # somebody may only have looked whether it is locked
+                if not _try_lock(descriptor):
+                    raise in_use(descriptor)
             if _is_at(name, parent, descriptor):
                 return descriptor
         except BaseException:
@@ -155,7 +179,9 @@ def _acquire(folder: OpenFolder) -> tuple[int, frozenset[str]]:
 
 def _write(descriptor: int, notes: Iterable[str]) -> None:
     content = "".join(f"{line}\n" for line in (os.getpid(), *sorted(notes))).encode()
-    os.pwrite(descriptor, content, 0)
+    written = 0
+    while written < len(content):
+        written += os.pwrite(descriptor, content[written:], written)
     os.ftruncate(descriptor, len(content))
 
 
@@ -168,9 +194,9 @@ def _parsed(path: Path, content: bytes) -> tuple[int | None, frozenset[str]]:
     return int(first) if first else None, frozenset(notes)
 
 
-def _try_lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -188,8 +214,10 @@ def _is_at(name: Path, parent: int | None, descriptor: int) -> bool:
 
 def _locked_error(path: Path, descriptor: int) -> StorageLockedError:
     first = os.pread(descriptor, 32, 0).decode(errors="replace").splitlines()[:1]
+    only_read = _try_lock(descriptor, fcntl.LOCK_SH)
+    user = "a process that reads it" if only_read else f"process {''.join(first) or 'unknown'}"
     return StorageLockedError(
-        f"The storage folder {str(path.parent)!r} is in use by process {''.join(first) or 'unknown'}.",
+        f"The storage folder {str(path.parent)!r} is in use by {user}.",
         "Wait for that job, or give this one its own TransferConfig(job=...) or storage folder.",
     )
 

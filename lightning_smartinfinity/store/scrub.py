@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.errors import StorageCorruptError
+from lightning_smartinfinity.config import IO_TIMEOUT
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.progress import Advance, Show
 from lightning_smartinfinity.store.direct import open_state_file
-from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, RankFolder
+from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, read_rank_folder
 from lightning_smartinfinity.store.manifest import Manifest, read_manifest
+from lightning_smartinfinity.store.open_folder import OpenFolder
+from lightning_smartinfinity.store.os_errors import failure_error, in_milliseconds
 from lightning_smartinfinity.store.record import CommitRecord, read_records
 from lightning_smartinfinity.store.recovery import common_manifest, contradiction
 
@@ -33,6 +36,7 @@ class ScrubbedRank:
         num_extents: Number of extents that were read.
         num_bytes: Their bytes.
         damaged: A sentence about everything that is damaged, with path and offset.
+        untold: Sentences that tell why nothing, or not all of it, could be read.
     """
 
     folders: tuple[Path, ...]
@@ -40,6 +44,7 @@ class ScrubbedRank:
     num_extents: int = 0
     num_bytes: int = 0
     damaged: tuple[str, ...] = ()
+    untold: tuple[str, ...] = ()
 
 
 def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRank:
@@ -57,35 +62,40 @@ def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRan
     with ExitStack() as opened:
         claimed = []
         for path in folders:
-            claimed.append(RankFolder(path, create=False))
-            opened.callback(claimed[-1].discard)
+            claimed.append(opened.enter_context(read_rank_folder(path)))
         try:
-            claimed.sort(key=lambda folder: read_manifest(folder.inside).device)
-            manifest = common_manifest([folder.inside for folder in claimed], rank=rank)
+            claimed.sort(key=lambda folder: read_manifest(folder).device)
+            manifest = common_manifest(claimed, rank=rank)
             record = _newest(claimed, manifest)
         except StorageCorruptError as error:
             return ScrubbedRank(folders=tuple(folders), damaged=(error.problem,))
         on_storage = range(manifest.extents.num_in_memory, manifest.extents.num_tasklets)
         num_bytes = sum(manifest.extents.extents[index].nbytes for index in on_storage)
-        with show(f"Reading the state of rank {rank}", num_bytes) as advance:
-            damaged = tuple(_damaged(claimed, manifest, record, on_storage, advance))
+        damaged, untold = [], []
+        try:
+            with show(f"Reading the state of rank {rank}", num_bytes) as advance:
+                for sentence in _damaged(claimed, manifest, record, on_storage, advance):
+                    damaged.append(sentence)
+        except StorageError as error:  # what was found before is told all the same
+            untold.append(str(error))
         return ScrubbedRank(
             folders=tuple(folder.path for folder in claimed),
             generation=record.generation,
             num_extents=len(on_storage),
             num_bytes=num_bytes,
-            damaged=damaged,
+            damaged=tuple(damaged),
+            untold=tuple(untold),
         )
 
 
-def _newest(folders: Sequence[RankFolder], manifest: Manifest) -> CommitRecord:
+def _newest(folders: Sequence[OpenFolder], manifest: Manifest) -> CommitRecord:
     records = read_records(
-        folders[0].inside,
+        folders[0],
         num_tasklets=manifest.extents.num_tasklets,
         num_parameters=len(manifest.description.parameters),
         job=manifest.job,
     )
-    problem = contradiction([folder.inside for folder in folders], records[0]) if records else None
+    problem = contradiction(folders, records[0]) if records else None
     if not records or problem is not None:
         path = folders[0].path / COMMIT_NAME
         raise StorageCorruptError(problem or f"{str(path)!r} holds no commit record.", "Resume from a checkpoint.")
@@ -93,14 +103,14 @@ def _newest(folders: Sequence[RankFolder], manifest: Manifest) -> CommitRecord:
 
 
 def _damaged(
-    folders: Sequence[RankFolder], manifest: Manifest, record: CommitRecord, tasklets: range, advance: Advance
+    folders: Sequence[OpenFolder], manifest: Manifest, record: CommitRecord, tasklets: range, advance: Advance
 ) -> Iterator[str]:
     with ExitStack() as opened:
         files = []
         for folder in folders:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # nothing of this depends on direct I/O
-                files.append(open_state_file(folder.inside, STATE_NAME, "auto"))
+                files.append(open_state_file(folder, STATE_NAME, "auto"))
             opened.callback(files[-1].close)
         if not tasklets:
             return
@@ -109,6 +119,7 @@ def _damaged(
             identity=manifest.identity,
             num_buffers=_NUM_BUFFERS,
             buffer_bytes=manifest.extents.place_bytes,
+            timeout_ms=in_milliseconds(IO_TIMEOUT),
         )
         opened.callback(pipeline.close)
         for begin in range(0, len(tasklets), _BATCH):
@@ -123,10 +134,17 @@ def _damaged(
 def _failure(
     pipeline: native.Pipeline, manifest: Manifest, record: CommitRecord, tasklets: Sequence[int]
 ) -> native.Failure | None:
-    """Read tasklets, and return the first failure."""
+    """Read tasklets, and return the first failure.
+
+    Raises:
+        StorageTimeoutError: The disk does not answer, which says nothing about what it holds.
+    """
     batch = native.Batch(native.Operation.READ, [_read_of(manifest, record, index) for index in tasklets])
     pipeline.submit(batch)
-    return pipeline.finish()
+    failure = pipeline.finish()
+    if failure is not None and failure.kind == "timeout":
+        raise failure_error(failure, what="Optimizer state")
+    return failure
 
 
 def _read_of(manifest: Manifest, record: CommitRecord, index: int) -> native.Tasklet:

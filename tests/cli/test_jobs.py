@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,28 @@ from tests.store.makers import commit_generation, create, created, tree
 
 
 def left(storage: Path, **config: object) -> Path:
-    store = create([storage], **config)
+    store = create([storage], world_size=1, **config)
     commit_generation(store, 0)
     store.close(remove=False)
     return Path(store.files[0].path)
+
+
+def parameters_alone(job: Path) -> None:
+    """Leave what a kill leaves before there is state."""
+    (job / "parameters-00000").mkdir(parents=True)
+    (job / "parameters-00000/lock").touch()
+
+
+def refusing(names: Collection[str]) -> Callable[[int | Path], list[str]]:
+    """Return an ``os.listdir`` that may not list these folders: the user of a test may be root, who may list all."""
+    real = os.listdir
+
+    def listdir(path: int | Path) -> list[str]:
+        if isinstance(path, Path) and path.name in names:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    return listdir
 
 
 def damage(path: Path) -> None:
@@ -59,10 +79,31 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tasklet 0 at offset 0" in sentence and str(tmp_path / "damaged") in sentence
 
 
+def test_verify_of_what_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters alone, a rank that is absent and a folder that cannot be listed are not called whole."""
+    parameters_alone(tmp_path / "default")
+    half_there = create([tmp_path], world_size=2, job="half")
+    commit_generation(half_there, 0)
+    half_there.close(remove=False)
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "lost+found").mkdir()
+    monkeypatch.setattr(os, "listdir", refusing({"secret", "lost+found"}))
+    assert main(["jobs", str(tmp_path), "--verify", "--quiet"]) == 1
+    _, alone, half, secret, *sentences = capsys.readouterr().out.splitlines()
+    assert alone.endswith(" incomplete") and half.endswith(" incomplete")
+    assert secret.split()[1] == "unknown" and secret.endswith(" unreadable")
+    assert "secret': Permission denied" in sentences[0] and "no optimizer state" in sentences[1]
+    assert len(sentences) == 3 and "1 of 2 ranks (1) is missing" in "".join(sentences)
+    assert main(["jobs", str(tmp_path), "--remove", "secret"]) == 1
+    assert "Only the user who owns the folder" in capsys.readouterr().err
+
+
 def test_verify_over_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Damage in one folder is told for the job in both, once; a single folder of two is not called whole."""
     folders = [tmp_path / "a", tmp_path / "b"]
-    store = create(folders)
+    store = create(folders, world_size=1)
     commit_generation(store, 0)
     store.close(remove=False)
     names = list(map(str, folders))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_smartinfinity import progress
 from lightning_smartinfinity.cli import main
-from tests.cli.test_jobs import damage, left
+from lightning_smartinfinity.store import StateStore
+from tests.cli.test_jobs import damage, left, parameters_alone, refusing
 from tests.helpers.attacks import Attack
 from tests.helpers.damage import flip_bit_behind
 from tests.helpers.universal import convert_by_command, save_of_two
@@ -26,7 +29,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_state_over_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The state is read over all its folders, with status 0 if it is whole and 1 if not."""
     folders = [tmp_path / "a", tmp_path / "b"]
-    store = create(folders)
+    store = create(folders, world_size=1)
     commit_generation(store, 0)
     store.close(remove=False)
     names = [str(folder) for folder in folders]
@@ -59,6 +62,64 @@ def test_what_cannot_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit) as caught:
         main(["scrub"])
     assert caught.value.code == 2
+
+
+def test_nothing_that_was_not_read_is_called_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parameters without state, and a job of which a rank's folder is missing, have status 2."""
+    parameters_alone(tmp_path / "a/default")
+    assert main(["scrub", str(tmp_path / "a"), "--quiet"]) == 2
+    said = capsys.readouterr()
+    assert "no optimizer state lies here" in said.err and "Whole" not in said.out
+    store = create([tmp_path / "b"], rank=1, world_size=4)
+    commit_generation(store, 0)
+    store.close(remove=False)
+    assert main(["scrub", str(tmp_path / "b"), "--quiet"]) == 2
+    said = capsys.readouterr()
+    assert "3 of 4 ranks (0, 2, 3) is missing" in said.err and "Whole" not in said.out
+
+
+@pytest.mark.parametrize("in_use", [0, 1])
+def test_damage_is_told_beside_a_rank_that_cannot_be_read(
+    tmp_path: Path, in_use: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank is damaged, the other in use: the damage is printed, with status 1."""
+    for rank in range(2):
+        store = create([tmp_path], rank=rank)
+        commit_generation(store, 0)
+        store.close(remove=False)
+    damage(tmp_path / f"default/rank-0000{1 - in_use}/state.bin")
+    store = StateStore.recover([tmp_path], rank=in_use)
+    assert main(["scrub", str(tmp_path), "--quiet"]) == 1
+    store.close(remove=False)
+    said = capsys.readouterr()
+    assert said.out.endswith("1 damaged.\n") and "in use by process" in said.err
+
+
+def test_beside_folders_that_cannot_be_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job is told apart from another user's beside it, and the folder above a job or checkpoint need not be read."""
+    left(tmp_path / "above")
+    path = checkpoint(tmp_path / "above")
+    (tmp_path / "above/secret").mkdir()
+    monkeypatch.setattr(os, "listdir", refusing({"secret"}))
+    assert main(["scrub", str(tmp_path / "above"), "--quiet"]) == 2
+    assert "Permission denied" in capsys.readouterr().err
+    assert main(["scrub", str(tmp_path / "above"), "--job", "default", "--quiet"]) == 0
+    monkeypatch.setattr(os, "scandir", refusing_above(tmp_path / "above"))
+    assert main(["scrub", str(tmp_path / "above/default"), "--quiet"]) == 0
+    assert main(["scrub", str(path), "--quiet"]) == 0
+
+
+def refusing_above(folder: Path) -> Any:
+    real = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        if Path(str(path)) == folder:
+            raise PermissionError(str(path))
+        return real(path)
+
+    return scandir
 
 
 def test_a_checkpoint(

@@ -32,7 +32,7 @@ def description(num_parameters: int = 2) -> StoreDescription:
     )
 
 
-def create(folders: Sequence[Path], *, rank: int = 0, **config: Any) -> StateStore:
+def create(folders: Sequence[Path], *, rank: int = 0, world_size: int = 2, **config: Any) -> StateStore:
     settings = TransferConfig(**config)
     return StateStore.create(
         folders,
@@ -40,7 +40,7 @@ def create(folders: Sequence[Path], *, rank: int = 0, **config: Any) -> StateSto
         extents=extents(len(folders), places_per_tasklet=settings.places_per_tasklet),
         description=description(),
         rank=rank,
-        world_size=2,
+        world_size=world_size,
     )
 
 

@@ -10,6 +10,7 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -165,6 +166,31 @@ def test_locked_by_another_process(tmp_path: Path) -> None:
         assert is_locked(OpenFolder(tmp_path / "default" / "rank-00000"))
         assert tree(tmp_path) == before
     create([tmp_path]).close(remove=True)
+
+
+def test_a_look_at_a_lock_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that looks, at the moment in which another starts, neither stops it nor another look."""
+    create([tmp_path]).close(remove=False)
+    folder = OpenFolder(tmp_path / "default/rank-00000")
+    glance = folder.open("lock", os.O_RDONLY)
+    fcntl.flock(glance, fcntl.LOCK_SH)
+    assert not is_locked(folder)
+
+    def looked(seconds: float) -> None:
+        os.close(glance)
+
+    monkeypatch.setattr(time, "sleep", looked)
+    create([tmp_path]).close(remove=True)
+
+
+def test_a_lock_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that takes only some bytes goes on behind them."""
+    lock = FolderLock(OpenFolder(tmp_path))
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, content, offset: real(file, content[:3], offset))
+    lock.note("state.bin", "manifest.json")
+    assert (tmp_path / "lock").read_text() == f"{os.getpid()}\nmanifest.json\nstate.bin\n"
+    lock.release(remove=True)
 
 
 def test_locked_by_this_process(tmp_path: Path) -> None:

@@ -91,6 +91,28 @@ def test_files_of_something_else_stay(tmp_path: Path) -> None:
     assert [path.name for path in mine.parent.iterdir()] == ["mine"]
 
 
+def test_only_manifests_that_were_set_aside_are_removed(tmp_path: Path) -> None:
+    """A file of the user with a similar name stays."""
+    left(tmp_path, 0)
+    folder = tmp_path / "default/rank-00000"
+    names = ["notes.aside", "manifest.json.x.aside", "manifest.json.1.aside.txt"]
+    for name in [*names, "manifest.json.2.aside"]:
+        (folder / name).touch()
+    assert remove_job(only(tmp_path), kept=False) == [folder]
+    assert sorted(os.listdir(folder)) == sorted(names)
+
+
+def test_a_job_that_was_kept_after_it_was_listed(tmp_path: Path) -> None:
+    """What counts is whether the state is to be kept when it is locked."""
+    left(tmp_path, 0)
+    listed = only(tmp_path)
+    left(tmp_path, 0, keep=True)
+    before = tree(tmp_path)
+    with pytest.raises(StorageError, match="is to be kept"):
+        remove_job(listed, kept=False)
+    assert tree(tmp_path) == before
+
+
 def test_a_kept_job_is_removed_on_request(tmp_path: Path) -> None:
     """State that is to be kept is listed as such, and goes only if that is asked for."""
     left(tmp_path, 0, keep=True)

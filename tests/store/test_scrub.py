@@ -12,8 +12,10 @@ import pytest
 from lightning_smartinfinity.errors import StorageError, StorageLockedError
 from lightning_smartinfinity.progress import hidden
 from lightning_smartinfinity.store import StateStore, scrub
+from lightning_smartinfinity.store.jobs import find_jobs
 from lightning_smartinfinity.store.scrub import scrub_rank
 from tests.helpers.attacks import Attack
+from tests.helpers.native_testing import Hold
 from tests.store.makers import commit_generation, create, tree
 
 
@@ -96,6 +98,53 @@ def test_a_folder_is_missing(tmp_path: Path) -> None:
     _, folders = made(tmp_path / "a", tmp_path / "b")
     (sentence,) = scrub_rank(folders[:1], rank=0, show=hidden).damaged
     assert "2 storage folders; 1 named" in sentence
+
+
+def test_the_lock_of_a_store_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written to the lock, two may read at once, and a training that starts meanwhile is told why not."""
+    _, (folder,) = made(tmp_path)
+    (folder / "lock").write_text("123\n" + "\n".join(sorted((folder / "lock").read_text().splitlines()[1:])) + "\n")
+    before = (folder / "lock").read_bytes()
+    seen = []
+
+    @contextmanager
+    def show(what: str, total: int) -> Iterator[Any]:
+        assert scrub_rank([folder], rank=0, show=hidden).damaged == ()
+        assert not find_jobs(tmp_path)[0].in_use
+        with pytest.raises(StorageLockedError, match="by a process that reads it"):
+            create([tmp_path])
+        seen.append(what)
+        yield lambda nbytes: None
+
+    assert scrub_rank([folder], rank=0, show=show).damaged == ()
+    assert seen and (folder / "lock").read_bytes() == before
+    (folder / "lock").unlink()
+    assert scrub_rank([folder], rank=0, show=hidden).damaged == ()
+    assert not (folder / "lock").exists()
+
+
+def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The read is given up, and what was found before is told; it is not called damage."""
+    _, (folder,) = made(tmp_path)
+    flip(folder / "state.bin", 0)
+    damaged = set(scrub_rank([folder], rank=0, show=hidden).damaged)
+    monkeypatch.setattr(scrub, "IO_TIMEOUT", 0.2)
+    monkeypatch.setattr(scrub, "_BATCH", 1)
+    real, holds = scrub._failure, []
+
+    def failure(pipeline: Any, *rest: Any) -> Any:
+        if not holds:
+            holds.append(Hold(pipeline, read_at=4, count=1 << 20))
+        return real(pipeline, *rest)
+
+    monkeypatch.setattr(scrub, "_failure", failure)
+    try:
+        found = scrub_rank([folder], rank=0, show=hidden)
+    finally:
+        holds[0].release()
+    assert set(found.damaged) <= damaged
+    (sentence,) = found.untold
+    assert "state.bin" in sentence and "did not return within" in sentence
 
 
 def test_a_store_in_use(tmp_path: Path) -> None:
