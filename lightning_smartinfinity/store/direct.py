@@ -51,7 +51,12 @@ def choose_direct(folder: OpenFolder, name: str, choice: str) -> bool:
 
 
 def open_state_file(
-    folder: OpenFolder, name: str, direct_io: str, *, scheduler: native.IoScheduler | None = None
+    folder: OpenFolder,
+    name: str,
+    direct_io: str,
+    *,
+    scheduler: native.IoScheduler | None = None,
+    access: int = os.O_RDWR,
 ) -> native.StateFile:
     """Open an existing file in a folder, with O_DIRECT if :func:`choose_direct` says so.
 
@@ -60,6 +65,7 @@ def open_state_file(
         name: Its name.
         direct_io: ``TransferConfig.direct_io``.
         scheduler: Where its transfers take turns; None: they do not.
+        access: ``os.O_RDWR``, or ``os.O_RDONLY`` for a file that is only read.
 
     Raises:
         StorageError: The file cannot be opened, or has no direct I/O while ``direct_io`` is ``"on"``.
@@ -67,7 +73,7 @@ def open_state_file(
     path = folder.path / name
     with storage_errors("Opening", path):
         direct = choose_direct(folder, name, direct_io)
-        descriptor = folder.open(name, os.O_RDWR | (os.O_DIRECT if direct else 0))
+        descriptor = folder.open(name, access | (os.O_DIRECT if direct else 0))
         return native.StateFile(str(path), direct=direct, descriptor=descriptor, scheduler=scheduler)
 
 
@@ -84,7 +90,7 @@ def _refusal(folder: OpenFolder, name: str) -> str | None:
 
 
 def _read_one_block(folder: OpenFolder, name: str) -> None:
-    descriptor = folder.open(name, os.O_RDWR | os.O_DIRECT)
+    descriptor = folder.open(name, os.O_RDONLY | os.O_DIRECT)
     try:
         with mmap.mmap(-1, BLOCK_BYTES) as block:
             os.preadv(descriptor, [block], 0)

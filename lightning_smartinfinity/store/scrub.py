@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -110,7 +111,7 @@ def _damaged(
         for folder in folders:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # nothing of this depends on direct I/O
-                files.append(open_state_file(folder, STATE_NAME, "auto"))
+                files.append(open_state_file(folder, STATE_NAME, "auto", access=os.O_RDONLY))
             opened.callback(files[-1].close)
         if not tasklets:
             return

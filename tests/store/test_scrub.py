@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,6 +123,21 @@ def test_the_lock_of_a_store_that_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     (folder / "lock").unlink()
     assert scrub_rank([folder], rank=0, show=hidden).damaged == ()
     assert not (folder / "lock").exists()
+
+
+def test_a_drive_that_is_mounted_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is opened for writing."""
+    _, (folder,) = made(tmp_path)
+    real = os.open
+
+    def read_only(path: Any, flags: int, *rest: Any, **keywords: Any) -> int:
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, flags, *rest, **keywords)
+
+    monkeypatch.setattr(os, "open", read_only)
+    found = scrub_rank([folder], rank=0, show=hidden)
+    assert (found.damaged, found.untold) == ((), ()) and found.num_extents
 
 
 def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
