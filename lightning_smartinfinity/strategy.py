@@ -36,7 +36,7 @@ from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
-from lightning_smartinfinity.native import ask_to_end
+from lightning_smartinfinity.native import ask_to_end, take_back_ask_to_end
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityPrecision
 from lightning_smartinfinity.resume import continue_epoch, load_loader_states, weights_only_of
@@ -48,7 +48,10 @@ from lightning_smartinfinity.watching import (
     agree_to_end,
     hear_sigterm,
     is_asked_to_end,
+    is_watching,
     lost_rank_behind,
+    note_batch,
+    saving,
     tell_failure,
     tell_sigterm,
 )
@@ -234,6 +237,11 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        note_batch()
+        return super().validation_step(*args, **kwargs)
+
+    @override
     def on_validation_start(self) -> None:
         self.drain()
         super().on_validation_start()
@@ -272,8 +280,13 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             if optimizer is not None:
                 # Lightning leaves these states out with save_weights_only=True.
                 optimizer.saves_weights_only = "optimizer_states" not in checkpoint
-            checkpoint[RNG_KEY] = capture(self.root_device, world_size=self.world_size)
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            with saving():
+                # After SIGTERM this raises within seconds if the storage does not answer. If it does, the checkpoint
+                # has as much time for each request as any other.
+                self.drain()
+                take_back_ask_to_end()
+                checkpoint[RNG_KEY] = capture(self.root_device, world_size=self.world_size)
+                super().save_checkpoint(checkpoint, filepath, storage_options)
         finally:
             self.model = present
             if optimizer is not None:
@@ -447,10 +460,13 @@ def _end_together_after_sigterm(trainer: pl.Trainer) -> None:
     notify, broadcast = type(connector)._sigterm_notifier_fn, type(loop)._broadcast_sigterm_tensor
 
     def take_note(signum: int, frame: FrameType | None) -> None:
-        if not tell_sigterm():
+        if not is_watching():
             notify(connector, signum, frame)  # type: ignore[arg-type]
+        elif trainer.state.fn == TrainerFn.FITTING:  # no evaluation ends, nor a fit after it
+            tell_sigterm()
 
     def end_if_asked() -> None:
+        note_batch()
         if trainer.is_global_zero and is_asked_to_end():
             connector.received_sigterm = True
         try:

@@ -15,7 +15,8 @@ import sys
 import time
 import warnings
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import TypeVar
@@ -31,6 +32,9 @@ __all__ = [
     "end_training",
     "hear_sigterm",
     "is_asked_to_end",
+    "is_watching",
+    "note_batch",
+    "saving",
     "lost_rank_behind",
     "raise_if_lost",
     "tell_failure",
@@ -42,7 +46,10 @@ T = TypeVar("T")
 _GRACE = 15.0
 """Seconds for Python to end a process by an error after a rank was lost."""
 _PATIENCE = 45.0
-"""Seconds for all ranks to end their training together after SIGTERM, or after an error on one of them."""
+"""Seconds for all ranks to end their training together after SIGTERM, or after an error on one of them.
+
+After SIGTERM it is twice the longest batch if that is more, and a checkpoint that is being saved is waited for.
+"""
 _MEETING = 20.0
 """Seconds in which ranks connect, once they have all said that they are there."""
 _NOTICE = 3.0
@@ -124,11 +131,15 @@ def hear_sigterm() -> None:
         _watch.native.hear_sigterm()
 
 
-def tell_sigterm() -> bool:
-    """Tell the other ranks that this one received SIGTERM, and return whether there is a watch to do so."""
+def is_watching() -> bool:
+    """Return whether the other ranks are watched."""
+    return _watch is not None
+
+
+def tell_sigterm() -> None:
+    """Tell the other ranks that this one received SIGTERM."""
     if _watch is not None:
         _watch.native.tell_sigterm()
-    return _watch is not None
 
 
 def is_asked_to_end() -> bool:
@@ -140,6 +151,26 @@ def agree_to_end() -> None:
     """Let this rank take its time to end: all ranks have agreed to end their training."""
     if _watch is not None:
         _watch.native.agree()
+
+
+def note_batch() -> None:
+    """Let SIGTERM end this process only after a wait that is long for this training's batches."""
+    if _watch is not None:
+        _watch.native.note_batch()
+
+
+@contextmanager
+def saving() -> Iterator[None]:
+    """Let no SIGTERM end this process in a checkpoint."""
+    native = None if _watch is None else _watch.native
+    if native is None:
+        yield
+        return
+    native.begin_saving()
+    try:
+        yield
+    finally:
+        native.end_saving()
 
 
 def _error(watch: _Watch, notice: RankNotice) -> RankLostError:

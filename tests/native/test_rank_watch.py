@@ -85,7 +85,13 @@ def test_sigterm_is_told_to_every_rank(watches: list[RankWatch], capfd: pytest.C
         await_that(lambda each=each: each.report().asked is not None)
         assert each.report().asked.rank == 2
         assert each.report().lost is None
-    said = capfd.readouterr().err.splitlines()
+    said: list[str] = []
+
+    def all_have_said() -> bool:
+        said.extend(capfd.readouterr().err.splitlines())
+        return len(said) >= 3
+
+    await_that(all_have_said)
     assert sorted(said) == [f"smart_infinity, rank {rank}: rank 2 on west received SIGTERM." for rank in range(3)]
 
 
@@ -282,3 +288,100 @@ def test_all_ranks_stopped_alike_go_on() -> None:
         silence=2,
     )
     assert (done.returncode, done.stdout) == (0, "None\nNone\n"), done.stderr
+
+
+def test_a_stderr_that_nobody_reads() -> None:
+    """Its full pipe delays no word to the other ranks, no Python and no end."""
+    done = ranks("""
+        if rank == 1:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.dup2(os.pipe()[1], 2)
+        os.set_blocking(2, False)
+        try:
+            while True:
+                os.write(2, b"x" * 4096)
+        except BlockingIOError:
+            os.set_blocking(2, True)
+        while watch.report().lost is None:
+            time.sleep(0.01)
+        print(watch.report().lost.rank, flush=True)
+        time.sleep(1000)
+    """)
+    assert (done.returncode, done.stdout) == (RANK_LOST_STATUS, "1\n"), done.stderr
+
+
+def test_sigterm_out_of_a_training() -> None:
+    """The handler that is there hears it. The next training does not end by it."""
+    done = ranks("""
+        if rank == 1:
+            time.sleep(1000)
+        watch.end_training()
+        heard = []
+        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+        watch.hear_sigterm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        watch.wait(0.5)
+        watch.begin_training()
+        print(heard, watch.report().asked, flush=True)
+        os.kill(child, signal.SIGKILL)
+        time.sleep(1000)
+    """)
+    assert (done.returncode, done.stdout) == (RANK_LOST_STATUS, "[1] None\n"), done.stderr
+
+
+def test_sigterm_for_a_training_that_is_over(watches: list[RankWatch]) -> None:
+    """A rank that was told after its own end of the training does not end the next one by it."""
+    watches[0].end_training()
+    watches[2].tell_sigterm()
+    await_that(lambda: watches[0].report().asked is not None)
+    watches[2].end_training()
+    await_that(lambda: watches[0].report().asked is None)
+
+
+@pytest.mark.parametrize("takes_time", ["a long batch", "a checkpoint"])
+def test_sigterm_in_what_takes_longer_than_the_patience(takes_time: str) -> None:
+    """The process ends a batch of a usual length and a checkpoint. It ends by SIGTERM if it then goes on to wait."""
+    done = ranks(f"""
+        if rank == 1:
+            watch.end_training()
+            time.sleep(1000)
+        time.sleep(0.5)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        watch.hear_sigterm()
+        if {takes_time!r} == "a checkpoint":
+            watch.begin_saving()
+        else:
+            watch.note_batch()
+            time.sleep(1)
+            watch.note_batch()
+        os.kill(os.getpid(), signal.SIGTERM)
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            time.sleep(0.01)
+        print("done", flush=True)
+        if {takes_time!r} == "a checkpoint":
+            watch.end_saving()
+        os.system("(sleep 5; kill -KILL %d) &" % child)
+        time.sleep(1000)
+    """)
+    assert (done.returncode, done.stdout) == (RANK_LOST_STATUS, "done\n"), done.stderr
+    assert "ends now, because rank 0 on north received SIGTERM" in done.stderr
+
+
+def test_sigterm_in_the_farewell_of_a_watch() -> None:
+    """It ends a process without a handler although nobody listens any more. The farewell waits for a stopped rank."""
+    done = ranks("""
+        import threading
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        os.system(f"(sleep 8; kill -KILL {child}) &")
+        time.sleep(0.5)
+        for _ in range(1000):
+            watch.tell_failure("x" * 4000)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        watch.close()
+        print("still here", flush=True)
+        time.sleep(1)
+    """)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr

@@ -1,12 +1,16 @@
-"""How the ranks meet before they watch each other."""
+"""How the ranks meet before they watch each other, and what SIGTERM leaves to a checkpoint."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_smartinfinity import watching
+from lightning_smartinfinity.native import ask_to_end, asked_to_end
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import quiet_trainer
 
 
 def test_a_rank_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +31,12 @@ def test_a_rank_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="rank 0 cannot listen: too many open files"):
         assert watching._meet(1.0) is None
     assert len(gathered) == 2
+
+
+def test_a_checkpoint_after_sigterm(tmp_path: Path) -> None:
+    """Storage that answers has its whole limit again, so a busy disk does not lose the last checkpoint."""
+    trainer = quiet_trainer(tmp_path)
+    trainer.fit(LitTiny(Recipe(precision="bf16-mixed")))
+    ask_to_end()
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert not asked_to_end()

@@ -13,6 +13,8 @@ std::atomic<Clock::rep> last_asked = 0;  // since the clock's epoch; 0: never
 
 void ask_to_end() { last_asked = Clock::now().time_since_epoch().count(); }
 
+void take_back_ask_to_end() { last_asked = 0; }
+
 std::optional<Clock::time_point> asked_to_end() {
     const Clock::rep asked = last_asked;
     if (asked == 0) return std::nullopt;

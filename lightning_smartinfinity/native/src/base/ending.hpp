@@ -9,6 +9,9 @@ namespace smart_infinity {
 // device that does not answer. May be called from any thread, and again.
 void ask_to_end();
 
+// Takes it back, as a device has answered since: requests have their own time again.
+void take_back_ask_to_end();
+
 constexpr std::chrono::seconds kEndingTime{10};
 // Longest time of a request meanwhile. A device that works answers sooner.
 constexpr std::chrono::milliseconds kEndingTimeout{3000};

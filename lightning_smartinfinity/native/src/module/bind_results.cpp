@@ -86,6 +86,8 @@ void bind_ask_to_end(nb::module_& m) {
     m.def("ask_to_end", &ask_to_end,
           "Say that the process is to end, as after Ctrl-C. For ten seconds from now, a request to a storage device\n"
           "that does not return within three seconds is given up, instead of after its own limit.");
+    m.def("take_back_ask_to_end", &take_back_ask_to_end,
+          "Take ask_to_end() back, as the storage has answered since. Requests have their own limit again.");
     m.def(
         "asked_to_end", [] { return asked_to_end().has_value(); },
         "Return whether ask_to_end() was called within the last ten seconds.");

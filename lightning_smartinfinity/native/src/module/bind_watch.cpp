@@ -44,8 +44,8 @@ void bind_watch(nb::module_& m) {
         "Watches whether the processes of other ranks live, in a thread that needs nothing of Python.\n\n"
         "Rank 0 has a connected socket for each other rank, and these have one for rank 0. If a rank is lost, each\n"
         "rank says so on stderr, and a process that still trains `grace` seconds later ends with RANK_LOST_STATUS.\n"
-        "After SIGTERM, or an error on another rank, it ends after `patience` seconds. Not usable in a forked "
-        "child.\n\n"
+        "After SIGTERM, or an error on another rank, it ends after `patience` seconds; after SIGTERM it may take more\n"
+        "to end a long batch or a checkpoint. Not usable in a forked child.\n\n"
         "Raises:\n    OSError: The thread, or an event for it, is unavailable.")
         .def(
             "__init__",
@@ -64,17 +64,23 @@ void bind_watch(nb::module_& m) {
              "From now on this rank is missed if it ends, and ended if it misses another one.")
         .def("end_training", method(&RankWatch::end_training), WithoutGil(),
              "From now on this rank may end, and is not ended. What was lost stays lost.")
-        .def("hear_sigterm", method(&RankWatch::hear_sigterm), "Hear SIGTERM before the present handler does.")
+        .def("hear_sigterm", method(&RankWatch::hear_sigterm), WithoutGil(),
+             "Hear SIGTERM before the present handler does.")
         .def("tell_sigterm", method(&RankWatch::tell_sigterm), WithoutGil(),
              "Tell all ranks that this one received SIGTERM.")
         .def("tell_failure", method(&RankWatch::tell_failure), "why"_a, WithoutGil(),
              "Tell the other ranks that an error ends this rank's training.")
+        .def("note_batch", method(&RankWatch::note_batch), WithoutGil(),
+             "Note that a batch begins: after SIGTERM this rank may take as long as twice the longest one.")
+        .def("begin_saving", method(&RankWatch::begin_saving), WithoutGil(),
+             "From now on SIGTERM does not end this rank, until end_saving().")
+        .def("end_saving", method(&RankWatch::end_saving), WithoutGil(), "A checkpoint was saved, or failed to be.")
         .def("agree", method(&RankWatch::agree), WithoutGil(),
              "Let this rank take its time: all ranks have agreed to end their training.")
         .def(
             "wait", [](PythonRankWatch& self, double limit) { return self.get()->wait(milliseconds(limit)); },
             "limit"_a, WithoutGil(), "Return the report as soon as a rank is missing, or after this many seconds.")
-        .def("report", &PythonRankWatch::report, "What is known, also after close().")
+        .def("report", &PythonRankWatch::report, WithoutGil(), "What is known, also after close().")
         .def("close", &PythonRankWatch::close, WithoutGil(), "Say farewell to the other ranks. Idempotent.");
 }
 

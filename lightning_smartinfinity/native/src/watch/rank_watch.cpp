@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstdint>
 #include <stdexcept>
 
@@ -28,6 +29,19 @@ int new_event() {
 
 long whole_seconds(WatchOptions::Duration duration) {
     return std::chrono::duration_cast<std::chrono::seconds>(duration).count();
+}
+
+// Writes what stderr takes without waiting, and removes it from the text. A pipe that nobody reads takes nothing.
+void write_without_waiting(std::string& text) {
+    while (!text.empty()) {
+        pollfd writable{STDERR_FILENO, POLLOUT, 0};
+        if (::poll(&writable, 1, 0) <= 0) return;
+        // A pipe that is writable takes so much.
+        const ssize_t written = ::write(STDERR_FILENO, text.data(), std::min<std::size_t>(text.size(), PIPE_BUF));
+        if (written < 0 && (errno == EINTR || errno == EAGAIN)) return;
+        // Nothing can be done if nobody reads stderr any more.
+        text.erase(0, written < 0 ? text.size() : static_cast<std::size_t>(written));
+    }
 }
 
 }  // namespace
@@ -64,11 +78,17 @@ void RankWatch::close() {
     wake();
     thread_.join();
     sigterm_.reset();
+    // The thread may have missed one, which then nobody handles.
+    const std::lock_guard lock(mutex_);
+    const bool missed = SigtermListener::heard() && !told_sigterm_;
+    if (missed && SigtermListener::is_alone()) options_.end(Ending::kSigterm);
 }
 
 void RankWatch::begin_training() {
     const std::lock_guard lock(mutex_);
     training_ = true;
+    batch_began_.reset();
+    longest_batch_ = {};
     if (report_.lost) end_of_grace_ = Clock::now() + options_.grace;
     relay({Word::kTraining, options_.rank, {}}, options_.rank);
 }
@@ -98,6 +118,31 @@ void RankWatch::tell_sigterm() {
 void RankWatch::tell_failure(const std::string& why) {
     const std::lock_guard lock(mutex_);
     relay({Word::kFailed, options_.rank, why}, options_.rank);
+}
+
+void RankWatch::note_batch() {
+    const std::lock_guard lock(mutex_);
+    const Clock::time_point now = Clock::now();
+    if (batch_began_) longest_batch_ = std::max(longest_batch_, now - *batch_began_);
+    batch_began_ = now;
+    renew_patience(now);
+}
+
+void RankWatch::begin_saving() {
+    const std::lock_guard lock(mutex_);
+    ++saving_;
+}
+
+void RankWatch::end_saving() {
+    const std::lock_guard lock(mutex_);
+    --saving_;
+    renew_patience(Clock::now());
+}
+
+// After an error of another rank the patience is not renewed.
+void RankWatch::renew_patience(Clock::time_point now) {
+    if (!end_of_patience_ || report_.failed) return;
+    end_of_patience_ = now + std::max<Clock::duration>(options_.patience, 2 * longest_batch_);
 }
 
 void RankWatch::agree() {
@@ -132,6 +177,7 @@ void RankWatch::run() {
         notice_silence(now);
         end_if_due(now);
     }
+    write_without_waiting(unsaid_);
     say_farewell();
 }
 
@@ -141,11 +187,14 @@ void RankWatch::wait_for_events(std::unique_lock<std::mutex>& lock) {
         const short wanted = peer->has_unsent() ? POLLIN | POLLOUT : POLLIN;
         if (peer->open()) events.push_back({peer->descriptor(), wanted, 0});
     }
+    std::string text = std::exchange(unsaid_, {});
     lock.unlock();
+    write_without_waiting(text);
     ::poll(events.data(), events.size(), static_cast<int>(interval_.count()));
     std::uint64_t count;
     [[maybe_unused]] const ssize_t got = ::read(event_, &count, sizeof count);  // nothing, if another event woke us
     lock.lock();
+    unsaid_.insert(0, text);
     for (const auto& peer : peers_) peer->send_unsent();
 }
 
@@ -179,6 +228,10 @@ void RankWatch::take(Peer& peer, const Message& message) {
             break;
         case Word::kIdle:
             peer.training = false;
+            // A training that is over everywhere was asked to end, not the next one.
+            if (!training_ && report_.asked && (options_.rank != 0 || report_.asked->rank == peer.rank())) {
+                report_.asked.reset();
+            }
             break;
         case Word::kFarewell:
             peer.training = false;
@@ -196,7 +249,8 @@ void RankWatch::take(Peer& peer, const Message& message) {
             // All ranks may have failed together, and are then about to end their training, too.
             if (!training_ || report_.failed) break;
             report_.failed = RankNotice{message.rank, message.why};
-            if (!end_of_patience_) end_of_patience_ = Clock::now() + options_.patience;
+            // While it was saving, the patience after SIGTERM may have passed.
+            if (!end_of_patience_ || saving_ > 0) end_of_patience_ = Clock::now() + options_.patience;
             changed_.notify_all();
             break;
         case Word::kLost:
@@ -219,10 +273,14 @@ void RankWatch::notice_silence(Clock::time_point now) {
 }
 
 void RankWatch::notice_sigterm() {
-    if (!SigtermListener::heard() || std::exchange(told_sigterm_, true)) return;
+    if (!SigtermListener::heard() || told_sigterm_) return;
+    // Out of a training it concerns the handler that is there. No later training is to end by it.
+    if (!training_ && !SigtermListener::is_alone()) return SigtermListener::forget();
+    told_sigterm_ = true;
     hear_asked(options_.rank);
     if (!SigtermListener::is_alone()) return;
     flush(1000ms);
+    write_without_waiting(unsaid_);
     options_.end(Ending::kSigterm);
 }
 
@@ -231,7 +289,10 @@ void RankWatch::hear_asked(int rank) {
     report_.asked = RankNotice{rank, kReceivedSigterm};
     ask_to_end();  // this rank may wait for a disk that does not answer
     say(named(rank) + " received SIGTERM.");
-    if (training_) end_of_patience_ = Clock::now() + options_.patience;
+    if (training_) {
+        end_of_patience_ = Clock::now();
+        renew_patience(*end_of_patience_);
+    }
     if (rank == options_.rank || options_.rank == 0) relay({Word::kAsked, rank, {}}, rank);
 }
 
@@ -245,10 +306,13 @@ void RankWatch::lose(int rank, const std::string& why) {
 }
 
 void RankWatch::end_if_due(Clock::time_point now) {
-    const bool over = (end_of_grace_ && now >= *end_of_grace_) || (end_of_patience_ && now >= *end_of_patience_);
+    const bool saves = saving_ > 0 && !report_.failed;
+    const bool over =
+        (end_of_grace_ && now >= *end_of_grace_) || (end_of_patience_ && now >= *end_of_patience_ && !saves);
     if (!training_ || !over) return;
     const RankNotice& cause = report_.lost ? *report_.lost : report_.failed ? *report_.failed : *report_.asked;
     say("this process still waits in its training, and ends now, because " + named(cause.rank) + " " + cause.why + ".");
+    write_without_waiting(unsaid_);
     end_of_grace_.reset();
     end_of_patience_.reset();
     options_.end(Ending::kLostRank);
@@ -290,10 +354,10 @@ std::string RankWatch::named(int rank) const {
     return "rank " + std::to_string(rank) + " on " + host;
 }
 
-void RankWatch::say(const std::string& text) const {
-    const std::string line = "smart_infinity, rank " + std::to_string(options_.rank) + ": " + text + "\n";
-    // Nothing can be done if nobody reads stderr.
-    [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, line.data(), line.size());
+// The thread writes it, which others may not wait for.
+void RankWatch::say(const std::string& text) {
+    unsaid_ += "smart_infinity, rank " + std::to_string(options_.rank) + ": " + text + "\n";
+    wake();
 }
 
 }  // namespace smart_infinity

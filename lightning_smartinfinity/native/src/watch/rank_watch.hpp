@@ -74,6 +74,12 @@ class RankWatch {
     void tell_sigterm();
     // Tells the other ranks that an error ends this rank's training.
     void tell_failure(const std::string& why);
+    // Notes the begin of a batch, of training or validation: after SIGTERM the process may go on for the patience, or
+    // for twice the longest batch, from the last begin on.
+    void note_batch();
+    // While a checkpoint is saved, SIGTERM does not end the process; after it, it has the patience anew.
+    void begin_saving();
+    void end_saving();
     // Takes back that SIGTERM ends this process after the patience: all ranks have agreed to end their training.
     void agree();
     // Waits until a rank is lost or has left, or the time has passed.
@@ -96,11 +102,12 @@ class RankWatch {
     void hear_asked(int rank);
     void relay(const Message& message, int except);
     void say_farewell();
+    void renew_patience(Clock::time_point now);
     void wait_for_events(std::unique_lock<std::mutex>& lock);
     void flush(std::chrono::milliseconds limit);
     void wake() const;
     std::string named(int rank) const;
-    void say(const std::string& text) const;
+    void say(const std::string& text);
 
     const WatchOptions options_;
     const WatchOptions::Duration interval_;
@@ -112,6 +119,10 @@ class RankWatch {
     std::vector<std::unique_ptr<Peer>> peers_;
     WatchReport report_;
     bool training_ = false, closing_ = false, told_sigterm_ = false;
+    int saving_ = 0;
+    std::string unsaid_;  // goes to stderr as soon as that takes it
+    std::optional<Clock::time_point> batch_began_;
+    Clock::duration longest_batch_{};
     std::optional<Clock::time_point> end_of_grace_, end_of_patience_;
     Clock::time_point beaten_at_, awake_at_;
     std::thread thread_;  // last, as it uses the others
