@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
+from hypothesis import settings
 
 from tests.helpers.attacks import PROPERTY, Attack
 from tests.helpers.runif import is_allowed
@@ -19,6 +20,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Several workers share the cores, and two threads on one core would wait long for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A busy machine takes as long as it takes: no test fails by the time of an example.
+settings.register_profile("lenient", deadline=None)
+settings.load_profile("lenient")
 
 _FORBIDDEN_SKIPS = pytest.StashKey[list[str]]()
 _SHARED_BEFORE = pytest.StashKey[set[Path]]()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_smartinfinity.checks import (
@@ -86,7 +86,6 @@ def test_what_is_allowed(name: str, expected: list[Any]) -> None:
     assert [repr(value) for value in allowed(name)] == [repr(value) for value in expected]
 
 
-@settings(deadline=None)
 @given(st.integers(), st.integers(), st.integers())
 def test_both_ends_are_included(least: int, most: int, value: int) -> None:
     """Both ends of a range are allowed."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
@@ -52,7 +52,6 @@ def decode(content: bytes, like: CommitRecord, *, job: bytes = JOB) -> CommitRec
     return decode_record(content, num_tasklets=len(like.tasklet_generations), num_parameters=len(like.steps), job=job)
 
 
-@settings(deadline=None)
 @given(records())
 def test_record_survives_encoding(record: CommitRecord) -> None:
     """Every field survives encoding, and the record fits its place."""
@@ -67,7 +66,6 @@ def test_record_survives_encoding(record: CommitRecord) -> None:
         assert found.dtype == column.dtype and np.array_equal(found, column)
 
 
-@settings(deadline=None)
 @given(records(), st.data())
 def test_damaged_record_is_no_record(record: CommitRecord, data: st.DataObject) -> None:
     """A record with a flipped bit, a missing end or another job counts as absent."""

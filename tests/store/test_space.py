@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_smartinfinity.errors import StorageError, StorageFullError
@@ -36,7 +36,6 @@ requests = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(requests, st.randoms())
 def test_verdict_does_not_depend_on_order(gathered: list[SpaceRequest], random: object) -> None:
     """All ranks come to the same result in any order of requests. Space is summed per file system of a machine."""

@@ -25,7 +25,6 @@ counts_of_devices = st.lists(st.integers(0, 40), min_size=1, max_size=5)
 ALL_ON_ONE = [5, 0]
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6), st.integers(0, 500))
 def test_counts_are_in_proportion(weights: list[float], count: int) -> None:
     """Counts add up and are proportional to the weights but for rounding. Each is at least one if there are enough."""
@@ -37,7 +36,6 @@ def test_counts_are_in_proportion(weights: list[float], count: int) -> None:
         assert abs(found - weight / sum(weights) * count) <= 1 + len(weights)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(0, 50))
 def test_equal_weights_are_dealt_round_robin(devices: int, count: int) -> None:
     """With equal weights, as at the start, tasklets go to the devices in turn."""
@@ -45,7 +43,6 @@ def test_equal_weights_are_dealt_round_robin(devices: int, count: int) -> None:
     assert homes.tolist() == [index % devices for index in range(count)]
 
 
-@settings(deadline=None)
 @given(counts_of_devices)
 def test_any_run_of_tasklets_keeps_all_devices_busy(counts: list[int]) -> None:
     """In any prefix of the tasklets each device has its share, but for rounding."""
@@ -102,7 +99,7 @@ def situations(draw: st.DrawFn) -> Situation:
     return Situation(Placement(lies_on, positions), lying, homes, capacities, first, in_place)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(situations())
 def test_next_places_are_free_and_at_home(situation: Situation) -> None:
     """Places are distinct and free, and in the tasklet's home file unless that is full.
@@ -122,7 +119,7 @@ def test_next_places_are_free_and_at_home(situation: Situation) -> None:
             assert len(used) == situation.capacities[home], "a tasklet is away from home although there is room"
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(situations())
 def test_with_the_places_needed_everybody_is_at_home(situation: Situation) -> None:
     """With the places that it needs, every tasklet goes to its home file, now and in the next generation."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_smartinfinity.transfer.arena import GradientArena
@@ -23,7 +23,6 @@ def gradient(parameter: int, seed: int, dtype: torch.dtype = torch.float32) -> t
     return torch.randn(REAL[parameter], generator=generator).to(dtype)
 
 
-@settings(deadline=None)
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 99)), max_size=12),
     arena_dtype=st.sampled_from(DTYPES),
@@ -129,7 +128,6 @@ def test_an_empty_arrival_makes_a_parameter_active() -> None:
     assert arena.sum_of_squares() == 7.0
 
 
-@settings(deadline=None)
 @given(
     windows=st.lists(st.lists(st.integers(0, 6), unique=True, max_size=7), max_size=4),
     lengths=st.lists(st.sampled_from(["exact", "padded", "empty"]), min_size=7, max_size=7),

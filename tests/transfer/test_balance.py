@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_smartinfinity.devices import FolderTraffic
@@ -68,7 +68,6 @@ def test_a_folder_that_slows_down_and_recovers() -> None:
     assert 45 <= counts[0] <= 55
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(2, 5))
 def test_a_change_is_never_for_the_worse(data: st.DataObject, folders: int) -> None:
     """A change makes the step at least a tenth faster, and no other change follows at the same bandwidths."""

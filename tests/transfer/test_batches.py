@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_smartinfinity.transfer.batches import FlatMemory, cut, pieces_within, spans_of, tasklets_in
@@ -17,7 +17,6 @@ from tests.transfer.harness import Case, layout_of
 from tests.transfer.test_layout import layouts
 
 
-@settings(deadline=None)
 @given(layouts(), st.data())
 def test_pieces_cover_every_element_once(layout: PartitionLayout, data: st.DataObject) -> None:
     """Pieces never cross tasklets, sub-groups or keys, and there are no more of them than necessary."""
@@ -35,7 +34,6 @@ def test_pieces_cover_every_element_once(layout: PartitionLayout, data: st.DataO
     assert [(piece.tasklet, piece.sub_group, piece.key) for piece in pieces] == [labels[i] for i in borders]
 
 
-@settings(deadline=None)
 @given(layouts(), st.data())
 def test_pieces_of_a_run_of_tasklets(layout: PartitionLayout, data: st.DataObject) -> None:
     """pieces_within() returns the pieces of the tasklets from the first to the last."""

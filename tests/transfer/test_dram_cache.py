@@ -139,7 +139,7 @@ def numbers(begin: int, end: int) -> NDArray[np.float32]:
     return np.arange(begin, end, dtype=np.float32) % 200
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), seed=st.integers(0, 1 << 16))
 def test_no_bit_depends_on_the_cache(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int) -> None:
     """Results do not depend on the cache.

@@ -92,7 +92,7 @@ def test_failed_step_can_be_done_again(
         assert_equal(run.state(), expected)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     number=st.integers(0, 1 << 30),
     events=st.lists(st.sampled_from(["commit", "stop", "fail read", "fail write"]), min_size=3, max_size=8),

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_smartinfinity.machine import machine_identity
@@ -157,7 +157,6 @@ def under(ranks: list[MemoryReport], machine: str, name: str) -> list[MemoryRepo
     return [rank for rank in ranks if rank.machine == machine and name in rank.limits]
 
 
-@settings(deadline=None)
 @given(jobs(), st.randoms())
 def test_no_limit_is_exceeded(ranks: list[MemoryReport], order: random.Random) -> None:
     """Under every limit, caches and reserved memory fit and leave a quarter of each rank's tightest limit."""
@@ -174,7 +173,6 @@ def test_no_limit_is_exceeded(ranks: list[MemoryReport], order: random.Random) -
             assert sum(shares) + sum(rank.reserved for rank in charged) + margin <= available
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400), st.integers(0, 20)), min_size=1, max_size=4),
     st.integers(0, 400),
@@ -191,7 +189,6 @@ def test_ranks_of_one_container(seen: list[tuple[int, int, int]], total: int, li
     assert {share_of_memory(ranks, own) for own in ranks} == {max(0, free) // len(ranks)}
 
 
-@settings(deadline=None)
 @given(jobs())
 def test_a_rank_is_charged_for_no_limit_but_its_own(ranks: list[MemoryReport]) -> None:
     """A rank's share is as large as its own limits allow.

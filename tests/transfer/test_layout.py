@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_smartinfinity.native import Blocks
@@ -38,7 +38,6 @@ def layouts(draw: st.DrawFn) -> PartitionLayout:
     )
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_parameters_and_sub_groups_lie_behind_one_another(layout: PartitionLayout) -> None:
     """Parameters lie one after the other, and each sub-group covers exactly its parameters."""
@@ -53,7 +52,6 @@ def test_parameters_and_sub_groups_lie_behind_one_another(layout: PartitionLayou
         assert (group.offset, group.numel) == (members[0].offset, sum(member.numel for member in members))
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_tasklets_cover_the_partition_once(layout: PartitionLayout) -> None:
     """Every element lies in exactly one tasklet. All tasklets but the last hold a multiple of 1024 elements."""
@@ -66,7 +64,6 @@ def test_tasklets_cover_the_partition_once(layout: PartitionLayout) -> None:
     assert end == layout.numel
 
 
-@settings(deadline=None)
 @given(st.integers(1, 200_000), st.integers(64 * 1024, 1 << 20), st.integers(1, 4), st.integers(1, 5))
 def test_extents_fit_a_buffer_and_any_place(numel: int, tasklet_bytes: int, arrays: int, devices: int) -> None:
     """Extents fit tasklet_bytes and any place.
@@ -93,7 +90,6 @@ def test_extents_fit_a_buffer_and_any_place(numel: int, tasklet_bytes: int, arra
     assert extents.first_homes.tolist() == [index % devices for index in range(len(layout.tasklets))]
 
 
-@settings(deadline=None)
 @given(layouts(), st.data())
 def test_parameters_in_tasklets(layout: PartitionLayout, data: st.DataObject) -> None:
     """parameters_in() returns each parameter with an element in the tasklets once, and counts are right."""
@@ -106,7 +102,6 @@ def test_parameters_in_tasklets(layout: PartitionLayout, data: st.DataObject) ->
     assert layout.parameters_in(wanted).tolist() == expected
 
 
-@settings(deadline=None)
 @given(layouts(), st.data())
 def test_tasklets_of_a_range_of_parameters(layout: PartitionLayout, data: st.DataObject) -> None:
     """tasklets_of() returns exactly the tasklets with an element of the parameters."""
@@ -131,7 +126,6 @@ def test_tasklets_of_a_range_of_parameters(layout: PartitionLayout, data: st.Dat
     assert list(found) == touched
 
 
-@settings(deadline=None)
 @given(layouts(), st.data())
 def test_parameters_of_a_range_of_elements(layout: PartitionLayout, data: st.DataObject) -> None:
     """parameters_between() returns every parameter with an element in the range, in order, and no distant one."""
@@ -143,7 +137,6 @@ def test_parameters_of_a_range_of_elements(layout: PartitionLayout, data: st.Dat
     assert all(p.offset <= end and p.offset + p.numel >= begin for p in found)
 
 
-@settings(deadline=None)
 @given(layouts(), st.data())
 def test_sub_group_of_an_element(layout: PartitionLayout, data: st.DataObject) -> None:
     """sub_group_at() returns the sub-group that holds the element."""
@@ -154,7 +147,6 @@ def test_sub_group_of_an_element(layout: PartitionLayout, data: st.DataObject) -
     assert group.offset <= offset < group.offset + group.numel
 
 
-@settings(deadline=None)
 @given(sizes, st.sampled_from(sorted(STATE_FORMATS)), st.integers(64 * 1024, 200 * 1024), st.integers(1, 3))
 def test_extents_of_every_format(numels: list[int], name: str, tasklet_bytes: int, devices: int) -> None:
     """Extents fit their buffer and any place, and have room for the native core's number of blocks."""
@@ -236,7 +228,6 @@ def test_layout_is_arithmetic_only() -> None:
     }
 
 
-@settings(deadline=None)
 @given(layout=layouts(), data=st.data())
 def test_tasklets_in_order_of_use(layout: PartitionLayout, data: st.DataObject) -> None:
     """Tasklets are sorted by the earliest use of any of their parameters, and by index if equal."""

@@ -484,7 +484,7 @@ def test_a_card_that_fails_the_test_of_another_rank(
         return [value._replace(process=0, error=failure if next(rounds) else None), value]
 
     monkeypatch.setattr(update_device, "gather", gathered)
-    monkeypatch.setattr(collectives, "gather", lambda value, group: [failure, value])
+    monkeypatch.setattr(collectives, "gather", lambda value, group: [(failure, "the other host"), value])
     asked = offload(tmp_path, emulated_cards, wanted)
     if wanted == "smartssd":
         with pytest.raises(DeviceError, match="nonsense"):
@@ -518,7 +518,7 @@ def test_another_rank_without_cards(
 ) -> None:
     """If one rank has no cards, no rank uses them: all use the host, or all raise that rank's error."""
     failure = DeviceError("The card there is on fire.", "Call somebody.")
-    monkeypatch.setattr(collectives, "gather", lambda value, group: [value, failure])
+    monkeypatch.setattr(collectives, "gather", lambda value, group: [value, (failure, "the other host")])
     monkeypatch.setattr(update_device, "gather", lambda value, group: [value, value._replace(error=failure)])
     asked = offload(tmp_path, emulated_cards, wanted)
     if wanted == "smartssd":
