@@ -53,10 +53,10 @@ def raise_together(error: SmartInfinityError | None, group: ProcessGroup | None)
     failed = [rank for rank, (other, _) in enumerate(met) if other is not None]
     if not failed:
         return
-    rank = failed[0] if error is None else dist.get_rank(group)
-    first, host = error or met[rank][0], met[rank][1]
+    first, host = met[failed[0]] if error is None else (error, platform.node())
     assert first is not None
     if len(failed) < len(met):
+        rank = failed[0] if error is None else dist.get_rank(group)
         first.problem = f"{first.problem} It comes from rank {rank} on {host}."
         first.args = (f"{first.problem} {first.remedy}",)
     raise first
