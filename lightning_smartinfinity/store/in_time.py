@@ -7,7 +7,6 @@ commit record, flushing, and closing and deleting files.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -21,7 +20,6 @@ __all__ = ["in_time"]
 T = TypeVar("T")
 
 _POLL = 0.05
-_ENDING_LIMIT = 3.0  # as the native core's, once native.ask_to_end() was called
 
 
 class _Call(Generic[T]):
@@ -55,8 +53,8 @@ def in_time(function: Callable[[], T], *, doing: str, path: Path, seconds: float
     """Call a function in another thread and return what it returns, or raise what it raises.
 
     A call that is given up goes on, and may still change the file. Until it has returned, later calls for the same
-    folder are refused. What a signal handler raises meanwhile, such as that of Ctrl-C, is raised once the call has
-    returned or was given up.
+    folder are refused. The time for which the process was stopped, as by a debugger, does not count. What a signal
+    handler raises meanwhile, such as that of Ctrl-C, is raised once the call has returned or was given up.
 
     Args:
         function: The function.
@@ -76,13 +74,14 @@ def in_time(function: Callable[[], T], *, doing: str, path: Path, seconds: float
         return function()
     except BaseException as error:
         interrupt = error
-    until = time.monotonic() + seconds
-    while not call.returned.is_set() and time.monotonic() < until:
+    left = seconds  # by the waits, not by the clock: it runs on while the process is stopped
+    while not call.returned.is_set() and left > 0:
         try:
             if native.asked_to_end():
-                until = min(until, time.monotonic() + _ENDING_LIMIT)
-                seconds = min(seconds, _ENDING_LIMIT)
-            call.returned.wait(_POLL)
+                left = min(left, native.ENDING_SECONDS)
+                seconds = min(seconds, native.ENDING_SECONDS)
+            wait, left = min(_POLL, left), left - _POLL
+            call.returned.wait(wait)
         except BaseException as error:  # a signal handler may raise anything
             native.ask_to_end()
             interrupt = interrupt or error

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.config import IO_TIMEOUT
+from lightning_smartinfinity.store.in_time import in_time
 from lightning_smartinfinity.store.os_errors import (
     failure_error,
     in_milliseconds,
@@ -19,6 +21,8 @@ from lightning_smartinfinity.store.os_errors import (
 from lightning_smartinfinity.store.tensor_files import TensorFiles
 
 __all__ = ["IoWait", "StoredTensor", "TensorStore"]
+
+T = TypeVar("T")
 
 _IO_THREADS_PER_FILE = 4
 
@@ -104,6 +108,7 @@ class TensorStore:
     ) -> None:
         require_io_engine(io_engine)
         self._what = what
+        self._io_timeout = io_timeout
         self._files = TensorFiles(folders, job=job, rank=rank, direct_io=direct_io)
         if io_engine == "auto" and not all(file.direct for file in self._files.files):
             io_engine = "plain"  # the engine learns of files with each request only
@@ -121,6 +126,7 @@ class TensorStore:
         # The memory of transfers that may be in progress, by ticket; it must stay alive until they have ended.
         self._unfinished: dict[int, Memory] = {}
         self._interrupted: set[int] = set()  # tickets that nobody may ever finish
+        self._given_up: set[int] = set()  # tickets whose memory the kernel may still use
 
     @property
     def path(self) -> str:
@@ -137,9 +143,10 @@ class TensorStore:
 
         Raises:
             StorageFullError: There is too little space.
+            StorageTimeoutError: The disk does not answer.
         """
         try:
-            return StoredTensor(nbytes, self.core.allocate(nbytes))
+            return StoredTensor(nbytes, self._in_time(lambda: self.core.allocate(nbytes), doing="Growing"))
         except OSError as error:
             problem = f"{self._what} in {error.filename!r}: {error.strerror}."
             raise storage_error(error.errno or 0, problem=problem) from error
@@ -195,7 +202,9 @@ class TensorStore:
         except BaseException:  # a signal handler may raise anything
             self._interrupted.add(ticket)
             raise
-        if failure is None or failure.kind != "timeout":
+        if failure is not None and failure.kind == "timeout":
+            self._given_up.add(ticket)
+        if ticket not in self._given_up:
             self._release(ticket)
         if failure is not None:
             raise failure_error(failure, what=self._what)
@@ -210,12 +219,21 @@ class TensorStore:
         return [IoWait(*wait) for scheduler in schedulers for wait in scheduler.waits()]
 
     def close(self) -> None:
-        """Wait for transfers in flight and remove the files; idempotent."""
+        """Wait for transfers in flight and remove the files; idempotent.
+
+        Raises:
+            StorageTimeoutError: The disk does not answer.
+        """
         self.core.close()
         if self.core.counters().num_given_up:
             _NEVER_FREED.append(self._unfinished)
         self._unfinished = {}
-        self._files.close()
+        self._in_time(self._files.close, doing="Closing")
+
+    def _in_time(self, function: Callable[[], T], *, doing: str) -> T:
+        # What lies in the page cache may take long, and no time says that the disk is dead.
+        direct = all(file.direct for file in self._files.files)
+        return in_time(function, doing=doing, path=Path(self.path), seconds=self._io_timeout if direct else math.inf)
 
     def _start(
         self, begin: Callable[..., int], stored: StoredTensor, memory: Memory, offset: int, io_class: native.IoClass

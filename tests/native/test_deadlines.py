@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -10,14 +14,17 @@ import numpy as np
 import pytest
 
 from lightning_smartinfinity.native import Failure, FileQueue, HostBuffer, Operation, StateFile, ask_to_end, io_engines
+from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.native_testing import Hold, inject
+from tests.helpers.processes import REPOSITORY
 from tests.helpers.update_rules import adam_step
-from tests.helpers.waiting import LIMIT, await_that, lenient
+from tests.helpers.waiting import LIMIT, PROCESS_LIMIT, await_that, lenient
 from tests.native.stored import Run, StoredState
 from tests.native.test_interrupt import interrupted
 from tests.native.test_pipeline import assert_same, initial, normals
 
 BLOCK = 4096
+PART = 4 << 20  # a request is cut into parts of this size
 NUMEL = 4 * 1024
 STEP = adam_step()
 # Longer than a test may take, so that only ask_to_end() can end a wait.
@@ -88,6 +95,56 @@ def test_what_waits_behind_others_is_not_late(tmp_path: Path) -> None:
     tickets = [queue.read(file, offset=0, address=memory.address, nbytes=BLOCK) for _ in range(12)]
     assert [queue.wait(ticket) for ticket in tickets] == [None] * len(tickets)
     assert time.monotonic() - begin > seconds, "the requests took less time than one may take"
+
+
+def test_a_part_that_fails_before_another_is_not_answered(tmp_path: Path) -> None:
+    """The request tells of the part that is not answered, since its memory is still in use."""
+    file, memory = file_of(tmp_path), HostBuffer(2 * PART)
+    os.truncate(file.path, 2 * PART)
+    queue = FileQueue(timeout_ms=round(1000 * lenient()))
+    inject(queue, fail_read_at=0)
+    hold = Hold(queue, read_at=1)
+    failure = queue.wait(queue.read(file, offset=0, address=memory.address, nbytes=2 * PART))
+    assert failure is not None and failure.kind == "timeout" and queue.busy
+    hold.release()
+    await_that(lambda: not queue.busy)
+
+
+PAUSED = """
+import sys
+from pathlib import Path
+from lightning_smartinfinity.native import FileQueue, HostBuffer, StateFile
+from lightning_smartinfinity.store.in_time import in_time
+from tests.helpers.native_testing import Hold
+
+path, seconds = Path(sys.argv[1]), float(sys.argv[2])
+queue, memory = FileQueue(timeout_ms=round(1000 * seconds)), HostBuffer(4096)
+hold = Hold(queue, read_at=0)
+ticket = queue.read(StateFile(str(path), direct=False), offset=0, address=memory.address, nbytes=4096)
+print("reading", flush=True)
+in_time(sys.stdin.readline, doing="Reading", path=path, seconds=seconds)
+hold.release()
+print(queue.wait(ticket))
+"""
+
+
+def test_a_process_that_was_paused(tmp_path: Path) -> None:
+    """The time for which a process was stopped, as by a debugger, makes neither a request nor a call late."""
+    file_of(tmp_path)
+    seconds = lenient(2)
+    command = [sys.executable, "-c", PAUSED, tmp_path / "file", str(seconds)]
+    pipe, environment = subprocess.PIPE, fresh_environment()
+    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdin=pipe, stdout=pipe, text=True) as child:
+        assert child.stdin is not None and child.stdout is not None
+        try:
+            assert child.stdout.readline() == "reading\n"
+            child.send_signal(signal.SIGSTOP)
+            time.sleep(1.5 * seconds)
+            child.send_signal(signal.SIGCONT)
+            time.sleep(seconds / 4)
+            assert child.communicate("\n", PROCESS_LIMIT)[0] == "None\n"
+        finally:
+            child.kill()
 
 
 def test_closing_while_a_request_is_not_answered(tmp_path: Path) -> None:

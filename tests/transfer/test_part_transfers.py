@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 import threading
@@ -12,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError, StorageTimeoutError
 from lightning_smartinfinity.native import IoClass, MemoryPool, TensorExtent
 from lightning_smartinfinity.store.scheduling import scheduler_of
 from lightning_smartinfinity.store.tensor_store import TensorStore
 from lightning_smartinfinity.transfer.part_transfers import PartTransfers
 from lightning_smartinfinity.transfer.tensors import lent_tensor
 from tests.helpers.native_testing import Hold, inject
+from tests.helpers.waiting import lenient
 from tests.native.test_interrupt import interrupted
 
 BLOCK = 4096
@@ -156,6 +158,21 @@ def test_an_interrupted_wait_keeps_memory_and_order(store: TensorStore) -> None:
     del found
     store.finish(store.read(parameter, lent_tensor(pool, values.numel())))
     assert pool.lent_bytes == 0
+
+
+def test_memory_of_a_read_that_is_not_answered(tmp_path: Path) -> None:
+    """It is not lent again while the disk may still write to it, however often the read is finished."""
+    store = TensorStore([tmp_path], job="default", rank=0, direct_io="auto", io_timeout=lenient(0.2))
+    pool, parameter = MemoryPool(), store.add(BLOCK)
+    hold = Hold(store.core, read_at=0)
+    ticket = store.read(parameter, lent_tensor(pool, BLOCK))
+    with pytest.raises(StorageTimeoutError, match="did not return within"):
+        store.finish(ticket)
+    store.finish(ticket)
+    gc.collect()
+    assert pool.lent_bytes == BLOCK
+    hold.release()
+    store.close()
 
 
 def test_what_an_interrupted_write_failed_to_write_is_not_read(store: TensorStore) -> None:

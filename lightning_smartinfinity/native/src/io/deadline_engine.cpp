@@ -14,6 +14,9 @@ using std::chrono::milliseconds;
 // Deadlines are met exactly. What is noticed late, by so much, is progress and ask_to_end().
 constexpr milliseconds kBetweenLooks{250};
 
+// A look that comes so many times later than it should shows a pause.
+constexpr int kPause = 4;
+
 // The time that a request has at present, and the moment from which on it applies.
 struct Limit {
     explicit Limit(milliseconds timeout) : time(timeout) {
@@ -94,6 +97,7 @@ void DeadlineEngine::watch() {
         rest(lock);
         // What was submitted before the destructor was called is still answered.
         if (closing_ && refused_.empty()) return;
+        note_pause();
         note_progress();
         const std::vector<Late> late = take_late();
         if (late.empty()) continue;
@@ -120,6 +124,13 @@ DeadlineEngine::Clock::time_point DeadlineEngine::next_look() const {
     auto next = Clock::now() + between_looks_;
     for (const auto& [tag, each] : waiting_) next = std::min(next, std::max(each.since, limit.from) + limit.time);
     return next;
+}
+
+// A process that was stopped, or a machine that slept, has not waited: all requests have their whole time again.
+void DeadlineEngine::note_pause() {
+    const auto now = Clock::now();
+    if (now - std::exchange(looked_at_, now) <= kPause * between_looks_) return;
+    for (auto& [tag, each] : waiting_) each.since = now;
 }
 
 void DeadlineEngine::note_progress() {

@@ -21,7 +21,8 @@ namespace smart_infinity {
 // Until such a request returns, nobody else may use its memory or the part of the file that it writes, and the engine
 // refuses later requests: their handler is told kNotReturned, after no time.
 //
-// A request that waits behind others is not late while these return. After ask_to_end() the time is shorter.
+// A request that waits behind others is not late while these return, and none is late because the process was paused,
+// as by a debugger. After ask_to_end() the time is shorter.
 //
 // A thread looks at the requests now and then. So a request costs no system call and wakes no thread, except the first
 // one after a pause. Like every engine's, the destructor waits for all submitted requests; it may not be called while
@@ -71,6 +72,7 @@ class DeadlineEngine final : public IoEngine, private CompletionHandler {
     // The following are called with the mutex held.
     void rest(std::unique_lock<std::mutex>& lock);
     Clock::time_point next_look() const;
+    void note_pause();
     void note_progress();
     std::vector<Late> take_late();
 
@@ -83,6 +85,7 @@ class DeadlineEngine final : public IoEngine, private CompletionHandler {
     std::vector<Late> refused_;
     std::uint64_t next_number_ = 0;
     std::uint64_t earliest_returned_ = kNone;  // smallest number of a request that returned since the last look
+    Clock::time_point looked_at_ = Clock::now();
     bool asleep_ = false;
     bool closing_ = false;
     std::unique_ptr<IoEngine> inner_;  // its destructor waits for completions

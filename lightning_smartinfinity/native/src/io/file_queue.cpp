@@ -103,24 +103,30 @@ bool FileQueue::done(Ticket ticket) const {
 }
 
 bool FileQueue::cancel(Ticket ticket) {
+    Ended unused;
     const std::lock_guard lock(mutex_);
     require_issued(ticket);
     if (has_ended(ticket)) return false;
     const std::shared_ptr<Request> request = find(ticket);
+    IoScheduler* const scheduler = request->file.scheduler();
     std::size_t num_cancelled = std::exchange(request->unstarted, {}).size();
     for (auto part = parts_.begin(); part != parts_.end();) {
-        IoScheduler* const scheduler = request->file.scheduler();
-        const bool left_out = part->second.ticket == ticket && scheduler && scheduler->cancel(*this, part->first);
+        const bool whole = part->second.ticket == ticket && !part->second.attempted;
+        const bool left_out = whole && scheduler && scheduler->cancel(*this, part->first);
         num_cancelled += left_out;
         part = left_out ? parts_.erase(part) : std::next(part);
     }
     request->parts_left -= num_cancelled;
-    if (request->parts_left == 0) end_of(*request);
+    if (request->parts_left == 0) {
+        unused = take_unused(*request);
+        end_of(*request);
+    }
     return num_cancelled > 0;
 }
 
 std::optional<Failure> FileQueue::wait(Ticket ticket, const Poll& poll) {
     const Stopwatch stopwatch;
+    std::unordered_map<Ticket, std::shared_ptr<Request>>::node_type node;  // is destroyed with no lock held
     std::unique_lock lock(mutex_);
     require_issued(ticket);
     hasten(ticket);
@@ -134,7 +140,7 @@ std::optional<Failure> FileQueue::wait(Ticket ticket, const Poll& poll) {
     poll();
     lock.lock();
     counters_.wait_seconds += stopwatch.seconds();
-    const auto node = requests_.extract(ticket);
+    node = requests_.extract(ticket);
     return node.empty() ? std::nullopt : std::move(node.mapped()->failure);
 }
 
@@ -197,6 +203,7 @@ void FileQueue::attempt(const Part& part) {
 void FileQueue::hasten(Ticket ticket) {
     if (has_ended(ticket)) return;
     const std::shared_ptr<Request> request = find(ticket);
+    if (std::exchange(request->hastened, true)) return;
     for (const Ticket before : request->options.after) hasten(before);
     IoScheduler* const scheduler = request->file.scheduler();
     if (scheduler == nullptr || request->options.io_class == IoClass::kAwaited) return;
@@ -212,13 +219,14 @@ void FileQueue::completed(const IoRequest& request, const IoResult& result) {
     Part& found = parts_.at(request.tag);
     counters_.count(request.direction, result);
     const Transfer::Progress progress = found.transfer.advance(result);
-    if (progress == Transfer::Progress::kAgain) return attempt(found);
+    if (progress == Transfer::Progress::kAgain) {
+        found.attempted = true;
+        return attempt(found);
+    }
     const Part part = found;
     const bool refused = result.seconds == 0;
-    if (progress == Transfer::Progress::kNotReturned && !refused) {
-        part.request->abandoned = true;
-        abandoned_.push_back(part.request);
-    }
+    const bool abandons = progress == Transfer::Progress::kNotReturned && !refused;
+    if (abandons) abandoned_.push_back(part.request);
     std::optional<Failure> failure = failure_of(part, progress, result);
     if (part.request->options.ended) {
         lock.unlock();
@@ -226,14 +234,27 @@ void FileQueue::completed(const IoRequest& request, const IoResult& result) {
         lock.lock();
     }
     Request& whole = *part.request;
-    if (!whole.failure) whole.failure = std::move(failure);
+    // Whoever hears of the failure must know that the memory is still in use.
+    if (!whole.failure || (abandons && !whole.abandoned)) whole.failure = std::move(failure);
+    whole.abandoned |= abandons;
     parts_.erase(request.tag);
+    if (whole.parts_left == 1) {
+        // With the last reference to an extent, its destructor may shorten a file.
+        Ended unused = take_unused(whole);
+        lock.unlock();
+        unused = nullptr;
+        lock.lock();
+    }
     if (--whole.parts_left == 0) end_of(whole);
+}
+
+// Returns what the request needs no more, to be destroyed with no lock held. An abandoned part still needs it.
+FileQueue::Ended FileQueue::take_unused(Request& request) {
+    return request.abandoned ? nullptr : std::exchange(request.options.ended, nullptr);
 }
 
 void FileQueue::end_of(Request& request) {
     --num_unended_;
-    if (!request.abandoned) request.options.ended = nullptr;
     for (const Ticket next : std::exchange(request.next, {})) {
         const std::shared_ptr<Request> waiting = find(next);
         if (waiting && --waiting->num_before == 0) start(next, waiting);  // it is gone if it was cancelled

@@ -37,14 +37,16 @@ class FileQueue final : private CompletionHandler {
         FailureKind kind = FailureKind::kTimeout;  // of what did not return; a card's: kDevice
     };
 
+    using Ended = std::function<std::optional<Failure>(const IoRequest& part, std::optional<Failure> failure)>;
+
     // When a request takes its turn, and what is done with its parts.
     struct Options {
         IoClass io_class = IoClass::kAwaited;
         std::vector<Ticket> after;  // requests that must have ended before
         // Called once for each part that was not cancelled, on a thread of the engine, with no lock held. It is given
         // the failure of the part, and returns the one that the request is to have. It lives until an abandoned part
-        // returns.
-        std::function<std::optional<Failure>(const IoRequest& part, std::optional<Failure> failure)> ended;
+        // returns, and is destroyed with no lock held, too.
+        Ended ended;
     };
 
     // Throws std::invalid_argument if the number of threads is out of range, SystemError if the engine is unavailable.
@@ -94,8 +96,9 @@ class FileQueue final : private CompletionHandler {
         std::vector<Ticket> next;    // requests that wait for this one
         std::vector<IoRequest> unstarted;
         std::size_t parts_left = 0;
-        std::optional<Failure> failure;  // the first one
+        std::optional<Failure> failure;  // the first one; but a part that was abandoned hides others
         bool abandoned = false;          // whether a part has not returned in time
+        bool hastened = false;
     };
 
     struct Part {
@@ -103,6 +106,7 @@ class FileQueue final : private CompletionHandler {
         IoRequest whole;
         Transfer transfer;
         Ticket ticket;
+        bool attempted = false;  // so that some of its bytes may have been transferred
     };
 
     std::unique_ptr<IoEngine> make_engine(const IoOptions& options);
@@ -113,6 +117,7 @@ class FileQueue final : private CompletionHandler {
     void start(Ticket ticket, const std::shared_ptr<Request>& request);
     void attempt(const Part& part);
     void hasten(Ticket ticket);
+    static Ended take_unused(Request& request);
     void end_of(Request& request);
     void completed(const IoRequest& request, const IoResult& result) override;
 

@@ -83,6 +83,7 @@ void bind_io_engines(nb::module_& m) {
 }
 
 void bind_ask_to_end(nb::module_& m) {
+    m.attr("ENDING_SECONDS") = std::chrono::duration<double>(kEndingTimeout).count();
     m.def("ask_to_end", &ask_to_end,
           "Say that the process is to end, as after Ctrl-C. For ten seconds from now, a request to a storage device\n"
           "that does not return within three seconds is given up, instead of after its own limit.");
