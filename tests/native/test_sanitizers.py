@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(BUILD_TEST_LIMIT)
 NUM_SEEDS = 60
 
 
-@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+@pytest.mark.parametrize("sanitizers", [pytest.param("address,undefined", marks=pytest.mark.long), "thread"])
 def test_stress(tmp_path: Path, sanitizers: str) -> None:
     """There is no bad access, leak, undefined behaviour or race, and every bit equals that of a plain loop."""
     build = tmp_path / "build"

@@ -61,6 +61,7 @@ class Many(pl.LightningModule):
         return DataLoader(torch.ones(4, 4), batch_size=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_no_module_copies_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When modules release parameters, they read at most one module of the rest of the trace each."""
     read = 0

@@ -85,6 +85,7 @@ def passing_through(root: Path, name: str, universal: Path, devices: int, sub_gr
     )
 
 
+@pytest.mark.long
 def test_state_survives_other_numbers_of_processes_to_the_bit(known: dict[str, Known], tmp_path: Path) -> None:
     """Passing from one process to two, three and one again gives the bits of an uninterrupted run."""
     launch(*(passing_through(tmp_path / name, name, known[name].two, 3, 10**9) for name in RECIPES))
