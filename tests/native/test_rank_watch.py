@@ -96,7 +96,7 @@ def test_sigterm_is_told_to_every_rank(watches: list[RankWatch], capfd: pytest.C
 
 
 def test_a_rank_that_ends_as_it_should_is_not_lost(watches: list[RankWatch]) -> None:
-    """Its farewell is known to rank 0, and nothing ends."""
+    """Rank 0 hears its farewell, and no process ends."""
     watches[1].close()
     report = watches[0].wait(LIMIT)
     assert report.left.rank == 1

@@ -95,7 +95,7 @@ void DeadlineEngine::watch() {
     std::unique_lock lock(mutex_);
     for (;;) {
         rest(lock);
-        // What was submitted before the destructor was called is still answered.
+        // Answer the requests that were submitted before the destructor was called.
         if (closing_ && refused_.empty()) return;
         note_pause();
         note_progress();

@@ -199,7 +199,7 @@ void FileQueue::attempt(const Part& part) {
     scheduler->submit(*engine_, rest, part.request->options.io_class, *this);
 }
 
-// What a request must wait for is hastened, too.
+// Hastens the requests that this one must wait for, too.
 void FileQueue::hasten(Ticket ticket) {
     if (has_ended(ticket)) return;
     const std::shared_ptr<Request> request = find(ticket);

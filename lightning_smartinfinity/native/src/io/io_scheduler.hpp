@@ -25,7 +25,7 @@ constexpr std::size_t kNumIoClasses = 5;
 
 const char* name_of(IoClass io_class);
 
-// What requests of one class waited for: requests of the other class that ended meanwhile.
+// Counts the requests of one class that waited while requests of the other class were running.
 struct IoWaits {
     std::uint64_t requests = 0;
     std::uint64_t bytes = 0;  // that ended meanwhile

@@ -92,7 +92,7 @@ void Peer::send_unsent() {
         const ssize_t sent = ::send(descriptor_, unsent_.data(), unsent_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
         if (sent < 0 && errno == EINTR) continue;
         if (sent < 0) {
-            // What came before the connection closed is still to be read, and receive() finds that it closed.
+            // Read first what came before the connection closed; receive() then finds that it closed.
             if (errno != EAGAIN && errno != EWOULDBLOCK) unsent_.clear();
             return;
         }

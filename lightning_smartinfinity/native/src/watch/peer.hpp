@@ -50,7 +50,7 @@ class Peer {
     std::optional<Message> next();
     void close();
 
-    // What was last heard of the rank.
+    // These say what the rank told last.
     Clock::time_point heard;
     bool training = false;
     std::string last_words;  // why it said that it would end
