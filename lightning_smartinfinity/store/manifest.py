@@ -1,9 +1,15 @@
-"""manifest.json: describes a store, and can be read without this package."""
+"""manifest.json: describes a store, and can be read without this package.
+
+Its last entry, ``crc32``, is the CRC-32 of all bytes before the comma in front of it, in hexadecimal digits: a changed
+digit would still be JSON. Version 3 had no such entry.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import uuid
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,7 +26,9 @@ from lightning_smartinfinity.store.os_errors import storage_errors
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "StoreDescription", "manifest_content", "read_manifest"]
 
 FORMAT_NAME = "lightning-smartinfinity optimizer state"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+_VERSION_WITHOUT_CHECKSUM = 3
+_CHECKSUM = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}')
 
 # Fields of ExtentMap that the file calls something else.
 _KEYS = {"places_per_tasklet": "num_slots"}
@@ -95,14 +103,16 @@ class Manifest:
 
 def manifest_content(manifest: Manifest) -> bytes:
     """Return the content of manifest.json."""
-    return json.dumps(_to_json(manifest), indent=1, default=str).encode()
+    content = json.dumps(_to_json(manifest), indent=1, default=str).encode().removesuffix(b"\n}")
+    return b'%s,\n "crc32": "%08x"\n}' % (content, zlib.crc32(content))
 
 
 def read_manifest(folder: OpenFolder) -> Manifest:
     """Read and check the manifest in a rank's folder.
 
     Raises:
-        StorageCorruptError: The file is not a manifest of this package, or has a format that this version cannot read.
+        StorageCorruptError: The file is not a manifest of this package, has a format that this version cannot read, or
+            was changed.
         StorageError: The file cannot be read.
     """
     path = folder.path / MANIFEST_NAME
@@ -118,11 +128,14 @@ def read_manifest(folder: OpenFolder) -> Manifest:
         version = int(values["version"])
     except _DAMAGE as error:
         raise _damaged(path) from error
-    if version != FORMAT_VERSION:
+    if version not in (_VERSION_WITHOUT_CHECKSUM, FORMAT_VERSION):
         raise StorageCorruptError(
-            f"{str(path)!r} has format version {version}; this package reads version {FORMAT_VERSION}.",
+            f"{str(path)!r} has format version {version}; this package reads versions {_VERSION_WITHOUT_CHECKSUM} and"
+            f" {FORMAT_VERSION}.",
             "Use the version of the package that wrote it, or remove the folder to start anew.",
         )
+    if version != _VERSION_WITHOUT_CHECKSUM:
+        _verify(content, path)
     if values.get("state_format") not in tuple(STATE_FORMATS):
         raise StorageCorruptError(
             f"{str(path)!r} says that the optimizer state is in the format {values.get('state_format')!r}; this package"
@@ -133,6 +146,21 @@ def read_manifest(folder: OpenFolder) -> Manifest:
         return _from_json(values)
     except _DAMAGE as error:
         raise _damaged(path) from error
+
+
+def _verify(content: bytes, path: Path) -> None:
+    """Compare a manifest with its checksum.
+
+    Raises:
+        StorageCorruptError: It has another one, or none.
+    """
+    end = content.rfind(b",")
+    found = _CHECKSUM.fullmatch(content, max(end, 0))
+    if found is None or int(found[1], 16) != zlib.crc32(content[:end]):
+        raise StorageCorruptError(
+            f"{str(path)!r} does not match its checksum: something changed it after this package had written it.",
+            "Resume from a checkpoint with a new store: remove the folder or choose another TransferConfig(job=...).",
+        )
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,13 @@ def commit_generation(store: StateStore, generation: int) -> None:
         tasklet_generations=np.full(store.extents.num_tasklets, generation, np.int64),
         steps=np.full(len(store.steps), generation, np.int64),
     )
+
+
+def manifest_with(values: Mapping[str, Any]) -> bytes:
+    """Return a manifest with these values under a right checksum, as somebody would write it who knows the format."""
+    content = json.dumps({key: value for key, value in values.items() if key != "crc32"}, indent=1, default=repr)
+    body = content.encode()[: -len("\n}")]
+    return body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}'.encode()
 
 
 def tree(folder: Path) -> set[str]:

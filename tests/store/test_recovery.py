@@ -28,7 +28,7 @@ from lightning_smartinfinity.store.record import (
     write_record,
 )
 from lightning_smartinfinity.store.spread import Placement
-from tests.store.makers import commit_generation, create, created, write_generation
+from tests.store.makers import commit_generation, create, created, manifest_with, write_generation
 
 JOB = bytes(range(16))
 
@@ -177,14 +177,14 @@ def test_trailer_is_as_documented(tmp_path: Path) -> None:
 
 def change_manifest(folder: Path, **changes: Any) -> None:
     path = folder / "default" / "rank-00000" / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    path.write_bytes(manifest_with(json.loads(path.read_text()) | changes))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"version": 2}, "format version 2"),
-        ({"version": 4}, "format version 4"),
+        ({"version": 5}, "format version 5"),
         ({"format": "another"}, "not a readable manifest"),
         ({"layout": {"numel": -1}}, "not a readable manifest"),
         ({"job": "no uuid"}, "not a readable manifest"),
@@ -227,6 +227,50 @@ def test_manifest_that_is_none(name: str, tmp_path: Path) -> None:
     path.write_bytes(MANIFESTS[name])
     with pytest.raises(StorageCorruptError, match=r"manifest\.json' is not a readable manifest"):
         StateStore.recover([tmp_path])
+
+
+def test_every_bit_of_a_manifest(tmp_path: Path) -> None:
+    """Whichever bit of it flips, the store is refused, and the error names the file; only what was written is read."""
+    create([tmp_path]).close(remove=False)
+    path = tmp_path / "default" / "rank-00000" / "manifest.json"
+    content, folder = path.read_bytes(), OpenFolder(path.parent)
+    for number in range(0, 8 * len(content), 7):  # each bit of some byte, and each byte
+        changed = bytearray(content)
+        changed[number // 8] ^= 1 << number % 8
+        path.write_bytes(changed)
+        with pytest.raises(StorageCorruptError, match=r"manifest\.json") as caught:
+            read_manifest(folder)
+        assert caught.value.remedy
+    path.write_bytes(content)
+    read_manifest(folder)
+
+
+@pytest.mark.parametrize("name", ["rank", "num_slots", "keep"])
+def test_a_value_of_a_manifest_that_still_parses(name: str, tmp_path: Path) -> None:
+    """A number that became another one is refused with file and remedy."""
+    create([tmp_path]).close(remove=False)
+    path = tmp_path / "default" / "rank-00000" / "manifest.json"
+    content = path.read_text()
+    changed = re.sub(rf'"{name}": (\w+)', f'"{name}": 1', content)
+    assert json.loads(changed) != json.loads(content)
+    path.write_text(changed)
+    with pytest.raises(StorageCorruptError, match=r"manifest\.json' does not match its checksum") as caught:
+        read_manifest(OpenFolder(path.parent))
+    assert "TransferConfig(job=...)" in caught.value.remedy
+
+
+def test_a_manifest_of_the_version_before(tmp_path: Path) -> None:
+    """A store whose manifest has no checksum, as version 3 had none, is still read."""
+    store = create([tmp_path])
+    commit_generation(store, 0)
+    store.close(remove=False)
+    path = tmp_path / "default" / "rank-00000" / "manifest.json"
+    values = json.loads(path.read_text())
+    del values["crc32"]
+    path.write_text(json.dumps(values | {"version": 3}, indent=1))
+    recovered = StateStore.recover([tmp_path])
+    assert recovered.generation == 0
+    recovered.close(remove=True)
 
 
 def test_manifest_larger_than_any(tmp_path: Path) -> None:

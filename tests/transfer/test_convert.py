@@ -17,6 +17,7 @@ from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, Sto
 from lightning_smartinfinity.progress import hidden
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.transfer.convert import convert_store
+from tests.store.makers import manifest_with
 from tests.transfer.harness import Case, Run, assert_equal, running
 
 FORMATS = ["fp32", "bf16", "int8", "int8_remainder"]
@@ -97,7 +98,7 @@ def test_manifest_that_does_not_fit(tmp_path: Path, change: dict[str, Any]) -> N
     path = next(tmp_path.rglob("manifest.json"))
     manifest = json.loads(path.read_text())
     manifest["parameters"][1] |= change
-    path.write_text(json.dumps(manifest))
+    path.write_bytes(manifest_with(manifest))
     with pytest.raises(StorageCorruptError, match="does not describe the parameters"):
         convert_store([tmp_path / "disk0"], [tmp_path / "new"], state_format="int8")
     assert not (tmp_path / "new").exists()

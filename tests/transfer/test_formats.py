@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, Stor
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.transfer.windows import Window
 from tests.helpers.native_testing import inject
+from tests.store.makers import manifest_with
 from tests.transfer.harness import Case, Run, assert_equal, running
 
 # (format, dtype of the parameters): int8_remainder needs bf16.
@@ -223,6 +225,6 @@ def test_unknown_format_in_a_manifest(tmp_path: Path) -> None:
     run = Run(tmp_path, Case())
     run.close(remove=False)
     path = next(tmp_path.rglob("manifest.json"))
-    path.write_text(path.read_text().replace('"fp32"', '"int2"'))
+    path.write_bytes(manifest_with(json.loads(path.read_text()) | {"state_format": "int2"}))
     with pytest.raises(StorageCorruptError, match="in the format 'int2'; this package reads fp32, bf16, int8"):
         StateStore.recover(run.folders)
