@@ -7,6 +7,7 @@ from __future__ import annotations
 
 try:
     from lightning_smartinfinity.native._core import (
+        FaultCounts,
         Hold,
         InstructionSet,
         Throttle,
@@ -30,6 +31,7 @@ except ImportError as error:
     ) from error
 
 __all__ = [
+    "FaultCounts",
     "Hold",
     "InstructionSet",
     "Throttle",

@@ -13,6 +13,9 @@ import torch
 from tests.helpers.model_folder import make_model_folder
 from tests.helpers.power_loss import DISKS, Disk, LoopDisk, loop_devices_work
 from tests.helpers.runif import NO_LOOP_DEVICE
+from tests.xrt.fixtures import emulated_cards, emulated_cards_of_process
+
+__all__ = ["disk", "emulated_cards", "emulated_cards_of_process", "model_folder"]
 
 
 @pytest.fixture(scope="session")

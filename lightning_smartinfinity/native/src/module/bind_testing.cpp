@@ -13,6 +13,7 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -37,24 +38,60 @@ namespace smart_infinity {
 namespace {
 
 template <class Worker>
+void put_faults(Worker& worker, const Faults& faults, const std::shared_ptr<FaultCounts>& counts, bool gradients) {
+    if (gradients) {
+        if constexpr (std::is_same_v<Worker, PythonPipeline>) {
+            const auto gate = std::make_shared<FaultInjectingGate>(faults, counts);
+            Seams::put_before_transfers(*worker.get(), [gate](const IoRequest& request) { (*gate)(request); });
+            return;
+        }
+        throw std::invalid_argument("inject: gradients are transferred by pipelines only");
+    }
+    Seams::decorate_engine(*worker.get(), [&faults, &counts](std::unique_ptr<IoEngine> engine) {
+        return std::make_unique<FaultInjectingEngine>(std::move(engine), faults, counts);
+    });
+}
+
+template <class Worker>
 void bind_inject(nb::module_& m, const char* name) {
     m.def(
         "inject",
         [](Worker& worker, std::uint64_t seed, std::int64_t max_delay_us, std::int64_t fail_read_at,
            std::int64_t fail_write_at, std::int64_t short_transfer_every, int error, std::int64_t delay_us,
-           std::int64_t flip_read_at, std::int64_t misread_at, std::int64_t misread_by, std::int64_t lose_write_at) {
+           std::int64_t flip_read_at, std::int64_t misread_at, std::int64_t misread_by, std::int64_t lose_write_at,
+           bool gradients) {
             const Faults faults{seed,     max_delay_us, fail_read_at, fail_write_at, short_transfer_every, error,
                                 delay_us, flip_read_at, misread_at,   misread_by,    lose_write_at};
-            Seams::decorate_engine(*worker.get(), [&faults](std::unique_ptr<IoEngine> engine) {
-                return std::make_unique<FaultInjectingEngine>(std::move(engine), faults);
-            });
+            auto counts = std::make_shared<FaultCounts>();
+            put_faults(worker, faults, counts, gradients);
+            return counts;
         },
         nb::arg(name), nb::kw_only(), "seed"_a = 0, "max_delay_us"_a = 0, "fail_read_at"_a = -1, "fail_write_at"_a = -1,
         "short_transfer_every"_a = 0, "errno"_a = EIO, "delay_us"_a = 0, "flip_read_at"_a = -1, "misread_at"_a = -1,
-        "misread_by"_a = 4096, "lose_write_at"_a = -1, WithoutGil(),
-        "Inject faults from now on, for tests. Requests are counted from 0, reads and writes separately.\n\n"
+        "misread_by"_a = 4096, "lose_write_at"_a = -1, "gradients"_a = false, WithoutGil(),
+        "Inject faults from now on, for tests, and count them. Requests are counted from 0, reads and writes\n"
+        "separately.\n\n"
         "One bit of read flip_read_at is flipped. Read misread_at returns what lies misread_by bytes elsewhere. Write\n"
-        "lose_write_at is reported done, but not made. delay_us is added to the time of every request.");
+        "lose_write_at is reported done, but not made. delay_us is added to the time of every request. With\n"
+        "`gradients` it injects faults, but no short transfers, into those of a card's gradient file; otherwise, into\n"
+        "all others.");
+}
+
+void bind_counts(nb::module_& m) {
+    nb::class_<FaultCounts> counts(m, "FaultCounts",
+                                   "Counts requests, and for each fault those on which it had an effect. A misread or\n"
+                                   "lost one counts only if that changed a byte.");
+    const auto add = [&counts](const char* name, FaultCounts::Count FaultCounts::* count) {
+        counts.def_prop_ro(name, [count](const FaultCounts& self) { return (self.*count).load(); });
+    };
+    add("reads", &FaultCounts::reads);
+    add("writes", &FaultCounts::writes);
+    add("failed", &FaultCounts::failed);
+    add("shortened", &FaultCounts::shortened);
+    add("delayed", &FaultCounts::delayed);
+    add("flipped", &FaultCounts::flipped);
+    add("misread", &FaultCounts::misread);
+    add("lost", &FaultCounts::lost);
 }
 
 std::shared_ptr<Hold> hold_of(std::int64_t read_at, std::int64_t write_at, std::uint64_t count) {
@@ -219,6 +256,7 @@ void bind_parts(nb::module_& m) {
 }  // namespace
 
 void bind_testing(nb::module_& m) {
+    bind_counts(m);
     bind_inject<PythonPipeline>(m, "pipeline");
     bind_inject<PythonFileQueue>(m, "queue");
     bind_inject<PythonTensorStore>(m, "store");

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
@@ -29,10 +30,25 @@ struct Faults {
     std::int64_t lose_write_at = -1;  // number of the write that is reported done, but was not made
 };
 
+// How many requests there were, and on how many of them each fault had an effect. A request that was misread or lost
+// counts only if that changed a byte.
+struct FaultCounts {
+    using Count = std::atomic<std::int64_t>;
+    Count reads = 0;
+    Count writes = 0;
+    Count failed = 0;
+    Count shortened = 0;
+    Count delayed = 0;
+    Count flipped = 0;
+    Count misread = 0;
+    Count lost = 0;
+};
+
 // An engine that injects faults, for tests.
 class FaultInjectingEngine final : public IoEngine, private CompletionHandler {
  public:
-    FaultInjectingEngine(std::unique_ptr<IoEngine> inner, const Faults& faults);
+    FaultInjectingEngine(std::unique_ptr<IoEngine> inner, const Faults& faults,
+                         std::shared_ptr<FaultCounts> counts = std::make_shared<FaultCounts>());
     void submit(const IoRequest& request, CompletionHandler& handler) override;
     IoUsage usage() const override { return inner_->usage(); }
     IoEngineKind kind() const override { return inner_->kind(); }
@@ -44,22 +60,42 @@ class FaultInjectingEngine final : public IoEngine, private CompletionHandler {
         std::int64_t at_most = 0;  // limit of the result: bytes, or a negative errno
         std::int64_t delay_us = 0;
         bool flips = false;
+        bool misread = false;
         std::shared_ptr<HostBuffer> lost = nullptr;  // a lost write: memory for what is read in its stead
     };
 
     void completed(const IoRequest& request, const IoResult& result) override;
-    IoRequest real_request(const Pending& pending, std::int64_t number) const;
+    IoRequest real_request(const Pending& pending) const;
     void flip_bit(const IoRequest& request, std::int64_t transferred);
+    void count(const Pending& pending, std::int64_t transferred);
     Pending decide(const IoRequest& request, CompletionHandler& handler, std::int64_t number);
-    std::int64_t random(std::int64_t first, std::int64_t last);
 
     const Faults faults_;
+    const std::shared_ptr<FaultCounts> counts_;
     std::mutex mutex_;
     std::mt19937_64 generator_;
-    std::int64_t num_reads_ = 0;
-    std::int64_t num_writes_ = 0;
     std::map<std::size_t, Pending> pending_;  // by tag: one request per tag is in flight
     std::unique_ptr<IoEngine> inner_;         // last member: its destructor waits for completions
+};
+
+// Injects faults into transfers that have no engine: it is called before each of them, and changes the file before a
+// read. No transfer is short.
+class FaultInjectingGate {
+ public:
+    FaultInjectingGate(const Faults& faults, std::shared_ptr<FaultCounts> counts);
+    // Throws CardError for a transfer that is to fail.
+    void operator()(const IoRequest& request);
+
+ private:
+    void fail(const char* what);
+    void change(const IoRequest& read, std::int64_t number);
+    void replace(const IoRequest& read, const std::byte* content, FaultCounts::Count& count);
+
+    const Faults faults_;
+    const std::shared_ptr<FaultCounts> counts_;
+    std::mutex mutex_;
+    std::mt19937_64 generator_;
+    std::map<std::uint64_t, std::unique_ptr<HostBuffer>> lost_;  // by offset: what lost writes have not replaced
 };
 
 }  // namespace smart_infinity

@@ -1,0 +1,214 @@
+"""A training on a disk that does its worst, and how often the disk did."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TransferConfig
+from lightning_smartinfinity.transfer.windows import Window
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.native_testing import FaultCounts, Hold, inject
+from tests.helpers.trainers import quiet_trainer
+from tests.helpers.waiting import LIMIT
+
+__all__ = ["CARD", "FAULTS", "Fault", "FaultyDisk", "Outcome", "Place", "trained", "undisturbed"]
+
+CARD = "card"
+"""The engine of an emulated SmartSSD; all others are the host's, by the names of ``io_engines()``."""
+
+_RECIPE = Recipe(precision="bf16-mixed", width=64, depth=1)
+_STEPS = 4
+_PARAMETERS_ON_STORAGE: dict[str, Any] = {
+    "offload_param": {"device": "nvme"},
+    "stage3_param_persistence_threshold": 0,
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What the disk does to a training, from its second step on.
+
+    Args:
+        name: What it is called in the table.
+        counted: Name of the member of ``FaultCounts`` that counts it; None if it is held.
+        injected: Arguments of ``inject``, without the number of the request.
+        at: Name of the argument that takes this number, of ``inject``, or of ``Hold`` if the request is held.
+        harmless: Whether the training ends with the same bits, and nothing is raised.
+    """
+
+    name: str
+    counted: str | None
+    injected: dict[str, int] = field(default_factory=dict)
+    at: str | None = None
+    harmless: bool = False
+
+
+FAULTS = {
+    "flip": Fault("bit flip in what is read", "flipped", at="flip_read_at"),
+    "block": Fault("read that returns another block", "misread", at="misread_at"),
+    "extent": Fault("read that returns another block", "misread", {"misread_by": 1 << 16}, at="misread_at"),
+    "lost": Fault("write that is reported done and lost", "lost", at="lose_write_at"),
+    "read error": Fault("read or write that fails", "failed", at="fail_read_at"),
+    "torn write": Fault("read or write that fails", "failed", at="fail_write_at"),
+    "slow": Fault("slow and late transfers", "delayed", {"delay_us": 2000, "max_delay_us": 3000}, harmless=True),
+    "short": Fault("short transfers", "shortened", {"short_transfer_every": 3, "max_delay_us": 500}, harmless=True),
+    "hung read": Fault("read or write that is never answered", None, at="read_at"),
+    "hung write": Fault("read or write that is never answered", None, at="write_at"),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the disk of a training holds, and how it is used.
+
+    Args:
+        file: ``state``, ``parameters`` or ``gradients``: the file that the fault is in.
+        engine: :data:`CARD`, or a name of ``io_engines()``.
+        overlap: As the strategy's.
+        xclbin: Kernels of the card.
+    """
+
+    file: str
+    engine: str
+    overlap: str
+    xclbin: Path | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The bits that a training ends with.
+
+    Args:
+        losses: One of each step.
+        state: Arrays of the optimizer state, each of all elements.
+        parameters: In the order of the model.
+    """
+
+    losses: list[float]
+    state: list[NDArray[np.float32]]
+    parameters: list[torch.Tensor]
+
+    def assert_same(self, other: Outcome) -> None:
+        """Assert that every bit is equal."""
+        assert self.losses == other.losses
+        for array, expected in zip(self.state, other.state, strict=True):
+            np.testing.assert_array_equal(array, expected)
+        for values, wanted in zip(self.parameters, other.parameters, strict=True):
+            assert torch.equal(values, wanted)
+
+
+class FaultyDisk(pl.Callback):
+    """Lets a disk do its worst from the second step on, and reads state and parameters at the end.
+
+    Args:
+        place: Where it does so.
+        fault: What it does; ``None``: it works.
+        number: Number of the read or write that it does it to.
+
+    Attributes:
+        fired: How many requests the fault had an effect on, once the training has ended.
+        counts: Counts of the requests, unless one is held.
+    """
+
+    def __init__(self, place: Place, fault: Fault | None, number: int) -> None:
+        self._place = place
+        self._fault = fault
+        self._number = number
+        self._hold: Hold | None = None
+        self.counts: FaultCounts | None = None
+        self.fired = 0
+        self.state: list[NDArray[np.float32]] = []
+        self.parameters: list[torch.Tensor] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != 1:
+            return
+        worker, fault = self._worker(trainer), self._fault
+        where: dict[str, Any] = {"gradients": True} if self._place.file == "gradients" else {}
+        at = {} if fault is None or fault.at is None else {fault.at: self._number}
+        if fault is not None and fault.counted is None:
+            self._hold = Hold(worker, **where, **at)
+        else:
+            injected = {} if fault is None else fault.injected
+            self.counts = inject(worker, seed=self._number, **where, **injected, **at)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        windows: list[list[NDArray[np.float32]]] = []
+
+        def keep(window: Window) -> None:
+            windows.append([array.copy() for array in window.arrays])
+
+        _handler(trainer).state.scan(keep)
+        self.state = [np.concatenate(parts) for parts in zip(*windows, strict=True)]
+        for param in pl_module.parameters():
+            absent = param.ds_tensor.numel() == 0
+            values = param.nvme_swapper.read_partition(param) if absent else param.ds_tensor
+            self.parameters.append(values.flatten().clone())
+
+    def close(self) -> None:
+        """Count what the fault did, and answer what was held."""
+        if self._hold is not None:
+            self.fired = self._hold.count
+            self._hold.release()
+        elif self._fault is not None and self.counts is not None:
+            self.fired = getattr(self.counts, str(self._fault.counted))
+
+    def _worker(self, trainer: pl.Trainer) -> Any:
+        strategy: Any = trainer.strategy
+        if self._place.file == "parameters":
+            return strategy._parameters.store.core
+        device = _handler(trainer)._device
+        return device._workers[0].pipeline if self._place.engine == CARD else device.pipeline
+
+
+def _handler(trainer: pl.Trainer) -> Any:
+    return trainer.strategy.optimizers[0].update.drained_handler()  # type: ignore[attr-defined]
+
+
+def _strategy(folder: Path, place: Place, *, timeout: float) -> SmartInfinityStrategy:
+    on_card = place.engine == CARD
+    transfer = TransferConfig(
+        tasklet_bytes="64KiB",
+        num_buffers=4,
+        io_engine="auto" if on_card else place.engine,
+        io_timeout=timeout,
+    )
+    settings: dict[str, Any] = {}
+    if on_card:
+        route = "storage" if place.file == "gradients" else "host"
+        config = SmartSSDConfig(xclbin=place.xclbin, gradient_route=route, timeout=timeout)
+        settings = {"update_device": "smartssd", "smartssd": config}
+    if place.file == "parameters":
+        settings["zero"] = _PARAMETERS_ON_STORAGE
+    folders = [folder / f"ssd{number}" for number in range(2 if on_card else 1)]
+    return SmartInfinityStrategy(folders, transfer=transfer, overlap=place.overlap, **settings)
+
+
+def trained(folder: Path, disk: FaultyDisk, place: Place, *, timeout: float = 10 * LIMIT) -> Outcome:
+    """Train on a disk, and return what is there at the end."""
+    strategy = _strategy(folder, place, timeout=timeout)
+    with ExitStack() as opened:
+        opened.callback(strategy.close)
+        opened.callback(disk.close)
+        trainer = quiet_trainer(folder, strategy, max_steps=_STEPS, callbacks=[disk])
+        module = LitTiny(_RECIPE)
+        trainer.fit(module)
+    return Outcome(module.losses, disk.state, disk.parameters)
+
+
+@functools.cache
+def undisturbed(folder: Path, place: Place) -> tuple[Outcome, FaultCounts]:
+    """Return what a training over a disk that works ends with, and its requests; overlap changes no bit of it."""
+    disk = FaultyDisk(place, None, 0)
+    outcome = trained(folder, disk, place)
+    assert disk.counts is not None
+    return outcome, disk.counts
