@@ -31,6 +31,9 @@ _SHARED_BEFORE = pytest.StashKey[set[Path]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run tests marked 'long', too, which take minutes")
+    parser.addoption(
+        "--fuzz-seconds", type=float, default=600.0, help="how long each long test by fuzzing goes on (default: 600)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -68,10 +71,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def attack(request: pytest.FixtureRequest) -> Attack:
-    """Return a function by which a test adds a row to the table of attacks, before it asserts their outcome."""
+    """Return a function by which a test adds a row to the table of attacks."""
 
-    def tell(attack: str, *, tries: int, outcome: str) -> None:
-        request.node.user_properties.append((PROPERTY, [attack, tries, outcome]))
+    def tell(attack: str, *, tries: int, outcome: str, seconds: float = 0.0) -> None:
+        request.node.user_properties.append((PROPERTY, [attack, tries, outcome, seconds]))
 
     return tell
 

@@ -13,11 +13,12 @@ PROPERTY = "attack"
 class Attack(Protocol):
     """The fixture ``attack``."""
 
-    def __call__(self, attack: str, *, tries: int, outcome: str) -> None:
+    def __call__(self, attack: str, *, tries: int, outcome: str, seconds: float = 0.0) -> None:
         """Add a row to the table.
 
         Args:
             attack: What was done, the same for all tests of a row.
             tries: How often.
             outcome: What was found each time. A test that fails gets ``FAILED`` instead.
+            seconds: For how long, if the attack was made at random for some time.
         """

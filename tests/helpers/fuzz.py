@@ -25,7 +25,7 @@ def fuzz(attempt: Callable[[Random], object], *, seconds: float, seed: str) -> i
     Args:
         attempt: Reads something damaged. It draws all that is random from its argument.
         seconds: How long to go on; at least once.
-        seed: Every call has a generator of its own, made of this and the call's number.
+        seed: Every call has a generator of its own, made of this, of ``seconds`` and of the call's number.
 
     Raises:
         AssertionError: A call raised an error that is not this package's.
@@ -33,11 +33,12 @@ def fuzz(attempt: Callable[[Random], object], *, seconds: float, seed: str) -> i
     end, tries = time.monotonic() + seconds, 0
     while tries == 0 or time.monotonic() < end:
         try:
-            attempt(Random(f"{seed} {tries}"))
+            attempt(Random(f"{seed} {seconds} {tries}"))
         except SmartInfinityError as error:
             assert error.problem and error.remedy
         except Exception as error:
-            raise AssertionError(f"try {tries} of seed {seed!r}: {type(error).__name__}: {error}") from error
+            what = f"{type(error).__name__}: {error}"
+            raise AssertionError(f"try {tries} of seed {seed!r} for {seconds} s: {what}") from error
         tries += 1
     return tries
 

@@ -1,14 +1,16 @@
 """Runs the attacks and prints their table: ``python -m tests.reliability.report``.
 
-Tests say what they attacked by the fixture ``attack``, whichever folder they are in. The table goes into
-docs/reliability.md. With ``--short`` the attacks are repeated as often as in ``make test``.
+Tests say what they attacked by the fixture ``attack``, whichever folder they are in. With ``--write`` the table
+replaces the one in docs/reliability.md. The attacks take hours; with ``--results FILE`` several runs, each of some of
+the tests, make one table. With ``--short`` the attacks are repeated as often as in ``make test``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,18 +18,25 @@ import pytest
 
 from tests.helpers.attacks import PROPERTY
 
-__all__ = ["Row", "rows_of", "table_of"]
+__all__ = ["Row", "page_with", "rows_of", "table_of"]
 
 _REPOSITORY = Path(__file__).parents[2]
+_PAGE = _REPOSITORY / "docs" / "reliability.md"
+_HEADER = ["| attack | tries | outcome | test |", "|---|---|---|---|"]
 
 
 class Row(NamedTuple):
-    """One line of the table."""
+    """One line of the table.
+
+    Args:
+        seconds: How long the attack went on, if it was made for some time; else 0.
+    """
 
     attack: str
     tries: int
     outcome: str
     test: str
+    seconds: float = 0.0
 
     @property
     def file(self) -> str:
@@ -49,9 +58,9 @@ class _Rows:
             return
         told = [value for name, value in report.user_properties if name == PROPERTY]
         if report.failed and not told:
-            told = [[report.nodeid, 1, ""]]
-        for attack, tries, outcome in told:
-            self.rows.append(Row(attack, tries, "**FAILED**" if report.failed else outcome, report.nodeid))
+            told = [[report.nodeid, 1, "", 0.0]]
+        for attack, tries, outcome, seconds in told:
+            self.rows.append(Row(attack, tries, "**FAILED**" if report.failed else outcome, report.nodeid, seconds))
 
 
 def rows_of(options: Sequence[str]) -> tuple[list[Row], int]:
@@ -65,14 +74,35 @@ def rows_of(options: Sequence[str]) -> tuple[list[Row], int]:
     return plugin.rows, int(code)
 
 
-def table_of(rows: Sequence[Row]) -> str:
+def table_of(rows: Iterable[Row]) -> str:
     """Return the table in Markdown. Tests of one file with the same attack and outcome share a row."""
-    joined: dict[tuple[str, str, str], int] = {}
-    for row in rows:
+    joined: dict[tuple[str, str, str], tuple[int, float]] = {}
+    for row in sorted(rows, key=lambda row: (row.file, row.attack)):
         key = (row.attack, row.outcome, row.file)
-        joined[key] = joined.get(key, 0) + row.tries
-    lines = [f"| {attack} | {tries} | {outcome} | `{file}` |" for (attack, outcome, file), tries in joined.items()]
-    return "\n".join(["| attack | tries | outcome | test |", "|---|---|---|---|", *lines])
+        tries, seconds = joined.get(key, (0, 0.0))
+        joined[key] = (tries + row.tries, seconds + row.seconds)
+    lines = []
+    for (attack, outcome, file), (tries, seconds) in joined.items():
+        lines.append(f"| {attack}{f', {seconds:.0f} s' if seconds else ''} | {tries} | {outcome} | `{file}` |")
+    return "\n".join([*_HEADER, *lines])
+
+
+def page_with(table: str, page: str) -> str:
+    """Return a page whose table of attacks, which it must have, is replaced."""
+    before, header, behind = page.partition("\n".join(_HEADER))
+    assert header, "the page has no table of attacks"
+    _, end, rest = behind.partition("\n\n")
+    return before + table + end + rest
+
+
+def joined_results(file: Path, rows: Iterable[Row]) -> list[Row]:
+    """Put the rows of some tests into a file, in place of those that these tests had there, and return all rows."""
+    rows = list(rows)
+    known = [Row(*values) for values in json.loads(file.read_text())] if file.exists() else []
+    tests = {row.test for row in rows}
+    rows += [row for row in known if row.test not in tests]
+    file.write_text(json.dumps(rows, indent=0))
+    return rows
 
 
 def files_with_attacks() -> list[str]:
@@ -85,11 +115,19 @@ def main() -> int:
     """Run the attacks, print their table, and return pytest's exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="repeat attacks as often as `make test` does")
+    parser.add_argument("--results", type=Path, help="file that joins the results of several runs")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/reliability.md")
     parser.add_argument("options", nargs="*", help="further options for pytest")
     arguments = parser.parse_args()
     limits = [] if arguments.short else ["--long", "-o", "timeout=3600", "-o", "faulthandler_timeout=3630"]
-    rows, code = rows_of([*files_with_attacks(), *limits, *arguments.options])
-    print(f"\n{table_of(rows)}")
+    named = any(option.startswith("tests/") for option in arguments.options)
+    rows, code = rows_of([*([] if named else files_with_attacks()), *limits, *arguments.options])
+    if arguments.results:
+        rows = joined_results(arguments.results, rows)
+    table = table_of(rows)
+    print(f"\n{table}")
+    if arguments.write:
+        _PAGE.write_text(page_with(table, _PAGE.read_text()))
     return code
 
 

@@ -32,9 +32,14 @@ from tests.helpers.models import Recipe
 from tests.helpers.native_testing import decode_gradient
 from tests.store.makers import commit_generation, create, manifest_with
 
-SECONDS = [2, pytest.param(600, marks=pytest.mark.long)]
 OUTCOME = "read, or refused by an error of ours"
 RECIPE = Recipe(frozen=True, width=8, depth=1)
+
+
+@pytest.fixture(params=["short", pytest.param("long", marks=pytest.mark.long)])
+def seconds(request: pytest.FixtureRequest) -> float:
+    """Return how long to fuzz."""
+    return 2.0 if request.param == "short" else float(request.config.getoption("fuzz_seconds"))
 
 
 # ---- a store
@@ -74,11 +79,10 @@ def changed_manifest(content: bytes, random: Random) -> bytes:
     return json.dumps(changed, default=repr).encode()
 
 
-@pytest.mark.parametrize("seconds", SECONDS)
 def test_manifests(seconds: float, store: Path, attack: Attack) -> None:
     """Text and values of the manifest are changed."""
     tries = fuzz_store(store, "manifest.json", changed_manifest, seconds=seconds)
-    attack("fuzzing of a store's manifest", tries=tries, outcome=OUTCOME)
+    attack("fuzzing of a store's manifest", tries=tries, seconds=seconds, outcome=OUTCOME)
 
 
 def changed_record(content: bytes, random: Random) -> bytes:
@@ -91,11 +95,10 @@ def changed_record(content: bytes, random: Random) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize("seconds", SECONDS)
 def test_records(seconds: float, store: Path, attack: Attack) -> None:
     """Commit records are changed, most of them with checksums that are right."""
     tries = fuzz_store(store, "commit.bin", changed_record, seconds=seconds)
-    attack("fuzzing of a store's commit record", tries=tries, outcome=OUTCOME)
+    attack("fuzzing of a store's commit record", tries=tries, seconds=seconds, outcome=OUTCOME)
 
 
 def changed_trailer(content: bytes, random: Random) -> bytes:
@@ -103,17 +106,15 @@ def changed_trailer(content: bytes, random: Random) -> bytes:
     return content[:at] + damaged(content[at : at + 128], random)[:128].ljust(128, b"\0") + content[at + 128 :]
 
 
-@pytest.mark.parametrize("seconds", SECONDS)
 def test_trailers(seconds: float, store: Path, attack: Attack) -> None:
     """Trailers of extents, and what else ends a block of the state file, are changed."""
     tries = fuzz_store(store, "state.bin", changed_trailer, seconds=seconds)
-    attack("fuzzing of trailers of extents", tries=tries, outcome=OUTCOME)
+    attack("fuzzing of trailers of extents", tries=tries, seconds=seconds, outcome=OUTCOME)
 
 
 # ---- compressed gradients
 
 
-@pytest.mark.parametrize("seconds", SECONDS)
 def test_payloads(seconds: float, attack: Attack) -> None:
     """A payload is refused, or decoded into the elements of its tasklet and no others."""
     numel, guard = 70_000, 4096
@@ -133,7 +134,8 @@ def test_payloads(seconds: float, attack: Attack) -> None:
             raise SmartInfinityError(str(error), "None.") from error
 
     tries = fuzz(attempt, seconds=seconds, seed="payload")
-    attack("fuzzing of compressed gradients", tries=tries, outcome="decoded within its tasklet, or ValueError")
+    outcome = "decoded within its tasklet, or ValueError"
+    attack("fuzzing of compressed gradients", tries=tries, seconds=seconds, outcome=outcome)
     assert not out[4 * numel :].any()
 
 
@@ -208,7 +210,6 @@ def read_weights(folder: Path) -> None:
     weights.read(list(weights.contents.parameters), lambda name, begin, values: None, masters=True)
 
 
-@pytest.mark.parametrize("seconds", SECONDS)
 def test_checkpoints(seconds: float, saved: Path, tmp_path: Path, attack: Attack) -> None:
     """An export and a conversion read a checkpoint whose files were changed."""
     folder = shutil.copytree(saved / "ordinary", tmp_path / "ordinary")
@@ -221,10 +222,9 @@ def test_checkpoints(seconds: float, saved: Path, tmp_path: Path, attack: Attack
             shutil.rmtree(tmp_path / "universal", ignore_errors=True)
 
     tries = fuzz_checkpoint(folder, read, seconds=seconds)
-    attack("fuzzing of a checkpoint's files", tries=tries, outcome=OUTCOME)
+    attack("fuzzing of a checkpoint's files", tries=tries, seconds=seconds, outcome=OUTCOME)
 
 
-@pytest.mark.parametrize("seconds", SECONDS)
 def test_universal_folders(seconds: float, saved: Path, tmp_path: Path, attack: Attack) -> None:
     """An export and a resume read a universal folder whose files were changed."""
     path = shutil.copytree(saved / "universal", tmp_path / "universal")
@@ -241,14 +241,14 @@ def test_universal_folders(seconds: float, saved: Path, tmp_path: Path, attack: 
                     folder.values(values, name, array, 0, shape.numel())
 
     tries = fuzz_checkpoint(path, read, seconds=seconds)
-    attack("fuzzing of a universal folder's files", tries=tries, outcome=OUTCOME)
+    attack("fuzzing of a universal folder's files", tries=tries, seconds=seconds, outcome=OUTCOME)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ordinary", "universal"])
-def test_resumes(kind: str, saved: Path, tmp_path: Path, attack: Attack) -> None:
+def test_resumes(seconds: float, kind: str, saved: Path, tmp_path: Path, attack: Attack) -> None:
     """A training resumes from a checkpoint whose files were changed, or is told why not."""
     folder = shutil.copytree(saved / kind, tmp_path / kind)
     with training(tmp_path) as (fabric, state):
-        tries = fuzz_checkpoint(folder, lambda: fabric.load(folder, dict(state)), seconds=600)
-    attack("fuzzing of a checkpoint that a training resumes from", tries=tries, outcome=OUTCOME)
+        tries = fuzz_checkpoint(folder, lambda: fabric.load(folder, dict(state)), seconds=seconds)
+    what = f"fuzzing of {'a' if kind == 'universal' else 'an'} {kind} checkpoint that a training resumes from"
+    attack(what, tries=tries, seconds=seconds, outcome=OUTCOME)
