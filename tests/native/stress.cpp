@@ -29,6 +29,7 @@
 #include "base/buffer.hpp"
 #include "base/flush_subnormals.hpp"
 #include "base/system_error.hpp"
+#include "busy_handlers.hpp"
 #include "cuda/cuda_device.hpp"
 #include "io/io_scheduler.hpp"
 #include "pipeline/pipeline.hpp"
@@ -553,6 +554,8 @@ int main(int argc, char** argv) {
     const std::uint64_t first = std::strtoull(argv[2], nullptr, 10);
     const std::uint64_t num_seeds = std::strtoull(argv[3], nullptr, 10);
     const smart_infinity::FakeCuda cuda(argv[4]);
+    smart_infinity::require(smart_infinity::disk_gets_requests_while_handlers_compute(argv[1]),
+                            "the disk waits for handlers", first);
     for (std::uint64_t seed = first; seed < first + num_seeds; ++seed) {
         smart_infinity::Scenario(argv[1], seed, cuda).run();
         smart_infinity::Tensors(argv[1], seed).run();

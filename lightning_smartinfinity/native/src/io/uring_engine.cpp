@@ -37,7 +37,8 @@ constexpr std::size_t kMaxInFlight = 127;  // requests in flight
 // Twice the requests in flight and the wake-up: a kernel thread may have completed entries that it has not returned
 // yet, and returns them before it takes those that were queued meanwhile.
 constexpr unsigned kEntries = 2 * (kMaxInFlight + 1);
-constexpr int kMaxAttempts = 10'000;  // a millisecond apart
+constexpr double kLongestWait = 2e-4;  // seconds that queued requests may wait for handlers
+constexpr int kMaxAttempts = 10'000;   // a millisecond apart
 constexpr std::uint64_t kWakeUp = ~std::uint64_t{0};
 
 class UringEngine final : public IoEngine {
@@ -157,13 +158,20 @@ class UringEngine final : public IoEngine {
     // Prepares entries for queued requests. Returns whether there is anything to wait for.
     bool prepare_queued() {
         const std::lock_guard lock(mutex_);
-        while (!queue_.empty() && !free_.empty()) {
-            prepare_entry(queue_.front());
-            queue_.pop_front();
-        }
+        prepare_entries();
         asleep_ = true;
         ++usage_.system_calls;
         return !closing_ || !queue_.empty() || free_.size() < kMaxInFlight;
+    }
+
+    // The caller holds the mutex. Returns whether there were any.
+    bool prepare_entries() {
+        bool any = false;
+        for (; !queue_.empty() && !free_.empty(); any = true) {
+            prepare_entry(queue_.front());
+            queue_.pop_front();
+        }
+        return any;
     }
 
     void prepare_entry(const Item& item) {
@@ -238,7 +246,26 @@ class UringEngine final : public IoEngine {
         io_uring_cq_advance(ring_, count);
         if (!stay_awake()) woken = false;
         if (woken) arm_wake_up();
-        for (const Completion& each : completions_) complete(each);
+        const Stopwatch since_reaped;
+        double submitted = 0;
+        for (const Completion& each : completions_) {
+            complete(each);
+            // A handler may compute, a checksum for instance. The disk gets what is queued meanwhile.
+            if (since_reaped.seconds() - submitted < kLongestWait) continue;
+            submit_queued();
+            submitted = since_reaped.seconds();
+        }
+    }
+
+    // The caller looks at the queue again before it sleeps.
+    void submit_queued() {
+        {
+            const std::lock_guard lock(mutex_);
+            if (!prepare_entries()) return;
+            ++usage_.system_calls;
+        }
+        // What the kernel does not take now stays queued in the ring.
+        (void)io_uring_submit(ring_);
     }
 
     // Marks the thread as awake. Returns whether later requests may have to wake it again.
