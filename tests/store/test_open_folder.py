@@ -247,6 +247,26 @@ def test_a_damaged_store_that_was_kept_stays(tmp_path: Path, keep: Callable[[], 
     assert {path: path.read_bytes() for path in folder.iterdir() if path.name != "lock"} == before
 
 
+@pytest.mark.parametrize("name", ["lock", "manifest.json"])
+def test_no_bit_makes_a_kept_store_one_to_be_removed(tmp_path: Path, name: str) -> None:
+    """Lock and manifest both say that a store is kept, so whichever bit of one flips, the next job removes nothing."""
+    store = create([tmp_path], keep=True)
+    commit_generation(store, 0)
+    store.close(remove=False)
+    folder = tmp_path / "default" / "rank-00000"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for number in range(0, 8 * len(before[name]), 7):  # each bit of some byte, and each byte
+        changed = bytearray(before[name])
+        changed[number // 8] ^= 1 << number % 8
+        (folder / name).write_bytes(changed)
+        with pytest.raises(StorageError):
+            create([tmp_path])
+        for file, content in before.items():
+            if file not in ("lock", name):
+                assert (folder / file).read_bytes() == content
+        (folder / "lock").write_bytes(before["lock"])
+
+
 def test_a_manifest_that_was_being_written(tmp_path: Path) -> None:
     """A temporary file of a killed process is replaced, because the lock names it."""
     store = create([tmp_path])
