@@ -23,11 +23,15 @@ def flip_bit(file: Path, generator: random.Random) -> None:
 
 
 def misplace_block(file: Path, generator: random.Random) -> None:
-    """Write another part of a file over any block of it, as a disk does that mistakes the address."""
+    """Write another part of a file over any block of it, as a disk does that mistakes the address.
+
+    In a file of less than two blocks the part is half of it.
+    """
     content = file.read_bytes()
-    first, other = (generator.randrange(max(1, len(content) - BLOCK_BYTES)) for _ in range(2))
-    block = content[other : other + BLOCK_BYTES]
-    file.write_bytes(content[:first] + block + content[first + len(block) :])
+    size = min(BLOCK_BYTES, len(content) // 2)
+    first, other = (generator.randrange(len(content) - size + 1) for _ in range(2))
+    block = content[other : other + size]
+    file.write_bytes(content[:first] + block + content[first + size :])
 
 
 def lose_block(file: Path, generator: random.Random) -> None:

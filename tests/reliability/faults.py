@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -14,11 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TransferConfig
+from lightning_smartinfinity.native import IoClass, IoScheduler, MemoryPool, StateFile, TensorStore
+from lightning_smartinfinity.store import scheduling
 from lightning_smartinfinity.transfer.windows import Window
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.native_testing import FaultCounts, Hold, inject
 from tests.helpers.trainers import quiet_trainer
-from tests.helpers.waiting import LIMIT
+from tests.helpers.waiting import LIMIT, join
 
 __all__ = ["CARD", "FAULTS", "Fault", "FaultyDisk", "Outcome", "Place", "trained", "undisturbed"]
 
@@ -74,13 +80,25 @@ class Place:
         file: ``state``, ``parameters`` or ``gradients``: the file that the fault is in.
         engine: :data:`CARD`, or a name of ``io_engines()``.
         overlap: As the strategy's.
+        crowded: Whether all requests wait for their turn, because of a neighbour on the device.
         xclbin: Kernels of the card.
     """
 
     file: str
     engine: str
     overlap: str
+    crowded: bool = False
     xclbin: Path | None = None
+
+    def __str__(self) -> str:
+        return f"{'crowded-' if self.crowded else ''}{self.file}-{self.engine}-{self.overlap}"
+
+    @property
+    def described(self) -> str:
+        """The file, as the table calls it."""
+        if self.engine == CARD:
+            return f"the {self.file} on SmartSSDs"
+        return f"the {self.file} in a training" + " that waits for other requests" * self.crowded
 
 
 @dataclass(frozen=True)
@@ -104,6 +122,37 @@ class Outcome:
             np.testing.assert_array_equal(array, expected)
         for values, wanted in zip(self.parameters, other.parameters, strict=True):
             assert torch.equal(values, wanted)
+
+
+class Neighbour:
+    """Uses a device from a thread of its own: each of its requests is slow, and runs alone.
+
+    Args:
+        file: A file that it makes on the device.
+        scheduler: The device's.
+    """
+
+    _BYTES = 1 << 20  # more than a ring
+
+    def __init__(self, file: Path, scheduler: IoScheduler) -> None:
+        file.touch()
+        self._store = TensorStore([StateFile(str(file), direct=False, scheduler=scheduler)])
+        inject(self._store, delay_us=10_000)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._write, name="neighbour")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop it. What it has begun is waited for."""
+        self._ended.set()
+        join(self._thread)
+        self._store.close()
+
+    def _write(self) -> None:
+        extent, memory = self._store.allocate(self._BYTES), MemoryPool().take(self._BYTES)
+        where = {"address": memory.address, "nbytes": memory.nbytes}
+        while not self._ended.is_set():
+            assert self._store.wait(self._store.write(extent, offset=0, io_class=IoClass.BACKGROUND, **where)) is None
 
 
 class FaultyDisk(pl.Callback):
@@ -193,10 +242,27 @@ def _strategy(folder: Path, place: Place, *, timeout: float) -> SmartInfinityStr
     return SmartInfinityStrategy(folders, transfer=transfer, overlap=place.overlap, **settings)
 
 
+@contextmanager
+def crowded(folder: Path) -> Iterator[None]:
+    """Let what is stored in a folder meanwhile take turns with a neighbour, and assert that something waited for it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    scheduler = IoScheduler(in_flight_bytes=1)
+    with mock.patch.dict(scheduling._schedulers, {os.stat(folder).st_dev: scheduler}):
+        neighbour = Neighbour(folder / "neighbour", scheduler)
+        try:
+            yield
+        finally:
+            neighbour.close()
+    waited = [waiting for waiting, other, requests, *_ in scheduler.waits() if other == "background" and requests]
+    assert set(waited) - {"background"}
+
+
 def trained(folder: Path, disk: FaultyDisk, place: Place, *, timeout: float = 10 * LIMIT) -> Outcome:
     """Train on a disk, and return what is there at the end."""
     strategy = _strategy(folder, place, timeout=timeout)
     with ExitStack() as opened:
+        if place.crowded:
+            opened.enter_context(crowded(folder))
         opened.callback(strategy.close)
         opened.callback(disk.close)
         trainer = quiet_trainer(folder, strategy, max_steps=_STEPS, callbacks=[disk])
