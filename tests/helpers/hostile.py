@@ -1,4 +1,4 @@
-"""An object whose pickle runs code when it is loaded, and whether it ran."""
+"""An object whose pickle runs code when it is loaded, and files that need nobody's consent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
-__all__ = ["Hostile", "executed"]
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+__all__ = ["Hostile", "assert_plain", "executed", "files_in"]
 
 _NAME = "executed"
 
@@ -39,3 +42,16 @@ class Hostile:
 def leave_mark(folder: str) -> None:
     """Leave the mark that :func:`executed` finds."""
     Path(folder, _NAME).touch()
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return the torch files in a folder and below it."""
+    return [file for file in sorted(folder.rglob("*")) if file.suffix == ".pt" and file.is_file()]
+
+
+def assert_plain(files: list[Path], least: int) -> None:
+    """Assert that there are so many files, and that torch loads them without consent."""
+    assert len(files) >= least
+    for file in files:
+        assert get_unsafe_globals_in_checkpoint(file) == [], file
+        torch.load(file, weights_only=True, map_location="cpu")

@@ -13,7 +13,6 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import callbacks
-from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_smartinfinity import BlockScaled, CheckpointError, RandomStates, SmartInfinityStrategy
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
@@ -21,7 +20,7 @@ from lightning_smartinfinity.huggingface import SmartInfinityTraining
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from tests.fabric.worker import quiet_fabric
 from tests.helpers.attacks import Attack
-from tests.helpers.hostile import Hostile, executed
+from tests.helpers.hostile import Hostile, assert_plain, executed, files_in
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.huggingface.trained import arguments, dataset, load, train
@@ -56,17 +55,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     convert_checkpoint(root / "ordinary", root / "universal")
     export_checkpoint(root / "ordinary", root / "file", ExportSettings(to="lightning"))
     return root
-
-
-def files_in(folder: Path) -> list[Path]:
-    return [file for file in sorted(folder.rglob("*")) if file.suffix == ".pt" and file.is_file()]
-
-
-def assert_plain(files: list[Path], least: int) -> None:
-    assert len(files) >= least
-    for file in files:
-        assert get_unsafe_globals_in_checkpoint(file) == [], file
-        torch.load(file, weights_only=True, map_location="cpu")
 
 
 def test_what_a_trainer_saves_needs_no_consent(saved: Path) -> None:
@@ -186,6 +174,7 @@ def test_fabric(fabric: Fabric, tmp_path: Path, attack: Attack) -> None:
     fabric.save(tmp_path / "ordinary", state)
     assert_plain(files_in(tmp_path / "ordinary"), 2)
     convert_checkpoint(tmp_path / "ordinary", tmp_path / "universal")
+    assert_plain(files_in(tmp_path / "universal"), 4)
     torch.save(RECIPE.build_model().state_dict(), tmp_path / "raw")
     ordinary, universal = files_in(tmp_path / "ordinary"), files_in(tmp_path / "universal" / "zero" / "norm.weight")
     universal += [*(tmp_path / "universal" / "zero").glob("*.pt"), *(tmp_path / "universal").glob("*.pt")]

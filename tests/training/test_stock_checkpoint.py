@@ -22,6 +22,7 @@ from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from tests.fabric.worker import quiet_fabric
 from tests.helpers import trainers
+from tests.helpers.hostile import assert_plain, files_in
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
 from tests.helpers.universal import convert_by_command
@@ -109,6 +110,18 @@ def test_a_stock_checkpoint_is_resumed(kind: str, universal: bool, saved: Path, 
     losses = json.loads((saved / f"{kind}.json").read_text())
     tolerance = LOSS_TOLERANCE[recipe.precision.split("-")[0]]
     torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(losses[SAVE_AT:]), atol=tolerance, rtol=0)
+
+
+def test_a_converted_stock_checkpoint_needs_no_consent(saved: Path, tmp_path: Path) -> None:
+    """DeepSpeed's objects become numbers: torch loads every file, and a training resumes by default."""
+    folder = convert_by_command(saved / "fp16.ckpt", tmp_path / "universal", "--no-weights-only")
+    assert_plain(files_in(folder), 10)
+    state = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=True)
+    assert state["zero_stage"] == 3 and state["loss_scaler"]["cur_scale"] == 2.0**18
+    recipe, look = KINDS["fp16"][0], Look()
+    trainer = trainers.quiet_trainer(tmp_path, precision=recipe.precision, max_steps=NUM_STEPS, callbacks=[look])
+    trainer.fit(LitTiny(recipe), ckpt_path=folder)
+    assert look.loss_scale == 2.0**18
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16-offload", "fp16"])

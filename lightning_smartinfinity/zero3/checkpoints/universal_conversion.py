@@ -15,7 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARAM_GROUPS
+from deepspeed.checkpoint.constants import (
+    FP32_FLAT_GROUPS,
+    LOSS_SCALER,
+    OPTIMIZER_STATE_DICT,
+    PARAM_GROUPS,
+    ZERO_STAGE,
+)
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
@@ -25,6 +32,7 @@ from lightning_smartinfinity.store.replacement import beside, flush_names, flush
 from lightning_smartinfinity.update_rules import optimizer_names
 from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMS_NAME, BlockChecksums
 from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID, reading_checkpoint, tagged_folder
+from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of, numbers_of
 from lightning_smartinfinity.zero3.checkpoints.note import note_for
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import WINDOW_NUMEL, SavedSlice, slices_of, windows
@@ -208,4 +216,7 @@ def _write_optimizer_state(source: ZeroFolder, file: Path) -> None:
         for index, state in flat["state"].items()
     }
     converted = {**saved, FP32_FLAT_GROUPS: [], OPTIMIZER_STATE_DICT: {**flat, "state": states}}
+    if LOSS_SCALER in saved:  # stock DeepSpeed saves objects here, which only the user's consent would load again
+        converted[LOSS_SCALER] = numbers_of(loss_scaler_of(saved[LOSS_SCALER]))
+    converted[ZERO_STAGE] = int(ZeroStageEnum.weights)
     torch.save({**converted, PARAM_GROUPS: flat["param_groups"]}, file)
