@@ -1,20 +1,28 @@
-"""The small files beside the weights: the configuration, the tokenizer and the like."""
+"""The small files beside the weights: the configuration, the tokenizer and the like.
+
+A checkpoint says from which folder its model was loaded. Anybody may have made the checkpoint, and the user may publish
+the export. So such a folder supplies only what :class:`CheckpointOrigin` allows: it could be any folder of the user's.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
+from contextlib import closing
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.errors import StorageError, UnsupportedError
+from lightning_smartinfinity.store.open_folder import OpenFolder, Trust
 from lightning_smartinfinity.transformers_models import ModelDescription
 
-__all__ = ["has_tokenizer", "origins_of", "write_companions"]
+__all__ = ["CheckpointOrigin", "Origin", "has_tokenizer", "origin_of", "write_companions"]
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.spm", "*.model")
 _WITH_TOKENIZER = (*_TOKENIZER_FILES, "special_tokens_map*", "added_tokens*")
@@ -25,11 +33,61 @@ _COPIED = (
     "generation_config.json",
 )
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+_USUAL_NAMES = {
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("source.spm", "target.spm", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+}
+_MOST_BYTES = 128 << 20  # of a small file: the largest tokenizers have 40 MB
+
+
+class Origin:
+    """A folder of a model from which the user loaded it, or which the user named.
+
+    Args:
+        folder: Path of the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def names(self) -> list[str]:
+        """Return the names of the files that may be copied."""
+        return sorted(file.name for file in self.folder.iterdir() if file.is_file())
+
+    def copy(self, name: str, to: Path) -> None:
+        """Copy a file."""
+        shutil.copyfile(self.folder / name, to)
+
+
+class CheckpointOrigin(Origin):
+    """A folder that a checkpoint names: files of the usual names and sizes, if it is the folder of a model.
+
+    No link in the folder is followed, and files that are not regular are left out.
+    """
+
+    @override
+    def names(self) -> list[str]:
+        try:
+            with closing(self._opened()) as folder:
+                found = [name for name in folder.names() if name in _USUAL_NAMES and _is_small_file(folder, name)]
+                return found if _is_small_file(folder, "config.json") else []
+        except (OSError, StorageError):  # it is gone, or another user's: then nothing is copied
+            return []
+
+    @override
+    def copy(self, name: str, to: Path) -> None:
+        with closing(self._opened()) as folder, folder.reader(name) as file:
+            to.write_bytes(file.read(_MOST_BYTES))
+
+    def _opened(self) -> OpenFolder:
+        return OpenFolder(Path(os.path.realpath(self.folder)), trust=Trust.ANY)
 
 
 def write_companions(
-    description: ModelDescription, folder: Path, *, dtype: torch.dtype, origins: Sequence[Path]
-) -> list[str]:
+    description: ModelDescription, folder: Path, *, dtype: torch.dtype, origins: Sequence[Origin]
+) -> None:
     """Write config.json, and copy each small file of the model from the first of some folders that has it.
 
     Args:
@@ -37,9 +95,6 @@ def write_companions(
         folder: Folder of the export.
         dtype: Dtype of the weights, which from_pretrained reads in config.json.
         origins: Folders of the model before it was trained.
-
-    Returns:
-        Names of the files that were copied.
 
     Raises:
         UnsupportedError: The model needs code of its own, and no folder has it.
@@ -52,31 +107,30 @@ def write_companions(
     if "auto_map" in config and not any(name.endswith(".py") for name in copied):
         raise UnsupportedError(
             f"{description.name} needs code of its own (auto_map in config.json), which is not in "
-            f"{', '.join(map(str, origins)) or 'any folder'}.",
+            f"{', '.join(str(origin.folder) for origin in origins) or 'any folder'}.",
             "Pass the folder of the model with its *.py files as --model.",
         )
     (folder / "config.json").write_text(_text(config))
     if description.generation_config is not None:
         (folder / "generation_config.json").write_text(_text(json.loads(description.generation_config)))
-    return copied
 
 
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder has files of a tokenizer."""
-    return any(_matches(file.name, _TOKENIZER_FILES) for file in folder.iterdir())
+    return _with_tokenizer(Origin(folder).names())
 
 
-def origins_of(description: ModelDescription, folder: Path | None) -> list[Path]:
-    """Return the folders that may hold small files of a model, the best one first.
+def origin_of(description: ModelDescription, kind: type[Origin]) -> list[Origin]:
+    """Return the folder from which a model was loaded, if it is here: on a path, or by its name in the hub's cache.
 
     Args:
-        description: The model, which may have been loaded from a folder or by a name on the hub that is in the cache.
-        folder: The folder that the user named.
+        description: The model.
+        kind: What the folder is if it is on a path.
     """
-    loaded_from = Path(description.origin) if description.origin else None
-    if loaded_from is not None and not loaded_from.is_dir():
-        loaded_from = _cached(description.origin)
-    return [origin for origin in (folder, loaded_from) if origin is not None]
+    if os.path.isabs(description.origin):
+        return [kind(Path(description.origin))] if os.path.isdir(description.origin) else []
+    cached = _cached(description.origin) if description.origin else None
+    return [] if cached is None else [Origin(cached)]
 
 
 def _cached(name: str) -> Path | None:
@@ -89,18 +143,31 @@ def _cached(name: str) -> Path | None:
         return None
 
 
-def _copy(origins: Sequence[Path], folder: Path, patterns: Sequence[str]) -> list[str]:
+def _copy(origins: Sequence[Origin], folder: Path, patterns: Sequence[str]) -> list[str]:
     """Copy files of the first folder that has them; those of the tokenizer fit together, so one folder has them all."""
-    sources: dict[str, Path] = {}
-    with_tokenizer = next((origin for origin in origins if has_tokenizer(origin)), None)
-    for origin in origins:
-        wanted = (*_WITH_TOKENIZER, *patterns) if origin == with_tokenizer else patterns
-        for file in origin.iterdir():
-            if file.is_file() and _matches(file.name, wanted):
-                sources.setdefault(file.name, file)
-    for name, file in sources.items():
-        shutil.copyfile(file, folder / name)
+    sources: dict[str, Origin] = {}
+    names_by_origin = {origin: origin.names() for origin in origins}
+    tokenizer_from = next((origin for origin, names in names_by_origin.items() if _with_tokenizer(names)), None)
+    for origin, names in names_by_origin.items():
+        wanted = (*_WITH_TOKENIZER, *patterns) if origin is tokenizer_from else patterns
+        for name in names:
+            if _matches(name, wanted):
+                sources.setdefault(name, origin)
+    for name, origin in sources.items():
+        origin.copy(name, folder / name)
     return sorted(sources)
+
+
+def _with_tokenizer(names: Sequence[str]) -> bool:
+    return any(_matches(name, _TOKENIZER_FILES) for name in names)
+
+
+def _is_small_file(folder: OpenFolder, name: str) -> bool:
+    try:
+        status = folder.status(name)
+    except StorageError:  # it is a link, a pipe or the like
+        return False
+    return status is not None and status.st_size <= _MOST_BYTES
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from lightning_smartinfinity.checks import Rule, one_of, optional, require
 from lightning_smartinfinity.errors import CheckpointError, ConfigError
-from lightning_smartinfinity.export.companions import has_tokenizer
+from lightning_smartinfinity.export.companions import CheckpointOrigin, Origin, has_tokenizer, origin_of
 from lightning_smartinfinity.export.destination import require_unused, resolved
 from lightning_smartinfinity.export.lightning_file import write_lightning_file
 from lightning_smartinfinity.export.models import choose, described_by, described_in, without_memory
@@ -121,11 +121,13 @@ def _export_model(
     settings: ExportSettings,
 ) -> list[str]:
     part = Part(source, name)
+    named = [] if settings.model is None else [Origin(settings.model)]
     export = pretrained_export(
         model,
         description,
         part.contents,
         dtype=_dtype(settings),
+        origins=[*named, *origin_of(description, CheckpointOrigin)],
         folder=settings.model,
         max_shard_size=settings.max_shard_size,
     )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_smartinfinity.checks import Rule, check, optional
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.export.companions import Origin, origin_of
 from lightning_smartinfinity.export.destination import require_folder, resolved
 from lightning_smartinfinity.export.models import choose
 from lightning_smartinfinity.export.pretrained import FolderExport, plain_export, pretrained_export, writing_folder
@@ -82,9 +83,10 @@ def _planned(
         source = LiveWeights(module)
         return source, plain_export(source.contents, dtype=dtype, max_shard_size=max_shard_size)
     model = models[name]
-    source = LiveWeights(model)
+    source, description = LiveWeights(model), describe(model)
+    origins = origin_of(description, Origin)
     return source, pretrained_export(
-        model, describe(model), source.contents, dtype=dtype, max_shard_size=max_shard_size
+        model, description, source.contents, dtype=dtype, origins=origins, max_shard_size=max_shard_size
     )
 
 

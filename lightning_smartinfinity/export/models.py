@@ -39,7 +39,7 @@ def described_by(folder: Path) -> ModelDescription:
         raise CheckpointError(
             f"{folder / 'config.json'} names {len(names)} architectures.", "Name the model's class there, as one."
         )
-    return ModelDescription(module="transformers", name=names[0], config=text, origin=str(folder))
+    return ModelDescription(module="transformers", name=names[0], config=text)
 
 
 def choose(names: Mapping[str, object], wanted: str | None, *, option: str) -> str | None:

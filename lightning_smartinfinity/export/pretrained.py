@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
-from lightning_smartinfinity.export.companions import origins_of, write_companions
+from lightning_smartinfinity.export.companions import Origin, write_companions
 from lightning_smartinfinity.export.destination import require_room, staged
 from lightning_smartinfinity.export.names import plan_for
 from lightning_smartinfinity.export.original_weights import OriginalWeights
@@ -45,7 +45,7 @@ class FolderExport:
     plan: ExportPlan
     dtype: torch.dtype
     description: ModelDescription | None = None
-    origins: Sequence[Path] = ()
+    origins: Sequence[Origin] = ()
     originals: OriginalWeights | None = None
     max_shard_size: int | str | None = None
 
@@ -62,6 +62,7 @@ def pretrained_export(
     contents: Contents,
     *,
     dtype: torch.dtype | None,
+    origins: Sequence[Origin],
     folder: Path | None = None,
     max_shard_size: int | str | None = None,
 ) -> FolderExport:
@@ -72,7 +73,8 @@ def pretrained_export(
         description: Its description.
         contents: The weights that there are, by the model's names.
         dtype: Dtype of trained weights; None means the one in which they are trained.
-        folder: Folder of the model before it was trained, which supplies small files and weights that are missing.
+        origins: Folders of the model before it was trained, which supply small files, the best one first.
+        folder: Folder of the model before it was trained, which supplies weights that are missing.
         max_shard_size: As for ``save_pretrained`` of transformers, whose default it has.
 
     Raises:
@@ -89,7 +91,7 @@ def pretrained_export(
         plan=plan,
         dtype=main_dtype(contents, dtype),
         description=description,
-        origins=origins_of(description, folder),
+        origins=origins,
         originals=originals,
         max_shard_size=_default_shard_size() if max_shard_size is None else max_shard_size,
     )

@@ -232,6 +232,31 @@ def test_small_files_come_from_several_folders(tmp_path: Path) -> None:
     )
 
 
+def test_a_checkpoint_names_any_folder_of_the_users(tmp_path: Path) -> None:
+    """Of a folder that only the checkpoint names, usual small files are copied: no links, no code, nothing large."""
+    named, secret = tmp_path / "named", tmp_path / "secret"
+    named.mkdir()
+    model = build("gpt2")
+    model.config.name_or_path = str(named)
+    training = train(tmp_path, LitModel("gpt2", model=model))
+    secret.write_text("secret")
+    for name in ("tokenizer.json", "tokenizer-of-my-bank.txt", "code.py", "config.json"):
+        (named / name).write_text(name)
+    (named / "vocab.json").symlink_to(secret)
+    os.mkfifo(named / "merges.txt")
+    with (named / "special_tokens_map.json").open("wb") as file:
+        file.truncate((128 << 20) + 1)
+    own = {"config.json", "generation_config.json", "model.safetensors"}
+    export(training.checkpoint, tmp_path / "out")
+    assert files_of(tmp_path / "out").keys() == {*own, "tokenizer.json"}
+    (named / "special_tokens_map.json").unlink()
+    export(training.checkpoint, tmp_path / "wanted", model=named)
+    assert files_of(tmp_path / "wanted").keys() == {*own, "tokenizer.json", "tokenizer-of-my-bank.txt", "vocab.json"}
+    (named / "config.json").unlink()  # then it is no folder of a model
+    assert "no tokenizer" in " ".join(export(training.checkpoint, tmp_path / "less"))
+    assert files_of(tmp_path / "less").keys() == own
+
+
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_model_of_the_hub(cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer is copied from the cache, which is all that is asked; without one the command says so."""
