@@ -319,12 +319,12 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
 
     def _read_file(self, path: str | Path) -> SavedState:
         from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
-        from lightning_smartinfinity.zero3.checkpoints.trust import naming_types, restricts
+        from lightning_smartinfinity.zero3.checkpoints.trust import load_by
         from lightning_smartinfinity.zero3.collectives import raising_together
 
         contents: Pickled = None
-        with raising_together(), reading_checkpoint(path), naming_types(path):
-            contents = self.checkpoint_io.load_checkpoint(path, weights_only=restricts())
+        with raising_together(), reading_checkpoint(path):
+            contents = load_by(self.checkpoint_io.load_checkpoint, path)
             if not isinstance(contents, Mapping):
                 raise CheckpointError(
                     f"{path} holds no state dict.", "Pass what torch.save(module.state_dict()) wrote."

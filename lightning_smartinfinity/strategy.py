@@ -307,7 +307,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
         from lightning_smartinfinity.zero3.checkpoints.full_weights import full_state_dict
         from lightning_smartinfinity.zero3.checkpoints.load_save import load_engine
-        from lightning_smartinfinity.zero3.checkpoints.trust import door, naming_types, restricts
+        from lightning_smartinfinity.zero3.checkpoints.trust import door, load_by
         from lightning_smartinfinity.zero3.collectives import raising_together
         from lightning_smartinfinity.zero3.engine import PortableEngine
 
@@ -318,8 +318,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             weights_only = weights_only_of(trainer)
         with door(weights_only, consent=f"weights_only=False to Trainer.{doing.value if doing else 'fit'}"):
             if self.load_full_weights:
-                with raising_together(), reading_checkpoint(checkpoint_path), naming_types(checkpoint_path):
-                    loaded = super().load_checkpoint(checkpoint_path, restricts())
+                with raising_together(), reading_checkpoint(checkpoint_path):
+                    loaded: ClientState = load_by(super().load_checkpoint, checkpoint_path)
                     full_state_dict(loaded, checkpoint_path)
                 return loaded
             assert isinstance(self.model, PortableEngine)

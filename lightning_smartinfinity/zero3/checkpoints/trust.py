@@ -1,8 +1,9 @@
 """Decides whether a file may name code to run: the only caller of ``torch.load`` in this package.
 
 ``torch.save`` writes a pickle, and a pickle may call any function of any module when it is loaded. So only tensors,
-numbers, text and containers of these are loaded, unless the user has consented at the door by which the load began:
-``Trainer.fit``, ``Fabric.load``, a command. This package writes nothing else by itself.
+numbers, text and containers of these are loaded, and what :mod:`lightning_smartinfinity.zero3.checkpoints.harmless`
+adds, unless the user has consented at the door by which the load began: ``Trainer.fit``, ``Fabric.load``, a command.
+This package itself writes nothing but tensors, numbers, text and containers of these.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.zero3.checkpoints.harmless import harmless_types, with_arrays
 from lightning_smartinfinity.zero3.untyped import Pickled
 
-__all__ = ["check_plain", "door", "load_file", "load_without_memory", "naming_types", "restricts", "warn_of_types"]
+__all__ = ["check_plain", "door", "load_by", "load_file", "load_without_memory", "warn_of_types"]
 
 _NAMED = 5
 _WARNED: set[str] = set()
@@ -54,7 +57,7 @@ def door(weights_only: bool | None, *, consent: str) -> Iterator[None]:
         _DOOR.reset(token)
 
 
-def restricts() -> bool:
+def _restricts() -> bool:
     """Return whether files must not hold other types: the default, and ``weights_only=True``."""
     return _DOOR.get().weights_only
 
@@ -70,8 +73,13 @@ def load_file(file: str | Path, **options: Any) -> Pickled:
         CheckpointError: It holds types that need consent; the message lists them. Nothing was loaded.
         Exception: It is damaged, or cannot be read.
     """
-    with naming_types(file):
-        return torch.load(file, weights_only=restricts(), **options)
+    return load_by(partial(torch.load, **options), file)
+
+
+def load_by(load: Callable[..., Pickled], file: str | Path) -> Pickled:
+    """Load a file like :func:`load_file` by another function, which takes its path and ``weights_only``."""
+    with _naming_types(file), harmless_types():
+        return with_arrays(load(file, weights_only=_restricts()))
 
 
 def load_without_memory(file: Path, *, written_here: bool = False) -> Pickled:
@@ -87,13 +95,18 @@ def load_without_memory(file: Path, *, written_here: bool = False) -> Pickled:
 
 def warn_of_types(file: str | Path) -> None:
     """Warn once of types in a file that was just saved which only a user's consent will load again."""
-    types = _unsafe_types(file)
-    if types is None or types <= _WARNED:
+    types: set[str] = set()
+    try:
+        with FakeTensorMode(), harmless_types():
+            torch.load(file, weights_only=True)
+    except pickle.UnpicklingError as error:
+        types = _foreign_types(file, error)
+    if types <= _WARNED:
         return
     _WARNED.update(types)
     warnings.warn(
-        f"The checkpoint {file} holds more than tensors, numbers and text: {_listed(sorted(types))}. Loading it will"
-        " need weights_only=False. Save the numbers of such objects instead.",
+        f"The checkpoint {file} holds more than tensors, numbers and text: {_listed(types)}. Loading it will need"
+        " weights_only=False. Save the numbers of such objects instead.",
         stacklevel=2,
     )
 
@@ -105,17 +118,17 @@ def check_plain(file: Path) -> None:
         CheckpointError: It holds types that need consent.
         Exception: It is damaged, or cannot be read.
     """
-    if restricts():
+    if _restricts():
         load_without_memory(file)
 
 
 @contextmanager
-def naming_types(file: str | Path) -> Iterator[None]:
+def _naming_types(file: str | Path) -> Iterator[None]:
     """Turn the error of a load that was restricted into one that lists the types and says how to consent."""
     try:
         yield
     except pickle.UnpicklingError as error:
-        types = _foreign_types(file, error) if restricts() else []
+        types = _foreign_types(file, error) if _restricts() else set()
         if not types:
             raise
         raise CheckpointError(
@@ -126,19 +139,14 @@ def naming_types(file: str | Path) -> Iterator[None]:
         ) from error
 
 
-def _foreign_types(file: str | Path, error: pickle.UnpicklingError) -> list[str]:
-    """Return the names of types that ``weights_only`` does not load; none if the file is damaged instead."""
-    return sorted(set(_IN_MESSAGE.findall(str(error))) | (_unsafe_types(file) or set()))
+def _foreign_types(file: str | Path, error: pickle.UnpicklingError) -> set[str]:
+    """Return the names of types that a restricted load refuses; none if the file is damaged instead."""
+    types = set(_IN_MESSAGE.findall(str(error)))
+    with suppress(Exception), harmless_types():  # whatever torch raises on files and instructions that it does not know
+        types.update(get_unsafe_globals_in_checkpoint(file))
+    return types
 
 
-def _unsafe_types(file: str | Path) -> set[str] | None:
-    """Return the types in a file that ``weights_only`` does not load; None if torch cannot tell."""
-    try:
-        return set(get_unsafe_globals_in_checkpoint(file))
-    except Exception:  # whatever torch raises on files and instructions that it does not know
-        return None
-
-
-def _listed(types: list[str]) -> str:
+def _listed(types: Collection[str]) -> str:
     more = f" and {len(types) - _NAMED} more" if len(types) > _NAMED else ""
-    return ", ".join(types[:_NAMED]) + more
+    return ", ".join(sorted(types)[:_NAMED]) + more

@@ -1,0 +1,138 @@
+"""Lets files hold arrays and scalars of numpy, paths, dates and namespaces without the user's consent.
+
+Callbacks and hyperparameters often hold such values. numpy's own unpickling is not used, because it trusts the file: a
+``dtype`` from there may claim to be one of numbers and be one of objects, which makes pointers of the file's bytes. So
+stand-ins take the place of numpy's types while a file is loaded. They check what they are given and make the values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import pathlib
+import pickle
+import re
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.serialization import get_safe_globals, safe_globals
+
+__all__ = ["harmless_types", "with_arrays"]
+
+_NUMBERS_AND_TEXT = re.compile(r"[biufcSU]\d+")
+_OTHER_TYPES = re.compile(r"[OMmV]\d+")
+_BYTE_ORDERS = ("<", ">", "|", "=")
+
+
+class _Dtype:
+    """Stands in for ``numpy.dtype``."""
+
+    def __init__(self, text: str, *_: object) -> None:
+        if not _NUMBERS_AND_TEXT.fullmatch(text):
+            known = _OTHER_TYPES.fullmatch(text)
+            # Messages of this form are searched for the types that need consent.
+            raise pickle.UnpicklingError(f"GLOBAL numpy.{np.dtype(text).type.__name__}" if known else "A wrong dtype")
+        self.dtype: np.dtype[Any] = np.dtype(text)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, order, *described = state
+        if order not in _BYTE_ORDERS or described[:3] != [None, None, None]:
+            raise pickle.UnpicklingError("A wrong state of a dtype")
+        self.dtype = self.dtype.newbyteorder(order)
+
+
+class _Array:
+    """Stands in for ``numpy.ndarray``."""
+
+    array: NDArray[Any] | None = None
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, stand_in, column_major, content = state
+        self.array = _array(shape, stand_in, content, order="F" if column_major else "C")
+
+
+def _array(shape: Any, stand_in: Any, content: Any, *, order: Literal["C", "F"] = "C") -> NDArray[Any]:
+    fits = (
+        isinstance(shape, tuple)
+        and all(type(length) is int and length >= 0 for length in shape)
+        and isinstance(stand_in, _Dtype)
+        and isinstance(content, bytes)
+        and len(content) == math.prod(shape) * stand_in.dtype.itemsize
+    )
+    if not fits:
+        raise pickle.UnpicklingError("A wrong state of an array")
+    return np.ndarray(shape, stand_in.dtype, content, order=order).copy(order)
+
+
+def _scalar(stand_in: object, content: object) -> Any:
+    return _array((), stand_in, content)[()]
+
+
+def _reconstruct(*_: object) -> _Array:
+    return _Array()
+
+
+def _no_bytes() -> bytes:
+    """Stand in for ``bytes``, of which files name the class if there are none."""
+    return b""
+
+
+def _names(owners: Iterable[str], **values: Callable[..., Any]) -> list[tuple[Callable[..., Any], str]]:
+    """Return each value with the names by which files may know it: modules were renamed."""
+    return [(value, f"{owner}.{name}") for owner in owners for name, value in values.items()]
+
+
+_NUMPY = [
+    *_names(("numpy",), dtype=_Dtype, ndarray=_Array),
+    *_names(("numpy._core.multiarray", "numpy.core.multiarray"), _reconstruct=_reconstruct, scalar=_scalar),
+    *_names(("builtins",), bytes=_no_bytes),
+]
+_OTHERS = [
+    *_names(("pathlib", "pathlib._local"), PosixPath=pathlib.PosixPath, PurePosixPath=pathlib.PurePosixPath),
+    *_names(("datetime",), datetime=datetime.datetime, date=datetime.date, timedelta=datetime.timedelta),
+    *_names(("argparse",), Namespace=argparse.Namespace),
+]
+
+
+def harmless_types() -> AbstractContextManager[object]:
+    """Let torch load these types in this context with ``weights_only=True``; :func:`with_arrays` takes the result."""
+    allowed = {each[1] if isinstance(each, tuple) else _full_name(each) for each in get_safe_globals()}
+    # What the user has allowed by add_safe_globals is the user's, and their numpy takes no stand-ins.
+    numpy = [] if allowed & {name for _, name in _NUMPY} else _NUMPY
+    types: list[Any] = [each for each in (*numpy, *_OTHERS) if each[1] not in allowed]
+    return safe_globals(types) if types else nullcontext()
+
+
+def _full_name(each: Any) -> str:
+    return f"{each.__module__}.{each.__qualname__}"
+
+
+def with_arrays(loaded: Any) -> Any:
+    """Return what was loaded, with arrays in place of their stand-ins. Dictionaries and lists are changed in place.
+
+    Raises:
+        UnpicklingError: An array has no content, or the containers are nested too deeply.
+    """
+    try:
+        return _replaced(loaded, set())
+    except RecursionError:
+        raise pickle.UnpicklingError("Containers are nested too deeply") from None
+
+
+def _replaced(value: Any, seen: set[int]) -> Any:
+    if isinstance(value, _Array):
+        if value.array is None:
+            raise pickle.UnpicklingError("An array without content")
+        return value.array
+    if type(value) is tuple:
+        return tuple(_replaced(item, seen) for item in value)
+    content: Any = vars(value) if isinstance(value, argparse.Namespace) else value
+    if isinstance(content, dict | list) and id(content) not in seen:
+        seen.add(id(content))
+        for key, item in content.items() if isinstance(content, dict) else enumerate(content):
+            content[key] = _replaced(item, seen)
+    return value
