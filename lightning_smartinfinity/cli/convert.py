@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from typing import Any
 
-from lightning_smartinfinity.cli.option_types import storage_folder
+from lightning_smartinfinity.cli.option_types import add_quiet, show_of, storage_folder
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.native.formats import STATE_FORMATS
-from lightning_smartinfinity.progress import showing_progress
 
 __all__ = ["add_to"]
 
@@ -35,7 +33,7 @@ def add_to(commands: Any) -> None:
         metavar="SIZE",
         help="TransferConfig(tasklet_bytes=...) of the new state, such as 64MiB (default: %(default)s)",
     )
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    add_quiet(parser)
     parser.set_defaults(run=_run)
 
 
@@ -49,7 +47,7 @@ def _run(options: argparse.Namespace) -> int:
         job=options.job,
         rank=options.rank,
         tasklet_bytes=options.tasklet_bytes,
-        show=partial(showing_progress, shown=not options.quiet),
+        show=show_of(options),
     )
     whose = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
     print(f"Converted the state of {whose} to {options.state_format}: {', '.join(map(str, options.into))}")

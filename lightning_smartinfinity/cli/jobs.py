@@ -8,14 +8,12 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_smartinfinity.cli.option_types import storage_folder
+from lightning_smartinfinity.cli.option_types import add_quiet, show_of, storage_folder
 from lightning_smartinfinity.cli.scrub import Found, scrub_jobs
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
-from lightning_smartinfinity.progress import showing_progress
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.store.jobs import Job
@@ -42,13 +40,14 @@ def add_to(commands: Any) -> None:
         metavar="FOLDER",
         help=f"storage folders (default: {_DEFAULT} here, where a Trainer puts it)",
     )
+    parser.add_argument("--job", help="show this job alone")
     parser.add_argument("--verify", action="store_true", help="read all state that is not in use, and check it")
     parser.add_argument(
         "--remove", action="append", default=[], metavar="JOB", help="remove this job from the folders, if it is dead"
     )
     parser.add_argument("--kept", action="store_true", help="with --remove: also state that is to be kept")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    add_quiet(parser)
     parser.set_defaults(run=_run)
 
 
@@ -56,7 +55,7 @@ def _run(options: argparse.Namespace) -> int:
     from lightning_smartinfinity.store.jobs import find_jobs
 
     folders = options.folders or [_default_folder()]
-    jobs = [job for folder in folders for job in find_jobs(folder)]
+    jobs = [job for folder in folders for job in find_jobs(folder) if options.job in (None, job.name)]
     if options.remove:
         return _remove(jobs, folders, options)
     verified = _verify(jobs, options) if options.verify else {}
@@ -101,12 +100,11 @@ def _remove(jobs: Sequence[Job], folders: Sequence[Path], options: argparse.Name
 
 def _verify(jobs: Sequence[Job], options: argparse.Namespace) -> dict[Path, Found]:
     """Return what a scrub finds in the job of each path; jobs in use are left out."""
-    show = partial(showing_progress, shown=not options.quiet)
     idle = [job for job in jobs if not job.in_use]
     verified = {}
     for name in dict.fromkeys(job.name for job in idle):
         same = [job for job in idle if job.name == name]
-        found = scrub_jobs(same, show=show)
+        found = scrub_jobs(same, show=show_of(options))
         verified.update({job.storage / job.name: found for job in same})  # a rank's state lies in all of its folders
     return verified
 

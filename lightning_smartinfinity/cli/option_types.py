@@ -1,16 +1,18 @@
-"""Types of options for argparse, which check text by the rules of settings in Python, and an option of two commands."""
+"""Types of options for argparse, which check text by the rules of settings in Python, and options of many commands."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_smartinfinity.checks import Rule
 from lightning_smartinfinity.config import LOCAL_FOLDER
+from lightning_smartinfinity.progress import Show, showing_progress
 
-__all__ = ["add_weights_only", "number_in", "reading", "storage_folder", "whole_number_in"]
+__all__ = ["add_quiet", "add_weights_only", "number_in", "reading", "show_of", "storage_folder", "whole_number_in"]
 
 _SHOWN = 40  # characters
 
@@ -41,6 +43,16 @@ def add_weights_only(parser: argparse.ArgumentParser) -> None:
         help="also load other types than tensors, numbers and text, which runs code that the files name: for "
         "checkpoints that you trust",
     )
+
+
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    """Add the option that :func:`show_of` reads."""
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def show_of(options: argparse.Namespace) -> Show:
+    """Return what shows the progress of a command."""
+    return partial(showing_progress, shown=not options.quiet)
 
 
 storage_folder = reading(Path, LOCAL_FOLDER)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_smartinfinity.cli.option_types import storage_folder
+from lightning_smartinfinity.cli.option_types import add_quiet, show_of, storage_folder
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
-from lightning_smartinfinity.progress import Show, showing_progress
+from lightning_smartinfinity.progress import Show
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.store.jobs import Job
@@ -48,44 +48,53 @@ def add_to(commands: Any) -> None:
         help="a checkpoint, or storage folders: all those over which the state is spread",
     )
     parser.add_argument("--job", help="check the state of this job alone")
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_quiet(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    show = partial(showing_progress, shown=not options.quiet)
+    say = _nothing if options.json else print
     try:
-        found = _scrub(options.paths, options.job, show)
+        found = _scrub(options.paths, options.job, show_of(options), say)
     except SmartInfinityError as error:
-        print(f"smart-infinity: {error}", file=sys.stderr)
-        return _UNTOLD
+        found = Found(untold=[str(error)])
+    if options.json:
+        print(json.dumps(vars(found), indent=2))
+    else:
+        _print(found)
+    return 1 if found.damaged else _UNTOLD if found.untold else 0
+
+
+def _print(found: Found) -> None:
     for sentence in found.damaged:
         print(sentence)
     for sentence in found.untold:
         print(f"smart-infinity: {sentence}", file=sys.stderr)
     if found.damaged:
         print(f"{len(found.damaged)} damaged.")
-        return 1
-    if found.untold:
-        return _UNTOLD
-    print("Whole.")
-    return 0
+    elif not found.untold:
+        print("Whole.")
 
 
-def _scrub(paths: Sequence[Path], name: str | None, show: Show) -> Found:
+def _nothing(sentence: str) -> None:
+    """Take a sentence that nobody is to read."""
+
+
+def _scrub(paths: Sequence[Path], name: str | None, show: Show, say: Callable[[str], None]) -> Found:
     jobs = [job for path in paths for job in _jobs_at(path) if name in (None, job.name)]
     if jobs:
-        return scrub_jobs(jobs, show=show, say=print)
+        return scrub_jobs(jobs, show=show, say=say)
     if name is not None or len(paths) != 1:
         raise StorageError(
             f"There is no optimizer state{'' if name is None else f' of the job {name!r}'} in "
             f"{', '.join(map(str, paths))}.",
             "Name a checkpoint alone, or the storage folders of a job.",
         )
-    return _scrub_checkpoint(paths[0], show)
+    return _scrub_checkpoint(paths[0], show, say)
 
 
-def scrub_jobs(jobs: Sequence[Job], *, show: Show, say: Callable[[str], None] = lambda _: None) -> Found:
+def scrub_jobs(jobs: Sequence[Job], *, show: Show, say: Callable[[str], None] = _nothing) -> Found:
     """Read the state of all ranks of jobs.
 
     Args:
@@ -144,12 +153,12 @@ def _scrubbed(jobs: Sequence[Job], show: Show) -> Iterator[ScrubbedRank]:
             yield ScrubbedRank(folders=tuple(folders), untold=(str(error),))
 
 
-def _scrub_checkpoint(path: Path, show: Show) -> Found:
+def _scrub_checkpoint(path: Path, show: Show, say: Callable[[str], None]) -> Found:
     from lightning_smartinfinity.zero3 import prepare_environment  # imports DeepSpeed, which is slow
 
     prepare_environment("cpu", local_world_size=1)
     from lightning_smartinfinity.zero3.checkpoints.scrub import scrub_checkpoint
 
     scrubbed = scrub_checkpoint(path, show=show)
-    print(f"{path}: {scrubbed.num_files} files read")
+    say(f"{path}: {scrubbed.num_files} files read")
     return Found(damaged=list(scrubbed.damaged))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity.cli.option_types import add_weights_only
-from lightning_smartinfinity.progress import showing_progress
+from lightning_smartinfinity.cli.option_types import add_quiet, add_weights_only, show_of
 from lightning_smartinfinity.update_rules import optimizer_names
 
 __all__ = ["add_to"]
@@ -29,7 +27,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("checkpoint", type=Path, help="the folder that was saved")
     parser.add_argument("--into", type=Path, required=True, help="folder for the new one, which does not exist yet")
     add_weights_only(parser)
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    add_quiet(parser)
     parser.set_defaults(run=_run)
 
 
@@ -39,7 +37,6 @@ def _run(options: argparse.Namespace) -> int:
     prepare_environment("cpu", local_world_size=1)
     from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 
-    show = partial(showing_progress, shown=not options.quiet)
-    convert_checkpoint(options.checkpoint, options.into, weights_only=options.weights_only, show=show)
+    convert_checkpoint(options.checkpoint, options.into, weights_only=options.weights_only, show=show_of(options))
     print(f"Converted {options.checkpoint} to a universal checkpoint: {options.into}")
     return 0

@@ -126,6 +126,15 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert job["folders"][0]["path"] == str(tmp_path / "default/rank-00000")
 
 
+def test_one_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--job leaves the others out, of a verification, too."""
+    left(tmp_path, job="mine")
+    damage(left(tmp_path, job="other"))
+    assert main(["jobs", str(tmp_path), "--job", "mine", "--verify", "--quiet"]) == 0
+    (_, line) = capsys.readouterr().out.splitlines()
+    assert line.startswith(str(tmp_path / "mine")) and line.endswith("whole")
+
+
 def test_remove(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A dead job is removed; one that is in use, kept or unknown is refused with a remedy, and stays."""
     left(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,18 @@ def test_state_over_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["scrub", *names, "--quiet"]) == 1
     said = capsys.readouterr().out
     assert said.endswith("1 damaged.\n") and store.files[1].path in said
+
+
+def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """JSON has the sentences, whatever was found, and the status is the same."""
+    path = left(tmp_path)
+    assert main(["scrub", str(tmp_path), "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"damaged": [], "untold": []}
+    assert main(["scrub", str(tmp_path), "--job", "mine", "--quiet", "--json"]) == 2
+    assert "'mine'" in json.loads(capsys.readouterr().out)["untold"][0]
+    damage(path)
+    assert main(["scrub", str(tmp_path), "--quiet", "--json"]) == 1
+    assert str(path) in json.loads(capsys.readouterr().out)["damaged"][0]
 
 
 @pytest.mark.parametrize("below", ["", "default", "default/rank-00000"])
