@@ -87,15 +87,12 @@ class FolderLock:
 def is_locked(folder: OpenFolder) -> bool:
     """Return whether some process holds the folder's lock now."""
     try:
-        descriptor = folder.open(LOCK_NAME, os.O_RDONLY)
+        with reading(folder):
+            return False
+    except StorageLockedError:
+        return True
     except (OSError, StorageError):
         return False
-    try:
-        return not _try_lock(descriptor, fcntl.LOCK_SH)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
