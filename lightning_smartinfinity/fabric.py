@@ -22,13 +22,20 @@ from typing_extensions import Unpack, override
 
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
-from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.fabric_state import (
+    move_into,
+    read_state_dict,
+    refuse_optimizer,
+    refuse_options,
+    weights_in,
+)
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_FABRIC
-from lightning_smartinfinity.zero3.untyped import ClientState, Pickled, SavedState
+from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.engine import PortableEngine, SmartInfinityEngine
@@ -243,7 +250,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         from lightning_smartinfinity.zero3.checkpoints.client_state import refuse_reserved
         from lightning_smartinfinity.zero3.checkpoints.load_save import save_engine
 
-        _refuse_options(storage_options=storage_options, filter=filter)
+        refuse_options(storage_options=storage_options, filter=filter)
         check_save_path(path)
         engine, rest = self._split(state)
         if engine is not self._training_engine:
@@ -280,7 +287,8 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         if isinstance(state, Module):  # fabric.load_raw
             engine, _ = self._split({"model": state})
             with door(weights_only, consent="weights_only=False to fabric.load_raw"):
-                self._load_weights(self._read_file(path), engine, strict=strict)
+                weights = read_state_dict(self.checkpoint_io.load_checkpoint, path)
+                self._load_weights(weights, engine, strict=strict)
             return {}
         if not isinstance(state, dict):
             raise UnsupportedError(
@@ -291,24 +299,19 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         with_optimizer = len(rest) + 1 < len(state)
         with door(weights_only, consent="weights_only=False to fabric.load"):
             if self.load_full_weights:
-                _refuse_optimizer(with_optimizer)
+                refuse_optimizer(with_optimizer)
                 loaded = self._load_full(path, state, engine, strict=strict)
             else:
                 loaded = load_engine(path, engine, with_optimizer=with_optimizer, strict=strict)
-        _move_into(rest, loaded, path=path, strict=strict)
+        move_into(rest, loaded, path=path, strict=strict)
         state.update(rest)
         return loaded
 
     def _load_full(self, path: str | Path, state: ClientState, engine: PortableEngine, *, strict: bool) -> ClientState:
         """Load weights from a file with the state's own keys, and return the rest of the file."""
         (key,) = (key for key, value in state.items() if value is engine)
-        contents = dict(self._read_file(path))
-        weights = contents.pop(key, None)
-        if not isinstance(weights, Mapping):
-            raise CheckpointError(
-                f"{path} holds no weights under {key!r}.",
-                f"Pass a file of torch.save({{{key!r}: module.state_dict()}}, path), or the state with the file's key.",
-            )
+        contents = dict(read_state_dict(self.checkpoint_io.load_checkpoint, path))
+        weights = weights_in(contents, key, path)
         self._load_weights(weights, engine, strict=strict)
         return contents
 
@@ -316,20 +319,6 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         from lightning_smartinfinity.zero3.checkpoints.load_save import load_weights
 
         load_weights(weights, engine, trained=engine is self._training_engine, strict=strict)
-
-    def _read_file(self, path: str | Path) -> SavedState:
-        from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
-        from lightning_smartinfinity.zero3.checkpoints.trust import load_by
-        from lightning_smartinfinity.zero3.collectives import raising_together
-
-        contents: Pickled = None
-        with raising_together(), reading_checkpoint(path):
-            contents = load_by(self.checkpoint_io.load_checkpoint, path)
-            if not isinstance(contents, Mapping):
-                raise CheckpointError(
-                    f"{path} holds no state dict.", "Pass what torch.save(module.state_dict()) wrote."
-                )
-        return contents
 
     def _split(self, state: Mapping[str, object]) -> tuple[PortableEngine, ClientState]:
         """Return the engine in a state, and the entries other than it and its optimizer."""
@@ -367,34 +356,3 @@ class _AlwaysSync(_BackwardSyncControl):
     @override
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         return nullcontext()
-
-
-def _refuse_options(**options: object) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise UnsupportedError(
-                f"fabric.save({name}=...) does not work with the smart_infinity strategy: DeepSpeed writes the files.",
-                f"Remove {name}.",
-            )
-
-
-def _refuse_optimizer(with_optimizer: bool) -> None:
-    if with_optimizer:
-        raise UnsupportedError(
-            "SmartInfinityFabricStrategy(load_full_weights=True) was given a state with an optimizer.",
-            "It loads weights: leave the optimizer out, or load what fabric.save wrote, without load_full_weights.",
-        )
-
-
-def _move_into(state: ClientState, loaded: ClientState, *, path: str | Path, strict: bool) -> None:
-    """Move loaded values into a state under the same keys; ``loaded`` keeps those that the state does not ask for."""
-    missing = sorted(set(state) - set(loaded))
-    if strict and missing:
-        raise CheckpointError(
-            f"The checkpoint {path} has no {', '.join(map(repr, missing))}.", "Pass strict=False, or leave the key out."
-        )
-    for key in set(state) & set(loaded):
-        if hasattr(state[key], "load_state_dict"):
-            state[key].load_state_dict(loaded.pop(key))
-        else:
-            state[key] = loaded.pop(key)

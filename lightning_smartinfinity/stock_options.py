@@ -10,6 +10,7 @@ from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.settings import StrategySettings
 from lightning_smartinfinity.wrong_names import closest, did_you_mean
+from lightning_smartinfinity.zero_keys import ZERO_KEYS
 
 __all__ = ["OF_FABRIC", "OF_TRAINER", "refuse_unknown", "what_to_write"]
 
@@ -17,23 +18,6 @@ _OURS = tuple(field.name for field in fields(StrategySettings))
 _SECTIONS = {"transfer": TransferConfig, "smartssd": SmartSSDConfig}
 _PLACES = {field.name: section for section, kind in _SECTIONS.items() for field in fields(kind)}
 
-# Keys of DeepSpeed's zero_optimization section: those that are options of Lightning's DeepSpeedStrategy, too, and those
-# that people set most.
-_OF_ZERO = (
-    "allgather_bucket_size",
-    "allgather_partitions",
-    "contiguous_gradients",
-    "leaf_module",
-    "offload_param",
-    "overlap_comm",
-    "reduce_bucket_size",
-    "reduce_scatter",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_param_persistence_threshold",
-    "stage3_prefetch_bucket_size",
-    "sub_group_size",
-)
 # Those that DeepSpeed keeps in offload_param: the key, and the device that it belongs to.
 _OF_OFFLOAD_PARAM = {
     "max_in_cpu": ("max_in_cpu", "nvme"),
@@ -130,7 +114,7 @@ def _answer(name: str, value: object, answers: Mapping[str, str]) -> str | None:
         return answers[name]
     if name == "zero_optimization" and isinstance(value, Mapping):
         return "Pass what is inside of it as zero={...}, without stage and offload_optimizer."
-    if name in _OF_ZERO:
+    if name in ZERO_KEYS:
         return f"Pass zero={{{name!r}: {shown(value)}}}."
     if name in _OF_OFFLOAD_PARAM:
         key, device = _OF_OFFLOAD_PARAM[name]
@@ -147,7 +131,7 @@ def _answer(name: str, value: object, answers: Mapping[str, str]) -> str | None:
 def _guess(name: str, value: object, *, known: Iterable[str], answers: Mapping[str, str]) -> str:
     """Return a question that names what was meant, with its own answer or the setting in which it belongs."""
     inside = {each: f"{section}={{{each!r}: ...}}" for each, section in _PLACES.items()}
-    inside |= {each: f"zero={{{each!r}: ...}}" for each in _OF_ZERO}
+    inside |= {each: f"zero={{{each!r}: ...}}" for each in ZERO_KEYS}
     taken = dict.fromkeys([*_OURS, *known, *inside])
     refused = {*answers, *_SENTENCES, *_OF_OFFLOAD_PARAM, "nvme_path", "offload_params_device"} - {*_OURS, *known}
     close = closest(name, [*taken, *sorted(refused)])

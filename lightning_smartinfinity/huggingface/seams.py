@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.huggingface.arguments import Arguments
+from lightning_smartinfinity.patches import wrapped
 
 __all__ = [
     "Trainer",
@@ -54,8 +55,8 @@ def arguments_seen_by(see: Callable[[dict[str, Any], dict[str, Any], Arguments],
 
     try:
         with (
-            _replaced(HfTrainerDeepSpeedConfig, "__init__", build),
-            _replaced(HfTrainerDeepSpeedConfig, "trainer_config_process", process),
+            wrapped(HfTrainerDeepSpeedConfig, "__init__", build),
+            wrapped(HfTrainerDeepSpeedConfig, "trainer_config_process", process),
         ):
             yield
     finally:
@@ -97,7 +98,7 @@ def accelerators_with_deepspeed() -> Iterator[None]:
                 " Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=training.config)).",
             )
 
-    with _replaced(accelerate.Accelerator, "__init__", build):
+    with wrapped(accelerate.Accelerator, "__init__", build):
         yield
 
 
@@ -117,7 +118,7 @@ def models_saved_by(save: Callable[[Trainer, str, bool, Callable[[], None]], Non
         folder = trainer.args.output_dir if output_dir is None else output_dir
         save(trainer, folder, _internal_call, lambda: original(trainer, output_dir, _internal_call))
 
-    with _replaced(transformers.Trainer, "save_model", save_model):
+    with wrapped(transformers.Trainer, "save_model", save_model):
         yield
 
 
@@ -134,7 +135,7 @@ def completed_checkpoints_seen_by(see: Callable[[str], None]) -> Iterator[None]:
         see(output_dir)
         original(output_dir, *args, **kwargs)
 
-    with _replaced(trainer, "rotate_checkpoints", rotate):
+    with wrapped(trainer, "rotate_checkpoints", rotate):
         yield
 
 
@@ -164,7 +165,7 @@ def trainings_seen_by(begin: Callable[[Trainer, Any], Any], end: Callable[[], No
         finally:
             end()
 
-    with _replaced(transformers.Trainer, "train", train):
+    with wrapped(transformers.Trainer, "train", train):
         yield
 
 
@@ -196,7 +197,7 @@ def trainers_of_context() -> Iterator[None]:
         _keep_given(trainer)
 
     try:
-        with _replaced(transformers.Trainer, "__init__", build):
+        with wrapped(transformers.Trainer, "__init__", build):
             yield
     finally:
         for trainer in made:
@@ -242,18 +243,3 @@ def without_weights(trainer: Trainer) -> Iterator[None]:
     finally:
         del trainer.model.save_pretrained
         trainer.is_deepspeed_enabled = deepspeed
-
-
-@contextmanager
-def _replaced(owner: object, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Redirect a method or a module's function to ``around``, which takes the original as its first argument."""
-    original = getattr(owner, name)
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(owner, name, method)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.transformers_models import describe_models
 from lightning_smartinfinity.watching import raise_if_lost
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
@@ -52,7 +53,7 @@ from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.step.foreign_step import refuse_foreign_steps
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState, ZeroOptimizer, ZeroParameter
 
-__all__ = ["EvaluationEngine", "PortableEngine", "SmartInfinityEngine", "replaced"]
+__all__ = ["EvaluationEngine", "PortableEngine", "SmartInfinityEngine"]
 
 
 class PortableEngine(DeepSpeedEngine):
@@ -329,20 +330,3 @@ def _computes_fp16() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-@contextmanager
-def replaced(owner: object, name: str, by: Callable[..., object]) -> Iterator[None]:
-    """Put something else into the place of an attribute within this context.
-
-    Args:
-        owner: Module or object that has the attribute.
-        name: Name of the attribute.
-        by: What takes its place.
-    """
-    original = getattr(owner, name)
-    setattr(owner, name, by)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

@@ -11,7 +11,8 @@ import deepspeed
 import torch
 
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.zero3.engine import EvaluationEngine, SmartInfinityEngine, replaced
+from lightning_smartinfinity.patches import replaced
+from lightning_smartinfinity.zero3.engine import EvaluationEngine, SmartInfinityEngine
 from lightning_smartinfinity.zero3.release import release_module, trainings_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from lightning_smartinfinity.checks import as_passed, shown
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.wrong_names import closest, did_you_mean
+from lightning_smartinfinity.zero_keys import ZERO_KEYS
 
 __all__ = ["check_keys"]
 
@@ -93,47 +94,6 @@ _ANSWERS = {
     },
 }
 
-_KEYS = (
-    "allgather_bucket_size",
-    "allgather_partitions",
-    "allgather_sequential",
-    "compute_grad_norm",
-    "contiguous_gradients",
-    "enable_sanity_checks",
-    "gather_16bit_weights_on_model_save",
-    "ignore_unused_parameters",
-    "leaf_module",
-    "legacy_stage1",
-    "log_trace_cache_warnings",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "memory_efficient_linear",
-    "model_persistence_threshold",
-    "module_granularity_threshold",
-    "offload_param",
-    "overlap_comm",
-    "override_module_apply",
-    "param_persistence_threshold",
-    "parameter_alignment",
-    "pipeline_loading_checkpoint",
-    "prefetch_bucket_size",
-    "reduce_bucket_size",
-    "reduce_scatter",
-    "round_robin_gradients",
-    "save_muon_momentum_buffer_in_memory",
-    "stage3_allgather_sequential",
-    "stage3_gather_16bit_weights_on_model_save",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_model_persistence_threshold",
-    "stage3_module_granularity_threshold",
-    "stage3_param_persistence_threshold",
-    "stage3_prefetch_bucket_size",
-    "stage3_use_all_reduce_for_fetch_params",
-    "sub_group_size",
-    "use_all_reduce_for_fetch_params",
-    "use_multi_rank_bucket_allreduce",
-)
 _SECTIONS = {
     "leaf_module": ("classes", "name_suffixes", "names"),
     "offload_param": ("buffer_count", "buffer_size", "device", "max_in_cpu", "nvme_path", "pin_memory"),
@@ -165,7 +125,7 @@ def check_keys(zero: Mapping[str, object], *, owner: str) -> None:
         elif key in _ANSWERS:
             if key not in _FEATURES or value not in _FEATURES[key][1]:
                 raise _ANSWERS[key].error(f"{given} {_ANSWERS[key].fault}.", _ANSWERS[key].remedy)
-        elif key not in _KEYS:
+        elif key not in ZERO_KEYS:
             raise _unknown(key, given)
 
 
@@ -193,9 +153,9 @@ def _kept(section: object) -> str:
 def _unknown(key: str, given: str) -> SmartInfinityError:
     """Return the error for an unknown key: with the key that was meant, or with that one's own answer."""
     fault = f"{given} is no key of DeepSpeed's zero_optimization section"
-    close = closest(key, [*_KEYS, *_INSIDE, *_ANSWERS])
+    close = closest(key, [*ZERO_KEYS, *_INSIDE, *_ANSWERS])
     if close and close[0] in _ANSWERS:
         answer = _ANSWERS[close[0]]
         return answer.error(f"{fault}, and {close[0]!r} {answer.fault}.", answer.remedy)
-    meant = did_you_mean(key, [*_KEYS, *_INSIDE], written=_INSIDE)
+    meant = did_you_mean(key, [*ZERO_KEYS, *_INSIDE], written=_INSIDE)
     return ConfigError(f"{fault}.", f"{meant}Use the keys of that section.")

@@ -26,6 +26,7 @@ from deepspeed.runtime.zero.partition_parameters import (
 from torch.overrides import TorchFunctionMode
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.patches import wrapped
 from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
@@ -86,12 +87,12 @@ def gathering_on_use(module: torch.nn.Module | None = None) -> Iterator[None]:
     _keep_dtypes()
     with ExitStack() as patches:
         patches.enter_context(unguarded())
-        patches.enter_context(_replaced(Init, "_all_gather", pool.around_all_gather))
-        patches.enter_context(_replaced(Init, "_partition", pool.around_partition))
-        patches.enter_context(_replaced(Init, "_post_init_method", pool.around_post_init))
+        patches.enter_context(wrapped(Init, "_all_gather", pool.around_all_gather))
+        patches.enter_context(wrapped(Init, "_partition", pool.around_partition))
+        patches.enter_context(wrapped(Init, "_post_init_method", pool.around_post_init))
         # These are the two ways to a parameter's memory that torch shows to no mode.
-        patches.enter_context(_replaced(torch.nn.Parameter, "__new__", pool.around_call))
-        patches.enter_context(_replaced(Tensor, "set_", pool.around_call))
+        patches.enter_context(wrapped(torch.nn.Parameter, "__new__", pool.around_call))
+        patches.enter_context(wrapped(Tensor, "set_", pool.around_call))
         with _GatherOnUse(pool):
             yield
         # An error skips this: the other ranks may not get here.
@@ -290,21 +291,3 @@ def _num_bytes(param: ZeroParameter) -> int:
 def _is_unused(param: ZeroParameter) -> bool:
     with torch._C.DisableTorchFunction():
         return bool(torch._C._storage_Use_Count(param.untyped_storage()._cdata) <= _OWN_REFERENCES)
-
-
-@contextmanager
-def _replaced(owner: type, name: str, around: Callable[..., object]) -> Iterator[None]:
-    """Redirect calls of a method to ``around``, which gets the original as its first argument."""
-    own, function = owner.__dict__.get(name), getattr(owner, name)
-
-    def method(*args: object, **kwargs: object) -> object:
-        return around(function, *args, **kwargs)
-
-    setattr(owner, name, staticmethod(method) if name == "__new__" else method)
-    try:
-        yield
-    finally:
-        if own is None:  # it was inherited
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)

@@ -1,0 +1,81 @@
+"""What ``fabric.save`` and ``fabric.load`` are given: a dictionary with a model, its optimizer and other values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
+from lightning_smartinfinity.zero3.untyped import ClientState, Pickled, SavedState
+
+__all__ = ["move_into", "read_state_dict", "refuse_options", "refuse_optimizer", "weights_in"]
+
+
+def read_state_dict(load: Callable[..., Pickled], path: str | Path) -> SavedState:
+    """Read a file that ``torch.save`` wrote of a dictionary. Collective: a failure raises on every rank.
+
+    Args:
+        load: Function that loads it by its path and ``weights_only``.
+        path: Path of the file.
+
+    Raises:
+        CheckpointError: It is missing or damaged, needs consent, or holds something else.
+    """
+    from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
+    from lightning_smartinfinity.zero3.checkpoints.trust import load_by
+    from lightning_smartinfinity.zero3.collectives import raising_together
+
+    contents: Pickled = None
+    with raising_together(), reading_checkpoint(path):
+        contents = load_by(load, path)
+        if not isinstance(contents, Mapping):
+            raise CheckpointError(f"{path} holds no state dict.", "Pass what torch.save(module.state_dict()) wrote.")
+    return contents
+
+
+def weights_in(contents: ClientState, key: str, path: str | Path) -> SavedState:
+    """Take a model's weights out of what a file holds.
+
+    Raises:
+        CheckpointError: There are none under this key.
+    """
+    weights = contents.pop(key, None)
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(
+            f"{path} holds no weights under {key!r}.",
+            f"Pass a file of torch.save({{{key!r}: module.state_dict()}}, path), or the state with the file's key.",
+        )
+    return weights
+
+
+def move_into(state: ClientState, loaded: ClientState, *, path: str | Path, strict: bool) -> None:
+    """Move loaded values into a state under the same keys; ``loaded`` keeps those that the state does not ask for."""
+    missing = sorted(set(state) - set(loaded))
+    if strict and missing:
+        raise CheckpointError(
+            f"The checkpoint {path} has no {', '.join(map(repr, missing))}.", "Pass strict=False, or leave the key out."
+        )
+    for key in set(state) & set(loaded):
+        if hasattr(state[key], "load_state_dict"):
+            state[key].load_state_dict(loaded.pop(key))
+        else:
+            state[key] = loaded.pop(key)
+
+
+def refuse_options(**options: object) -> None:
+    """Refuse options of ``fabric.save`` that were given."""
+    for name, value in options.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"fabric.save({name}=...) does not work with the smart_infinity strategy: DeepSpeed writes the files.",
+                f"Remove {name}.",
+            )
+
+
+def refuse_optimizer(with_optimizer: bool) -> None:
+    """Refuse an optimizer beside a model that loads weights alone."""
+    if with_optimizer:
+        raise UnsupportedError(
+            "SmartInfinityFabricStrategy(load_full_weights=True) was given a state with an optimizer.",
+            "It loads weights: leave the optimizer out, or load what fabric.save wrote, without load_full_weights.",
+        )

@@ -1,0 +1,41 @@
+"""Puts something else into the place of an attribute of another package while a context lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+__all__ = ["replaced", "wrapped"]
+
+_INHERITED = object()
+
+
+@contextmanager
+def replaced(owner: Any, name: str, by: object) -> Iterator[None]:
+    """Give an attribute another value within this context; afterwards it is as it was, an inherited one inherited.
+
+    Args:
+        owner: Module, class or object that has the attribute.
+        name: Name of the attribute.
+        by: Its value within the context.
+    """
+    own = vars(owner).get(name, _INHERITED)
+    setattr(owner, name, by)
+    try:
+        yield
+    finally:
+        if own is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Redirect calls of a method or function to ``around``, which takes the original as its first argument."""
+    original = getattr(owner, name)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    return replaced(owner, name, staticmethod(method) if name == "__new__" else method)

@@ -1,0 +1,80 @@
+"""Attributes of other packages are replaced for a while, and are then as they were."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_smartinfinity.patches import replaced, wrapped
+
+
+class Base:
+    """A class with a method of each kind."""
+
+    def greet(self, name: str) -> str:
+        return f"Hello {name}"
+
+    @staticmethod
+    def double(number: int) -> int:
+        return 2 * number
+
+
+class Derived(Base):
+    """A class that inherits them."""
+
+
+def louder(original: Any, *args: Any) -> Any:
+    return original(*args) + "!"
+
+
+def test_an_attribute_has_another_value_for_a_while() -> None:
+    """An error ends the context, too."""
+    module = SimpleNamespace(value=1)
+    seen = []
+
+    def fail() -> None:
+        seen.append(module.value)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), replaced(module, "value", 2):
+        fail()
+    assert seen == [2] and module.value == 1
+
+
+@pytest.mark.parametrize("owner", [Base, Derived])
+def test_a_method_of_a_class_is_wrapped(owner: type[Base]) -> None:
+    """The wrapper gets the original and its arguments. An inherited method is afterwards inherited again."""
+    before = dict(vars(owner))
+    with wrapped(owner, "greet", louder):
+        assert owner().greet("you") == "Hello you!"
+    assert dict(vars(owner)) == before and owner().greet("you") == "Hello you"
+
+
+def test_a_method_of_an_object_is_wrapped() -> None:
+    """Other objects of the class keep theirs, and nothing is left in the object."""
+    one, other = Base(), Base()
+    with wrapped(one, "greet", louder):
+        assert (one.greet("you"), other.greet("you")) == ("Hello you!", "Hello you")
+    assert vars(one) == {}
+
+
+def test_a_static_method_stays_one() -> None:
+    """What the class held is put back, not what it returns for it."""
+    with replaced(Base, "double", staticmethod(lambda number: 3 * number)):
+        assert Base().double(2) == 6
+    assert Base().double(2) == 4
+
+
+def test_constructors_are_wrapped() -> None:
+    """__new__ is called with the class."""
+    made = []
+
+    def around(original: Any, kind: type, *args: Any) -> Any:
+        made.append(kind)
+        return original(kind)
+
+    with wrapped(Derived, "__new__", around):
+        assert isinstance(Derived(), Derived)
+    assert made == [Derived] and "__new__" not in vars(Derived)
