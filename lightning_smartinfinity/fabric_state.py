@@ -1,4 +1,4 @@
-"""What ``fabric.save`` and ``fabric.load`` are given: a dictionary with a model, its optimizer and other values."""
+"""Reads files for ``fabric.load``, and fills the dictionary that it is given: a model, its optimizer, other values."""
 
 from __future__ import annotations
 
