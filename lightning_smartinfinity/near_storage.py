@@ -21,6 +21,7 @@ from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import require_xclbin_named
 from lightning_smartinfinity.gain_warning import warn_of_no_gain
 from lightning_smartinfinity.settings import StrategySettings, gradients_are_16_bit, is_16_bit, nvme_path_of
+from lightning_smartinfinity.store.scheduling import IoWait, io_waits
 from lightning_smartinfinity.transfer.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.watching import begin_training, end_training
@@ -150,6 +151,10 @@ class NearStorage(ABC):
         state = self._rank_state
         traffic = Traffic() if state is None else state.traffic()
         return traffic if self._parameters is None else traffic + self._parameters.traffic()
+
+    def io_waits(self) -> list[IoWait]:
+        """Return who waited for whom on this process's devices: a row for each device and pair of classes."""
+        return io_waits()
 
     @property
     def state_numel(self) -> int:

@@ -12,6 +12,7 @@ from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
+from lightning_smartinfinity.store.scheduling import scheduler_of
 
 __all__ = ["choose_direct", "open_state_file"]
 
@@ -55,16 +56,16 @@ def open_state_file(
     name: str,
     direct_io: str,
     *,
-    scheduler: native.IoScheduler | None = None,
     access: int = os.O_RDWR,
 ) -> native.StateFile:
     """Open an existing file in a folder, with O_DIRECT if :func:`choose_direct` says so.
+
+    Its transfers take turns with all others of this process on the same device.
 
     Args:
         folder: The folder with the file.
         name: Its name.
         direct_io: ``TransferConfig.direct_io``.
-        scheduler: Where its transfers take turns; None: they do not.
         access: ``os.O_RDWR``, or ``os.O_RDONLY`` for a file that is only read.
 
     Raises:
@@ -74,7 +75,7 @@ def open_state_file(
     with storage_errors("Opening", path):
         direct = choose_direct(folder, name, direct_io)
         descriptor = folder.open(name, access | (os.O_DIRECT if direct else 0))
-        return native.StateFile(str(path), direct=direct, descriptor=descriptor, scheduler=scheduler)
+        return native.StateFile(str(path), direct=direct, descriptor=descriptor, scheduler=scheduler_of(descriptor))
 
 
 def _refusal(folder: OpenFolder, name: str) -> str | None:

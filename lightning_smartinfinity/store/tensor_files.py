@@ -10,7 +10,6 @@ from pathlib import Path
 from lightning_smartinfinity.store.direct import open_state_file
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.store.folders import PARAMETERS_NAME, RankFolder, parameter_folder_path
-from lightning_smartinfinity.store.scheduling import scheduler_of
 
 __all__ = ["TensorFiles", "deal", "whole_blocks"]
 
@@ -45,7 +44,6 @@ class TensorFiles:
 
     Attributes:
         files: The file of each storage folder.
-        schedulers: The scheduler of each file, which all files of its device share.
     """
 
     def __init__(self, folders: Sequence[Path], *, job: str, rank: int, direct_io: str) -> None:
@@ -59,11 +57,7 @@ class TensorFiles:
                 owned.remove_leftover()
             for owned in claimed:
                 owned.allocate(PARAMETERS_NAME, 0)
-            self.schedulers = tuple(scheduler_of(owned.inside.descriptor) for owned in claimed)
-            self.files = tuple(
-                open_state_file(owned.inside, PARAMETERS_NAME, direct_io, scheduler=scheduler)
-                for owned, scheduler in zip(claimed, self.schedulers, strict=True)
-            )
+            self.files = tuple(open_state_file(owned.inside, PARAMETERS_NAME, direct_io) for owned in claimed)
             undo.pop_all()
         self._folders = tuple(claimed)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -20,7 +19,7 @@ from lightning_smartinfinity.store.os_errors import (
 )
 from lightning_smartinfinity.store.tensor_files import TensorFiles
 
-__all__ = ["IoWait", "StoredTensor", "TensorStore"]
+__all__ = ["StoredTensor", "TensorStore"]
 
 T = TypeVar("T")
 
@@ -41,26 +40,6 @@ class Memory(Protocol):
 
 # The memory of transfers that were given up: the kernel may still use it.
 _NEVER_FREED: list[dict[int, Memory]] = []
-
-
-@dataclass(frozen=True, slots=True)
-class IoWait:
-    """Requests of one class that waited for those of a class on the same device, since the process began.
-
-    Args:
-        waiting: The class that waited: ``"awaited"``, ``"gather"``, ``"state"``, ``"write_behind"`` or
-            ``"background"``.
-        other: The class that it waited for.
-        requests: Number of requests that waited.
-        nbytes: Bytes of the other class that were transferred meanwhile.
-        seconds: Time of waiting, divided among the other classes in proportion to their bytes.
-    """
-
-    waiting: str
-    other: str
-    requests: int
-    nbytes: int
-    seconds: float
 
 
 class StoredTensor:
@@ -212,11 +191,6 @@ class TensorStore:
     def counters(self) -> native.Counters:
         """Return the cumulative counters."""
         return self.core.counters()
-
-    def io_waits(self) -> list[IoWait]:
-        """Return who waited for whom on the devices of the files, whatever the transfers were for."""
-        schedulers = dict.fromkeys(self._files.schedulers)
-        return [IoWait(*wait) for scheduler in schedulers for wait in scheduler.waits()]
 
     def close(self) -> None:
         """Wait for transfers in flight and remove the files; idempotent.

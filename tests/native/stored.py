@@ -19,6 +19,7 @@ from lightning_smartinfinity.native import (
     Failure,
     GradientCodec,
     Identity,
+    IoScheduler,
     Operation,
     Pipeline,
     Segment,
@@ -117,6 +118,7 @@ class StoredState:
         residual: Residual of the whole partition, or None.
         residual_scale: Scale of the runs' gradients.
         padding: Offsets in the partition and lengths of elements that are not sent, each within a tasklet.
+        scheduler: Where reads and writes take turns; None: they do not.
     """
 
     folder: Path
@@ -137,6 +139,7 @@ class StoredState:
     residual: Array | None = None
     residual_scale: float = 1.0
     padding: Sequence[tuple[int, int]] = ()
+    scheduler: IoScheduler | None = None
 
     def __post_init__(self) -> None:
         self.tasklet_numel = self.tasklet_numel or self.numel
@@ -188,7 +191,7 @@ class StoredState:
         return found
 
     def open_pipeline(self) -> Pipeline:
-        self.files = [StateFile(str(path), direct=bool(self.direct)) for path in self.paths]
+        self.files = [StateFile(str(p), direct=bool(self.direct), scheduler=self.scheduler) for p in self.paths]
         options = {"num_buffers": 2, "buffer_bytes": self.extent_bytes, **self.options}
         return Pipeline(files=self.files, identity=self.identity, **options)
 

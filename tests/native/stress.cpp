@@ -149,8 +149,10 @@ void update_element(const RmspropStep& s, float gradient, State& state, std::siz
 // A partition on storage, two places per tasklet, and the same state in memory.
 class Scenario {
  public:
-    Scenario(const std::string& folder, std::uint64_t seed, const FakeCuda& cuda)
+    Scenario(const std::string& folder, std::uint64_t seed, const FakeCuda& cuda,
+             std::shared_ptr<IoScheduler> scheduler)
         : seed_(seed),
+          scheduler_(std::move(scheduler)),
           steps_(kSteps[seed / 6 % std::size(kSteps)]),
           cuda_(cuda),
           random_(seed),
@@ -200,11 +202,11 @@ class Scenario {
     }
 
     StateFile open_file(const std::string& path) {
-        if (random_.coin()) return StateFile(path, Access::kBuffered);
+        if (random_.coin()) return StateFile(path, Access::kBuffered, scheduler_);
         try {
-            return StateFile(path, Access::kDirect);
+            return StateFile(path, Access::kDirect, scheduler_);
         } catch (const SystemError&) {
-            return StateFile(path, Access::kBuffered);  // a file system without direct I/O
+            return StateFile(path, Access::kBuffered, scheduler_);  // a file system without direct I/O
         }
     }
 
@@ -440,6 +442,7 @@ class Scenario {
     }
 
     const std::uint64_t seed_;
+    const std::shared_ptr<IoScheduler> scheduler_;
     const std::vector<UpdateStep>& steps_;
     const FakeCuda& cuda_;
     Random random_;
@@ -464,10 +467,10 @@ class Scenario {
 // the last ones are left to close().
 class Tensors {
  public:
-    Tensors(const std::string& folder, std::uint64_t seed)
+    Tensors(const std::string& folder, std::uint64_t seed, std::shared_ptr<IoScheduler> scheduler)
         : seed_(seed),
           random_(seed),
-          scheduler_(std::make_shared<IoScheduler>(random_.between(1, 4) * kBlockBytes)),
+          scheduler_(std::move(scheduler)),
           pool_(std::make_shared<MemoryPool>()),
           store_({make_file(folder), make_file(folder)}, random_.between(1, 4), std::nullopt) {
         pool_->set_limit(2 * kLongest);
@@ -557,8 +560,12 @@ int main(int argc, char** argv) {
     smart_infinity::require(smart_infinity::disk_gets_requests_while_handlers_compute(argv[1]),
                             "the disk waits for handlers", first);
     for (std::uint64_t seed = first; seed < first + num_seeds; ++seed) {
-        smart_infinity::Scenario(argv[1], seed, cuda).run();
-        smart_infinity::Tensors(argv[1], seed).run();
+        // Both take turns, each with an engine of its own.
+        const auto scheduler = std::make_shared<smart_infinity::IoScheduler>((1 + seed % 4) << 12);
+        std::thread tensors([&] { smart_infinity::Tensors(argv[1], seed, scheduler).run(); });
+        smart_infinity::Scenario(argv[1], seed, cuda, scheduler).run();
+        tensors.join();
+        smart_infinity::require(scheduler->in_flight_bytes() == (1 + seed % 4) << 12, "a ring has no end", seed);
     }
     std::printf("%llu scenarios\n", static_cast<unsigned long long>(num_seeds));
     return 0;

@@ -10,6 +10,7 @@
 #include "base/dtype.hpp"
 #include "extent/blocks.hpp"
 #include "extent/state_format.hpp"
+#include "io/io_scheduler.hpp"
 #include "kernels/update_step.hpp"
 
 namespace smart_infinity {
@@ -74,7 +75,8 @@ struct Batch {
     // Codec that compresses every tasklet's gradient just before the update, which uses the compressed one; none:
     // gradients are used as they are.
     std::shared_ptr<const GradientCodec> codec = nullptr;
-    float residual_scale = 1;  // scale of the gradients; residuals are not scaled
+    float residual_scale = 1;            // scale of the gradients; residuals are not scaled
+    IoClass io_class = IoClass::kState;  // of tasklets that nobody has preferred
 };
 
 constexpr bool reads(Operation operation) { return operation != Operation::kWrite; }

@@ -57,7 +57,7 @@ void DeadlineEngine::submit(const IoRequest& request, CompletionHandler& handler
         if (refuses) {
             refused_.push_back({request, &handler, milliseconds(0)});
         } else {
-            waiting_.insert_or_assign(request.tag, Waiting{request, &handler, next_number_++, Clock::now()});
+            waiting_.insert_or_assign(request.tag, Waiting{request, &handler, next_number_++, since(request)});
         }
         if (asleep_ || refuses) {
             asleep_ = false;
@@ -66,6 +66,14 @@ void DeadlineEngine::submit(const IoRequest& request, CompletionHandler& handler
         if (refuses) return;
     }
     inner_->submit(request, *this);
+}
+
+// Returns from when on the time of a request counts. Even one that has waited long for its turn, behind requests that
+// did not return, has some time to show that its own file answers.
+DeadlineEngine::Clock::time_point DeadlineEngine::since(const IoRequest& request) const {
+    const auto now = Clock::now();
+    if (request.since == Clock::time_point()) return now;
+    return std::max(request.since, now - timeout_ + std::min(timeout_, kEndingTimeout));
 }
 
 bool DeadlineEngine::any_abandoned() const {
@@ -114,9 +122,11 @@ void DeadlineEngine::rest(std::unique_lock<std::mutex>& lock) {
     const bool idle = waiting_.empty();
     changed_.wait_until(lock, next_look(), [this] { return closing_ || !refused_.empty(); });
     if (closing_ || !refused_.empty() || !idle || !waiting_.empty()) return;
+    earliest_returned_ = kNone;  // nobody has waited meanwhile
     asleep_ = true;
     changed_.wait(lock, [this] { return closing_ || !asleep_; });
     asleep_ = false;
+    looked_at_ = Clock::now();  // to have slept is no pause
 }
 
 DeadlineEngine::Clock::time_point DeadlineEngine::next_look() const {

@@ -22,7 +22,8 @@ namespace smart_infinity {
 // refuses later requests: their handler is told kNotReturned, after no time.
 //
 // A request that waits behind others is not late while these return, and none is late because the process was paused,
-// as by a debugger. After ask_to_end() the time is shorter.
+// as by a debugger. After ask_to_end() the time is shorter. If a request has waited for its turn while nothing returned
+// (IoRequest::since), that is part of its time.
 //
 // A thread looks at the requests now and then. So a request costs no system call and wakes no thread, except the first
 // one after a pause. Like every engine's, the destructor waits for all submitted requests; it may not be called while
@@ -68,6 +69,7 @@ class DeadlineEngine final : public IoEngine, private CompletionHandler {
 
     void completed(const IoRequest& request, const IoResult& result) override;
     void watch();
+    Clock::time_point since(const IoRequest& request) const;
 
     // The following are called with the mutex held.
     void rest(std::unique_lock<std::mutex>& lock);

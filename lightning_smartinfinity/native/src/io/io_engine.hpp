@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -26,6 +27,8 @@ struct IoRequest {
     std::byte* data;
     std::size_t bytes;
     std::size_t tag;  // chosen by the submitter
+    // From when on its time counts, if that is not the start of this attempt: it has waited for its turn.
+    std::chrono::steady_clock::time_point since{};
 };
 
 // Replaces the number of transferred bytes if the request was abandoned because it did not return in time.
@@ -61,7 +64,8 @@ class IoEngine {
     IoEngine& operator=(const IoEngine&) = delete;
     virtual ~IoEngine() = default;  // an engine first waits for all submitted requests
 
-    // Returns at once. Requests start in the order of submission and complete in any order.
+    // Returns at once. Requests start in the order of submission and complete in any order. It does not throw: what
+    // fails is completed with an errno.
     virtual void submit(const IoRequest& request, CompletionHandler& handler) = 0;
 
     virtual IoUsage usage() const = 0;

@@ -20,7 +20,7 @@ class IoScheduler::Running final : public CompletionHandler {
     void completed(const IoRequest& request, const IoResult& result) override {
         const std::unique_ptr<Running> self(this);
         // The scheduler may be gone when the handler returns.
-        scheduler_.ended(request, io_class_);
+        scheduler_.ended(request, result, io_class_);
         handler_.completed(request, result);
     }
 
@@ -33,7 +33,7 @@ class IoScheduler::Running final : public CompletionHandler {
 void IoScheduler::submit(IoEngine& engine, const IoRequest& request, IoClass io_class, CompletionHandler& handler) {
     const std::lock_guard lock(mutex_);
     waiting_[static_cast<std::size_t>(io_class)].push_back(
-        {&engine, request, io_class, &handler, Stopwatch{}, ended_bytes_});
+        {&engine, request, io_class, &handler, Clock::now(), ended_bytes_});
     start_next();
 }
 
@@ -58,6 +58,22 @@ IoWaitTable IoScheduler::waits() const {
     return waits_;
 }
 
+void IoScheduler::widen(std::size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    widened_.insert(bytes);
+    start_next();
+}
+
+void IoScheduler::narrow(std::size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    if (const auto found = widened_.find(bytes); found != widened_.end()) widened_.erase(found);
+}
+
+std::size_t IoScheduler::in_flight_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return limit();
+}
+
 // Returns one request, or none.
 std::deque<IoScheduler::Waiting> IoScheduler::extract(const CompletionHandler& handler, std::size_t tag) {
     for (auto& queue : waiting_) {
@@ -76,7 +92,7 @@ void IoScheduler::start_next() {
     for (auto& queue : waiting_) {
         while (!queue.empty()) {
             // A large request is not overtaken by smaller, less urgent ones: it would never start.
-            if (in_flight_ > 0 && in_flight_ + queue.front().request.bytes > limit_) return;
+            if (in_flight_ > 0 && in_flight_ + queue.front().request.bytes > limit()) return;
             const Waiting next = queue.front();
             queue.pop_front();
             start(next);
@@ -84,11 +100,14 @@ void IoScheduler::start_next() {
     }
 }
 
-void IoScheduler::start(const Waiting& next) {
+// This may be the thread of another engine than the request's, which could not hear of a failure to start it.
+void IoScheduler::start(const Waiting& next) noexcept {
     count_wait(next);
     in_flight_ += next.request.bytes;
+    IoRequest request = next.request;
+    request.since = std::max(next.since, last_return_);
     auto running = std::make_unique<Running>(*this, next.io_class, *next.handler);
-    next.engine->submit(next.request, *running);
+    next.engine->submit(request, *running);
     (void)running.release();  // it deletes itself; no engine completes a request within submit()
 }
 
@@ -97,7 +116,7 @@ void IoScheduler::count_wait(const Waiting& next) {
     std::transform(ended_bytes_.begin(), ended_bytes_.end(), next.ended_before.begin(), bytes.begin(), std::minus<>());
     const auto total = std::accumulate(bytes.begin(), bytes.end(), std::uint64_t{0});
     if (total == 0) return;
-    const double seconds = next.since.seconds();
+    const double seconds = std::chrono::duration<double>(Clock::now() - next.since).count();
     for (std::size_t other = 0; other < kNumIoClasses; ++other) {
         if (bytes[other] == 0) continue;
         IoWaits& waits = waits_[static_cast<std::size_t>(next.io_class)][other];
@@ -107,8 +126,9 @@ void IoScheduler::count_wait(const Waiting& next) {
     }
 }
 
-void IoScheduler::ended(const IoRequest& request, IoClass io_class) {
+void IoScheduler::ended(const IoRequest& request, const IoResult& result, IoClass io_class) {
     const std::lock_guard lock(mutex_);
+    if (result.transferred != kNotReturned) last_return_ = Clock::now();
     in_flight_ -= request.bytes;
     ended_bytes_[static_cast<std::size_t>(io_class)] += request.bytes;
     start_next();

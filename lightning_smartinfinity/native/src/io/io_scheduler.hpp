@@ -1,13 +1,15 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <set>
 
-#include "base/stopwatch.hpp"
 #include "io/io_engine.hpp"
 
 namespace smart_infinity {
@@ -38,6 +40,9 @@ using IoWaitTable = std::array<std::array<IoWaits, kNumIoClasses>, kNumIoClasses
 // Lets the requests of all engines that use one device start in the order of their classes, and only so many bytes at
 // a time. Within a class they start in the order of submission. A request larger than the limit runs alone.
 //
+// A request that was abandoned counts no more. What waited for it starts, and its time counts from the last request on
+// that returned (IoRequest::since): a device that answers nobody is given up by all engines at about the same time.
+//
 // A caller may hold a mutex that its CompletionHandler takes: handlers are called without the scheduler's mutex.
 class IoScheduler {
  public:
@@ -55,9 +60,14 @@ class IoScheduler {
     // Moves a request that has not started to a more urgent class.
     void hasten(const CompletionHandler& handler, std::size_t tag, IoClass io_class);
     IoWaitTable waits() const;
-    std::size_t in_flight_bytes() const { return limit_; }
+    // Lets at least so many bytes be in flight until narrow() is called with the same number. The buffers of a ring
+    // then never wait for each other.
+    void widen(std::size_t bytes);
+    void narrow(std::size_t bytes);
+    std::size_t in_flight_bytes() const;
 
  private:
+    using Clock = std::chrono::steady_clock;
     using BytesByClass = std::array<std::uint64_t, kNumIoClasses>;
 
     struct Waiting {
@@ -65,7 +75,7 @@ class IoScheduler {
         IoRequest request;
         IoClass io_class;
         CompletionHandler* handler;
-        Stopwatch since;
+        Clock::time_point since;
         BytesByClass ended_before;
     };
 
@@ -73,16 +83,19 @@ class IoScheduler {
 
     std::deque<Waiting> extract(const CompletionHandler& handler, std::size_t tag);
     void start_next();
-    void start(const Waiting& next);
+    void start(const Waiting& next) noexcept;
     void count_wait(const Waiting& next);
-    void ended(const IoRequest& request, IoClass io_class);
+    void ended(const IoRequest& request, const IoResult& result, IoClass io_class);
+    std::size_t limit() const { return std::max(limit_, widened_.empty() ? 0 : *widened_.rbegin()); }
 
     const std::size_t limit_;
+    std::multiset<std::size_t> widened_;
     mutable std::mutex mutex_;
     std::array<std::deque<Waiting>, kNumIoClasses> waiting_;
     std::uint64_t in_flight_ = 0;
     BytesByClass ended_bytes_{};
     IoWaitTable waits_{};
+    Clock::time_point last_return_{};
 };
 
 }  // namespace smart_infinity

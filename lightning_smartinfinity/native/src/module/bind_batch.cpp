@@ -181,17 +181,18 @@ void bind_whole_batch(nb::module_& m) {
                       "With a codec (UPDATE only), every tasklet's gradient is compressed into its payload just\n"
                       "before the update, which uses the payload. A tasklet may have an unscaled residual, the part\n"
                       "that earlier steps did not send: residual_scale times the residual is first added to the\n"
-                      "gradient, which has that scale. The batch does not change residuals; feed_back() does.")
+                      "gradient, which has that scale. The batch does not change residuals; feed_back() does.\n\n"
+                      "io_class says how urgent tasklets are that nobody has preferred; the others are GATHER.")
         .def(
             "__init__",
             [](Batch* self, Operation operation, std::vector<Tasklet> tasklets, std::vector<UpdateStep> steps,
                std::shared_ptr<const CudaStream> stream, std::shared_ptr<const GradientCodec> codec,
-               float residual_scale) {
-                new (self) Batch{operation,         std::move(tasklets), std::move(steps),
-                                 std::move(stream), std::move(codec),    residual_scale};
+               float residual_scale, IoClass io_class) {
+                new (self) Batch{operation,        std::move(tasklets), std::move(steps), std::move(stream),
+                                 std::move(codec), residual_scale,      io_class};
             },
             "operation"_a, "tasklets"_a, "steps"_a = std::vector<UpdateStep>(), "stream"_a = nb::none(),
-            "codec"_a = nb::none(), "residual_scale"_a = 1.0f)
+            "codec"_a = nb::none(), "residual_scale"_a = 1.0f, "io_class"_a = IoClass::kState)
         .def_ro("operation", &Batch::operation)
         .def_ro("tasklets", &Batch::tasklets)
         .def_ro("steps", &Batch::steps)
@@ -201,7 +202,8 @@ void bind_whole_batch(nb::module_& m) {
         .def_prop_ro(
             "codec", [](const Batch& self) { return std::const_pointer_cast<GradientCodec>(self.codec); },
             nb::sig("def codec(self) -> GradientCodec | None"))
-        .def_ro("residual_scale", &Batch::residual_scale);
+        .def_ro("residual_scale", &Batch::residual_scale)
+        .def_ro("io_class", &Batch::io_class);
 }
 
 }  // namespace

@@ -74,7 +74,8 @@ void bind_scheduler(nb::module_& m) {
         "Lets requests to the files of one device start in the order of their classes, `in_flight_bytes` at a time.")
         .def(nb::new_([](std::size_t in_flight_bytes) { return std::make_shared<IoScheduler>(in_flight_bytes); }),
              nb::kw_only(), "in_flight_bytes"_a = IoScheduler::kInFlightBytes)
-        .def_prop_ro("in_flight_bytes", &IoScheduler::in_flight_bytes)
+        .def_prop_ro("in_flight_bytes", &IoScheduler::in_flight_bytes,
+                     "Bytes that may be in flight now: at least those of every open pipeline's ring.")
         .def(
             "waits", &waits_of,
             "Return who waited for whom, since creation: for each pair of classes the name of the one that waited,\n"
@@ -86,8 +87,8 @@ void bind_state_file(nb::module_& m) {
     nb::class_<StateFile>(
         m, "StateFile",
         "One open descriptor of an existing file, close-on-exec.\n\n"
-        "A pipeline that uses it keeps the descriptor open until the pipeline is closed too. Transfers of queues and\n"
-        "stores take turns at `scheduler`, if there is one.\n\n"
+        "A pipeline that uses it keeps the descriptor open until the pipeline is closed too. Whoever transfers its\n"
+        "bytes takes turns at `scheduler`, if there is one.\n\n"
         "Raises:\n    OSError: A call failed; it has errno and filename.")
         .def(
             "__init__",

@@ -25,6 +25,16 @@ ExtentTransfers::ExtentTransfers(const PipelineOptions& options, const MemoryRan
       busy_(options.files.size()),
       engine_(make_engine(ring)) {
     counters_.files.resize(options.files.size());
+    // Otherwise a large ring would let its own reads and writes wait for each other.
+    for (const StateFile& file : options_.files) {
+        if (file.scheduler() != nullptr) file.scheduler()->widen(ring_bytes());
+    }
+}
+
+ExtentTransfers::~ExtentTransfers() {
+    for (const StateFile& file : options_.files) {
+        if (file.scheduler() != nullptr) file.scheduler()->narrow(ring_bytes());
+    }
 }
 
 std::unique_ptr<IoEngine> ExtentTransfers::make_engine(const MemoryRange& ring) {
@@ -35,20 +45,38 @@ std::unique_ptr<IoEngine> ExtentTransfers::make_engine(const MemoryRange& ring) 
     return with_deadlines;
 }
 
-void ExtentTransfers::start(std::size_t buffer, const Tasklet& tasklet, const ExtentMemory& memory,
-                            Direction direction) {
+void ExtentTransfers::start(std::size_t buffer, const Tasklet& tasklet, const ExtentMemory& memory, Direction direction,
+                            IoClass io_class) {
     const StateFile& file = file_of(tasklet, direction);
     const bool read = direction == Direction::kRead;
     const std::size_t skipped = read ? skipped_bytes(options_.identity.format(), tasklet) : 0;
     const std::uint64_t place = read ? tasklet.read_offset : tasklet.write_offset;
     const std::vector<ExtentPart> parts = parts_of(tasklet, memory, skipped);
-    in_progress_[buffer] = {&tasklet, parts.size(), std::nullopt};
+    in_progress_[buffer] = {&tasklet, parts.size(), direction, io_class, std::nullopt};
     std::size_t tag = buffer * kMostParts;
     for (const ExtentPart& part : parts) {
         const IoRequest whole{direction, file.descriptor(), place + part.offset, part.data, part.bytes, tag};
-        transfers_[tag++] = Transfer(whole, file.access());
-        engine_->submit(whole, *this);
+        transfers_[tag] = Transfer(whole, file.access());
+        submit(transfers_[tag++]);
     }
+}
+
+void ExtentTransfers::hasten(std::size_t buffer, IoClass io_class) {
+    InProgress& in_progress = in_progress_[buffer];
+    if (in_progress.num_parts == 0 || in_progress.io_class <= io_class) return;
+    in_progress.io_class = io_class;
+    IoScheduler* const scheduler = file_of(*in_progress.tasklet, in_progress.direction).scheduler();
+    if (scheduler == nullptr) return;
+    for (std::size_t part = 0; part < kMostParts; ++part)
+        scheduler->hasten(*this, buffer * kMostParts + part, io_class);
+}
+
+void ExtentTransfers::submit(const Transfer& transfer) {
+    const IoRequest& rest = transfer.rest();
+    const InProgress& in_progress = in_progress_[rest.tag / kMostParts];
+    IoScheduler* const scheduler = file_of(*in_progress.tasklet, in_progress.direction).scheduler();
+    if (scheduler == nullptr) return engine_->submit(rest, *this);
+    scheduler->submit(*engine_, rest, in_progress.io_class, *this);
 }
 
 const StateFile& ExtentTransfers::file_of(const Tasklet& tasklet, Direction direction) const {
@@ -68,7 +96,7 @@ void ExtentTransfers::completed(const IoRequest& request, const IoResult& result
     const Transfer::Progress progress = transfer.advance(result);
     const std::lock_guard lock(mutex_);
     count(request, result);
-    if (progress == Transfer::Progress::kAgain) return engine_->submit(transfer.rest(), *this);
+    if (progress == Transfer::Progress::kAgain) return submit(transfer);
     const std::size_t buffer = request.tag / kMostParts;
     InProgress& in_progress = in_progress_[buffer];
     if (!in_progress.failure) in_progress.failure = failure_of(transfer, progress, result, *in_progress.tasklet);

@@ -15,13 +15,14 @@
 #include "io/counters.hpp"
 #include "io/deadline_engine.hpp"
 #include "io/io_engines.hpp"
+#include "io/io_scheduler.hpp"
 #include "io/transfer.hpp"
 #include "pipeline/pipeline_options.hpp"
 
 namespace smart_infinity {
 
 // The reads and writes of a pipeline. Each moves an extent between a buffer and a file, in parts that end in any
-// order.
+// order. They take their turns at the scheduler of the file, if it has one.
 class ExtentTransfers final : private CompletionHandler {
  public:
     // Called when all parts of an extent have ended, with the mutex held, on a thread of the I/O engine or on the
@@ -31,9 +32,14 @@ class ExtentTransfers final : private CompletionHandler {
     // `mutex` is the pipeline's. It guards this object, whose methods are called with it held, and the counters.
     ExtentTransfers(const PipelineOptions& options, const MemoryRange& ring, std::size_t num_buffers, std::mutex& mutex,
                     Counters& counters, Ended ended);
+    ~ExtentTransfers();
 
     // Starts a transfer and returns at once. The buffer and the tasklet must stay until the transfer has ended.
-    void start(std::size_t buffer, const Tasklet& tasklet, const ExtentMemory& memory, Direction direction);
+    void start(std::size_t buffer, const Tasklet& tasklet, const ExtentMemory& memory, Direction direction,
+               IoClass io_class);
+    bool in_progress(std::size_t buffer) const { return in_progress_[buffer].num_parts > 0; }
+    // Makes what is in progress more urgent, as far as it waits for its turn.
+    void hasten(std::size_t buffer, IoClass io_class);
     const std::string& path_of(const Tasklet& tasklet, Direction direction) const;
 
     IoEngineKind engine_kind() const { return engine_->kind(); }
@@ -51,11 +57,15 @@ class ExtentTransfers final : private CompletionHandler {
     struct InProgress {
         const Tasklet* tasklet = nullptr;
         std::size_t num_parts = 0;
+        Direction direction = Direction::kRead;
+        IoClass io_class = IoClass::kState;
         std::optional<Failure> failure;  // the first failure
     };
 
     std::unique_ptr<IoEngine> make_engine(const MemoryRange& ring);
+    std::size_t ring_bytes() const { return options_.num_buffers * options_.buffer_bytes; }
     const StateFile& file_of(const Tasklet& tasklet, Direction direction) const;
+    void submit(const Transfer& transfer);
     void completed(const IoRequest& request, const IoResult& result) override;
     void count(const IoRequest& request, const IoResult& result);
     std::optional<Failure> failure_of(const Transfer& transfer, Transfer::Progress progress, const IoResult& result,

@@ -101,15 +101,23 @@ void Pipeline::prefer(const std::vector<std::size_t>& positions) {
     const std::lock_guard lock(mutex_);
     require_open();
     if (batch_ == nullptr) return;
-    require_listed(*batch_, positions);
-    batch_->schedule.prefer(positions);
+    prefer_listed(positions);
 }
 
-void Pipeline::require_listed(const ActiveBatch& active, const std::vector<std::size_t>& positions) {
-    const std::size_t count = active.schedule.num_tasklets();
+void Pipeline::prefer_listed(const std::vector<std::size_t>& positions) {
+    const std::size_t count = batch_->schedule.num_tasklets();
     for (const std::size_t position : positions) {
         require(position < count, "tasklet " + std::to_string(position) + " of " + std::to_string(count));
     }
+    batch_->schedule.prefer(positions);
+    for (std::size_t buffer = 0; buffer < positions_.size(); ++buffer) {
+        if (transfers_.in_progress(buffer)) transfers_.hasten(buffer, io_class_of(positions_[buffer]));
+    }
+}
+
+// Somebody waits for the parameters of tasklets that were preferred.
+IoClass Pipeline::io_class_of(std::size_t position) const {
+    return batch_->schedule.preferred(position) ? IoClass::kGather : batch_->items[position].batch->io_class;
 }
 
 // Checks every tasklet once: parameters that are out stay out.
@@ -126,10 +134,7 @@ std::optional<Failure> Pipeline::wait(std::size_t first, std::optional<std::size
 
 std::optional<Failure> Pipeline::wait_for(const std::vector<std::size_t>& positions, const Poll& poll) {
     std::unique_lock lock(mutex_);
-    if (batch_ != nullptr) {
-        require_listed(*batch_, positions);
-        batch_->schedule.prefer(positions);
-    }
+    if (batch_ != nullptr) prefer_listed(positions);
     auto next = positions.begin();
     return wait_until(lock, poll, 0, [&](const TransferSchedule& schedule) {
         while (next != positions.end() && schedule.parameters_out(*next)) ++next;
@@ -267,18 +272,22 @@ void Pipeline::start(const Action& action) {
         positions_[action.buffer] = action.tasklet;
         resident_.enter(*item.tasklet, batch_->operation, item.residence);
     }
-    const Tasklet& tasklet = *items_[action.buffer].tasklet;
     switch (action.work) {
         case Work::kRead:
-            return transfers_.start(action.buffer, tasklet, memory(action.buffer), Direction::kRead);
+            return transfer(action, Direction::kRead);
         case Work::kCompute:
             return compute_pool_.push(action);
         case Work::kFetch:
         case Work::kDeliver:
             return copy_pool_->push(action);
         case Work::kWrite:
-            return transfers_.start(action.buffer, tasklet, memory(action.buffer), Direction::kWrite);
+            return transfer(action, Direction::kWrite);
     }
+}
+
+void Pipeline::transfer(const Action& action, Direction direction) {
+    transfers_.start(action.buffer, *items_[action.buffer].tasklet, memory(action.buffer), direction,
+                     io_class_of(action.tasklet));
 }
 
 void Pipeline::transferred(std::size_t buffer, Direction direction, std::optional<Failure> failure) {

@@ -94,10 +94,12 @@ class Pipeline final {
     void stop_batch(std::unique_lock<std::mutex>& lock, const Poll& poll);
     void forget(const std::shared_ptr<ActiveBatch>& active);
     void require_open() const;
-    static void require_listed(const ActiveBatch& active, const std::vector<std::size_t>& positions);
+    void prefer_listed(const std::vector<std::size_t>& positions);
     void prepare_slots(const Batch& batch);
     void start_ready();
     void start(const Action& action);
+    IoClass io_class_of(std::size_t position) const;
+    void transfer(const Action& action, Direction direction);
     void leave(const TransferItem& item);
     void transferred(std::size_t buffer, Direction direction, std::optional<Failure> failure);
     void end(Work work, std::size_t tasklet, std::optional<Failure> failure);

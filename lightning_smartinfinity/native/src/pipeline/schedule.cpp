@@ -55,9 +55,9 @@ void TransferSchedule::prefer(const std::vector<std::size_t>& tasklets) {
     std::int64_t rank = lowest_rank_;
     for (const std::size_t tasklet : tasklets) {
         Queue& queue = queue_of(tasklet);
-        if (queue.erase({ranks_[tasklet], tasklet}) == 0) continue;
+        const bool waits = queue.erase({ranks_[tasklet], tasklet}) > 0;
         ranks_[tasklet] = rank++;
-        queue.emplace(ranks_[tasklet], tasklet);
+        if (waits) queue.emplace(ranks_[tasklet], tasklet);
     }
 }
 

@@ -54,6 +54,8 @@ class TransferSchedule {
 
     // Moves these tasklets, in this order, ahead of the others that have not started.
     void prefer(const std::vector<std::size_t>& tasklets);
+    // Returns whether a tasklet was preferred at any time, before its start or after.
+    bool preferred(std::size_t tasklet) const { return ranks_.at(tasklet) < 0; }
 
     // Returns the next action that can start, if any; it counts as started.
     std::optional<Action> next();
