@@ -56,7 +56,7 @@ def test_manifest_is_readable(tmp_path: Path) -> None:
     with created([tmp_path / "a", tmp_path / "b"], durability="power") as store:
         for device, name in enumerate("ab"):
             manifest = json.loads((tmp_path / name / "default" / "rank-00000" / "manifest.json").read_text())
-            assert manifest["version"] == 3
+            assert manifest["version"] == 4
             assert manifest["state_format"] == "fp32"
             assert manifest["device"] == device
             assert manifest["folders"] == [str(tmp_path / "a"), str(tmp_path / "b")]
