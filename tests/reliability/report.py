@@ -18,7 +18,7 @@ import pytest
 
 from tests.helpers.attacks import PROPERTY
 
-__all__ = ["Row", "page_with", "rows_of", "table_of"]
+__all__ = ["Row", "Rows", "page_with", "rows_of", "table_of"]
 
 _REPOSITORY = Path(__file__).parents[2]
 _PAGE = _REPOSITORY / "docs" / "reliability.md"
@@ -44,7 +44,7 @@ class Row(NamedTuple):
         return self.test.partition("::")[0].removeprefix("tests/")
 
 
-class _Rows:
+class Rows:
     """A plugin that runs tests of attacks only, and collects what they tell and which of them failed."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ def rows_of(options: Sequence[str]) -> tuple[list[Row], int]:
     Args:
         options: Paths and options for pytest.
     """
-    plugin = _Rows()
+    plugin = Rows()
     code = pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", *options], plugins=[plugin])
     return plugin.rows, int(code)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.helpers.attacks import PROPERTY
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.waiting import PROCESS_LIMIT
-from tests.reliability.report import Row, files_with_attacks, joined_results, page_with, table_of
+from tests.reliability.report import Row, Rows, files_with_attacks, joined_results, page_with, table_of
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -39,11 +41,14 @@ def test_a_report_of_one_attack() -> None:
     assert "4 passed" in done.stdout
 
 
-def test_an_attack_that_is_not_held() -> None:
-    """A test that fails says so in the table, and by the exit code."""
-    done = report("-k", "flipped_bit_is_found and 100", "-o", "faulthandler_timeout=0", "--timeout=0.01")
-    assert done.returncode != 0
-    assert "**FAILED**" in done.stdout
+@pytest.mark.parametrize("told", [[["a", 3, "whole", 0.0]], []], ids=["said what it did", "failed before"])
+def test_an_attack_that_is_not_held(told: list[list[Any]]) -> None:
+    """A test that fails says so in the table, whatever it said before."""
+    rows = Rows()
+    properties: list[tuple[str, object]] = [(PROPERTY, values) for values in told]
+    where: Any = {"nodeid": "tests/x.py::one", "location": ("", 0, ""), "keywords": {}, "longrepr": None}
+    rows.pytest_runtest_logreport(pytest.TestReport(**where, outcome="failed", when="call", user_properties=properties))
+    assert [(row.outcome, row.file) for row in rows.rows] == [("**FAILED**", "x.py")]
 
 
 def test_rows_with_other_outcomes_stay_apart() -> None:
