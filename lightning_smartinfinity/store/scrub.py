@@ -140,8 +140,8 @@ def _failure(
     Raises:
         StorageTimeoutError: The disk does not answer, which says nothing about what it holds.
     """
-    batch = native.Batch(native.Operation.READ, [_read_of(manifest, record, index) for index in tasklets])
-    pipeline.submit(batch)
+    reads = [_read_of(manifest, record, index) for index in tasklets]
+    pipeline.submit(native.Batch(native.Operation.READ, reads, io_class=native.IoClass.BACKGROUND))
     failure = pipeline.finish()
     if failure is not None and failure.kind == "timeout":
         raise failure_error(failure, what="Optimizer state")

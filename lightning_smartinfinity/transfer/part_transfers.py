@@ -94,7 +94,7 @@ class PartTransfers:
             raise
 
     def _write(self, stored: StoredTensor, memory: torch.Tensor, offset: int) -> int:
-        return self._store.write(stored, memory, offset=offset, io_class=native.IoClass.STATE)
+        return self._store.write(stored, memory, offset=offset, io_class=native.IoClass.WRITE_BEHIND)
 
     def _start(self, ticket: int, then: Callable[[], object] = lambda: None) -> None:
         self._in_flight.append((ticket, then))

@@ -76,6 +76,8 @@ class WindowBuffer:
 class WindowWalk:
     """Moves windows between storage and a buffer: reads one ahead of the caller, or writes one behind it.
 
+    Whatever else uses the device goes first.
+
     Args:
         layout: The partition.
         device: The device, open and free.
@@ -123,7 +125,17 @@ class WindowWalk:
             return tuple(array.ctypes.data + skipped for array in window.arrays)
 
         def make_parts(tasklets: Sequence[int]) -> list[native.Batch]:
-            return [array_batch(operation, self._layout, self._pieces, tasklets, self._places, addresses=addresses)]
+            return [
+                array_batch(
+                    operation,
+                    self._layout,
+                    self._pieces,
+                    tasklets,
+                    self._places,
+                    addresses=addresses,
+                    io_class=native.IoClass.BACKGROUND,
+                )
+            ]
 
         submission = DirectSubmission(self._device, make_parts, tasklets)
         # Even after an error, no transfer may outlive the buffer.

@@ -141,6 +141,7 @@ def array_batch(
     places: Places,
     *,
     addresses: Callable[[Piece], tuple[int, ...]],
+    io_class: native.IoClass = native.IoClass.STATE,
 ) -> native.Batch:
     """Make the batch that moves fp32 arrays between storage and memory.
 
@@ -151,12 +152,13 @@ def array_batch(
         tasklets: Indices of the pieces' tasklets.
         places: Places of the extents.
         addresses: Returns the address of each array at a piece's first element; 0 means that the array is not moved.
+        io_class: How urgent it is.
     """
 
     def segment(offset: int, piece: Piece) -> native.Segment:
         return native.Segment(offset=offset, numel=piece.end - piece.begin, arrays=addresses(piece))
 
-    return _batch(operation, layout, pieces, tasklets, places, segment)
+    return _batch(operation, layout, pieces, tasklets, places, segment, io_class=io_class)
 
 
 def _parameter_segment(
@@ -179,7 +181,8 @@ def _batch(
     segment: Callable[[int, Piece], native.Segment],
     *,
     stream: native.CudaStream | None = None,
+    io_class: native.IoClass = native.IoClass.STATE,
 ) -> native.Batch:
     listed = segments_of(layout, pieces, tasklets, segment=segment)
     worked = [places.tasklet(layout, index, segments) for index, segments in listed]
-    return native.Batch(operation, worked, stream=stream)
+    return native.Batch(operation, worked, stream=stream, io_class=io_class)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageCorruptError, StorageError, StorageFullError
-from lightning_smartinfinity.native import MemoryPool
+from lightning_smartinfinity.native import IoClass, MemoryPool
+from lightning_smartinfinity.store import TensorStore
 from lightning_smartinfinity.zero3.parameters import param_swapper
 from tests.helpers import native_testing as testing
 from tests.helpers.attacks import Attack
@@ -98,14 +99,21 @@ def test_settings_change_nothing(zero: dict[str, Any], settings: Any, plain: Any
 
 
 class ReadAhead(pl.Callback):
-    """A callback that starts to read parameters right before the step that changes them."""
+    """A callback that starts to read parameters right before the step that changes them.
+
+    Args:
+        waits: Whether it also waits until they are read.
+    """
+
+    def __init__(self, *, waits: bool = True) -> None:
+        self._waits = waits
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         swapper = trainer.strategy._parameters  # type: ignore[attr-defined]
         absent = [param for param in pl_module.parameters() if param.ds_tensor.numel() == 0][:2]
         assert len(absent) == 2
         swapper.swap_in(absent[:1], async_op=True)
-        swapper.swap_in(absent[1:], async_op=False)
+        swapper.swap_in(absent[1:], async_op=not self._waits)
 
 
 def test_what_was_read_before_a_step_is_not_used_after_it(plain: Any, tmp_path: Path) -> None:
@@ -116,6 +124,30 @@ def test_what_was_read_before_a_step_is_not_used_after_it(plain: Any, tmp_path: 
     quiet_trainer(tmp_path, strategy, callbacks=[recorder, ReadAhead()], max_steps=2).fit(module)
     strategy.close()
     assert_same((module.losses, [], recorder.masters), plain(recipe))
+
+
+def test_what_forward_waits_for_goes_before_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters are read before other transfers and written after them, and what nobody needs is not read."""
+    started, cancelled = set(), []
+    start, cancel = TensorStore._start, TensorStore.cancel
+
+    def record_start(store: TensorStore, begin: Any, stored: Any, memory: Any, offset: int, io_class: IoClass) -> int:
+        started.add((begin.__name__, io_class))
+        return start(store, begin, stored, memory, offset, io_class)
+
+    def record_cancel(store: TensorStore, ticket: int) -> bool:
+        cancelled.append(ticket)
+        return cancel(store, ticket)
+
+    monkeypatch.setattr(TensorStore, "_start", record_start)
+    monkeypatch.setattr(TensorStore, "cancel", record_cancel)
+    module = LitTiny(Recipe(precision="bf16-mixed", max_steps=2))
+    strategy = SmartInfinityStrategy(tmp_path / "storage", zero=NVME)
+    quiet_trainer(tmp_path, strategy, callbacks=[ReadAhead(waits=False)], max_steps=2).fit(module)
+    strategy.close()
+    assert {("read", IoClass.GATHER), ("write", IoClass.WRITE_BEHIND)} <= started
+    assert {io_class for name, io_class in started if name == "write"} == {IoClass.WRITE_BEHIND}
+    assert cancelled
 
 
 def test_the_default_threshold_keeps_small_parameters_in_memory(plain: Any, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_smartinfinity import native
+from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import StorageError, StorageFullError
 from lightning_smartinfinity.transfer.windows import Window, WindowBuffer
 from tests.helpers.native_testing import inject
@@ -63,6 +65,27 @@ def test_scan_hands_over_what_single_parameters_hold(tmp_path: Path, case: Case)
             for name, array in zip(("master", "exp_avg", "exp_avg_sq"), arrays, strict=True):
                 found = array[where.offset : where.offset + where.real_numel]
                 assert found.tobytes() == values[name].tobytes(), (index, name)
+
+
+def test_everything_else_goes_before_the_whole_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved and loaded is moved in the background; steps and single parameters are not."""
+    moved: list[tuple[native.Operation, native.IoClass]] = []
+    submit = HostDevice.submit
+
+    def record(device: HostDevice, batch: native.Batch) -> None:
+        moved.append((batch.operation, batch.io_class))
+        submit(device, batch)
+
+    monkeypatch.setattr(HostDevice, "submit", record)
+    with running(tmp_path, CASES[0]) as run:
+        run.step(1)
+        run.handler.state.read_parameter(0)
+        assert moved and {io_class for _, io_class in moved} == {native.IoClass.STATE}
+        moved.clear()
+        arrays = scanned(run)
+        run.handler.state.replace(from_arrays(arrays), steps=run.handler.steps)
+    background = native.IoClass.BACKGROUND
+    assert set(moved) == {(native.Operation.READ, background), (native.Operation.WRITE, background)}
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)

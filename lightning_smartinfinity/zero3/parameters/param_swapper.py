@@ -246,6 +246,7 @@ class ParameterSwapper:
                 continue
             held = self._held.pop(param.ds_id, None)
             if held is not None and held.ticket is not None:
+                self.store.cancel(held.ticket)  # nobody wants what has not been read yet
                 with suppress(StorageError):
                     self.store.finish(held.ticket)
             # An empty tensor makes using it by mistake raise.
@@ -295,7 +296,7 @@ class ParameterSwapper:
         if stored is None:
             stored = self.store.add(_nbytes(param))
             setattr(param, _STORED, stored)
-        return self.store.write(stored, held.memory)
+        return self.store.write(stored, held.memory, io_class=native.IoClass.WRITE_BEHIND)
 
     def _finish(self, tickets: Iterable[int]) -> None:
         first: BaseException | None = None
@@ -315,7 +316,8 @@ class ParameterSwapper:
             stored = stored_parameter(param)
             assert stored is not None and param.ds_id not in self._held, param.ds_summary()
             held = _Held(param, lent_tensor(self._memory, stored.nbytes))
-            held.ticket = self.store.read(stored, held.memory)
+            # What was read ahead becomes more urgent when it is waited for.
+            held.ticket = self.store.read(stored, held.memory, io_class=native.IoClass.GATHER)
             self._held[param.ds_id] = held
             param.ds_tensor.status = PartitionedParamStatus.INFLIGHT
 
