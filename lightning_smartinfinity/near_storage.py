@@ -21,7 +21,7 @@ from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import require_xclbin_named
 from lightning_smartinfinity.gain_warning import warn_of_no_gain
 from lightning_smartinfinity.settings import StrategySettings, gradients_are_16_bit, is_16_bit, nvme_path_of
-from lightning_smartinfinity.store.scheduling import IoWait, io_waits
+from lightning_smartinfinity.store.scheduling import IoWait, io_waits, share_devices
 from lightning_smartinfinity.transfer.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.watching import begin_training, end_training
@@ -193,6 +193,7 @@ class NearStorage(ABC):
         """Prepare the environment before DeepSpeed is first imported, and check settings that only it can check."""
         self._local_world_size, self._on_cuda = local_world_size, device.type == "cuda"
         require_descriptors(num_processes=local_world_size, num_folders=len(self._settings.storage or ("",)))
+        share_devices(local_world_size)
         prepare_environment(device.type, local_world_size=local_world_size)
         from lightning_smartinfinity.zero3.validation import check_zero_section
 

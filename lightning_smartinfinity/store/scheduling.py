@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 from lightning_smartinfinity import native
 
-__all__ = ["IoWait", "io_waits", "scheduler_of"]
+__all__ = ["IoWait", "io_waits", "scheduler_of", "share_devices"]
 
 _schedulers: dict[int, native.IoScheduler] = {}  # by st_dev
 # A lock of the parent's may be held for ever in a forked child.
 os.register_at_fork(after_in_child=_schedulers.clear)
+
+
+_WHOLE_BYTES = native.IoScheduler().in_flight_bytes
+_num_processes = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,18 @@ def scheduler_of(descriptor: int) -> native.IoScheduler:
     """Return the scheduler of the device on which an open file or folder lies."""
     device = os.fstat(descriptor).st_dev
     if device not in _schedulers:
-        _schedulers.setdefault(device, native.IoScheduler())
+        _schedulers.setdefault(device, native.IoScheduler(in_flight_bytes=_WHOLE_BYTES // _num_processes))
     return _schedulers[device]
+
+
+def share_devices(num_processes: int) -> None:
+    """Let this process have an equal share of what processes of this machine may have in flight on a device.
+
+    Args:
+        num_processes: Their number. Devices that are in use already keep their share.
+    """
+    global _num_processes
+    _num_processes = num_processes
 
 
 def io_waits() -> list[IoWait]:
