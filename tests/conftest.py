@@ -5,6 +5,8 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ settings.register_profile("lenient", deadline=None)
 settings.load_profile("lenient")
 
 _FORBIDDEN_SKIPS = pytest.StashKey[list[str]]()
+_NUM_MODULES = pytest.StashKey[int]()
 _SHARED_BEFORE = pytest.StashKey[set[Path]]()
 
 
@@ -51,14 +54,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _exclude_imports_from_garbage_collection(session.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """After the last test of a module, whose fixtures have ended by then, look for new imports."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        _exclude_imports_from_garbage_collection(item.config)
+    return result
+
+
+def _exclude_imports_from_garbage_collection(config: pytest.Config) -> None:
     """Exclude all that is imported by now from garbage collection.
 
-    Every fit collects several times, which would take most of a small fit's time. Objects that tests make are still
-    collected.
+    Every fit collects, which would take a third of a small fit's time, and the first fit imports what the others only
+    use. Objects that tests make are still collected.
     """
-    gc.collect()
-    gc.freeze()
+    if len(sys.modules) > config.stash.get(_NUM_MODULES, 0):
+        gc.collect()
+        gc.freeze()
+        config.stash[_NUM_MODULES] = len(sys.modules)
 
 
 @pytest.hookimpl(tryfirst=True)

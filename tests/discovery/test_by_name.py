@@ -31,13 +31,13 @@ def test_import_torch_loads_three_small_modules(tmp_path: Path) -> None:
     assert foreign == {"lightning_smartinfinity", *ours}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "imports",
     [
-        ["lightning"],
-        pytest.param(["torch", "lightning.pytorch"], marks=pytest.mark.long),
-        pytest.param(["lightning_smartinfinity", "lightning"], marks=pytest.mark.long),
-        pytest.param(["lightning.pytorch.strategies", "lightning_smartinfinity"], marks=pytest.mark.long),
+        ["torch", "lightning.pytorch"],
+        ["lightning_smartinfinity", "lightning"],
+        ["lightning.pytorch.strategies", "lightning_smartinfinity"],
     ],
     ids=" then ".join,
 )
@@ -46,63 +46,18 @@ def test_name_is_known_with_autoload(imports: list[str], tmp_path: Path) -> None
     assert fresh_python(IS_REGISTERED, *imports, cwd=tmp_path).strip() == REGISTERED_LAZILY
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        ["lightning_smartinfinity", "lightning"],
-        pytest.param(["lightning", "lightning_smartinfinity"], marks=pytest.mark.long),
-    ],
-    ids=" then ".join,
-)
-def test_name_is_known_without_autoload_once_the_package_is_imported(imports: list[str], tmp_path: Path) -> None:
-    """Where torch may not load plugins, importing the package registers the name, before or after Lightning."""
+@pytest.mark.long
+def test_name_is_known_without_autoload_once_the_package_is_imported(tmp_path: Path) -> None:
+    """Where torch may not load plugins, importing the package before Lightning registers the name."""
+    imports = ["lightning_smartinfinity", "lightning"]
     assert fresh_python(IS_REGISTERED, *imports, cwd=tmp_path, autoload=False).strip() == REGISTERED_LAZILY
 
 
-def test_name_is_unknown_without_autoload_and_import(tmp_path: Path) -> None:
-    """Without autoload and without an import of the package the name is unknown."""
-    assert fresh_python(IS_REGISTERED, "lightning", cwd=tmp_path, autoload=False).startswith("False")
-
-
-def test_name_survives_reload_of_lightning(tmp_path: Path) -> None:
-    """Reloading Lightning makes a new registry, and the name is registered there too."""
-    code = """
-    import importlib
-    import lightning.pytorch.strategies as strategies
-    before = strategies.StrategyRegistry
-    importlib.reload(strategies)
-    print(strategies.StrategyRegistry is not before, "smart_infinity" in strategies.StrategyRegistry)
-    """
-    assert fresh_python(code, cwd=tmp_path).split() == ["True", "True"]
-
-
-def test_fabric_by_name(tmp_path: Path) -> None:
-    """Fabric's registry knows the name without loading the strategy. A loop trains and leaves no state behind."""
-    code = """
-    import sys
-    import torch
-    from lightning.fabric import Fabric
-    print("registered", "deepspeed" in sys.modules, "lightning_smartinfinity.fabric" in sys.modules)
-
-    fabric = Fabric(strategy="smart_infinity", accelerator="cpu", devices=1, precision="bf16-mixed")
-    print("chosen", type(fabric.strategy).__name__, type(fabric.strategy.precision).__name__)
-    fabric.launch()
-    net = torch.nn.Linear(4, 1)
-    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
-    losses = []
-    for _ in range(2):
-        loss = model(torch.ones(2, 4)).square().mean()
-        losses.append(loss.item())
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    print("moved", losses[0] != losses[1])
-    """
-    printed = fresh_python(code, cwd=tmp_path)
-    assert "registered False False" in printed
-    assert "chosen SmartInfinityFabricStrategy SmartInfinityFabricPrecision" in printed
-    assert "moved True" in printed
-    assert not list((tmp_path / "smart_infinity").glob("*/*"))
+def test_without_autoload_the_import_of_the_package_registers_the_name(tmp_path: Path) -> None:
+    """Where torch may not load plugins, the name is unknown until the package is imported, even after Lightning."""
+    code = "import lightning" + IS_REGISTERED + "import lightning_smartinfinity" + IS_REGISTERED
+    printed = fresh_python(code, cwd=tmp_path, autoload=False).splitlines()
+    assert printed == ["False False False", REGISTERED_LAZILY]
 
 
 @pytest.mark.long
@@ -124,12 +79,26 @@ def test_trainer_by_name_twice(tmp_path: Path) -> None:
     assert same == "False"
 
 
-def test_fit_by_name_without_another_import(tmp_path: Path) -> None:
-    """A user's script that only names the strategy trains, twice in one process."""
+def test_training_by_name(tmp_path: Path) -> None:
+    """A script that names the strategy alone trains with Fabric and twice with a Trainer, and leaves no state behind.
+
+    Both registries know the name, without the strategy or DeepSpeed being loaded, also when Lightning is reloaded.
+    """
     code = """
+    import importlib, sys
+    import torch
+    import lightning.pytorch.strategies as strategies
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.pytorch import Trainer
     from lightning.pytorch.demos.boring_classes import BoringModel
-    import torch
+
+    before = strategies.StrategyRegistry
+    print("known", "smart_infinity" in before, "smart_infinity" in STRATEGY_REGISTRY)
+    importlib.reload(strategies)
+    print("reloaded", strategies.StrategyRegistry is not before, "smart_infinity" in strategies.StrategyRegistry)
+    names = ["deepspeed", "lightning_smartinfinity.strategy", "lightning_smartinfinity.fabric"]
+    print("loaded", *(name in sys.modules for name in names))
 
     class Model(BoringModel):
         def configure_optimizers(self):
@@ -145,6 +114,29 @@ def test_fit_by_name_without_another_import(tmp_path: Path) -> None:
         trainer.fit(model)
         after = trainer.strategy.lightning_module_state_dict()["layer.weight"]
         print("steps", trainer.global_step, "moved", not torch.equal(before, after.float().cpu()))
+
+    fabric = Fabric(strategy="smart_infinity", accelerator="cpu", devices=1, precision="bf16-mixed")
+    print("chosen", type(fabric.strategy).__name__, type(fabric.strategy.precision).__name__)
+    fabric.launch()
+    net = torch.nn.Linear(4, 1)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    losses = []
+    for _ in range(2):
+        loss = model(torch.ones(2, 4)).square().mean()
+        losses.append(loss.item())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    print("fabric moved", losses[0] != losses[1])
     """
-    printed = [line for line in fresh_python(code, cwd=tmp_path).splitlines() if line.startswith("steps")]
-    assert printed == ["steps 2 moved True"] * 2
+    words = ("known", "reloaded", "loaded", "steps", "chosen", "fabric")
+    printed = [line for line in fresh_python(code, cwd=tmp_path).splitlines() if line.split(" ")[0] in words]
+    assert printed == [
+        "known True True",
+        "reloaded True True",
+        "loaded False False False",
+        *["steps 2 moved True"] * 2,
+        "chosen SmartInfinityFabricStrategy SmartInfinityFabricPrecision",
+        "fabric moved True",
+    ]
+    assert not list((tmp_path / "smart_infinity").glob("*/*"))

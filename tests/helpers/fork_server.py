@@ -27,18 +27,21 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from tests.helpers.waiting import LIMIT, PROCESS_LIMIT
 
-# DeepSpeed imports its modules in this list only when an engine starts.
+# Most of these are imported only when an engine starts.
 PRELOADED = (
     "lightning_smartinfinity.strategy",
     "lightning_smartinfinity.fabric",
     "lightning_smartinfinity.callbacks",
+    "lightning_smartinfinity.zero3.clipping",
     "lightning_smartinfinity.zero3.engine",
     "lightning_smartinfinity.zero3.storage",
+    "lightning_smartinfinity.zero3.update_device",
     "deepspeed.module_inject",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "setuptools",
 )
 
 

@@ -96,10 +96,11 @@ ON_CARDS = {
     "calibration.py": (["--tiny", "--folder", "."], ["| update by |", "| host | 2 | 4 |", "| cards | 1 | 4 |"]),
     "xrt_bindings.py": (["--tiny", "--folder", "."], ["| binding |", "| native |", "| pyxrt |"]),
 }
-# Scripts that take longer than five seconds even so.
+# Scripts that take longer than five seconds of both cores even so, except update.py, whose figures are plotted.
 SLOW = {
-    *("backward.py", "calibration.py", "checkpoint_memory.py", "compression_accuracy.py", "export.py", "formats.py"),
-    *("peak_memory.py", "plan.py", "setup.py", "step.py", "tensor_store.py", "xrt_bindings.py"),
+    *("backward.py", "calibration.py", "checkpoint_memory.py", "compression_accuracy.py", "csim.py", "engines.py"),
+    *("export.py", "formats.py", "import_time.py", "paper_tables.py", "peak_memory.py", "plan.py", "scaling.py"),
+    *("setup.py", "step.py", "tensor_store.py", "xrt_bindings.py"),
 }
 # The plots that plots.py makes of these figures, and texts in them.
 PLOTTED = {

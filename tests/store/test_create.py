@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import resource
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,12 +16,8 @@ from lightning_smartinfinity.errors import (
     StorageCorruptError,
     StorageError,
     StorageFullError,
-    StorageLockedError,
 )
 from lightning_smartinfinity.store import ExtentMap, StateStore
-from lightning_smartinfinity.store.lock import FolderLock, is_locked
-from lightning_smartinfinity.store.open_folder import OpenFolder
-from tests.helpers.waiting import LIMIT
 from tests.store.makers import commit_generation, create, created, description, tree
 
 RANK_FILES = {"lock", "manifest.json", "state.bin"}
@@ -73,17 +61,6 @@ def test_one_place_takes_half_the_space(tmp_path: Path) -> None:
         with created([tmp_path], durability=durability) as store:
             sizes.append(Path(store.files[0].path).stat().st_size)
     assert 2 * sizes[0] == sizes[1]
-
-
-def test_ranks_and_jobs_share_a_folder(tmp_path: Path) -> None:
-    """Each rank of each job has its own folder. The last rank to leave removes the job's folder."""
-    stores = [create([tmp_path], rank=rank, job=job) for rank in range(2) for job in ("one", "two")]
-    assert len({store.files[0].path for store in stores}) == 4
-    for store in stores[:3]:
-        store.close(remove=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"two"}
-    stores[3].close(remove=True)
-    assert tree(tmp_path) == set()
 
 
 def test_strangers_files_are_left_alone(tmp_path: Path) -> None:
@@ -136,120 +113,6 @@ def test_leftover_of_a_creation_that_was_killed(tmp_path: Path) -> None:
     (folder / "lock").write_text("1234\nstate.bin\n")
     with created([tmp_path]):
         pass
-    assert tree(tmp_path) == set()
-
-
-@pytest.mark.parametrize("device", [0, 1])
-def test_kept_store_is_refused(tmp_path: Path, device: int) -> None:
-    """A store created with keep=True is not replaced, whichever of its folders is named again."""
-    folders = [tmp_path / "a", tmp_path / "b"]
-    store = create(folders, keep=True)
-    commit_generation(store, 0)
-    store.close(remove=False)
-    before = tree(tmp_path)
-    with pytest.raises(StorageError, match="asked to keep it") as caught:
-        create([tmp_path / "new", folders[device]])
-    assert "Remove that folder" in caught.value.remedy
-    assert tree(tmp_path) == before
-    assert StateStore.recover(folders).generation == 0
-
-
-def test_locked_by_another_process(tmp_path: Path) -> None:
-    """The error names the process that holds the folder, and that process's store is untouched."""
-    create([tmp_path]).close(remove=False)
-    before = tree(tmp_path)
-    with locked_by_another_process(tmp_path / "default" / "rank-00000" / "lock") as holder:
-        for attempt in (lambda: create([tmp_path]), lambda: StateStore.recover([tmp_path])):
-            with pytest.raises(StorageLockedError, match=f"process {holder}") as caught:
-                attempt()
-            assert "TransferConfig(job=...)" in caught.value.remedy
-        assert is_locked(OpenFolder(tmp_path / "default" / "rank-00000"))
-        assert tree(tmp_path) == before
-    create([tmp_path]).close(remove=True)
-
-
-def test_a_look_at_a_lock_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that looks, at the moment in which another starts, neither stops it nor another look."""
-    create([tmp_path]).close(remove=False)
-    folder = OpenFolder(tmp_path / "default/rank-00000")
-    glance = folder.open("lock", os.O_RDONLY)
-    fcntl.flock(glance, fcntl.LOCK_SH)
-    assert not is_locked(folder)
-
-    def looked(seconds: float) -> None:
-        os.close(glance)
-
-    monkeypatch.setattr(time, "sleep", looked)
-    create([tmp_path]).close(remove=True)
-
-
-def test_a_lock_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write that takes only some bytes goes on behind them."""
-    lock = FolderLock(OpenFolder(tmp_path))
-    real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda file, content, offset: real(file, content[:3], offset))
-    lock.note("state.bin", "manifest.json")
-    assert (tmp_path / "lock").read_text() == f"{os.getpid()}\nmanifest.json\nstate.bin\n"
-    lock.release(remove=True)
-
-
-def test_locked_by_this_process(tmp_path: Path) -> None:
-    """Two stores of one process cannot share any of their folders."""
-    with created([tmp_path / "a", tmp_path / "b"]):
-        with pytest.raises(StorageLockedError, match=f"process {os.getpid()}"):
-            create([tmp_path / "c", tmp_path / "b"])
-        assert tree(tmp_path / "c") == set() or not (tmp_path / "c").exists()
-
-
-def test_store_that_nobody_closed_releases_its_lock(tmp_path: Path) -> None:
-    """A store that is garbage-collected releases its lock before the process ends."""
-    store = create([tmp_path])
-    del store
-    with created([tmp_path]):
-        pass
-
-
-def test_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
-    """A forked DataLoader worker that outlives the trainer does not keep the folder locked."""
-    folder = OpenFolder(tmp_path)
-    lock = FolderLock(folder)
-    parent, child = socket.socketpair()
-    parent.settimeout(LIMIT)
-    child.settimeout(LIMIT)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            parent.close()
-            child.send(b"x")
-            child.recv(1)  # lives until the parent is done
-        finally:
-            os._exit(0)
-    child.close()
-    try:
-        parent.recv(1)
-        assert is_locked(folder)
-        lock.forget()
-        assert not is_locked(folder)
-    finally:
-        parent.close()
-        os.waitpid(pid, 0)
-
-
-def test_lock_whose_file_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the lock file is removed while it is being locked, the lock is taken on the file now at the path."""
-    real, calls = fcntl.flock, []
-
-    def remove_first(descriptor: int, operation: int) -> None:
-        calls.append(operation)
-        if len(calls) == 1:
-            (tmp_path / "lock").unlink()
-        real(descriptor, operation)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", remove_first)
-        lock = FolderLock(OpenFolder(tmp_path))
-    assert is_locked(OpenFolder(tmp_path))
-    lock.release(remove=True)
     assert tree(tmp_path) == set()
 
 
@@ -377,42 +240,6 @@ def test_folder_of_something_else(tmp_path: Path) -> None:
     with pytest.raises(StorageCorruptError, match="not a readable manifest"):
         create([tmp_path])
     assert (folder / "manifest.json").exists()
-
-
-@contextmanager
-def locked_by_another_process(path: Path) -> Iterator[int]:
-    code = (
-        "import fcntl, os, sys\n"
-        "file = open(sys.argv[1], 'w')\n"
-        "fcntl.flock(file, fcntl.LOCK_EX)\n"
-        "file.write(f'{os.getpid()}\\n')\n"
-        "file.flush()\n"
-        "print(flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdout.readline()
-        yield process.pid
-        process.stdin.close()
-
-
-def test_ranks_come_and_go(tmp_path: Path) -> None:
-    """Ranks can create and remove their stores at the same time.
-
-    A rank that removes the job's empty folder does not disturb another rank that is just creating its own.
-    """
-
-    def come_and_go(rank: int) -> None:
-        for _ in range(60):
-            create([tmp_path], rank=rank).close(remove=True)
-
-    with ThreadPoolExecutor(3) as pool:
-        for done in [pool.submit(come_and_go, rank) for rank in range(3)]:
-            done.result(LIMIT)
-    assert tree(tmp_path) == set()
 
 
 def test_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

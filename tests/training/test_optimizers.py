@@ -51,7 +51,14 @@ EVERYWHERE = [
     ("RMSprop", "bf16-mixed"),
     ("RMSprop without momentum", "32-true"),
 ]
-
+# Each row with one kind of overlap and each rule with one resume always run; the other pairs take long.
+OVERLAPS = ("forward", "backward")
+OVERLAPPED = [
+    pytest.param(*case, overlap, marks=[pytest.mark.long] * (index % 2 != kind))
+    for index, case in enumerate(EVERYWHERE)
+    for kind, overlap in enumerate(OVERLAPS)
+]
+RESUMED = [pytest.param(*case, marks=[pytest.mark.long] * (index % 3 == 0)) for index, case in enumerate(EVERYWHERE)]
 
 Result = tuple[Any, dict[str, torch.Tensor]]
 
@@ -97,15 +104,14 @@ def test_trains_like_torch(name: str, precision: str, straight: Any) -> None:
     assert extra["state_entries"] == 0
 
 
-@pytest.mark.parametrize("overlap", ["forward", "backward"])
-@pytest.mark.parametrize(("name", "precision"), EVERYWHERE)
+@pytest.mark.parametrize(("name", "precision", "overlap"), OVERLAPPED)
 def test_overlap_changes_no_bit(name: str, precision: str, overlap: str, straight: Any, tmp_path: Path) -> None:
     """Overlap changes no bit, whether speculative updates are kept or rolled back."""
     run = run_of(tmp_path, name, precision, options={"overlap": overlap}, delays=0)
     assert_same(result(run), straight(name, precision)[0])
 
 
-@pytest.mark.parametrize(("name", "precision"), EVERYWHERE)
+@pytest.mark.parametrize(("name", "precision"), RESUMED)
 def test_resume_changes_no_bit(name: str, precision: str, straight: Any, tmp_path: Path) -> None:
     """A run resumed with another ring continues with the same losses, masters, counts and learning rates."""
     (expected, expected_masters), checkpoint = straight(name, precision)

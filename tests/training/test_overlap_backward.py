@@ -225,16 +225,22 @@ def assert_holds(trainer: pl.Trainer, module: LitTiny, masters: dict[str, torch.
         assert torch.equal(trainer.strategy.optimizers[0].get_full_hp_param(param), masters[name]), name
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("name", INTERRUPTED)
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [
+        pytest.param(name, after, id=f"{name}, {when}", marks=[pytest.mark.long] * (index % 2 == after))
+        for index, name in enumerate(INTERRUPTED)
+        for after, when in enumerate(("before", "after"))
+    ],
+)
 def test_an_interrupt_within_a_guess(
-    name: str, after: bool, two_steps: Callable[[float | None], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, after: int, two_steps: Callable[[float | None], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parameters and masters are those of the last step and can be saved."""
     clip = 1e-3 if "wrong" in name or "guess is rolled back" in name else None
     faults = [FailAt(2, fail_write_at=0)] if "failed" in name else []
     strategy = SmartInfinityStrategy(tmp_path / "storage", overlap="backward", zero=BUCKET)
-    interrupt = InterruptAt(monkeypatch, INTERRUPTED[name], after=after)
+    interrupt = InterruptAt(monkeypatch, INTERRUPTED[name], after=bool(after))
     trainer = quiet_trainer(tmp_path, strategy, callbacks=[interrupt, *faults], max_steps=5, gradient_clip_val=clip)
     module = LitTiny(BF16)
     with pytest.raises((KeyboardInterrupt, SystemExit)):

@@ -27,8 +27,10 @@ from tests.xrt.test_device_failures import (
     test_both_cards_in_an_incremental_step,
     test_close_with_a_hung_run,
     test_late_completion,
-    test_no_such_card_kernel_or_file,
     test_p2p_that_fails,
+)
+from tests.xrt.test_device_refusals import (
+    test_no_such_card_kernel_or_file,
     test_p2p_that_is_off,
     test_too_little_memory,
 )

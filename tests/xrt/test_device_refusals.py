@@ -1,0 +1,110 @@
+"""What keeps cards from being opened: the errors name the card and say what to do."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from hls import xclbin as xclbin_module
+from hls.description import SMARTSSD, Design
+from hls.xclbin import SectionKind, sections
+from lightning_smartinfinity import DeviceError
+from lightning_smartinfinity.store import direct
+from tests.helpers.card_runs import cards, setup_of
+from tests.helpers.runif import RunIf
+from tests.transfer.harness import Case, Run, layout_of, running
+from tests.xrt.cards import EmulatedCards
+
+pytestmark = RunIf(xrt=True)
+CASE = Case(dtype=torch.bfloat16, num_devices=2, shapes=((9_000, 0, 0, 0), (6_000, 3, 1, 0), (7_000, 0, 0, 1)))
+
+
+def test_too_little_memory(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """A ring that does not fit is refused with advice; on a shared card a smaller ring is chosen first."""
+    emulated_cards.set("dram_mib", 1)
+    with pytest.raises(DeviceError, match=r"TransferConfig\(tasklet_bytes"):
+        Run(tmp_path / "a", CASE.but(num_buffers=64), device=cards(emulated_cards.build.xclbin))
+    emulated_cards.set("dram_mib", 4096)
+    bank = setup_of(1, emulated_cards.build.xclbin).xclbin.memory_bytes
+    assert bank is not None
+    sharers = bank // (1 << 20)
+    with running(
+        tmp_path / "b", CASE.but(num_buffers=64), device=cards(emulated_cards.build.xclbin, sharers=sharers)
+    ) as run:
+        run.step(0)
+        assert 1 << 19 < emulated_cards.counter("card_bytes", 0) <= 1 << 20
+
+
+def test_a_share_between_whole_pages(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """The size of a ring is chosen in whole pages, so that the core does not refuse it as too large."""
+    case = CASE.but(num_buffers=64, num_devices=1, gradient_dtype=torch.bfloat16)
+    numel = layout_of(case).extents.tasklet_numel
+    assert 2 * numel % 4096  # of gradient and parameters
+    usable = setup_of(1, emulated_cards.build.xclbin).xclbin.memory_bytes
+    assert usable is not None
+    # Eleven buffers would fit without their padding to whole pages.
+    sharers = usable * 7 // 8 // (11 * (12 * numel + 4096 + 4 * numel + 1024))
+    with running(tmp_path, case, device=cards(emulated_cards.build.xclbin, sharers=sharers)) as run:
+        run.step(0)
+
+
+def test_p2p_that_is_off(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Without P2P, buffers that the SSD can reach are unavailable, and the error says so."""
+    emulated_cards.set("p2p", 0)
+    with pytest.raises(DeviceError, match="P2P"):
+        Run(tmp_path, CASE, device=cards(emulated_cards.build.xclbin))
+
+
+def test_no_such_card_kernel_or_file(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """XRT's refusals become our errors, which name the card."""
+    with pytest.raises(DeviceError, match=r"emulated card 2: .*XILINX_XRT"):
+        Run(tmp_path / "a", CASE.but(num_devices=3), device=cards(emulated_cards.build.xclbin))
+    with pytest.raises(DeviceError, match=r"emulated card 0: .*adamw_update"):
+        Run(tmp_path / "b", CASE, device=cards(emulated_cards.build.probe_xclbin))
+    with pytest.raises(DeviceError, match=r"emulated card 0: .*built for the card"):
+        Run(tmp_path / "c", CASE, device=cards(tmp_path / "none"))
+
+
+def test_a_card_that_is_gone(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """XRT may not tell why an xclbin cannot be loaded; the remedy names the likelier reason first."""
+    emulated_cards.lose(0)
+    with pytest.raises(DeviceError, match=r"emulated card 0: xrtDeviceLoadXclbin") as failed:
+        Run(tmp_path, CASE, device=cards(emulated_cards.build.xclbin))
+    assert failed.value.remedy.startswith("Look at `xbutil examine` whether the card is still there.")
+
+
+def test_files_in_the_page_cache(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files in the page cache are refused: the card would read its SSD without what the host has written."""
+    monkeypatch.setattr(direct, "choose_direct", lambda folder, name, choice: False)
+    with pytest.raises(DeviceError, match=r"state\.bin.*page cache"):
+        Run(tmp_path, CASE, device=cards(emulated_cards.build.xclbin))
+
+
+def test_arrays_in_different_banks(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel with arrays in different banks is refused, because XRT would silently copy them."""
+    monkeypatch.setattr(xclbin_module, "sections", sections_with_an_array_elsewhere)
+    path = tmp_path / "banks.xclbin"
+    path.write_bytes(xclbin_module.xclbin(SMARTSSD))
+    emulated_cards.reset(count=9)
+    with pytest.raises(DeviceError, match=r"emulated card 8: .*different memory banks.*hls/ folder"):
+        Run(tmp_path / "run", CASE.but(num_devices=1), device=cards(path, first=8))
+
+
+def sections_with_an_array_elsewhere(design: Design) -> list[xclbin_module.Section]:
+    """Return the sections with the first array that adamw_update writes in a second bank."""
+    parts = {part.kind: part.content for part in sections(design)}
+    memory, connections = parts[SectionKind.MEM_TOPOLOGY], parts[SectionKind.CONNECTIVITY]
+    second = design.platform.bank.base + design.platform.bank.size_bytes
+    parts[SectionKind.MEM_TOPOLOGY] = struct.pack("<i4x", 2) + memory[8:] + memory[8:24] + struct.pack("<Q", second)
+    parts[SectionKind.MEM_TOPOLOGY] += b"second".ljust(16, b"\0")
+    moved = struct.pack("<iii", 4, 0, 0)
+    assert moved in connections
+    parts[SectionKind.CONNECTIVITY] = connections.replace(moved, struct.pack("<iii", 4, 0, 1))
+    return [xclbin_module.Section(kind, content) for kind, content in parts.items()]
