@@ -21,6 +21,7 @@ from lightning_smartinfinity.native import (
     CudaStream,
     DType,
     HostBuffer,
+    MemoryPool,
     Operation,
 )
 from tests.helpers.native_testing import use_cuda_library
@@ -160,6 +161,29 @@ def test_registration_ends_before_the_memory(fake_cuda: FakeCuda) -> None:
     gc.collect()
     assert fake_cuda.held()["registered"] == 0
     assert not fake_cuda.unmapped
+
+
+def test_a_pool_registers_what_it_lends(fake_cuda: FakeCuda) -> None:
+    """A pool's memory is registered while it is lent or idle within the limit, and lent as usual if it cannot be."""
+    device = CudaDevice(0)
+    pool = MemoryPool(device=device)
+    pool.limit = 2 << 20
+    first, second = pool.take(1 << 20), pool.take(1 << 20)
+    assert fake_cuda.held()["registered"] == 2
+    del first
+    gc.collect()
+    assert fake_cuda.held()["registered"] == 2 and pool.nbytes == 2 << 20
+    assert pool.take(1 << 20).nbytes == 1 << 20 and fake_cuda.held()["registered"] == 2
+    pool.limit = 0
+    gc.collect()
+    assert fake_cuda.held()["registered"] == 1 and pool.nbytes == pool.lent_bytes == 1 << 20
+    fake_cuda.fail("cuMemHostRegister_v2")
+    third = pool.take(1 << 20)
+    third.memoryview()[:] = bytes(1 << 20)
+    assert fake_cuda.held()["registered"] == 1 and "cuMemHostRegister" in device.registration_failure
+    del second, third
+    gc.collect()
+    assert fake_cuda.held()["registered"] == 0 and pool.nbytes == 0
 
 
 def test_memory_that_cannot_be_registered(fake_cuda: FakeCuda) -> None:
