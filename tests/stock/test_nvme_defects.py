@@ -1,7 +1,7 @@
 """Defects of stock DeepSpeed with optimizer state on NVMe, beside this strategy.
 
-Every test runs with our strategy and with stock. If stock is expected to fail, the mark is strict: the test fails once
-stock passes.
+Every test runs with our strategy and, among the long tests, with stock, whose run takes a minute. If stock is
+expected to fail, the mark is strict: the test fails once stock passes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from tests.stock.comparison import OURS, stock_fails
 from tests.stock.worker import ACCUMULATED, SAVE_AT, THREADS, UNUSED
 
 Outcomes: TypeAlias = "dict[str, dict[str, Any]]"
+LONG = pytest.mark.long
 
 
 def both(reason: str) -> pytest.MarkDecorator:
     """Return a mark that runs our strategy, which passes, and stock, which is documented to fail."""
-    return pytest.mark.parametrize("outcomes", [OURS, stock_fails(reason)], indirect=True)
+    return pytest.mark.parametrize("outcomes", [OURS, stock_fails(reason, marks=[LONG])], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def run(system: str, folder: Path) -> Outcomes:
     return {name: json.loads(outcome) for name, outcome in lines}
 
 
-@pytest.mark.parametrize("outcomes", [OURS, "stock"], indirect=True)
+@pytest.mark.parametrize("outcomes", [OURS, pytest.param("stock", marks=LONG)], indirect=True)
 def test_both_train_alike_while_nothing_happens(outcomes: Outcomes) -> None:
     """Without disturbance both systems learn, so that the other tests compare two working systems."""
     losses = outcomes["straight"]["losses"]
@@ -150,7 +151,7 @@ def test_unused_parameter_is_left_alone(outcomes: Outcomes) -> None:
     _assert_like_torch(outcomes["unused_parameter"]["losses"], UNUSED)
 
 
-@pytest.mark.parametrize("outcomes", [OURS, "stock"], indirect=True)
+@pytest.mark.parametrize("outcomes", [OURS, pytest.param("stock", marks=LONG)], indirect=True)
 def test_accumulation_is_clipped_like_torch(outcomes: Outcomes) -> None:
     """Clipped steps over windows of two micro-batches equal torch's."""
     _assert_like_torch(outcomes["accumulation"]["losses"], ACCUMULATED)

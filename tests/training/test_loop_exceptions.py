@@ -126,7 +126,8 @@ def test_nothing_is_left_of_a_broken_fit(tmp_path: Path) -> None:
         strategy.close()
         threads.append(num_threads())
         assert not list((tmp_path / "storage").rglob("*.bin"))
-    assert threads[1] == threads[2], "every broken fit leaves threads behind"
+    # Threads of other tests may end meanwhile.
+    assert threads[2] <= threads[1], "every broken fit leaves threads behind"
     quiet_trainer(tmp_path).fit(Everything())
 
 
