@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import lightning
@@ -25,7 +22,6 @@ from lightning.pytorch.core.optimizer import (
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
@@ -34,9 +30,10 @@ from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.compatibility import OptimizerList, accumulates, adapt_callbacks, copy_around_training
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
+from lightning_smartinfinity.ending import end_by, end_together_after_sigterm, give_up_soon_after_sigterm
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
-from lightning_smartinfinity.native import ask_to_end, take_back_ask_to_end
+from lightning_smartinfinity.native import take_back_ask_to_end
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityPrecision
 from lightning_smartinfinity.resume import continue_epoch, load_loader_states, weights_only_of
@@ -44,17 +41,7 @@ from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_TRAINER
 from lightning_smartinfinity.update_rules import optimizer_names
-from lightning_smartinfinity.watching import (
-    agree_to_end,
-    hear_sigterm,
-    is_asked_to_end,
-    is_watching,
-    lost_rank_behind,
-    note_batch,
-    saving,
-    tell_failure,
-    tell_sigterm,
-)
+from lightning_smartinfinity.watching import note_batch, saving
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
 if TYPE_CHECKING:
@@ -199,13 +186,12 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         self._choose_storage(trainer.default_root_dir)
         self._random_state = None
         super().setup(trainer)
-        _end_together_after_sigterm(trainer)
+        end_together_after_sigterm(trainer)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        _give_up_soon_after_sigterm()
-        hear_sigterm()
+        give_up_soon_after_sigterm()
         assert self.lightning_module is not None
         load_loader_states(self.lightning_module.trainer)
         state, self._random_state = self._random_state, None
@@ -364,20 +350,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if not isinstance(exception, Exception):  # Ctrl-C, or the end that SIGTERM asks for
-            ask_to_end()
-        lost = lost_rank_behind(exception)
-        if lost is None:
-            if not isinstance(exception, SIGTERMException):  # on which all ranks have agreed
-                tell_failure(exception)
-            return
-        # Lightning would raise the collective's error, which does not say who is missing.
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        for logger in trainer.loggers:  # as Lightning does after this hook, unless it raises
-            logger.finalize("failed")
-        trainer._teardown()
-        raise lost from exception
+        end_by(exception, self.lightning_module)
 
     @override
     def teardown(self) -> None:
@@ -435,48 +408,6 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         super()._format_config()
         # For DeepSpeed every step ends a window: see handles_gradient_accumulation.
         self.config["gradient_accumulation_steps"] = 1
-
-
-def _give_up_soon_after_sigterm() -> None:
-    """Let SIGTERM end a wait for a disk that does not answer. Lightning's own handler only takes a note of it."""
-    handler = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        return
-
-    def ask_and_handle(signum: int, frame: FrameType | None) -> Any:
-        ask_to_end()
-        return handler(signum, frame)
-
-    signal.signal(signal.SIGTERM, ask_and_handle)
-
-
-def _end_together_after_sigterm(trainer: pl.Trainer) -> None:
-    """Let all ranks end after the same batch if one of them receives SIGTERM.
-
-    Lightning's own handler broadcasts as soon as the signal comes, whatever the other ranks do then, and hangs. The
-    ranks agree at the start of each batch, where Lightning's loop tells all of them what rank 0 knows.
-    """
-    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    notify, broadcast = type(connector)._sigterm_notifier_fn, type(loop)._broadcast_sigterm_tensor
-
-    def take_note(signum: int, frame: FrameType | None) -> None:
-        if not is_watching():
-            notify(connector, signum, frame)  # type: ignore[arg-type]
-        elif trainer.state.fn == TrainerFn.FITTING:  # no evaluation ends, nor a fit after it
-            tell_sigterm()
-
-    def end_if_asked() -> None:
-        note_batch()
-        if trainer.is_global_zero and is_asked_to_end():
-            connector.received_sigterm = True
-        try:
-            broadcast(loop)
-        except SIGTERMException:
-            agree_to_end()
-            raise
-
-    connector._sigterm_notifier_fn = take_note  # type: ignore[method-assign,assignment]
-    loop._broadcast_sigterm_tensor = end_if_asked  # type: ignore[method-assign]
 
 
 def _several_optimizers(found: str) -> UnsupportedError:

@@ -1,14 +1,17 @@
-"""How the ranks meet before they watch each other, and what SIGTERM leaves to a checkpoint."""
+"""How the ranks meet before they watch each other, and what SIGTERM does to a wait and to a checkpoint."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_smartinfinity import watching
-from lightning_smartinfinity.native import ask_to_end, asked_to_end
+from lightning_smartinfinity.ending import give_up_soon_after_sigterm
+from lightning_smartinfinity.native import ask_to_end, asked_to_end, take_back_ask_to_end
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 
@@ -39,4 +42,33 @@ def test_a_checkpoint_after_sigterm(tmp_path: Path) -> None:
     trainer.fit(LitTiny(Recipe(precision="bf16-mixed")))
     ask_to_end()
     trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert not asked_to_end()
+
+
+@pytest.fixture
+def handler_of_sigterm() -> Iterator[None]:
+    """Leave the process as it was."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+    take_back_ask_to_end()
+
+
+@pytest.mark.usefixtures("handler_of_sigterm")
+def test_sigterm_in_a_fit() -> None:
+    """Waits for a disk become short before the handler runs that was there, which may wait for one itself."""
+    heard: list[bool] = []
+    signal.signal(signal.SIGTERM, lambda *_: heard.append(asked_to_end()))
+    give_up_soon_after_sigterm()
+    assert not asked_to_end()
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == [True]
+
+
+@pytest.mark.usefixtures("handler_of_sigterm")
+def test_a_process_that_ignores_sigterm() -> None:
+    """It goes on to ignore it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    give_up_soon_after_sigterm()
+    signal.raise_signal(signal.SIGTERM)
     assert not asked_to_end()

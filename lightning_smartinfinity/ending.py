@@ -1,0 +1,95 @@
+"""How a Trainer's run ends after SIGTERM or an error: on all ranks, and soon if a disk does not answer."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_smartinfinity.native import ask_to_end
+from lightning_smartinfinity.watching import (
+    agree_to_end,
+    hear_sigterm,
+    is_asked_to_end,
+    is_watching,
+    lost_rank_behind,
+    note_batch,
+    tell_failure,
+    tell_sigterm,
+)
+
+__all__ = ["end_by", "end_together_after_sigterm", "give_up_soon_after_sigterm"]
+
+
+def end_together_after_sigterm(trainer: pl.Trainer) -> None:
+    """Let all ranks end after the same batch if one of them receives SIGTERM.
+
+    Lightning's own handler broadcasts as soon as the signal comes, whatever the other ranks do then, and hangs. The
+    ranks agree at the start of each batch, where Lightning's loop tells all of them what rank 0 knows.
+    """
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    notify, broadcast = type(connector)._sigterm_notifier_fn, type(loop)._broadcast_sigterm_tensor
+
+    def take_note(signum: int, frame: FrameType | None) -> None:
+        if not is_watching():
+            notify(connector, signum, frame)  # type: ignore[arg-type]
+        elif trainer.state.fn == TrainerFn.FITTING:  # no evaluation ends, nor a fit after it
+            tell_sigterm()
+
+    def end_if_asked() -> None:
+        note_batch()
+        if trainer.is_global_zero and is_asked_to_end():
+            connector.received_sigterm = True
+        try:
+            broadcast(loop)
+        except SIGTERMException:
+            agree_to_end()
+            raise
+
+    connector._sigterm_notifier_fn = take_note  # type: ignore[method-assign,assignment]
+    loop._broadcast_sigterm_tensor = end_if_asked  # type: ignore[method-assign]
+
+
+def give_up_soon_after_sigterm() -> None:
+    """Let SIGTERM end a wait for a disk that does not answer, and tell the other ranks of it at once.
+
+    Lightning's own handler, which has to be registered by now, only takes a note of it.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread() and callable(handler):
+
+        def ask_and_handle(signum: int, frame: FrameType | None) -> Any:
+            ask_to_end()
+            return handler(signum, frame)
+
+        signal.signal(signal.SIGTERM, ask_and_handle)
+    hear_sigterm()
+
+
+def end_by(exception: BaseException, module: pl.LightningModule | None) -> None:
+    """Tell the other ranks of the exception that ends a run, unless it only shows that one of them is missing.
+
+    Args:
+        exception: What ends the run, which Lightning raises afterwards.
+        module: The module of the run, if it has come so far.
+
+    Raises:
+        RankLostError: Another rank is missing. A collective's error, which Lightning would raise, does not say which.
+    """
+    if not isinstance(exception, Exception):  # Ctrl-C, or the end that SIGTERM asks for
+        ask_to_end()
+    lost = lost_rank_behind(exception)
+    if lost is None:
+        if not isinstance(exception, SIGTERMException):  # on which all ranks have agreed
+            tell_failure(exception)
+        return
+    assert module is not None
+    for logger in module.trainer.loggers:  # as Lightning does after this hook, unless it raises
+        logger.finalize("failed")
+    module.trainer._teardown()
+    raise lost from exception
