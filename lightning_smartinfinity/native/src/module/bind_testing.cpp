@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <set>
@@ -128,6 +129,14 @@ void bind_hold(nb::module_& m) {
              "count"_a = 1)
         .def(nb::new_(&hold_in_engine<PythonTensorStore>), "store"_a, nb::kw_only(), "read_at"_a = -1,
              "write_at"_a = -1, "count"_a = 1)
+        .def_static(
+            "of_resizing",
+            [](PythonTensorStore& store) {
+                const auto hold = hold_of(-1, 0, std::numeric_limits<std::uint64_t>::max());
+                Seams::put_before_resizing(*store.get(), [hold] { wait_for(*hold, {.direction = Direction::kWrite}); });
+                return hold;
+            },
+            "store"_a, "Hold every change of the length of a store's files.")
         .def_prop_ro("count", &Hold::count, "Number of requests that are held now.")
         .def("release", &Hold::release, WithoutGil(), "Release all held requests, and hold no more.");
 }

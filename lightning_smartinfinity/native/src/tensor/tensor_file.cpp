@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <string>
+#include <system_error>
+#include <thread>
 
 #include "base/buffer.hpp"
 #include "base/system_error.hpp"
@@ -15,27 +17,48 @@ namespace {
 
 constexpr std::uint64_t kSmallestStep = std::uint64_t{1} << 20;
 
-// Returns zero or an errno.
-int reserve(int descriptor, std::uint64_t offset, std::uint64_t bytes) {
-    for (;;) {
-        const int error = ::posix_fallocate(descriptor, static_cast<off_t>(offset), static_cast<off_t>(bytes));
-        if (error != EINTR) return error;
+template <class Call>
+int errno_of(const Call& call) {
+    while (call() != 0) {
+        if (errno != EINTR) return errno;
     }
+    return 0;
 }
 
 }  // namespace
 
+int resize_file(int descriptor, std::uint64_t from, std::uint64_t to) {
+    const auto length = static_cast<off_t>(to), before = static_cast<off_t>(from);
+    if (to > from) {
+        // posix_fallocate() would write to every block where the file system reserves none.
+        const int error = errno_of([=] { return ::fallocate(descriptor, 0, before, length - before); });
+        if (error == 0) return 0;
+        if (error != EOPNOTSUPP) {
+            // A reservation that failed may have kept a part of the blocks.
+            (void)errno_of([=] { return ::ftruncate(descriptor, before); });
+            return error;
+        }
+    }
+    return errno_of([=] { return ::ftruncate(descriptor, length); });
+}
+
 std::uint64_t TensorFile::allocate(std::uint64_t bytes) {
-    const std::lock_guard lock(mutex_);
-    if (const auto offset = ranges_.allocate(bytes)) return *offset;
-    grow(bytes - ranges_.free_tail());
-    return *ranges_.allocate(bytes);
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        if (const auto offset = ranges_.allocate(bytes)) return *offset;
+        if (resizing_) {
+            resized_.wait(lock);
+        } else {
+            grow(lock, bytes - ranges_.free_tail());
+        }
+    }
 }
 
 void TensorFile::free(std::uint64_t offset, std::uint64_t bytes) {
+    if (!process_.is_current()) return;
     const std::lock_guard lock(mutex_);
     ranges_.free(offset, bytes);
-    if (!closed_) give_back();
+    give_back();
 }
 
 void TensorFile::close() {
@@ -64,19 +87,23 @@ std::uint64_t TensorFile::step() const {
     return std::min(eighth, step_bytes_);
 }
 
-void TensorFile::grow(std::uint64_t bytes) {
+void TensorFile::grow(std::unique_lock<std::mutex>& lock, std::uint64_t bytes) {
+    const StateFile file = file_;
+    const int descriptor = file.descriptor();
     const std::uint64_t end = ranges_.size();
     std::uint64_t reserved = std::max(bytes, step());
-    int error = reserve(file_.descriptor(), end, reserved);
+    resizing_ = true;
+    lock.unlock();
+    int error = resize_(descriptor, end, end + reserved);
     if (error != 0 && reserved > bytes) {  // the last room of a file system is less than a step
         reserved = bytes;
-        error = reserve(file_.descriptor(), end, reserved);
+        error = resize_(descriptor, end, end + reserved);
     }
+    lock.lock();
+    end_resizing();
     if (error != 0) {
-        // A reservation that failed may have kept a part of the blocks.
-        (void)!::ftruncate(file_.descriptor(), static_cast<off_t>(end));
         const std::string where = std::to_string(bytes) + " bytes at offset " + std::to_string(end);
-        throw SystemError(error, "allocating " + where, file_.path());
+        throw SystemError(error, "allocating " + where, file.path());
     }
     ranges_.grow(reserved);
 }
@@ -84,10 +111,28 @@ void TensorFile::grow(std::uint64_t bytes) {
 // Keeps as much as the file grows by, so that it does not shrink and grow in turn.
 void TensorFile::give_back() {
     const std::uint64_t free = ranges_.free_tail();
-    if (free <= 2 * step()) return;
-    const std::uint64_t bytes = free - step();
-    // A failure leaves the file as long as it is, which harms nobody.
-    if (::ftruncate(file_.descriptor(), static_cast<off_t>(ranges_.size() - bytes)) == 0) ranges_.shrink(bytes);
+    if (closed_ || resizing_ || free <= 2 * step()) return;
+    const std::uint64_t bytes = free - step(), end = ranges_.size();
+    // Whoever drops a reference to an extent waits for no device, and may hold Python's lock.
+    const auto shrink = [self = shared_from_this(), file = file_, bytes, end] {
+        const int error = self->resize_(file.descriptor(), end, end - bytes);
+        const std::lock_guard lock(self->mutex_);
+        self->end_resizing();
+        if (error != 0) return self->ranges_.grow(bytes);
+        self->give_back();  // of what was freed meanwhile
+    };
+    try {
+        std::thread(shrink).detach();
+    } catch (const std::system_error&) {
+        return;  // the file stays as long as it is, which harms nobody
+    }
+    resizing_ = true;
+    ranges_.shrink(bytes);
+}
+
+void TensorFile::end_resizing() {
+    resizing_ = false;
+    resized_.notify_all();
 }
 
 }  // namespace smart_infinity

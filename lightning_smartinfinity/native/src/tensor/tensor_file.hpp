@@ -1,21 +1,32 @@
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <mutex>
 
+#include "base/process.hpp"
 #include "io/state_file.hpp"
 #include "tensor/range_allocator.hpp"
 
 namespace smart_infinity {
 
-// A file of extents. Its blocks are allocated in large steps, and given back when much of the end is free.
-class TensorFile {
+// Makes a file longer, with its blocks reserved where the file system can, or shorter. If it fails, the file keeps its
+// length. Returns zero or an errno.
+int resize_file(int descriptor, std::uint64_t from, std::uint64_t to);
+
+// A file of extents. Its blocks are allocated in large steps, and given back when much of the end is free. Both may
+// wait for the device: no lock is held meanwhile, and what is free in the file can be allocated. A shared pointer owns
+// it.
+class TensorFile : public std::enable_shared_from_this<TensorFile> {
  public:
     // The file is empty, and nobody else changes its size. Steps are an eighth of the file, at most `step_bytes`.
     TensorFile(StateFile file, std::uint64_t step_bytes) : file_(std::move(file)), step_bytes_(step_bytes) {}
 
     // Returns the offset of whole blocks. Throws SystemError if the file system has no room for them.
     std::uint64_t allocate(std::uint64_t bytes);
+    // Does not wait for the device. In a forked child it does nothing, since the file is the parent's.
     void free(std::uint64_t offset, std::uint64_t bytes);
     // Closes the file; nothing is allocated later.
     void close();
@@ -25,14 +36,21 @@ class TensorFile {
     std::uint64_t file_bytes() const;
 
  private:
-    std::uint64_t step() const;
-    void grow(std::uint64_t bytes);
-    void give_back();
+    friend struct Seams;  // testing/seams.hpp
 
+    std::uint64_t step() const;
+    void grow(std::unique_lock<std::mutex>& lock, std::uint64_t bytes);
+    void give_back();
+    void end_resizing();
+
+    const Process process_;
     StateFile file_;
     const std::uint64_t step_bytes_;
-    mutable std::mutex mutex_;
+    std::function<int(int, std::uint64_t, std::uint64_t)> resize_ = resize_file;
+    mutable std::mutex mutex_;  // guards the members below and file_
     RangeAllocator ranges_;
+    bool resizing_ = false;  // by one thread at a time, without the mutex
+    std::condition_variable resized_;
     bool closed_ = false;
 };
 

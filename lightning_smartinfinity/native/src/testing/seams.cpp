@@ -1,6 +1,7 @@
 #include "testing/seams.hpp"
 
 #include <algorithm>
+#include <cstdint>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
@@ -31,6 +32,15 @@ void Seams::decorate_engine(FileQueue& queue, const Decorate& decorate) {
     const std::lock_guard lock(queue.mutex_);
     require(queue.parts_.empty(), "decorate_engine: a request is in flight");
     Seams::decorate(queue.engine_, queue.watch_, decorate);
+}
+
+void Seams::put_before_resizing(TensorStore& store, const std::function<void()>& gate) {
+    for (const auto& file : store.files_) {
+        file->resize_ = [gate, resize = file->resize_](int descriptor, std::uint64_t from, std::uint64_t to) {
+            gate();
+            return resize(descriptor, from, to);
+        };
+    }
 }
 
 void Seams::put_before_transfers(Pipeline& pipeline, std::function<void(const IoRequest&)> gate) {

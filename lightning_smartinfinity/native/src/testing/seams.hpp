@@ -23,6 +23,8 @@ struct Seams {
     static void decorate_engine(TensorStore& store, const Decorate& decorate) {
         decorate_engine(store.queue_, decorate);
     }
+    // Calls `gate` before each change of a file's length.
+    static void put_before_resizing(TensorStore& store, const std::function<void()>& gate);
     // Calls Updater::put_before_transfers().
     static void put_before_transfers(Pipeline& pipeline, std::function<void(const IoRequest&)> gate);
 
