@@ -60,7 +60,7 @@ def in_time(function: Callable[[], T], *, doing: str, path: Path, seconds: float
         function: The function.
         doing: What it does, such as ``"Flushing"``, for the error.
         path: The file that it does it to.
-        seconds: The limit; at most three seconds once the process was asked to end.
+        seconds: The limit; at most :func:`native.ending_seconds` once the process was asked to end.
 
     Raises:
         StorageTimeoutError: It has not returned in time.
@@ -74,19 +74,19 @@ def in_time(function: Callable[[], T], *, doing: str, path: Path, seconds: float
         return function()
     except BaseException as error:
         interrupt = error
-    left = seconds  # by the waits, not by the clock: it runs on while the process is stopped
+    left, waited = seconds, 0.0  # by the waits, not by the clock: it runs on while the process is stopped
     while not call.returned.is_set() and left > 0:
         try:
-            if native.asked_to_end():
-                left = min(left, native.ENDING_SECONDS)
-                seconds = min(seconds, native.ENDING_SECONDS)
-            wait, left = min(_POLL, left), left - _POLL
+            if (ending := native.ending_seconds()) is not None:
+                left, seconds = min(left, ending), min(seconds, ending)
+            wait, left, waited = min(_POLL, left), left - _POLL, waited + _POLL
             call.returned.wait(wait)
         except BaseException as error:  # a signal handler may raise anything
             native.ask_to_end()
             interrupt = interrupt or error
     if not call.returned.is_set():
         _given_up.append(call)  # type: ignore[arg-type]
+        native.note_given_up(waited)
     if interrupt is not None:
         raise interrupt
     if not call.returned.is_set():
