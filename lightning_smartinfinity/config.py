@@ -156,6 +156,7 @@ class TransferConfig:
             the file system supports it, otherwise a warning).
         io_timeout: Seconds after which a read or write that a disk has not answered is given up with a
             StorageTimeoutError: above 0, and at most 2147483. After Ctrl-C or SIGTERM it is at most three seconds.
+            Set-up, and flushes of checkpoints, may take longer as long as the disk completes requests.
         job: Name of this job's folder below each storage folder; two jobs on one storage need two names.
         keep: Whether the state stays on storage after the strategy is closed.
 

@@ -6,12 +6,20 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
-from lightning_smartinfinity.errors import CheckpointError, ConfigError, StorageError, StorageFullError
+from lightning_smartinfinity.errors import (
+    CheckpointError,
+    ConfigError,
+    StorageError,
+    StorageFullError,
+    StorageTimeoutError,
+)
 from lightning_smartinfinity.export.staging_lock import locked, remove_content
+from lightning_smartinfinity.store.in_time import doing_now, unless_idle
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.replacement import beside, flush_names, flush_tree, put_back, put_in_place
 
@@ -81,11 +89,10 @@ def require_room(target: Path, num_bytes: int) -> None:
 
     Raises:
         StorageFullError: They do not.
+        StorageTimeoutError: The disk does not answer.
         StorageError: Nothing can be written there.
     """
-    existing = next(parent for parent in Path(os.path.realpath(target)).parents if parent.exists())
-    with storage_errors("Looking for free space in", existing):
-        status = os.statvfs(existing)
+    existing, status = unless_idle(partial(_room, target), doing="Looking for free space for", path=target)
     free = status.f_bavail * status.f_frsize
     if status.f_blocks == 0:  # the system tells no size, as of /proc and of some network file systems
         _require_writable(existing, target)
@@ -94,6 +101,12 @@ def require_room(target: Path, num_bytes: int) -> None:
             f"The export {target} needs {num_bytes} bytes, and {free} are free there.",
             "Free space there, or name a path on another file system.",
         )
+
+
+def _room(target: Path) -> tuple[Path, os.statvfs_result]:
+    existing = next(parent for parent in Path(os.path.realpath(target)).parents if parent.exists())
+    with storage_errors("Looking for free space in", existing):
+        return existing, os.statvfs(existing)
 
 
 def _require_writable(folder: Path, target: Path) -> None:
@@ -122,27 +135,39 @@ def staged(target: Path, *, keeps_others: bool = False) -> Iterator[Path]:
         StorageLockedError: Another process writes to the same path.
         CheckpointError: Something was put at ``target`` meanwhile, and others are not kept.
         StorageFullError: The disk is full.
+        StorageTimeoutError: The disk does not answer.
         StorageError: The folder cannot be written.
     """
     place = Path(os.path.realpath(target))
     staging = beside(place)
     new = staging / place.name
     with storage_errors("Writing the export", target), locked(staging, target):
-        put_back(staging, place)
-        remove_content(staging)
+        unless_idle(partial(_begin, staging, place), doing="Preparing", path=target)
         if not keeps_others:
             require_unused(target)
         try:
             yield new
-            if keeps_others and place.is_dir():
-                _keep_others(place, new)
-            flush_tree(new)
-            if not keeps_others:
-                require_unused(target)  # another program may have made it meanwhile
-            put_in_place(new, place)
-            flush_names(place)
+            put = partial(_put, new, place, target, keeps_others=keeps_others)
+            unless_idle(put, doing="Replacing" if keeps_others else "Making", path=target)
         finally:
-            put_back(staging, place)
+            with suppress(StorageTimeoutError):
+                unless_idle(partial(put_back, staging, place), doing="Looking at", path=target)
+
+
+def _begin(staging: Path, place: Path) -> None:
+    put_back(staging, place)
+    remove_content(staging)
+
+
+def _put(new: Path, place: Path, target: Path, *, keeps_others: bool) -> None:
+    if keeps_others and place.is_dir():
+        _keep_others(place, new)
+    flush_tree(new)
+    if not keeps_others:
+        require_unused(target)  # another program may have made it meanwhile
+    with doing_now("Renaming", new):
+        put_in_place(new, place)
+    flush_names(place)
 
 
 def _keep_others(old: Path, new: Path) -> None:

@@ -11,11 +11,13 @@ import json
 import os
 import struct
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
 
 __all__ = ["SafetensorsFile"]
@@ -52,10 +54,12 @@ class SafetensorsFile:
 
     Raises:
         OSError: The file cannot be created, or the disk is full.
+        StorageTimeoutError: The disk does not answer.
         UnsupportedError: The format has no such dtype.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorSpec]) -> None:
+        self._path = path
         self._tensors = tensors
         self._unwritten = {name: spec.nbytes for name, spec in tensors.items()}
         self._unflushed_bytes = 0
@@ -63,7 +67,8 @@ class SafetensorsFile:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             total = len(header) + sum(self._unwritten.values())
-            os.posix_fallocate(self._descriptor, 0, total)
+            allocate = partial(os.posix_fallocate, self._descriptor, 0, total)
+            unless_idle(allocate, doing=f"Allocating {total} bytes for", path=path)
             self._write_at(0, memoryview(header))
         except BaseException:
             self.abandon()
@@ -99,7 +104,8 @@ class SafetensorsFile:
 
     def _write_at(self, offset: int, content: memoryview) -> None:
         while content.nbytes:
-            done = os.pwrite(self._descriptor, content, offset)
+            write = partial(os.pwrite, self._descriptor, content, offset)
+            done = unless_idle(write, doing="Writing", path=self._path)
             offset, content = offset + done, content[done:]
             self._unflushed_bytes += done
         if self._unflushed_bytes >= _UNFLUSHED_BYTES:
@@ -107,7 +113,7 @@ class SafetensorsFile:
 
     def _flush(self) -> None:
         # The page cache is memory, too: a large file would push everything else out of it.
-        os.fdatasync(self._descriptor)
+        unless_idle(partial(os.fdatasync, self._descriptor), doing="Flushing", path=self._path)
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         self._unflushed_bytes = 0
 

@@ -6,9 +6,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
-from lightning_smartinfinity.errors import StorageLockedError
+from lightning_smartinfinity.errors import StorageLockedError, StorageTimeoutError
+from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.lock import acquire
 
 __all__ = ["locked", "remove_content"]
@@ -26,19 +28,25 @@ def locked(staging: Path, target: Path) -> Iterator[None]:
 
     Raises:
         StorageLockedError: A live process writes to the same path.
+        StorageTimeoutError: The disk does not answer.
         OSError: The folder cannot be made or locked.
     """
-    descriptor = _acquire(staging, target)
+    descriptor = unless_idle(partial(_acquire, staging, target), doing="Locking", path=staging, undo=os.close)
     try:
         yield
     finally:
-        remove_content(staging)
-        # The file goes before the lock: after unlocking, the name may already be another process's lock.
-        with suppress(OSError):
-            _lock_file(staging).unlink()
-        with suppress(OSError):  # another process may have made its lock there
-            staging.rmdir()
+        with suppress(StorageTimeoutError):
+            unless_idle(partial(_remove, staging), doing="Removing", path=staging)
         os.close(descriptor)
+
+
+def _remove(staging: Path) -> None:
+    remove_content(staging)
+    # The file goes before the lock: after unlocking, the name may already be another process's lock.
+    with suppress(OSError):
+        _lock_file(staging).unlink()
+    with suppress(OSError):  # another process may have made its lock there
+        staging.rmdir()
 
 
 def remove_content(staging: Path) -> None:

@@ -1,43 +1,97 @@
 """Calls to a file system that are given up when its disk does not answer.
 
-Reads and writes of state have their deadlines in the native core. This is for what is done once a step or less: the
-commit record, flushing, and closing and deleting files.
+Reads and writes of state have their deadlines in the native core. This is for everything else. :func:`in_time` is for
+calls whose work is known to be little, such as a commit record. :func:`unless_idle` is for those that may take minutes
+on a disk that works: a flush of what lies in the page cache, allocating, deleting.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.config import IO_TIMEOUT
 from lightning_smartinfinity.errors import StorageTimeoutError
+from lightning_smartinfinity.store.disk_activity import completed_requests, counters_of
 
-__all__ = ["in_time"]
+__all__ = ["doing_now", "in_time", "io_limit", "unless_idle"]
 
 T = TypeVar("T")
 
 _POLL = 0.05
+_UNSEEN = 10  # times the limit, where nobody can tell whether the disk works
+_limit: ContextVar[float] = ContextVar("io_limit", default=IO_TIMEOUT)
+_thread = threading.local()  # has the attribute `call` in the thread of a call
 
 
 class _Call(Generic[T]):
-    """A call in a thread of its own."""
+    """A call in a thread of its own. With ``renews`` its limit begins anew whenever the disk has done something."""
 
-    def __init__(self, function: Callable[[], T], folder: Path) -> None:
-        self._function = function
-        self.folder = folder
-        self.returned = threading.Event()
+    def __init__(
+        self,
+        function: Callable[[], T],
+        *,
+        doing: str,
+        path: Path,
+        renews: bool = False,
+        undo: Callable[[T], object] | None = None,
+    ) -> None:
+        self.function = function
+        self.renews = renews
+        self._undo = undo
+        self._lock = threading.Lock()
         self._result: list[T] = []
         self._error: BaseException | None = None
+        self._given_up = False
+        self.folder = path.parent
+        self.returned = threading.Event()
+        self.num_steps = 0
+        self.now = (doing, path)
+        self.counters: Path | None = None  # of the disk that it waits for
+        self.asked = False  # whether the system has told which disk that is
 
     def make(self) -> None:
+        _thread.call = self
         try:
-            self._result.append(self._function())
+            self.step(*self.now)
+            self._result.append(self.function())
         except BaseException as error:
             self._error = error
-        self.returned.set()
+        with self._lock:
+            self.returned.set()
+            late = self._given_up
+        if late:
+            self.undo()
+
+    def step(self, doing: str, path: Path) -> None:
+        """Begin something that has the whole limit."""
+        self.asked, self.counters, self.now = False, None, (doing, path)
+        self.num_steps += 1
+        if self.renews:
+            self.counters = counters_of(path.absolute())
+            self.asked = True
+
+    def require_wanted(self) -> None:
+        """Raise if the call was given up, so that nothing more is done."""
+        if self._given_up:
+            raise StorageTimeoutError("The call was given up.", StorageTimeoutError.REMEDY)
+
+    def give_up(self) -> bool:
+        """Return whether the call has not returned; what it returns later is undone."""
+        with self._lock:
+            self._given_up = not self.returned.is_set()
+            return self._given_up
+
+    def undo(self) -> None:
+        """Undo what the function did, if it has returned."""
+        if self._undo is not None and self._result:
+            with suppress(Exception):
+                self._undo(self._result[0])
 
     def result(self) -> T:
         """Return what the function returned, or raise what it raised."""
@@ -49,54 +103,146 @@ class _Call(Generic[T]):
 _given_up: list[_Call[object]] = []
 
 
-def in_time(function: Callable[[], T], *, doing: str, path: Path, seconds: float = IO_TIMEOUT) -> T:
+@contextmanager
+def io_limit(seconds: float) -> Iterator[None]:
+    """Let calls in this context have another limit than the default, such as ``TransferConfig.io_timeout``."""
+    token = _limit.set(seconds)
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+@contextmanager
+def doing_now(doing: str, path: str | Path) -> Iterator[None]:
+    """Say what the call does whose thread this is, if it is one: its error names that, and its limit begins anew.
+
+    Raises:
+        StorageTimeoutError: The call was given up meanwhile, so that it is to do nothing more.
+    """
+    call: _Call[object] | None = getattr(_thread, "call", None)
+    if call is None:
+        yield
+        return
+    before = call.now
+    call.require_wanted()
+    call.step(doing, Path(path))
+    try:
+        yield
+    finally:
+        call.step(*before)
+    call.require_wanted()
+
+
+def in_time(function: Callable[[], T], *, doing: str, path: Path, seconds: float | None = None) -> T:
     """Call a function in another thread and return what it returns, or raise what it raises.
 
-    A call that is given up goes on, and may still change the file. Until it has returned, later calls for the same
-    folder are refused. The time for which the process was stopped, as by a debugger, does not count. What a signal
-    handler raises meanwhile, such as that of Ctrl-C, is raised once the call has returned or was given up.
+    A call that is given up goes on to the end of its present step (:func:`doing_now`). Until it has returned, later
+    calls for the same folder are refused. Time for which the process was stopped, as by a debugger, does not count.
+    What a signal handler raises, such as that of Ctrl-C, is raised once the call has returned or was given up.
 
     Args:
-        function: The function.
+        function: The function. Calls within it are part of this one.
         doing: What it does, such as ``"Flushing"``, for the error.
         path: The file that it does it to.
-        seconds: The limit; at most :func:`native.ending_seconds` once the process was asked to end.
+        seconds: The limit, by default that of :func:`io_limit`; at most three seconds once the process was asked to
+            end.
 
     Raises:
         StorageTimeoutError: It has not returned in time.
     """
-    _refuse_behind(path)
-    call = _Call(function, path.parent)
+    return _made(_Call(function, doing=doing, path=path), seconds)
+
+
+def unless_idle(
+    function: Callable[[], T],
+    *,
+    doing: str,
+    path: Path,
+    seconds: float | None = None,
+    undo: Callable[[T], object] | None = None,
+) -> T:
+    """Act as :func:`in_time`, but give the call up only if its disk completes no request for so long.
+
+    The limit begins anew with each step (:func:`doing_now`) of the function, too. Where the system does not count what
+    a disk completes, such as for network file systems, each step has ten times the limit.
+
+    Args:
+        function: The function. Calls within it are part of this one.
+        doing: What it does at first.
+        path: The file or folder that it does it to.
+        seconds: The limit, as for :func:`in_time`.
+        undo: Undoes what the function did, given its result, if that comes too late or an interrupt keeps it from the
+            caller.
+
+    Raises:
+        StorageTimeoutError: The disk does not answer.
+    """
+    return _made(_Call(function, doing=doing, path=path, renews=True, undo=undo), seconds)
+
+
+def _made(call: _Call[T], seconds: float | None) -> T:
+    if getattr(_thread, "call", None) is not None:
+        with doing_now(*call.now):
+            return call.function()
+    _refuse_behind(call.folder)
     interrupt: BaseException | None = None
     try:
         threading.Thread(target=call.make, daemon=True, name="smart-inf-call").start()
     except RuntimeError:  # no thread can be started, as when the interpreter ends
-        return function()
+        return call.function()
     except BaseException as error:
         interrupt = error
-    left, waited = seconds, 0.0  # by the waits, not by the clock: it runs on while the process is stopped
-    while not call.returned.is_set() and left > 0:
+    limit = _Limit(call, _limit.get() if seconds is None else seconds)
+    while not call.returned.is_set() and limit.left > 0:
         try:
-            if (ending := native.ending_seconds()) is not None:
-                left, seconds = min(left, ending), min(seconds, ending)
-            wait, left, waited = min(_POLL, left), left - _POLL, waited + _POLL
-            call.returned.wait(wait)
+            call.returned.wait(limit.next_wait(interrupted=interrupt is not None))
         except BaseException as error:  # a signal handler may raise anything
             native.ask_to_end()
             interrupt = interrupt or error
-    if not call.returned.is_set():
+    given_up = call.give_up()
+    if given_up:
         _given_up.append(call)  # type: ignore[arg-type]
-        native.note_given_up(waited)
     if interrupt is not None:
+        if not given_up:
+            call.undo()
         raise interrupt
-    if not call.returned.is_set():
-        raise StorageTimeoutError(
-            f"{doing} {str(path)!r} did not return within {seconds:g} s.", StorageTimeoutError.REMEDY
-        )
+    if given_up:
+        doing, path = call.now
+        raise StorageTimeoutError(f"{doing} {str(path)!r} did not return {limit}.", StorageTimeoutError.REMEDY)
     return call.result()
 
 
-def _refuse_behind(path: Path) -> None:
+class _Limit(Generic[T]):
+    """Counts what is left of a call's time by the waits: the clock runs on while the process is stopped."""
+
+    def __init__(self, call: _Call[T], seconds: float) -> None:
+        self._call = call
+        self._seen: object = None
+        self._seconds = self._whole = self.left = seconds
+
+    def next_wait(self, *, interrupted: bool) -> float:
+        """Return how long to wait now."""
+        unseen = self._call.asked and self._call.counters is None
+        factor = _UNSEEN if unseen and not interrupted else 1
+        if self._call.renews and not interrupted and (state := self._state()) != self._seen:
+            self._seen = state
+            self._whole = self.left = self._seconds * factor
+        if native.asked_to_end():
+            self._whole = min(self._whole, native.ENDING_SECONDS * factor)
+            self.left = min(self.left, self._whole)
+        wait, self.left = min(_POLL, self.left), self.left - _POLL
+        return wait
+
+    def __str__(self) -> str:
+        return f"{'within' if self._call.counters is None else 'while its disk did nothing for'} {self._whole:g} s"
+
+    def _state(self) -> object:
+        counters = self._call.counters
+        return self._call.num_steps, self._call.asked, counters and completed_requests(counters)
+
+
+def _refuse_behind(folder: Path) -> None:
     _given_up[:] = [call for call in _given_up if not call.returned.is_set()]
-    if any(call.folder == path.parent for call in _given_up):
-        raise StorageTimeoutError(f"{str(path.parent)!r} has not answered an earlier call.", StorageTimeoutError.REMEDY)
+    if any(call.folder == folder for call in _given_up):
+        raise StorageTimeoutError(f"{str(folder)!r} has not answered an earlier call.", StorageTimeoutError.REMEDY)

@@ -15,6 +15,7 @@ from lightning_smartinfinity.errors import (
     StorageFullError,
     StorageTimeoutError,
 )
+from lightning_smartinfinity.store.in_time import doing_now
 
 __all__ = [
     "FULL",
@@ -102,12 +103,15 @@ def require_io_engine(name: str) -> None:
 def storage_errors(doing: str, path: str | Path) -> Iterator[None]:
     """Turn every OSError inside into a :class:`StorageError` about ``path``.
 
+    If a call that has a limit gets no further, its error is about ``path``, too (:func:`~.in_time.doing_now`).
+
     Args:
         doing: The attempted action, such as ``"Creating the folder"``.
         path: Path of the file or folder.
     """
     try:
-        yield
+        with doing_now(doing, path):
+            yield
     except OSError as error:
         problem = f"{doing} {str(path)!r} failed: {error.strerror or error}."
         raise storage_error(error.errno or 0, problem=problem) from error

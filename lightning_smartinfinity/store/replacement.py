@@ -10,11 +10,26 @@ import ctypes
 import errno
 import hashlib
 import os
+import shutil
 import stat
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-__all__ = ["beside", "exchange", "flush", "flush_names", "flush_open", "flush_tree", "put_back", "put_in_place"]
+from lightning_smartinfinity.errors import StorageTimeoutError
+from lightning_smartinfinity.store.in_time import unless_idle
+
+__all__ = [
+    "beside",
+    "exchange",
+    "flush",
+    "flush_names",
+    "flush_open",
+    "flush_tree",
+    "put_back",
+    "put_in_place",
+    "remove_unless_idle",
+]
 
 _STAGING = ".saving"
 _PREVIOUS = ".saving-previous"  # no target has such a name
@@ -65,7 +80,12 @@ def flush(path: Path) -> None:
 
     Raises:
         OSError: They could not be written.
+        StorageTimeoutError: The disk does not answer.
     """
+    unless_idle(partial(_flush, path), doing="Flushing", path=path)
+
+
+def _flush(path: Path) -> None:
     # A FIFO would block without O_NONBLOCK.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -90,7 +110,12 @@ def flush_tree(root: Path) -> None:
 
     Raises:
         OSError: Something could not be written.
+        StorageTimeoutError: The disk does not answer.
     """
+    unless_idle(partial(_flush_tree, root), doing="Flushing", path=root)
+
+
+def _flush_tree(root: Path) -> None:
     if not root.is_dir():
         return flush(root)
     for path, _, files in os.walk(root, topdown=False, onerror=_raise):
@@ -108,13 +133,24 @@ def flush_names(path: Path) -> None:
 
     Raises:
         OSError: A folder could not be written.
+        StorageTimeoutError: The disk does not answer.
     """
+    unless_idle(partial(_flush_names, path), doing="Flushing the folders above", path=path)
+
+
+def _flush_names(path: Path) -> None:
     device = path.stat().st_dev
     for folder in path.absolute().parents:
         if folder.stat().st_dev != device:
             return
         with suppress(PermissionError):
             flush(folder)
+
+
+def remove_unless_idle(path: Path) -> None:
+    """Remove a folder with everything in it as far as possible, and not from a disk that does not answer."""
+    with suppress(StorageTimeoutError):
+        unless_idle(partial(shutil.rmtree, path, ignore_errors=True), doing="Removing", path=path)
 
 
 def _flush_folder(descriptor: int) -> None:

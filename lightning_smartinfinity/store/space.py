@@ -13,6 +13,7 @@ from lightning_smartinfinity.errors import StorageFullError
 from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.folders import parameter_folder_path, rank_folder_path, reclaimable_bytes
+from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.os_errors import FULL, storage_errors
 from lightning_smartinfinity.store.record import record_bytes
 from lightning_smartinfinity.store.tensor_files import deal
@@ -106,7 +107,7 @@ def measure_space(
         _request(
             Path(folder),
             needed_bytes=extents.file_bytes(device) + overhead - (commit_bytes if device else 0),
-            reclaimable=reclaimable_bytes(rank_folder_path(Path(folder), job=job, rank=rank)),
+            leftover=rank_folder_path(Path(folder), job=job, rank=rank),
         )
         for device, folder in enumerate(folders)
     ]
@@ -154,7 +155,7 @@ def has_room(folder: Path, num_bytes: int, *, ranks: int) -> bool:
     Raises:
         StorageError: The free space of the folder cannot be read.
     """
-    return 2 * ranks * num_bytes <= _request(folder, needed_bytes=num_bytes, reclaimable=0).free_bytes
+    return 2 * ranks * num_bytes <= _request(folder, needed_bytes=num_bytes).free_bytes
 
 
 def measure_parameter_space(
@@ -175,7 +176,7 @@ def measure_parameter_space(
         _request(
             Path(folder),
             needed_bytes=needed,
-            reclaimable=reclaimable_bytes(parameter_folder_path(Path(folder), job=job, rank=rank)),
+            leftover=parameter_folder_path(Path(folder), job=job, rank=rank),
             what="parameters",
         )
         for folder, needed in zip(folders, deal(sizes, len(folders)), strict=True)
@@ -192,7 +193,7 @@ def measure_gradient_space(folders: Sequence[Path], *, nbytes: int) -> list[Spac
     Raises:
         StorageError: The free space of a folder cannot be read.
     """
-    return [_request(Path(folder), needed_bytes=nbytes, reclaimable=0, what=_GRADIENTS) for folder in folders]
+    return [_request(Path(folder), needed_bytes=nbytes, what=_GRADIENTS) for folder in folders]
 
 
 def _subject(what: Sequence[str]) -> str:
@@ -211,24 +212,37 @@ def _total(requests: Sequence[SpaceRequest]) -> Shortfall:
     )
 
 
-def _request(folder: Path, *, needed_bytes: int, reclaimable: int, what: str = "optimizer state") -> SpaceRequest:
-    with storage_errors("Looking for free space in", folder):
-        existing = _nearest_existing(folder.absolute())
-        status = os.statvfs(existing)
-        request = SpaceRequest(
-            machine=machine_identity(),
-            host=platform.node(),
-            file_system=os.stat(existing).st_dev,
-            path=str(folder),
-            needed_bytes=needed_bytes,
-            free_bytes=status.f_bavail * status.f_frsize,
-            reclaimable_bytes=reclaimable,
-            what=what,
-        )
-    if needed_bytes > request.free_bytes + reclaimable:
-        with storage_errors("Creating a file or folder for", folder):
-            _try_to_create(existing)
-    return request
+def _request(
+    folder: Path, *, needed_bytes: int, leftover: Path | None = None, what: str = "optimizer state"
+) -> SpaceRequest:
+    """Return a request for space in a folder, where ``leftover`` is the rank's folder that will be replaced.
+
+    Raises:
+        StorageTimeoutError: The disk does not answer.
+        StorageError: The free space cannot be read.
+    """
+
+    def measure() -> SpaceRequest:
+        reclaimable = 0 if leftover is None else reclaimable_bytes(leftover)
+        with storage_errors("Looking for free space in", folder):
+            existing = _nearest_existing(folder.absolute())
+            status = os.statvfs(existing)
+            request = SpaceRequest(
+                machine=machine_identity(),
+                host=platform.node(),
+                file_system=os.stat(existing).st_dev,
+                path=str(folder),
+                needed_bytes=needed_bytes,
+                free_bytes=status.f_bavail * status.f_frsize,
+                reclaimable_bytes=reclaimable,
+                what=what,
+            )
+        if needed_bytes > request.free_bytes + reclaimable:
+            with storage_errors("Creating a file or folder for", folder):
+                _try_to_create(existing)
+        return request
+
+    return unless_idle(measure, doing="Looking for free space in", path=folder)
 
 
 def _try_to_create(folder: Path) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +22,7 @@ from lightning_smartinfinity.store.claiming import claim_folders, fill_folders
 from lightning_smartinfinity.store.direct import open_state_file
 from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, RankFolder
-from lightning_smartinfinity.store.in_time import in_time
+from lightning_smartinfinity.store.in_time import in_time, unless_idle
 from lightning_smartinfinity.store.manifest import Manifest, StoreDescription
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.record import CommitRecord, erase_record, flush_records, no_record, write_record
@@ -100,6 +99,7 @@ class StateStore:
             ConfigError: A folder is named twice.
             StorageLockedError: Another process owns one of the folders.
             StorageFullError: There is too little space.
+            StorageTimeoutError: A disk does not answer.
             StorageError: A folder cannot be used, holds a store marked ``keep``, or has no direct I/O under ``"on"``.
         """
         assert len(folders) == extents.num_devices and config.places_per_tasklet == extents.places_per_tasklet
@@ -113,22 +113,26 @@ class StateStore:
             description=description,
             folders=tuple(os.path.abspath(folder) for folder in folders),
         )
-        with ExitStack() as undo:
-            claimed = claim_folders(folders, job=config.job, rank=rank, create=True, undo=undo)
-            for folder in claimed:
-                folder.refuse_kept()
-            for folder in claimed:
-                folder.remove_leftover()
-            require_space(
-                measure_space(
-                    folders, job=config.job, rank=rank, extents=extents, num_parameters=len(description.parameters)
+
+        def make() -> StateStore:
+            with ExitStack() as undo:
+                claimed = claim_folders(folders, job=config.job, rank=rank, create=True, undo=undo)
+                for folder in claimed:
+                    folder.refuse_kept()
+                for folder in claimed:
+                    folder.remove_leftover()
+                require_space(
+                    measure_space(
+                        folders, job=config.job, rank=rank, extents=extents, num_parameters=len(description.parameters)
+                    )
                 )
-            )
-            fill_folders(claimed, manifest)
-            record = no_record(extents.num_tasklets, len(description.parameters))
-            store = cls(claimed, manifest, record, direct_io=config.file_access, io_timeout=config.io_timeout)
-            undo.pop_all()
-            return store
+                fill_folders(claimed, manifest)
+                record = no_record(extents.num_tasklets, len(description.parameters))
+                store = cls(claimed, manifest, record, direct_io=config.file_access, io_timeout=config.io_timeout)
+                undo.pop_all()
+                return store
+
+        return cls._opened(make, folders, "Creating the store", seconds=config.io_timeout, remove=True)
 
     @classmethod
     def recover(
@@ -140,6 +144,7 @@ class StateStore:
         newest: int | None = None,
         direct_io: str = "auto",
         state_format: str | None = None,
+        io_timeout: float = IO_TIMEOUT,
     ) -> StateStore:
         """Open the store of an earlier process at its newest complete generation; newer records are erased.
 
@@ -150,25 +155,40 @@ class StateStore:
             newest: Largest generation to open (the newest common to all ranks); None means any.
             direct_io: ``TransferConfig.direct_io``.
             state_format: The required format; None means any.
+            io_timeout: ``TransferConfig.io_timeout``.
 
         Raises:
             StorageLockedError: A process owns one of the folders.
             ConfigError: The store has another state format.
             StorageCorruptError: There is no complete generation, or the format is foreign or newer.
+            StorageTimeoutError: A disk does not answer.
             StorageError: A folder or file cannot be read, or some of the state was in the process's memory only.
         """
-        with ExitStack() as undo:
-            claimed = claim_folders(folders, job=job, rank=rank, create=False, undo=undo)
-            inside = [folder.inside for folder in claimed]
-            manifest = common_manifest(inside, rank=rank)
-            require_recoverable(claimed[0].path, manifest, state_format=state_format)
-            record = newest_complete(inside, manifest, newest)
-            for device, folder in enumerate(claimed):
-                folder.adopt(manifest.for_device(device))
-            store = cls(claimed, manifest, record, direct_io=direct_io)
-            store._restore_places()
-            undo.pop_all()
-            return store
+
+        def open_newest() -> StateStore:
+            with ExitStack() as undo:
+                claimed = claim_folders(folders, job=job, rank=rank, create=False, undo=undo)
+                inside = [folder.inside for folder in claimed]
+                manifest = common_manifest(inside, rank=rank)
+                require_recoverable(claimed[0].path, manifest, state_format=state_format)
+                record = newest_complete(inside, manifest, newest)
+                for device, folder in enumerate(claimed):
+                    folder.adopt(manifest.for_device(device))
+                store = cls(claimed, manifest, record, direct_io=direct_io, io_timeout=io_timeout)
+                store._restore_places()
+                undo.pop_all()
+                return store
+
+        return cls._opened(open_newest, folders, "Opening the store", seconds=io_timeout, remove=False)
+
+    @staticmethod
+    def _opened(
+        make: Callable[[], StateStore], folders: Sequence[Path], doing: str, *, seconds: float, remove: bool
+    ) -> StateStore:
+        first = Path(folders[0]).absolute()
+        return unless_idle(
+            make, doing=f"{doing} in", path=first, seconds=seconds, undo=lambda late: late._close(remove)
+        )
 
     @property
     def extents(self) -> ExtentMap:
@@ -252,7 +272,9 @@ class StateStore:
             first=extents.num_in_memory,
             in_place=extents.places_per_tasklet == 1,
         )
-        if not self._capacities.grow(wanted):
+        path = self._folders[0].path / STATE_NAME
+        grow = partial(self._capacities.grow, wanted)
+        if not unless_idle(grow, doing="Extending", path=path, seconds=self._io_timeout):
             return False
         self._homes = homes
         return True
@@ -321,6 +343,10 @@ class StateStore:
         Raises:
             StorageError: The generation could not be flushed, or a manifest could not be written.
         """
+        path = self._folders[0].path / STATE_NAME
+        unless_idle(self._keep, doing="Flushing", path=path, seconds=self._io_timeout)
+
+    def _keep(self) -> None:
         self._flush_files()
         flush_records(self._folders[0].inside)
         self.manifest = replace(self.manifest, keep=True)
@@ -345,9 +371,9 @@ class StateStore:
         self._folders = ()
 
     def _in_time(self, function: Callable[[], T], *, doing: str, path: Path) -> T:
-        # Flushing what lies in the page cache takes as long as there is data, and no time says that the disk is dead.
-        seconds = self._io_timeout if self._direct else math.inf
-        return in_time(function, doing=doing, path=path, seconds=seconds)
+        # Flushing what lies in the page cache takes as long as there is data.
+        call = in_time if self._direct else unless_idle
+        return call(function, doing=doing, path=path, seconds=self._io_timeout)
 
     def _flush_files(self) -> None:
         for file in self.files:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.config import IO_TIMEOUT
-from lightning_smartinfinity.store.in_time import in_time
+from lightning_smartinfinity.store.in_time import in_time, unless_idle
 from lightning_smartinfinity.store.os_errors import (
     failure_error,
     in_milliseconds,
@@ -71,6 +71,7 @@ class TensorStore:
 
     Raises:
         ConfigError: The I/O engine is unavailable here.
+        StorageTimeoutError: A disk does not answer.
         StorageError: A folder cannot be used or is locked.
     """
 
@@ -88,7 +89,13 @@ class TensorStore:
         require_io_engine(io_engine)
         self._what = what
         self._io_timeout = io_timeout
-        self._files = TensorFiles(folders, job=job, rank=rank, direct_io=direct_io)
+        self._files = unless_idle(
+            partial(TensorFiles, folders, job=job, rank=rank, direct_io=direct_io),
+            doing="Creating files in",
+            path=Path(folders[0]).absolute(),
+            seconds=io_timeout,
+            undo=TensorFiles.close,
+        )
         if io_engine == "auto" and not all(file.direct for file in self._files.files):
             io_engine = "plain"  # the engine learns of files with each request only
         try:
@@ -205,9 +212,9 @@ class TensorStore:
         self._in_time(self._files.close, doing="Closing")
 
     def _in_time(self, function: Callable[[], T], *, doing: str) -> T:
-        # What lies in the page cache may take long, and no time says that the disk is dead.
-        direct = all(file.direct for file in self._files.files)
-        return in_time(function, doing=doing, path=Path(self.path), seconds=self._io_timeout if direct else math.inf)
+        # What lies in the page cache may take long.
+        call = in_time if all(file.direct for file in self._files.files) else unless_idle
+        return call(function, doing=doing, path=Path(self.path), seconds=self._io_timeout)
 
     def _start(
         self, begin: Callable[..., int], stored: StoredTensor, memory: Memory, offset: int, io_class: native.IoClass

@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.patches import replaced
+from lightning_smartinfinity.store.in_time import io_limit
 from lightning_smartinfinity.transformers_models import describe_models
 from lightning_smartinfinity.watching import raise_if_lost
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
@@ -251,7 +252,8 @@ class SmartInfinityEngine(PortableEngine):
         named = {SAVE_ID: self.optimizer.save_id, MODEL_KEY: describe_models(self.module)}
         return_freed_memory()  # which the next step on a CPU would use again: a save needs memory of its own
         # DeepSpeed's format has an empty tensor for every partitioned parameter, whose values are in other files.
-        with replacing(save_dir, tag, local_rank=self.local_rank) as staging, unguarded():
+        limit = io_limit(self._offload.transfer.io_timeout)
+        with limit, replacing(save_dir, tag, local_rank=self.local_rank) as staging, unguarded():
             saved: bool = super().save_checkpoint(
                 str(staging), tag, {**client_state, **named}, save_latest, exclude_frozen_parameters
             )

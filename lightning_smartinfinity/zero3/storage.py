@@ -31,6 +31,7 @@ from lightning_smartinfinity.store import (
     measure_space,
     require_space,
 )
+from lightning_smartinfinity.store.in_time import io_limit
 from lightning_smartinfinity.transfer.free_memory import measure_memory, share_of_memory
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout, with_residents
@@ -188,7 +189,7 @@ def require_parameter_space(
     )
     extents = with_cache(layout, offload, None).extents
     requests: list[SpaceRequest] = []
-    with raising_together():
+    with raising_together(), io_limit(transfer.io_timeout):
         requests = [
             *measure_space(offload.storage, job=transfer.job, rank=rank, extents=extents, num_parameters=len(numels)),
             *_gradient_space(offload, extents),
@@ -219,7 +220,7 @@ def _space_of_all_ranks(
     settings: OffloadSettings, layout: PartitionLayout, group: ProcessGroup | None
 ) -> list[SpaceRequest]:
     requests: list[SpaceRequest] = []
-    with raising_together(group):
+    with raising_together(group), io_limit(settings.transfer.io_timeout):
         requests = [
             *measure_space(
                 settings.storage,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 try:
     from lightning_smartinfinity.native._core import (
-        EndingClock,
         FaultCounts,
         Hold,
         InstructionSet,
@@ -19,7 +18,6 @@ try:
         encode_gradient,
         extend_resident,
         inject,
-        leave_out_crc32c,
         select_instruction_set,
         supported_instruction_sets,
         sync_from_card,
@@ -33,7 +31,6 @@ except ImportError as error:
     ) from error
 
 __all__ = [
-    "EndingClock",
     "FaultCounts",
     "Hold",
     "InstructionSet",
@@ -45,7 +42,6 @@ __all__ = [
     "encode_gradient",
     "extend_resident",
     "inject",
-    "leave_out_crc32c",
     "select_instruction_set",
     "supported_instruction_sets",
     "sync_from_card",

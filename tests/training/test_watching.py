@@ -11,7 +11,7 @@ import pytest
 
 from lightning_smartinfinity import watching
 from lightning_smartinfinity.ending import give_up_soon_after_sigterm
-from lightning_smartinfinity.native import ask_to_end, ending_seconds
+from lightning_smartinfinity.native import ask_to_end, asked_to_end, take_back_ask_to_end
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 
@@ -42,7 +42,7 @@ def test_a_checkpoint_after_sigterm(tmp_path: Path) -> None:
     trainer.fit(LitTiny(Recipe(precision="bf16-mixed")))
     ask_to_end()
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert ending_seconds() is None
+    assert not asked_to_end()
 
 
 @pytest.fixture
@@ -51,17 +51,18 @@ def handler_of_sigterm() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
+    take_back_ask_to_end()
 
 
 @pytest.mark.usefixtures("handler_of_sigterm")
 def test_sigterm_in_a_fit() -> None:
     """Waits for a disk become short before the handler runs that was there, which may wait for one itself."""
-    heard: list[float | None] = []
-    signal.signal(signal.SIGTERM, lambda *_: heard.append(ending_seconds()))
+    heard: list[bool] = []
+    signal.signal(signal.SIGTERM, lambda *_: heard.append(asked_to_end()))
     give_up_soon_after_sigterm()
-    assert ending_seconds() is None
+    assert not asked_to_end()
     signal.raise_signal(signal.SIGTERM)
-    assert heard == [3.0]
+    assert heard == [True]
 
 
 @pytest.mark.usefixtures("handler_of_sigterm")
@@ -70,4 +71,4 @@ def test_a_process_that_ignores_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     give_up_soon_after_sigterm()
     signal.raise_signal(signal.SIGTERM)
-    assert ending_seconds() is None
+    assert not asked_to_end()

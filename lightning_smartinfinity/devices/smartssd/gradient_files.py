@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
 
@@ -25,8 +27,16 @@ def open_gradient_file(folder: Path, nbytes: int, resources: ExitStack) -> nativ
 
     Raises:
         StorageFullError: There is too little space.
+        StorageTimeoutError: The disk does not answer.
         StorageError: The file cannot be created.
     """
+    path = folder / _NAME
+    file = unless_idle(partial(_create, folder, nbytes), doing="Creating", path=path, undo=lambda late: late.close())
+    resources.callback(file.close)
+    return file
+
+
+def _create(folder: Path, nbytes: int) -> native.StateFile:
     path = folder / _NAME
     with storage_errors(f"Allocating {nbytes} bytes for", path), closing(OpenFolder(folder)) as inside:
         inside.status(_NAME)  # whatever is no file of ours is refused
@@ -38,8 +48,6 @@ def open_gradient_file(folder: Path, nbytes: int, resources: ExitStack) -> nativ
             finally:
                 os.close(descriptor)
             descriptor = inside.open(_NAME, os.O_RDWR | os.O_DIRECT)
-            file = native.StateFile(str(path), direct=True, descriptor=descriptor)
+            return native.StateFile(str(path), direct=True, descriptor=descriptor)
         finally:
             inside.remove(_NAME)
-    resources.callback(file.close)
-    return file

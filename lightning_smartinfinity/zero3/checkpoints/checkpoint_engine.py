@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
@@ -16,8 +17,9 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch.serialization import MAP_LOCATION
 from typing_extensions import Buffer, override
 
-from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.progress import Advance
+from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.zero3.checkpoints import optimizer_state
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import saved_with_room
 from lightning_smartinfinity.zero3.checkpoints.trust import load_file, warn_of_types
@@ -68,9 +70,9 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
 def _writing(path: str) -> Iterator[None]:
     try:
         yield
+    except SmartInfinityError:
+        raise
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(
             f"The checkpoint file {path} could not be written: {error}.",
             "Free space there or save to another file system. What the path held before is still whole.",
@@ -83,7 +85,7 @@ def _save_model(state_dict: SavedState, path: str) -> None:
     with show_on_rank_zero("Saving the model", total) as advance, open(path, "wb") as file:
         torch.save(state_dict, cast(IO[bytes], _Reporting(file, advance, total_bytes=total)))
         file.flush()
-        os.fsync(file.fileno())
+        unless_idle(partial(os.fsync, file.fileno()), doing="Flushing", path=Path(path))
 
 
 class _Reporting(io.RawIOBase):

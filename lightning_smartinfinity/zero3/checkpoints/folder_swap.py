@@ -13,12 +13,22 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.store.replacement import beside, flush, flush_names, flush_tree, put_back, put_in_place
+from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.store.replacement import (
+    beside,
+    flush,
+    flush_names,
+    flush_tree,
+    put_back,
+    put_in_place,
+    remove_unless_idle,
+)
 from lightning_smartinfinity.zero3.collectives import raising_together
 
 __all__ = ["replacing", "restore_interrupted"]
@@ -40,6 +50,7 @@ def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
 
     Raises:
         CheckpointError: The folder cannot be created or put in place; raised on every rank.
+        StorageTimeoutError: The disk does not answer; raised on every rank.
     """
     target, inside = Path(os.path.realpath(path)), False
     with raising_together(), _io_errors(path):
@@ -48,7 +59,7 @@ def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
     leads = dist.get_rank() == 0
     with raising_together(), _io_errors(path):
         if local_rank == 0:
-            _prepare(target, tag)
+            unless_idle(partial(_prepare, target, tag), doing="Preparing", path=target)
     with raising_together(), _io_errors(path):
         if leads:
             staging.mkdir(parents=True)
@@ -58,14 +69,15 @@ def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
         yield staging
     except BaseException:
         if leads:
-            shutil.rmtree(staging, ignore_errors=True)
+            remove_unless_idle(staging)
         raise
     with raising_together(), _io_errors(path):
         if local_rank == 0 and staging.exists():
             flush_tree(staging)  # on every node: what a node has written to a shared file system lies in its own memory
     with raising_together(), _io_errors(path):
         if leads:
-            _put_in_place(staging, target, tag, inside=inside)
+            put = partial(_put_in_place, staging, target, tag, inside=inside)
+            unless_idle(put, doing="Replacing", path=target)
 
 
 def restore_interrupted(path: str | Path, tag: str) -> None:

@@ -13,6 +13,7 @@ import zipfile
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.zero3.checkpoints.trust import load_without_memory
 from lightning_smartinfinity.zero3.untyped import Pickled
 
@@ -157,7 +159,8 @@ class TensorFile:
     def write_at(self, offset: int, content: memoryview) -> None:
         """Write all of the content."""
         while content.nbytes:
-            done = os.pwrite(self._descriptor, content, offset)
+            write = partial(os.pwrite, self._descriptor, content, offset)
+            done = unless_idle(write, doing="Writing", path=self._path)
             self._count_cached(done)
             offset, content = offset + done, content[done:]
 
@@ -196,7 +199,7 @@ class TensorFile:
     def flush(self) -> None:
         """Return when all written bytes are on the device and out of the page cache."""
         if self._writable:
-            os.fdatasync(self._descriptor)
+            unless_idle(partial(os.fdatasync, self._descriptor), doing="Flushing", path=self._path)
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         self._cached_bytes = 0
 

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +27,10 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
-from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.progress import Show, hidden
-from lightning_smartinfinity.store.replacement import beside, flush_names, flush_tree
+from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.store.replacement import beside, flush_names, flush_tree, remove_unless_idle
 from lightning_smartinfinity.update_rules import optimizer_names
 from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMS_NAME, BlockChecksums
 from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID, reading_checkpoint, tagged_folder
@@ -97,17 +99,17 @@ def _staged_folder(target: Path) -> Iterator[Path]:
         (staging / "zero").mkdir(parents=True)
         yield staging
         flush_tree(staging)
-        os.rename(staging, target)
+        unless_idle(partial(os.rename, staging, target), doing="Renaming", path=target)
         flush_names(target)
+    except SmartInfinityError:
+        raise
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(
             f"The universal checkpoint {target} could not be written: {error}.",
             "Free space there, or name a folder elsewhere.",
         ) from error
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        remove_unless_idle(staging)
 
 
 # ---- checks of the source

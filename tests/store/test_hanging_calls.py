@@ -1,0 +1,250 @@
+"""Set-up, recovery, checkpoints and exports end in time if their disk does not answer, and leave nothing by halves."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+import torch.distributed as dist
+
+from lightning_smartinfinity.errors import StorageTimeoutError
+from lightning_smartinfinity.export.destination import require_room, staged
+from lightning_smartinfinity.export.safetensors_file import SafetensorsFile
+from lightning_smartinfinity.store import StateStore, TensorStore, in_time, measure_parameter_space
+from lightning_smartinfinity.store.in_time import doing_now, io_limit, unless_idle
+from lightning_smartinfinity.store.replacement import flush_tree
+from lightning_smartinfinity.zero3.checkpoints import folder_swap
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
+from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
+from tests.helpers.attacks import Attack
+from tests.helpers.universal import save_of_two
+from tests.helpers.waiting import LIMIT, await_that
+from tests.native.test_interrupt import interrupted
+from tests.store.makers import commit_generation, create
+
+SECONDS = 0.2
+ERROR = "StorageTimeoutError with path and seconds"
+
+
+class Disk:
+    """A disk whose calls can stop answering, and whose counters stand still."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, counters: Path) -> None:
+        self._patch = monkeypatch
+        self._answer = threading.Event()
+        self.hung = 0
+        self.counters = counters
+        counters.write_text("1 2 3 4 5")
+        monkeypatch.setattr(in_time, "counters_of", lambda path: self.counters)
+
+    def hang(self, module: Any, name: str, *, when: Callable[..., bool] = lambda *_: True) -> None:
+        """Let a function answer no more in the threads of calls."""
+        original = getattr(module, name)
+
+        def hanging(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name == "smart-inf-call" and when(*args) and not self._answer.is_set():
+                self.hung += 1
+                self._answer.wait()
+            return original(*args, **kwargs)
+
+        self._patch.setattr(module, name, hanging)
+
+    def answer(self) -> None:
+        """Let everything answer again, and return when all calls have returned."""
+        self._answer.set()
+        await_that(lambda: not any(thread.name == "smart-inf-call" for thread in threading.enumerate()))
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Disk]:
+    disk = Disk(monkeypatch, tmp_path / "stat")
+    yield disk
+    disk.answer()
+
+
+def refused(path: Path, doing: str) -> Any:
+    told = rf"{doing} '{path}' did not return while its disk did nothing for {SECONDS} s"
+    return pytest.raises(StorageTimeoutError, match=told)
+
+
+def test_files_that_are_not_created(tmp_path: Path, disk: Disk, attack: Attack) -> None:
+    """The error names the file. If the disk answers later, the store is removed again, and its folder is free."""
+    attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
+    folder = tmp_path / "storage"
+    disk.hang(os, "posix_fallocate")
+    with refused(folder / "default" / "rank-00000" / "state.bin", r"Allocating \d+ bytes for"):
+        create([folder], io_timeout=SECONDS)
+    with pytest.raises(StorageTimeoutError, match="has not answered an earlier call"):
+        create([folder], io_timeout=SECONDS)
+    disk.answer()
+    assert not (folder / "default").exists()
+    create([folder]).close(remove=True)
+
+
+def test_free_space_that_is_not_told(tmp_path: Path, disk: Disk, attack: Attack) -> None:
+    """The error names the storage folder."""
+    attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
+    disk.hang(os, "statvfs")
+    with refused(tmp_path, "Looking for free space in"), io_limit(SECONDS):
+        measure_parameter_space([tmp_path], job="default", rank=0, sizes=[1])
+
+
+def test_a_file_for_parameters_that_is_not_opened(tmp_path: Path, disk: Disk, attack: Attack) -> None:
+    """The error names the lock; nothing is left once the disk answers."""
+    attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
+    disk.hang(os, "fchmod")
+    with pytest.raises(StorageTimeoutError, match=rf"parameters-00000.*nothing for {SECONDS} s"):
+        TensorStore([tmp_path / "storage"], job="default", rank=0, direct_io="auto", io_timeout=SECONDS)
+    disk.answer()
+    assert not (tmp_path / "storage" / "default").exists()
+
+
+def test_a_store_that_is_not_recovered(tmp_path: Path, disk: Disk, attack: Attack) -> None:
+    """The error names the file that is read; the store is as it was, and can be recovered later."""
+    attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
+    store = create([tmp_path])
+    commit_generation(store, 0)
+    store.close(remove=False)
+    state = tmp_path / "default" / "rank-00000" / "state.bin"
+    disk.hang(os, "pread", when=lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}") == str(state))
+    with refused(state, "Reading"):
+        StateStore.recover([tmp_path], io_timeout=SECONDS)
+    disk.answer()
+    recovered = StateStore.recover([tmp_path])
+    assert recovered.generation == 0
+    recovered.close(remove=True)
+
+
+def test_files_that_do_not_grow(tmp_path: Path, disk: Disk, attack: Attack) -> None:
+    """A store that is to be spread anew over its folders ends in time, and its tasklets stay where they are."""
+    attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    store = create(folders, io_timeout=SECONDS)
+    before = store.counts
+    disk.hang(os, "posix_fallocate")
+    with refused(folders[0] / "default" / "rank-00000" / "state.bin", r"Extending to \d+ bytes"):
+        store.spread([sum(before), 0])
+    assert store.counts == before
+    disk.answer()
+    store.close(remove=True)
+
+
+def save_checkpoint(target: Path) -> None:
+    """Save as the engine does."""
+    with replacing(target, "tag", local_rank=0) as staging:
+        (staging / "tag").mkdir()
+        (staging / "tag" / "weights").write_bytes(b"1")
+
+
+def export(target: Path) -> None:
+    with staged(target) as new:
+        new.mkdir()
+        (new / "weights").write_bytes(b"1")
+
+
+def convert(target: Path) -> None:
+    convert_checkpoint(target.parent / "two.ckpt", target)
+
+
+@pytest.mark.parametrize("write", [save_checkpoint, export, convert])
+def test_a_folder_that_is_not_flushed(
+    tmp_path: Path, disk: Disk, attack: Attack, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]
+) -> None:
+    """The error names what is flushed; nothing has the final name, then or later, and the next attempt succeeds."""
+    attack("a disk stops answering while a folder is saved", tries=1, outcome=f"{ERROR}; nothing has the final name")
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(folder_swap, "raising_together", nullcontext)
+    shapes, whole = [OrderedDict(a=torch.Size([4]))], {"a": torch.arange(4.0)}
+    save_of_two(tmp_path / "two.ckpt", shapes, whole, {"momentum_buffer": 100.0})
+    target = tmp_path / "target"
+    disk.hang(os, "fsync")
+    told = rf"Flushing '{tmp_path}.*' did not return .* {SECONDS} s"
+    with pytest.raises(StorageTimeoutError, match=told), io_limit(SECONDS):
+        write(target)
+    assert disk.hung and not target.exists()
+    disk.answer()
+    assert not target.exists()
+    write(target)
+    assert any(path.is_file() for path in target.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("call", "doing"),
+    [("posix_fallocate", r"Allocating \d+ bytes for"), ("pwrite", "Writing"), ("fdatasync", "Flushing")],
+)
+def test_a_file_of_an_export_that_is_not_written(tmp_path: Path, disk: Disk, call: str, doing: str) -> None:
+    """The error names the file."""
+    disk.hang(os, call)
+    path = tmp_path / "model.safetensors"
+    with refused(path, doing), io_limit(SECONDS):
+        file = SafetensorsFile(path, {"a": TensorSpec(torch.Size([2]), torch.float32, trained=True)})
+        file.write("a", 0, torch.ones(2))
+        file.close()
+
+
+def test_room_for_an_export_that_is_not_told(tmp_path: Path, disk: Disk) -> None:
+    """The error names the folder."""
+    disk.hang(os, "statvfs")
+    with refused(tmp_path, "Looking for free space in"), io_limit(SECONDS):
+        require_room(tmp_path / "export", 1)
+
+
+def test_a_disk_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
+    """A call that lasts many times the limit returns if its disk completes requests all the time."""
+    worked, counts = threading.Event(), itertools.count()
+
+    def count(_: Path) -> int:
+        if (number := next(counts)) == 20:
+            worked.set()
+        return number
+
+    monkeypatch.setattr(in_time, "completed_requests", count)
+    assert unless_idle(lambda: worked.wait(LIMIT), doing="Flushing", path=tmp_path, seconds=0.1)
+
+
+def test_a_disk_that_works_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
+    """Ctrl-C ends the call within seconds all the same."""
+    counts, answer = itertools.count(), threading.Event()
+    monkeypatch.setattr(in_time, "completed_requests", lambda _: next(counts))
+    with interrupted():
+        unless_idle(answer.wait, doing="Flushing", path=tmp_path / "a" / "b", seconds=10 * LIMIT)
+    answer.set()
+
+
+def test_a_call_of_many_steps(tmp_path: Path, disk: Disk) -> None:
+    """Each step has the whole limit; the error is about the last one."""
+    disk.hang(os, "sync")
+    begun: list[int] = []
+
+    def work() -> None:
+        for number in range(8):
+            begun.append(number)
+            with doing_now(f"Step {number} of", tmp_path / "file"):
+                threading.Event().wait(SECONDS / 2)
+        with doing_now("Flushing", tmp_path / "file"):
+            os.sync()
+
+    with refused(tmp_path / "file", "Flushing"):
+        unless_idle(work, doing="Working on", path=tmp_path / "file", seconds=SECONDS)
+    assert len(begun) == 8
+
+
+def test_a_disk_that_nobody_can_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
+    """Where the system counts no requests, the limit is ten times as long."""
+    disk.hang(os, "fsync")
+    monkeypatch.setattr(in_time, "counters_of", lambda path: None)
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageTimeoutError, match=r"Flushing '.*/file' did not return within 1 s"), io_limit(0.1):
+        flush_tree(tmp_path / "file")
