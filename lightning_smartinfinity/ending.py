@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_smartinfinity.errors import RankLostError
 from lightning_smartinfinity.native import ask_to_end
 from lightning_smartinfinity.watching import (
     agree_to_end,
@@ -23,7 +24,13 @@ from lightning_smartinfinity.watching import (
     tell_sigterm,
 )
 
-__all__ = ["end_by", "end_together_after_sigterm", "give_up_soon_after_sigterm"]
+__all__ = [
+    "begin_evaluation",
+    "begin_evaluation_batch",
+    "end_by",
+    "end_together_after_sigterm",
+    "give_up_soon_after_sigterm",
+]
 
 
 def end_together_after_sigterm(trainer: pl.Trainer) -> None:
@@ -38,7 +45,7 @@ def end_together_after_sigterm(trainer: pl.Trainer) -> None:
     def take_note(signum: int, frame: FrameType | None) -> None:
         if not is_watching():
             notify(connector, signum, frame)  # type: ignore[arg-type]
-        elif trainer.state.fn == TrainerFn.FITTING:  # no evaluation ends, nor a fit after it
+        else:
             tell_sigterm()
 
     def end_if_asked() -> None:
@@ -71,6 +78,30 @@ def give_up_soon_after_sigterm() -> None:
     hear_sigterm()
 
 
+def begin_evaluation(module: pl.LightningModule | None) -> None:
+    """Hear SIGTERM in an evaluation, unless it belongs to a fit, which hears it already."""
+    if not _is_in_fit(module):
+        give_up_soon_after_sigterm()
+
+
+def begin_evaluation_batch(module: pl.LightningModule | None) -> None:
+    """End an evaluation if any rank received SIGTERM; within a fit, leave that to its next batch.
+
+    The ranks need not agree, since nothing is to be saved: one that waits for another learns why that one has ended.
+
+    Raises:
+        SIGTERMException: A rank received SIGTERM.
+    """
+    if not _is_in_fit(module) and is_asked_to_end():
+        raise SIGTERMException
+    note_batch()
+
+
+def _is_in_fit(module: pl.LightningModule | None) -> bool:
+    assert module is not None
+    return module.trainer.state.fn == TrainerFn.FITTING
+
+
 def end_by(exception: BaseException, module: pl.LightningModule | None) -> None:
     """Tell the other ranks of the exception that ends a run, unless it only shows that one of them is missing.
 
@@ -85,7 +116,7 @@ def end_by(exception: BaseException, module: pl.LightningModule | None) -> None:
         ask_to_end()
     lost = lost_rank_behind(exception)
     if lost is None:
-        if not isinstance(exception, SIGTERMException):  # on which all ranks have agreed
+        if not isinstance(exception, (SIGTERMException, RankLostError)):  # which all ranks know of
             tell_failure(exception)
         return
     assert module is not None

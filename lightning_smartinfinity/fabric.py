@@ -35,6 +35,7 @@ from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_FABRIC
+from lightning_smartinfinity.watching import begin_watch
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         initialize = super()._initialize_engine
         if optimizer is None:
             refuse_trained(model)
+            begin_watch(self._settings.watchdog_timeout)
             self._choose_storage(Path.cwd())
             with self._parameters_on_storage(), evaluation_engine():
                 return initialize(model)

@@ -24,7 +24,7 @@ from lightning_smartinfinity.settings import StrategySettings, gradients_are_16_
 from lightning_smartinfinity.store.scheduling import IoWait, io_waits, share_devices
 from lightning_smartinfinity.transfer.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.transfer.rules import rule_for
-from lightning_smartinfinity.watching import begin_training, end_training
+from lightning_smartinfinity.watching import begin_watch, end_watch
 from lightning_smartinfinity.zero3 import (
     OffloadSettings,
     build_deepspeed_config,
@@ -89,7 +89,7 @@ class NearStorage(ABC):
         if self._parameters is not None:
             self._parameters.close()
             self._parameters = None
-        end_training()
+        end_watch()
 
     def drain(self) -> None:
         """Wait until the last step is done and committed on every rank; with ``overlap`` its update may still run.
@@ -229,7 +229,7 @@ class NearStorage(ABC):
             check_parameters(optimizer, model)
             check_dtype(model, self._engine_config)
             check_state_format(self._settings.state_format, self._engine_config)
-        begin_training(self._settings.watchdog_timeout)
+        begin_watch(self._settings.watchdog_timeout)
         later = f"a training of {type(model).__name__} that began at {time.strftime('%H:%M:%S')}"
         self._release_storage(later)
         end_training_of(model, since=f"{later} took its module")
@@ -337,7 +337,7 @@ class NearStorage(ABC):
 
     def _become_idle(self) -> None:
         """Mark training as over; the state stays readable until the next training on the same storage."""
-        end_training()
+        end_watch()
         optimizer = self._near_storage_optimizer
         if optimizer is not None:
             optimizer.rank_state.in_fit = False

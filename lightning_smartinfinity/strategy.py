@@ -26,11 +26,11 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
+from lightning_smartinfinity import ending
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.compatibility import OptimizerList, accumulates, adapt_callbacks, copy_around_training
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
-from lightning_smartinfinity.ending import end_by, end_together_after_sigterm, give_up_soon_after_sigterm
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
 from lightning_smartinfinity.native import take_back_ask_to_end
@@ -41,7 +41,7 @@ from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_TRAINER
 from lightning_smartinfinity.update_rules import optimizer_names
-from lightning_smartinfinity.watching import note_batch, saving
+from lightning_smartinfinity.watching import begin_watch, saving
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
 if TYPE_CHECKING:
@@ -186,12 +186,12 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         self._choose_storage(trainer.default_root_dir)
         self._random_state = None
         super().setup(trainer)
-        end_together_after_sigterm(trainer)
+        ending.end_together_after_sigterm(trainer)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        give_up_soon_after_sigterm()
+        ending.give_up_soon_after_sigterm()
         assert self.lightning_module is not None
         load_loader_states(self.lightning_module.trainer)
         state, self._random_state = self._random_state, None
@@ -224,22 +224,35 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        note_batch()
+        ending.begin_evaluation_batch(self.lightning_module)
         return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        ending.begin_evaluation_batch(self.lightning_module)
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        ending.begin_evaluation_batch(self.lightning_module)
+        return super().predict_step(*args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:
         self.drain()
+        ending.begin_evaluation(self.lightning_module)
         super().on_validation_start()
 
     @override
     def on_test_start(self) -> None:
         self.drain()
+        ending.begin_evaluation(self.lightning_module)
         super().on_test_start()
 
     @override
     def on_predict_start(self) -> None:
         self.drain()
+        ending.begin_evaluation(self.lightning_module)
         super().on_predict_start()
 
     @override
@@ -343,6 +356,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         from lightning_smartinfinity.zero3.engine_setup import build_evaluation_engine, refuse_in_fit
 
         refuse_in_fit(model)
+        begin_watch(self._settings.watchdog_timeout)
         # DeepSpeedStrategy's own version removes the user's hooks from the module, too.
         with self._parameters_on_storage():
             self.model = build_evaluation_engine(model, self.config, device_index=self.root_device.index)
@@ -350,7 +364,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        end_by(exception, self.lightning_module)
+        ending.end_by(exception, self.lightning_module)
 
     @override
     def teardown(self) -> None:

@@ -1,4 +1,4 @@
-"""Watches over the processes of the other ranks while this one trains.
+"""Watches over the processes of the other ranks while this one trains or evaluates.
 
 The watch itself is native (:class:`lightning_smartinfinity.native.RankWatch`), so it answers whatever Python does. Here
 the ranks meet, and what the watch knows becomes an error.
@@ -28,11 +28,12 @@ from lightning_smartinfinity.native import RankNotice, RankWatch
 
 __all__ = [
     "agree_to_end",
-    "begin_training",
-    "end_training",
+    "begin_watch",
+    "end_watch",
     "hear_sigterm",
     "is_asked_to_end",
     "is_watching",
+    "naming_lost_rank",
     "note_batch",
     "saving",
     "lost_rank_behind",
@@ -68,8 +69,8 @@ class _Watch:
 _watch: _Watch | None = None
 
 
-def begin_training(silence: float | None) -> None:
-    """Watch the other ranks from now on. This is a collective.
+def begin_watch(silence: float | None) -> None:
+    """Watch the other ranks from now on, in a training or an evaluation. This is a collective.
 
     Args:
         silence: Seconds after which a rank that does not answer is lost; None or 0 for no watch.
@@ -93,7 +94,7 @@ def begin_training(silence: float | None) -> None:
     hear_sigterm()
 
 
-def end_training() -> None:
+def end_watch() -> None:
     """Let this rank end, and the others live on, without anybody being missed."""
     if _watch is not None:
         _watch.native.end_training()
@@ -114,8 +115,23 @@ def lost_rank_behind(error: BaseException) -> RankLostError | None:
     if _watch is None or not _is_of_collective(error):
         return None
     report = _watch.native.wait(_NOTICE)
-    notice = report.lost or report.failed or report.left
+    notice = report.lost or report.failed or (report.left and (report.asked or report.left))
     return None if notice is None else _error(_watch, notice)
+
+
+@contextmanager
+def naming_lost_rank() -> Iterator[None]:
+    """Raise an error that says which rank is missing, instead of that of a collective that misses it.
+
+    Raises:
+        RankLostError: Another rank is missing.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (lost := lost_rank_behind(error)) is None:
+            raise
+        raise lost from error
 
 
 def tell_failure(error: BaseException) -> None:
@@ -175,7 +191,7 @@ def saving() -> Iterator[None]:
 
 def _error(watch: _Watch, notice: RankNotice) -> RankLostError:
     return RankLostError(
-        f"Rank {notice.rank} on {watch.hosts[notice.rank]} {notice.why}; rank {dist.get_rank()} cannot train on alone.",
+        f"Rank {notice.rank} on {watch.hosts[notice.rank]} {notice.why}; rank {dist.get_rank()} cannot go on alone.",
         "Look at that rank's own output and at the kernel log of its machine, and resume from the last checkpoint.",
     )
 

@@ -23,7 +23,7 @@ from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.store.in_time import io_limit
 from lightning_smartinfinity.transformers_models import describe_models
-from lightning_smartinfinity.watching import raise_if_lost
+from lightning_smartinfinity.watching import naming_lost_rank, raise_if_lost
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
 from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
 from lightning_smartinfinity.zero3.checkpoints.folder_check import (
@@ -87,6 +87,15 @@ class PortableEngine(DeepSpeedEngine):
         for module in model.modules():
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
                 _cast_statistics(module)
+
+    def forward(self, *inputs: object, **kwargs: object) -> object:
+        """Run forward like the base class.
+
+        Raises:
+            RankLostError: Another rank is missing.
+        """
+        with naming_lost_rank():
+            return super().forward(*inputs, **kwargs)
 
     @contextmanager
     def gathering_trained_only(self, only: bool) -> Iterator[None]:
@@ -182,6 +191,7 @@ class SmartInfinityEngine(PortableEngine):
         Raises:
             UnsupportedError: The loss has no graph, or another argument of ``Tensor.backward``, such as
                 ``create_graph``, was passed.
+            RankLostError: Another rank is missing.
         """
         if not loss.requires_grad:
             raise UnsupportedError(
@@ -198,9 +208,18 @@ class SmartInfinityEngine(PortableEngine):
         raise_if_lost()
         self.optimizer.retained.backward_begins(retain_graph=retain_graph)
         self.optimizer.backward_begins(retain_graph=retain_graph)
-        with self.optimizer.in_backward():
+        with naming_lost_rank(), self.optimizer.in_backward():
             scaled: torch.Tensor = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         return scaled
+
+    def step(self, *args: object, **kwargs: object) -> None:
+        """Take a step like the base class.
+
+        Raises:
+            RankLostError: Another rank is missing.
+        """
+        with naming_lost_rank():
+            super().step(*args, **kwargs)
 
     # ---- parameters that are not trained lie outside the optimizer's partition
 

@@ -1,40 +1,55 @@
-"""Trains on two ranks until something happens to rank 1: ``python -m tests.training.lost_rank_worker FOLDER CAUSE``.
+"""Goes on until something happens to rank 1: ``python -m tests.training.lost_rank_worker FOLDER CAUSE DOING RANKS``.
 
-Every rank writes a file ``training-<rank>`` when it trains. CAUSE is a key of :data:`CAUSES`, or ``nothing``. If
-SIGTERM ends the training, the ranks save a checkpoint together.
+Every rank writes a file ``at-work-<rank>`` in its fourth batch. CAUSE is a key of :data:`CAUSES`, or ``nothing``. DOING
+is a method of the Trainer, or a key of :data:`LOOPS`. If SIGTERM ends a fit, the ranks save a checkpoint together.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_smartinfinity import SmartInfinityStrategy
-from tests.helpers.models import LitTiny, Recipe
+from lightning_smartinfinity import SmartInfinityFabricStrategy, SmartInfinityStrategy
+from tests.helpers.models import Recipe
+from tests.helpers.plain import Everything
 from tests.helpers.trainers import quiet_trainer
 
 SILENCE = 4.0
 """Seconds after which a rank is lost."""
 
 
-def _fail(strategy: Any) -> None:
+RECIPE = Recipe(precision="bf16-mixed")
+
+
+def _fail() -> None:
     raise ValueError("the fourth batch is bad")
 
 
-CAUSES: dict[str, Callable[[Any], None]] = {
-    "killed": lambda _: os.kill(os.getpid(), signal.SIGKILL),
-    "stopped": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
-    "terminated": lambda _: os.kill(os.getpid(), signal.SIGTERM),
+CAUSES: dict[str, Callable[[], None]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "failed": _fail,
 }
+
+
+def happen(batch: int, *, rank: int, folder: Path, cause: str) -> None:
+    """Let it happen to rank 1 in the fourth batch."""
+    if batch == 3:
+        (folder / f"at-work-{rank}").touch()
+        if rank == 1 and cause in CAUSES:
+            CAUSES[cause]()
 
 
 class Happening(pl.Callback):
@@ -44,13 +59,15 @@ class Happening(pl.Callback):
         self.folder, self.cause = folder, cause
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 3:
-            (self.folder / f"training-{trainer.global_rank}").touch()
-            if trainer.global_rank == 1 and self.cause in CAUSES:
-                CAUSES[self.cause](trainer.strategy)
+        happen(trainer.global_step, rank=trainer.global_rank, folder=self.folder, cause=self.cause)
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        happen(batch_idx, rank=trainer.global_rank, folder=self.folder, cause=self.cause)
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        if isinstance(exception, SIGTERMException):
+        if isinstance(exception, SIGTERMException) and trainer.state.fn == "fit":
             trainer.save_checkpoint(self.folder / "last.ckpt")
 
 
@@ -61,17 +78,62 @@ class Saying(DummyLogger):
         print(f"The logger ended with {status!r}.", flush=True)
 
 
+class _Endless(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return itertools.repeat(RECIPE.batch(0)[0])
+
+
+class Endless(Everything):
+    """A module whose evaluations do not end by themselves."""
+
+    def val_dataloader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(_Endless(), batch_size=2)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+def train(fabric: Fabric) -> Iterator[None]:
+    """Train for ever, and tell of each batch before it begins."""
+    module = RECIPE.build_model()
+    model, optimizer = fabric.setup(module, RECIPE.build_optimizer(list(module.named_parameters())))
+    for batch in itertools.count():
+        yield
+        fabric.backward(model(RECIPE.batch(batch, fabric.global_rank, fabric.world_size)), model=model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@torch.no_grad()
+def evaluate(fabric: Fabric) -> Iterator[None]:
+    """Evaluate for ever, and tell of each batch before it begins."""
+    model = fabric.setup_module(RECIPE.build_model())
+    for batch in itertools.count():
+        yield
+        model(RECIPE.batch(batch))
+
+
+LOOPS: dict[str, Callable[[Fabric], Iterator[None]]] = {"fabric": train, "fabric-evaluation": evaluate}
+
+
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, cause, doing, ranks = Path(sys.argv[1]), *sys.argv[2:]
+    options: dict[str, Any] = {"watchdog_timeout": SILENCE, "overlap": "none"}
+    if doing in LOOPS:
+        strategy = SmartInfinityFabricStrategy(folder / "storage", **options)
+        fabric = Fabric(accelerator="cpu", devices=int(ranks), strategy=strategy, precision="bf16-mixed")
+        fabric.launch()
+        for batch, _ in enumerate(LOOPS[doing](fabric)):
+            happen(batch, rank=fabric.global_rank, folder=folder, cause=cause)
     trainer = quiet_trainer(
         folder,
-        SmartInfinityStrategy(folder / "storage", overlap="none", watchdog_timeout=SILENCE),
-        devices=2,
+        SmartInfinityStrategy(folder / "storage", **options),
+        devices=int(ranks),
         max_steps=1_000_000,
+        limit_val_batches=0 if doing == "fit" else None,
         logger=Saying(),
-        callbacks=[Happening(folder, sys.argv[2])],
+        callbacks=[Happening(folder, cause)],
     )
-    trainer.fit(LitTiny(Recipe(precision="bf16-mixed")))
+    getattr(trainer, doing)(Endless(RECIPE))
 
 
 if __name__ == "__main__":

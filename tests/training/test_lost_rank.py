@@ -22,27 +22,34 @@ NAME = f"rank 1 on {platform.node()}"
 
 
 class Ranks:
-    """Two ranks that train in processes of their own."""
+    """Ranks that train or evaluate in processes of their own."""
 
-    def __init__(self, folder: Path, cause: str) -> None:
+    def __init__(self, folder: Path, cause: str, doing: str = "fit", count: int = 2) -> None:
         self.folder = folder
         self.processes = []
-        for rank, environment in enumerate(environments_of(2)):
+        for rank, environment in enumerate(environments_of(count)):
             with (folder / f"output-{rank}").open("w") as output:
-                command = [sys.executable, "-m", "tests.training.lost_rank_worker", str(folder), cause]
+                command = [sys.executable, "-m", "tests.training.lost_rank_worker", str(folder), cause, doing]
+                command.append(str(count))
                 self.processes.append(
                     subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=output)
                 )
 
-    def await_training(self) -> None:
-        """Return when both ranks train."""
-        await_that(self._train_or_ended, seconds=PROCESS_LIMIT, told=lambda: f"{self.said(0)}\n{self.said(1)}")
+    def await_work(self) -> None:
+        """Return when all ranks are in their fourth batch."""
+        await_that(self._work_or_ended, seconds=PROCESS_LIMIT, told=lambda: f"{self.said(0)}\n{self.said(1)}")
 
-    def _train_or_ended(self) -> bool:
+    def _work_or_ended(self) -> bool:
         return all(
-            (self.folder / f"training-{rank}").exists() or process.poll() is not None
+            (self.folder / f"at-work-{rank}").exists() or process.poll() is not None
             for rank, process in enumerate(self.processes)
         )
+
+    def terminate(self, *ranks: int) -> None:
+        """Send SIGTERM when all ranks are at work."""
+        self.await_work()
+        for rank in ranks:
+            self.processes[rank].send_signal(signal.SIGTERM)
 
     def status(self, rank: int) -> int:
         """Wait until a rank ends, and return its exit status."""
@@ -61,13 +68,13 @@ class Ranks:
 
 @pytest.fixture
 def ranks(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Ranks to which the parameter of the test happens."""
-    started = Ranks(tmp_path, request.param)
+    """Ranks to which the parameter of the test happens while they do what it says, or train."""
+    started = Ranks(tmp_path, *request.param)
     yield started
     started.kill()
 
 
-@pytest.mark.parametrize("ranks", ["killed"], indirect=True)
+@pytest.mark.parametrize("ranks", [("killed",)], indirect=True)
 def test_a_killed_rank(ranks: Ranks, attack: Attack) -> None:
     """The other rank raises an error that names it, although gloo's own does not."""
     attack("kill of one of two ranks", tries=1, outcome="the other one ends with RankLostError")
@@ -77,14 +84,37 @@ def test_a_killed_rank(ranks: Ranks, attack: Attack) -> None:
     assert ranks.status(1) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("ranks", ["nothing"], indirect=True)
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(("killed", doing), id=doing, marks=() if doing in ("validate", "fabric") else LONG)
+        for doing in ("validate", "test", "predict", "fabric", "fabric-evaluation")
+    ],
+    indirect=True,
+)
+def test_a_rank_killed_elsewhere_than_in_a_fit(ranks: Ranks, attack: Attack) -> None:
+    """Evaluations, and the loops of Fabric, end alike."""
+    attack("kill of one of two ranks", tries=1, outcome="the other one ends with RankLostError")
+    assert ranks.status(0) == 1, ranks.said(0)
+    assert f"RankLostError: R{NAME[1:]} was killed or crashed" in ranks.said(0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [("killed", "fit", 3), ("killed", "validate", 3)], ids=str, indirect=True)
+def test_one_of_three_ranks(ranks: Ranks, attack: Attack) -> None:
+    """Both others raise the error, though only one of them is connected with the rank that is missing."""
+    attack("kill of one of three ranks", tries=1, outcome="the other ones end with RankLostError")
+    for rank in (0, 2):
+        assert ranks.status(rank) == 1, ranks.said(rank)
+        assert f"RankLostError: R{NAME[1:]} was killed or crashed" in ranks.said(rank)
+
+
+@pytest.mark.parametrize("ranks", [("nothing",)], indirect=True)
 @pytest.mark.parametrize("asked", [(1,), pytest.param((0,), marks=LONG), pytest.param((0, 1), marks=LONG)], ids=str)
 def test_sigterm(asked: tuple[int, ...], ranks: Ranks, attack: Attack) -> None:
     """All ranks end after the same batch, and can still save a checkpoint together."""
     attack("SIGTERM to one or both of two ranks", tries=1, outcome="both save a checkpoint and end")
-    ranks.await_training()
-    for rank in asked:
-        ranks.processes[rank].send_signal(signal.SIGTERM)
+    ranks.terminate(*asked)
     for rank in range(2):
         assert ranks.status(rank) == 0, ranks.said(rank)
         assert "received SIGTERM" in ranks.said(rank)
@@ -92,8 +122,27 @@ def test_sigterm(asked: tuple[int, ...], ranks: Ranks, attack: Attack) -> None:
     assert any((ranks.folder / "last.ckpt").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("ranks", "asked"),
+    [
+        pytest.param(("nothing", doing), asked, id=f"{doing}-{asked}", marks=() if number == 0 else LONG)
+        for number, (doing, asked) in enumerate(
+            [("validate", (1,)), ("validate", (0,)), ("validate", (0, 1)), ("test", (1,)), ("predict", (1,))]
+        )
+    ],
+    indirect=["ranks"],
+)
+def test_sigterm_in_an_evaluation(asked: tuple[int, ...], ranks: Ranks, attack: Attack) -> None:
+    """All ranks end before their next batch, or as they wait for one that has ended so."""
+    attack("SIGTERM to one or both of two ranks that evaluate", tries=1, outcome="both end and say which one was asked")
+    ranks.terminate(*asked)
+    for rank in range(2):
+        assert ranks.status(rank) == 0 or "RankLostError" in ranks.said(rank), ranks.said(rank)
+        assert any(f"rank {one} on {platform.node()} received SIGTERM" in ranks.said(rank) for one in asked)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", ["stopped"], indirect=True)
+@pytest.mark.parametrize("ranks", [("stopped",), ("stopped", "validate")], ids=str, indirect=True)
 def test_a_stopped_rank(ranks: Ranks, attack: Attack) -> None:
     """The other rank waits for it in a collective, which no error can end. If it wakes up, it ends as well."""
     attack("SIGSTOP to one of two ranks", tries=1, outcome="the other one ends and says which one does not answer")
@@ -105,7 +154,7 @@ def test_a_stopped_rank(ranks: Ranks, attack: Attack) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", ["failed"], indirect=True)
+@pytest.mark.parametrize("ranks", [("failed",), ("failed", "validate")], ids=str, indirect=True)
 def test_a_rank_that_fails_alone(ranks: Ranks, attack: Attack) -> None:
     """The other rank repeats what it failed with."""
     attack("an error on one of two ranks", tries=1, outcome="the other one ends with RankLostError")

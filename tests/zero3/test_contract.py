@@ -43,6 +43,8 @@ OVERRIDDEN_OF_ENGINE = [
     "_do_sanity_check",
     "_get_param_fragment_func",
     "offload_states",
+    "forward",
+    "step",
 ]
 
 

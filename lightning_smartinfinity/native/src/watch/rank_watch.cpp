@@ -311,7 +311,7 @@ void RankWatch::end_if_due(Clock::time_point now) {
         (end_of_grace_ && now >= *end_of_grace_) || (end_of_patience_ && now >= *end_of_patience_ && !saves);
     if (!training_ || !over) return;
     const RankNotice& cause = report_.lost ? *report_.lost : report_.failed ? *report_.failed : *report_.asked;
-    say("this process still waits in its training, and ends now, because " + named(cause.rank) + " " + cause.why + ".");
+    say("this process still waits for others, and ends now, because " + named(cause.rank) + " " + cause.why + ".");
     write_without_waiting(unsaid_);
     end_of_grace_.reset();
     end_of_patience_.reset();

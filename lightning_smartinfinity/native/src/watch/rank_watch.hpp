@@ -51,8 +51,7 @@ struct WatchOptions {
 };
 
 // Watches whether the other ranks' processes live. A thread, which needs nothing of Python, sends heartbeats and
-// listens to those of others: a rank that computes, compiles or waits
-// in a debugger of Python's answers.
+// listens to those of others: a rank that computes, compiles or waits in a debugger of Python's answers.
 //
 // Rank 0 watches all others, and they watch rank 0, which tells them what it knows. When a rank is lost, every rank
 // says so on stderr. Python may then raise; a process that still trains after a grace period, as it waits in a
@@ -64,7 +63,7 @@ class RankWatch {
     RankWatch(const RankWatch&) = delete;
     RankWatch& operator=(const RankWatch&) = delete;
 
-    // From now on this rank is missed if it ends, and ended if it misses another one.
+    // From now on this rank, which trains or evaluates, is missed if it ends, and ended if it misses another one.
     void begin_training();
     // From now on it may end, and is not ended. What was lost stays lost.
     void end_training();
