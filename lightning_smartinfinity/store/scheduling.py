@@ -14,7 +14,6 @@ _schedulers: dict[int, native.IoScheduler] = {}  # by st_dev
 os.register_at_fork(after_in_child=_schedulers.clear)
 
 
-_WHOLE_BYTES = native.IoScheduler().in_flight_bytes
 _num_processes = 1
 
 
@@ -42,7 +41,7 @@ def scheduler_of(descriptor: int) -> native.IoScheduler:
     """Return the scheduler of the device on which an open file or folder lies."""
     device = os.fstat(descriptor).st_dev
     if device not in _schedulers:
-        _schedulers.setdefault(device, native.IoScheduler(in_flight_bytes=_WHOLE_BYTES // _num_processes))
+        _schedulers.setdefault(device, native.IoScheduler(num_processes=_num_processes))
     return _schedulers[device]
 
 

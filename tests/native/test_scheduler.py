@@ -116,6 +116,18 @@ def test_a_ring_never_waits_for_itself(tmp_path: Path) -> None:
         assert scheduler.waits() == []
 
 
+def test_rings_of_several_processes_share_a_device(tmp_path: Path) -> None:
+    """A process of several has its part of the device's bytes, and of its ring's while that is larger, and no more."""
+    scheduler = IoScheduler(in_flight_bytes=2 * EXTENT, num_processes=2)
+    assert scheduler.in_flight_bytes == EXTENT
+    options = {"num_buffers": 8}
+    with StoredState(tmp_path, 16 * TASKLET, TASKLET, scheduler=scheduler, options=options) as state:
+        assert scheduler.in_flight_bytes == 4 * EXTENT
+        state.write(*initial(state.numel))
+        assert_same(state.read(), initial(state.numel))
+    assert scheduler.in_flight_bytes == EXTENT
+
+
 @pytest.mark.parametrize("end", ["it is done", "it fails", "it is cancelled", "it is not answered"])
 def test_requests_go_on_whatever_becomes_of_those_before(tmp_path: Path, end: str) -> None:
     """An update that waits for another user's request begins when that has ended in any way, with the same bits."""

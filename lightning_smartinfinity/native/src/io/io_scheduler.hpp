@@ -49,7 +49,9 @@ class IoScheduler {
     // More bytes than any device needs to be busy, and so few that an urgent request waits for some 30 ms of a disk.
     static constexpr std::size_t kInFlightBytes = std::size_t{64} << 20;
 
-    explicit IoScheduler(std::size_t in_flight_bytes = kInFlightBytes) : limit_(in_flight_bytes) {}
+    // The device is shared equally by so many processes: each has its part of the bytes.
+    explicit IoScheduler(std::size_t in_flight_bytes = kInFlightBytes, std::size_t num_processes = 1)
+        : in_flight_bytes_(in_flight_bytes), num_processes_(num_processes) {}
     IoScheduler(const IoScheduler&) = delete;
     IoScheduler& operator=(const IoScheduler&) = delete;
 
@@ -60,8 +62,8 @@ class IoScheduler {
     // Moves a request that has not started to a more urgent class.
     void hasten(const CompletionHandler& handler, std::size_t tag, IoClass io_class);
     IoWaitTable waits() const;
-    // Lets at least so many bytes be in flight until narrow() is called with the same number. The buffers of a ring
-    // then never wait for each other.
+    // Lets at least this process's part of so many bytes be in flight until narrow() is called with the same number.
+    // The buffers of a ring then never wait for each other, unless other processes use the device, too.
     void widen(std::size_t bytes);
     void narrow(std::size_t bytes);
     std::size_t in_flight_bytes() const;
@@ -86,9 +88,12 @@ class IoScheduler {
     void start(const Waiting& next) noexcept;
     void count_wait(const Waiting& next);
     void ended(const IoRequest& request, const IoResult& result, IoClass io_class);
-    std::size_t limit() const { return std::max(limit_, widened_.empty() ? 0 : *widened_.rbegin()); }
+    std::size_t limit() const {
+        return std::max(in_flight_bytes_, widened_.empty() ? 0 : *widened_.rbegin()) / num_processes_;
+    }
 
-    const std::size_t limit_;
+    const std::size_t in_flight_bytes_;
+    const std::size_t num_processes_;
     std::multiset<std::size_t> widened_;
     mutable std::mutex mutex_;
     std::array<std::deque<Waiting>, kNumIoClasses> waiting_;

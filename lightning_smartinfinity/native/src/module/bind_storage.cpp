@@ -71,11 +71,15 @@ void bind_scheduler(nb::module_& m) {
         .value("BACKGROUND", IoClass::kBackground, "Copies and checks that nobody waits for.");
     nb::class_<IoScheduler>(
         m, "IoScheduler",
-        "Lets requests to the files of one device start in the order of their classes, `in_flight_bytes` at a time.")
-        .def(nb::new_([](std::size_t in_flight_bytes) { return std::make_shared<IoScheduler>(in_flight_bytes); }),
-             nb::kw_only(), "in_flight_bytes"_a = IoScheduler::kInFlightBytes)
+        "Lets requests to the files of one device start in the order of their classes. Of `in_flight_bytes` at a "
+        "time,\n"
+        "or of those of the largest ring, each of `num_processes` that use the device has an equal part.")
+        .def(nb::new_([](std::size_t in_flight_bytes, std::size_t num_processes) {
+                 return std::make_shared<IoScheduler>(in_flight_bytes, std::max<std::size_t>(num_processes, 1));
+             }),
+             nb::kw_only(), "in_flight_bytes"_a = IoScheduler::kInFlightBytes, "num_processes"_a = 1)
         .def_prop_ro("in_flight_bytes", &IoScheduler::in_flight_bytes,
-                     "Bytes that may be in flight now: at least those of every open pipeline's ring.")
+                     "Bytes that this process may have in flight now.")
         .def(
             "waits", &waits_of,
             "Return who waited for whom, since creation: for each pair of classes the name of the one that waited,\n"
