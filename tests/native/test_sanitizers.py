@@ -22,7 +22,7 @@ def test_stress(tmp_path: Path, sanitizers: str) -> None:
     options = {"SMART_INFINITY_BUILD_STRESS": "ON", "SMART_INFINITY_SANITIZE": sanitizers}
     # A unity build is faster, since nearly all of the time goes into headers.
     configure(build, CMAKE_BUILD_TYPE="Debug", CMAKE_UNITY_BUILD="ON", **options)
-    programs = ["stress", "stress_gradients", "stress_card", "stress_watch"]
+    programs = ["stress", "stress_gradients", "stress_card", "stress_queue", "stress_watch"]
     if sanitizers != "thread":
         programs.append("stress_formats")  # which use no threads
     run("cmake", "--build", build, "--target", *programs, "--parallel", "4")
@@ -30,6 +30,7 @@ def test_stress(tmp_path: Path, sanitizers: str) -> None:
         stress(build / "stress", tmp_path, build / "libfake_cuda.so"),
         stress(build / "stress_gradients", tmp_path),
         stress(build / "stress_card", tmp_path),
+        stress(build / "stress_queue", tmp_path),
     ):
         assert completed.returncode == 0, f"{completed.stdout}\n{completed.stderr}"
         assert completed.stdout == f"{NUM_SEEDS} scenarios\n"

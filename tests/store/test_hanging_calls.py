@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -43,7 +44,7 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, counters: Path) -> None:
         self._patch = monkeypatch
-        self._answer = threading.Event()
+        self.answers = threading.Event()
         self.hung = 0
         self.counters = counters
         counters.write_text("1 2 3 4 5")
@@ -54,16 +55,16 @@ class Disk:
         original = getattr(module, name)
 
         def hanging(*args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread().name == "smart-inf-call" and when(*args) and not self._answer.is_set():
+            if threading.current_thread().name == "smart-inf-call" and when(*args) and not self.answers.is_set():
                 self.hung += 1
-                self._answer.wait()
+                self.answers.wait()
             return original(*args, **kwargs)
 
         self._patch.setattr(module, name, hanging)
 
     def answer(self) -> None:
         """Let everything answer again, and return when all calls have returned."""
-        self._answer.set()
+        self.answers.set()
         await_that(lambda: not any(thread.name == "smart-inf-call" for thread in threading.enumerate()))
 
 
@@ -203,24 +204,38 @@ def test_room_for_an_export_that_is_not_told(tmp_path: Path, disk: Disk) -> None
 
 def test_a_disk_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
     """A call that lasts many times the limit returns if its disk completes requests all the time."""
-    worked, counts = threading.Event(), itertools.count()
+    counts = itertools.count()
 
     def count(_: Path) -> int:
         if (number := next(counts)) == 20:
-            worked.set()
+            disk.answers.set()
         return number
 
     monkeypatch.setattr(in_time, "completed_requests", count)
-    assert unless_idle(lambda: worked.wait(LIMIT), doing="Flushing", path=tmp_path, seconds=0.1)
+    assert unless_idle(disk.answers.wait, doing="Flushing", path=tmp_path, seconds=0.1)
 
 
 def test_a_disk_that_works_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
     """Ctrl-C ends the call within seconds all the same."""
-    counts, answer = itertools.count(), threading.Event()
+    counts = itertools.count()
     monkeypatch.setattr(in_time, "completed_requests", lambda _: next(counts))
     with interrupted():
-        unless_idle(answer.wait, doing="Flushing", path=tmp_path / "a" / "b", seconds=10 * LIMIT)
-    answer.set()
+        unless_idle(disk.answers.wait, doing="Flushing", path=tmp_path / "a" / "b", seconds=10 * LIMIT)
+
+
+def test_what_comes_too_late_is_undone(tmp_path: Path, disk: Disk) -> None:
+    """What a call returns after it was given up, or while an interrupt ends it, is undone; else the caller has it."""
+    undone: list[object] = []
+    with pytest.raises(StorageTimeoutError):
+        unless_idle(disk.answers.wait, doing="Opening", path=tmp_path / "a", seconds=SECONDS, undo=undone.append)
+    assert not undone
+    disk.answer()
+    assert undone == [True]
+    with interrupted():
+        unless_idle(lambda: time.sleep(0.5), doing="Opening", path=tmp_path / "a", undo=undone.append)
+    assert undone == [True, None]
+    assert unless_idle(lambda: 7, doing="Opening", path=tmp_path / "a", undo=undone.append) == 7
+    assert undone == [True, None]
 
 
 def test_a_call_of_many_steps(tmp_path: Path, disk: Disk) -> None:
