@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.store.lock import FolderLock, is_locked, read_lock, reading
+from lightning_smartinfinity.store.lock import KEPT, LOCK_NAME, FolderLock, is_locked, read_lock, reading
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, manifest_content, read_manifest
-from lightning_smartinfinity.store.open_folder import OpenFolder, Trust
+from lightning_smartinfinity.store.open_folder import ASIDE, OpenFolder, Trust
 from lightning_smartinfinity.store.os_errors import storage_errors
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "PARAMETERS_NAME",
     "STATE_NAME",
     "RankFolder",
-    "is_marked_kept",
     "open_rank_folder",
     "owned_names",
     "parameter_folder_path",
@@ -36,9 +35,7 @@ PARAMETERS_NAME = "parameters.bin"
 OUR_NAMES = (STATE_NAME, COMMIT_NAME, MANIFEST_NAME, PARAMETERS_NAME, f"{MANIFEST_NAME}.new")
 """Names of the files in a rank's folder, beside its lock. The last is that of a manifest until it is complete."""
 
-_KEPT = "keep"  # note in the lock of a store that a later job must leave alone
-_ASIDE = ".aside"
-_SET_ASIDE = re.compile(rf"{re.escape(MANIFEST_NAME)}\.[0-9]+{re.escape(_ASIDE)}")
+_SET_ASIDE = re.compile(rf"({re.escape(MANIFEST_NAME)}|{LOCK_NAME})\.[0-9]+{re.escape(ASIDE)}")
 _MAKE_ATTEMPTS = 16
 
 _log = logging.getLogger(__name__)
@@ -84,11 +81,6 @@ def read_rank_folder(path: Path) -> Iterator[OpenFolder]:
         yield folder
 
 
-def is_marked_kept(notes: Collection[str]) -> bool:
-    """Return whether the notes of a folder's lock say that a later job must leave the store there alone."""
-    return _KEPT in notes
-
-
 def owned_names(folder: OpenFolder, notes: Iterable[str], manifest: Manifest | None) -> set[str]:
     """Return the names of the files of a store, which alone may be deleted: others may have put theirs there, too.
 
@@ -107,9 +99,11 @@ def reclaimable_bytes(path: Path) -> int:
     """Return the bytes allocated by a leftover store that :meth:`RankFolder.remove_leftover` would delete."""
     try:
         with closing(open_rank_folder(path)) as folder:
-            _, notes = read_lock(folder)
+            notes: frozenset[str] = frozenset()
+            with suppress(StorageCorruptError):  # then the manifest says whether it is a leftover
+                _, notes = read_lock(folder)
             manifest = None if folder.status(MANIFEST_NAME) is None else read_manifest(folder)
-            if is_locked(folder) or is_marked_kept(notes) or (manifest is not None and manifest.keep):
+            if is_locked(folder) or KEPT in notes or (manifest is not None and manifest.keep):
                 return 0
             sizes = map(folder.status, owned_names(folder, notes, manifest))
             return sum(status.st_blocks * 512 for status in sizes if status is not None)
@@ -140,7 +134,7 @@ class RankFolder:
         try:
             with storage_errors("Creating the folder" if create else "Opening the folder", path):
                 self.inside = self._make() if create else open_rank_folder(path)
-            self._lock = FolderLock(self.inside)
+            self._lock = FolderLock(self.inside, leftover=self._holds_leftover)
         except BaseException:
             self._remove_made_folders()
             raise
@@ -152,7 +146,7 @@ class RankFolder:
             StorageError: The store there is marked ``keep``, or a manifest that this package did not make lies there.
         """
         manifest = self._earlier_manifest()
-        if is_marked_kept(self._lock.notes) or (manifest is not None and manifest.keep):
+        if KEPT in self._lock.notes or (manifest is not None and manifest.keep):
             raise StorageError(
                 f"{str(self.path)!r} holds the optimizer state of an earlier job that asked to keep it.",
                 "Remove that folder if it is no longer needed, or choose another TransferConfig(job=...).",
@@ -164,7 +158,7 @@ class RankFolder:
         Raises:
             StorageError: The manifest is a file of something else.
         """
-        if is_marked_kept(self._lock.notes):
+        if KEPT in self._lock.notes:
             return True
         with suppress(StorageCorruptError):
             manifest = self._earlier_manifest()
@@ -245,7 +239,7 @@ class RankFolder:
                 self.inside.remove(temporary)  # a process was killed while it wrote the manifest
             self._expect(MANIFEST_NAME, temporary)
             if manifest.keep:
-                self._lock.note(_KEPT)
+                self._lock.note(KEPT)
             self.inside.replace(MANIFEST_NAME, manifest_content(manifest), temporary=temporary)
 
     def size_of(self, name: str) -> int:
@@ -339,9 +333,15 @@ class RankFolder:
         try:
             return read_manifest(self.inside)
         except StorageCorruptError:
-            if MANIFEST_NAME not in self._lock.notes or is_marked_kept(self._lock.notes):
+            if MANIFEST_NAME not in self._lock.notes or KEPT in self._lock.notes:
                 raise
             return None
+
+    def _holds_leftover(self) -> bool:
+        """Return whether a readable manifest says that the store there need not be kept."""
+        with suppress(OSError, StorageError):
+            return not read_manifest(self.inside).keep
+        return False
 
     def _refuse_foreign(self, owned: Iterable[str]) -> None:
         for name in OUR_NAMES:
@@ -352,8 +352,7 @@ class RankFolder:
                 )
 
     def _set_aside(self, name: str) -> None:
-        taken = set(self.inside.names())
-        aside = next(new for number in range(1, len(taken) + 2) if (new := f"{name}.{number}{_ASIDE}") not in taken)
+        aside = self.inside.aside(name)
         self.inside.rename(name, aside)
         _log.warning(
             "%r, left by an earlier job, is damaged and was renamed to %r; the state beside it was removed.",

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.store.folders import COMMIT_NAME, RankFolder, is_marked_kept, open_rank_folder
-from lightning_smartinfinity.store.lock import LOCK_NAME, is_locked, read_lock
+from lightning_smartinfinity.store.folders import COMMIT_NAME, RankFolder, open_rank_folder
+from lightning_smartinfinity.store.lock import KEPT, LOCK_NAME, is_locked, read_lock
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder, Trust
 from lightning_smartinfinity.store.os_errors import storage_errors
@@ -225,7 +225,7 @@ def _looked_at(path: Path, *, holds: str, rank: int) -> JobFolder:
                 in_use=is_locked(folder),
                 num_bytes=sum(status.st_blocks * 512 for status in files),
                 written=max((status.st_mtime for status in files), default=os.fstat(folder.descriptor).st_mtime),
-                kept=is_marked_kept(notes),
+                kept=KEPT in notes,
             )
             return _with_generation(seen, folder)
     except StorageError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import time
 import weakref
@@ -12,15 +13,19 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from lightning_smartinfinity.errors import StorageError, StorageLockedError
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageLockedError
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
 
-__all__ = ["LOCK_NAME", "FolderLock", "acquire", "is_locked", "read_lock", "reading"]
+__all__ = ["KEPT", "LOCK_NAME", "FolderLock", "acquire", "is_locked", "read_lock", "reading"]
 
 LOCK_NAME = "lock"
+KEPT = "keep"
+"""Note in the lock of a store that a later job must leave alone."""
+
 _GLANCE = 0.1  # seconds: far more than :func:`is_locked` takes
 _MOST_BYTES = 1 << 16  # of a lock file; only a file of something else has more
+_log = logging.getLogger(__name__)
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
@@ -30,21 +35,26 @@ class FolderLock:
     The first line of the file is the holder's pid. The lines below it are notes, which outlive the holder: the names of
     the files that it made, by which a later process knows that it may delete them.
 
+    A power loss may leave a lock of zeros, which has no notes.
+
     Args:
         folder: The folder.
+        leftover: Function that tells whether the folder is certain to hold a leftover. If so, a damaged lock is copied
+            to ``lock.<n>.aside``, with a line in the log, and loses its notes. It is called with the lock held.
 
     Raises:
         StorageLockedError: Another process (or another store of this one) holds it.
-        StorageError: The lock file cannot be opened or locked, or is a file of something else.
+        StorageCorruptError: The lock is damaged, or a file of something else.
+        StorageError: The lock file cannot be opened or locked.
 
     Attributes:
         notes: The notes, those of earlier holders included.
     """
 
-    def __init__(self, folder: OpenFolder) -> None:
+    def __init__(self, folder: OpenFolder, *, leftover: Callable[[], bool] = lambda: False) -> None:
         self.path = folder.path / LOCK_NAME
         self._folder = folder
-        self._descriptor, self.notes = _acquire(folder)
+        self._descriptor, self.notes = _acquire(folder, leftover)
         # The lock of a store that was never closed must end with the store, not with the process.
         self._close = weakref.finalize(self, os.close, self._descriptor)
         _held.add(self)
@@ -119,7 +129,8 @@ def read_lock(folder: OpenFolder) -> tuple[int | None, frozenset[str]]:
     """Return the pid of the last holder of a folder's lock, if there was one, and its notes.
 
     Raises:
-        StorageError: The lock file is a file of something else.
+        StorageCorruptError: The lock is damaged, or a file of something else.
+        StorageError: The lock is no regular file, or not to be trusted.
         OSError: It cannot be read.
     """
     if folder.status(LOCK_NAME) is None:
@@ -158,7 +169,7 @@ def acquire(path: Path, *, mode: int, in_use: Callable[[int], StorageLockedError
         os.close(descriptor)
 
 
-def _acquire(folder: OpenFolder) -> tuple[int, frozenset[str]]:
+def _acquire(folder: OpenFolder, leftover: Callable[[], bool]) -> tuple[int, frozenset[str]]:
     path = folder.path / LOCK_NAME
     with storage_errors("Locking", path):
         folder.status(LOCK_NAME)  # only a regular file of ours is opened
@@ -166,12 +177,29 @@ def _acquire(folder: OpenFolder) -> tuple[int, frozenset[str]]:
         try:
             folder.status(LOCK_NAME)
             os.fchmod(descriptor, 0o600)
-            _, notes = _parsed(path, os.pread(descriptor, _MOST_BYTES, 0))
+            content = os.pread(descriptor, _MOST_BYTES, 0)
+            try:
+                pid, notes = _parsed(path, content)
+            except StorageCorruptError:
+                if len(content) == _MOST_BYTES or not leftover():
+                    raise
+                _copy_aside(folder, content)
+                pid, notes = None, frozenset()
             _write(descriptor, notes)
+            if pid is None:
+                os.fsync(descriptor)  # else a power loss may leave zeros
         except BaseException:
             os.close(descriptor)
             raise
     return descriptor, notes
+
+
+def _copy_aside(folder: OpenFolder, content: bytes) -> None:
+    """Keep a damaged lock's content under another name; the file stays, because it is locked."""
+    aside = folder.aside(LOCK_NAME)
+    with open(folder.create(aside), "wb") as file:
+        file.write(content)
+    _log.warning("%r is damaged and was copied to %r; it begins anew.", str(folder.path / LOCK_NAME), aside)
 
 
 def _write(descriptor: int, notes: Iterable[str]) -> None:
@@ -183,12 +211,14 @@ def _write(descriptor: int, notes: Iterable[str]) -> None:
 
 
 def _parsed(path: Path, content: bytes) -> tuple[int | None, frozenset[str]]:
-    first, *notes = content.decode(errors="replace").splitlines() or [""]
-    if first and not (first.isascii() and first.isdigit() and len(first) < 20):
-        raise StorageError(
+    if not content.strip(b"\0"):
+        return None, frozenset()
+    first, *notes = content.decode(errors="replace").splitlines()
+    if not (first.isascii() and first.isdigit() and len(first) < 20):
+        raise StorageCorruptError(
             f"{str(path)!r} is not a lock of this package.", "Remove it, or choose another TransferConfig(job=...)."
         )
-    return int(first) if first else None, frozenset(notes)
+    return int(first), frozenset(notes)
 
 
 def _try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:

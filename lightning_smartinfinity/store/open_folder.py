@@ -17,7 +17,10 @@ from typing import BinaryIO
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.replacement import flush_open
 
-__all__ = ["OpenFolder", "Trust"]
+__all__ = ["ASIDE", "OpenFolder", "Trust"]
+
+ASIDE = ".aside"
+"""How the names of damaged files end that were set aside."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # A pipe would block without O_NONBLOCK.
@@ -153,6 +156,11 @@ class OpenFolder:
     def names(self) -> list[str]:
         """Return the names of everything in the folder."""
         return sorted(os.listdir(self.descriptor))
+
+    def aside(self, name: str) -> str:
+        """Return a name that is free and says that a file of this name was damaged: ``<name>.<n>.aside``."""
+        taken = set(self.names())
+        return next(new for number in range(1, len(taken) + 2) if (new := f"{name}.{number}{ASIDE}") not in taken)
 
     def flush(self) -> None:
         """Make the names in the folder survive a power loss."""

@@ -55,15 +55,23 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "storage" / "default" / "rank-00000"
 
 
-def fuzz_store(store: Path, name: str, change: Callable[[bytes, Random], bytes], *, seconds: float) -> int:
-    """Recover a store whose file was changed, again and again."""
+def fuzz_store(
+    store: Path, name: str, change: Callable[[bytes, Random], bytes], *, seconds: float, refused: bool = True
+) -> int:
+    """Recover a store whose file was changed, again and again; ``refused``: it need not be recovered."""
     originals = {file.name: file.read_bytes() for file in store.iterdir()}
 
     def attempt(random: Random) -> None:
+        for aside in store.glob("*.aside"):
+            aside.unlink()
         for file, content in originals.items():
             (store / file).write_bytes(content)
         (store / name).write_bytes(change(originals[name], random))
-        StateStore.recover([store.parent.parent]).close(remove=False)
+        try:
+            StateStore.recover([store.parent.parent]).close(remove=False)
+        except SmartInfinityError as error:
+            assert refused, error
+            raise
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of older generations
@@ -110,6 +118,16 @@ def test_trailers(seconds: float, store: Path, attack: Attack) -> None:
     """Trailers of extents, and what else ends a block of the state file, are changed."""
     tries = fuzz_store(store, "state.bin", changed_trailer, seconds=seconds)
     attack("fuzzing of trailers of extents", tries=tries, seconds=seconds, outcome=OUTCOME)
+
+
+def changed_lock(content: bytes, random: Random) -> bytes:
+    return bytes(random.randrange(100)) if random.random() < 0.2 else damaged(content, random)[:60_000]
+
+
+def test_locks(seconds: float, store: Path, attack: Attack) -> None:
+    """The lock of a leftover is changed, which stops nobody."""
+    tries = fuzz_store(store, "lock", changed_lock, seconds=seconds, refused=False)
+    attack("fuzzing of a store's lock", tries=tries, seconds=seconds, outcome="the store is recovered")
 
 
 # ---- compressed gradients

@@ -95,8 +95,8 @@ def test_only_manifests_that_were_set_aside_are_removed(tmp_path: Path) -> None:
     """A file of the user with a similar name stays."""
     left(tmp_path, 0)
     folder = tmp_path / "default/rank-00000"
-    names = ["notes.aside", "manifest.json.x.aside", "manifest.json.1.aside.txt"]
-    for name in [*names, "manifest.json.2.aside"]:
+    names = ["notes.aside", "manifest.json.x.aside", "manifest.json.1.aside.txt", "lockx1.aside"]
+    for name in [*names, "manifest.json.2.aside", "lock.1.aside"]:
         (folder / name).touch()
     assert remove_job(only(tmp_path), kept=False) == [folder]
     assert sorted(os.listdir(folder)) == sorted(names)
@@ -135,6 +135,17 @@ def test_a_job_that_cannot_be_read(tmp_path: Path) -> None:
     assert "not a readable manifest" in damaged.problems[0]
     assert "symbolic link" in linked.problems[0] and linked.folders[0].problem is None
     assert whole.problems == [] and whole.generation == 0
+
+
+@pytest.mark.parametrize("content", [b"\0" * 40, b"\xff\xff\n"])
+def test_a_job_with_a_damaged_lock(tmp_path: Path, content: bytes) -> None:
+    """It is listed, and removed; what the lock's notes alone had told stays unknown."""
+    left(tmp_path, 0)
+    (tmp_path / "default/rank-00000/lock").write_bytes(content)
+    job = only(tmp_path)
+    assert job.damaged == (content[0] != 0)
+    assert remove_job(job, kept=False) == []
+    assert tree(tmp_path) == set()
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import socket
 import subprocess
@@ -10,18 +11,18 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
-from lightning_smartinfinity.errors import (
-    StorageError,
-    StorageLockedError,
-)
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageLockedError
 from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store.folders import reclaimable_bytes
 from lightning_smartinfinity.store.lock import FolderLock, is_locked
 from lightning_smartinfinity.store.open_folder import OpenFolder
+from lightning_smartinfinity.store.replacement import flush
+from tests.helpers.power_loss import RecordedDisk, content
 from tests.helpers.waiting import LIMIT
 from tests.store.makers import commit_generation, create, created, tree
 
@@ -88,6 +89,85 @@ def test_a_lock_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "pwrite", lambda file, content, offset: real(file, content[:3], offset))
     lock.note("state.bin", "manifest.json")
     assert (tmp_path / "lock").read_text() == f"{os.getpid()}\nmanifest.json\nstate.bin\n"
+    lock.release(remove=True)
+
+
+def left(storage: Path, **config: object) -> Path:
+    """Leave a store as a kill does, and return the lock in its folder."""
+    store = create([storage], **config)
+    commit_generation(store, 0)
+    store.close(remove=False)
+    return storage / "default/rank-00000/lock"
+
+
+@pytest.mark.parametrize("how", ["zeros", "nothing", "noise"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_damaged_lock(tmp_path: Path, how: str, keep: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A lock that a power loss left without content, or that is damaged beside a leftover, stops no job.
+
+    State that is to be kept stays: its manifest says so.
+    """
+    lock = left(tmp_path, keep=keep)
+    assert reclaimable_bytes(lock.parent) > 0 or keep
+    noise = b"\xff" + lock.read_bytes()[1:]
+    lock.write_bytes({"zeros": bytes(lock.stat().st_size), "nothing": b"", "noise": noise}[how])
+    assert (reclaimable_bytes(lock.parent) > 0) != keep
+    before = tree(tmp_path)
+    with pytest.raises(StorageError) if keep else nullcontext() as caught, caplog.at_level(logging.WARNING):
+        create([tmp_path]).close(remove=True)
+    if caught is not None:
+        assert "Remove" in caught.value.remedy and tree(tmp_path) == before
+    elif how == "noise":
+        assert tree(tmp_path) == {"default", "default/rank-00000", "default/rank-00000/lock.1.aside"}
+        assert lock.with_name("lock.1.aside").read_bytes() == noise
+        (message,) = [record.getMessage() for record in caplog.records]
+        assert str(lock) in message and "lock.1.aside" in message
+    else:
+        assert tree(tmp_path) == set() and not caplog.records
+
+
+@pytest.mark.parametrize("foreign", [b"precious\n", b"precious\n" * 10_000])
+def test_a_lock_of_something_else(tmp_path: Path, foreign: bytes) -> None:
+    """What lies there in place of a lock stays, unless a manifest tells that it was a lock, and it is small."""
+    lock = left(tmp_path)
+    if len(foreign) < 1000:
+        (lock.parent / "manifest.json").unlink()
+    lock.write_bytes(foreign)
+    before = tree(tmp_path)
+    for attempt in (create, StateStore.recover):
+        with pytest.raises(StorageCorruptError, match="is not a lock of this package") as caught:
+            attempt([tmp_path])
+        assert "Remove it" in caught.value.remedy
+    assert lock.read_bytes() == foreign and tree(tmp_path) == before
+
+
+def test_a_damaged_lock_is_still_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two processes that find a damaged lock, the one that locks it first goes on, and the other is told of it."""
+    lock = left(tmp_path)
+    lock.write_bytes(b"\xff\xff\n")
+    real, met = OpenFolder.aside, []
+
+    def meanwhile(folder: OpenFolder, name: str) -> str:
+        with pytest.raises(StorageLockedError):
+            create([tmp_path])
+        met.append(name)
+        return real(folder, name)
+
+    monkeypatch.setattr(OpenFolder, "aside", meanwhile)
+    with created([tmp_path]):
+        assert met == ["lock"]
+        with pytest.raises(StorageLockedError, match=f"process {os.getpid()}"):
+            create([tmp_path])
+
+
+def test_a_new_lock_survives_a_power_loss(tmp_path: Path) -> None:
+    """The content of a new lock is on the device when the lock is held, so that its name never stands for zeros."""
+    disk = RecordedDisk(tmp_path)
+    lock = FolderLock(OpenFolder(disk.folder))
+    flush(disk.folder)
+    with disk.after_power_loss() as found:
+        assert content(found) == {"lock": f"{os.getpid()}\n".encode()}
+    disk.close()
     lock.release(remove=True)
 
 
