@@ -16,7 +16,7 @@ from lightning_smartinfinity.store.lock import KEPT, LOCK_NAME, is_locked, read_
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder, Trust
 from lightning_smartinfinity.store.os_errors import storage_errors
-from lightning_smartinfinity.store.record import read_records
+from lightning_smartinfinity.store.recovery import records_of
 
 __all__ = ["UNKNOWN_RANK", "Job", "JobFolder", "absent_state", "find_job", "find_jobs", "is_rank_folder", "remove_job"]
 
@@ -250,13 +250,8 @@ def _with_generation(seen: JobFolder, folder: OpenFolder) -> JobFolder:
 def _generation(folder: OpenFolder, manifest: Manifest) -> int | None:
     if folder.status(COMMIT_NAME) is None:
         return None
-    records = read_records(
-        folder,
-        num_tasklets=manifest.extents.num_tasklets,
-        num_parameters=len(manifest.description.parameters),
-        job=manifest.job,
-    )
-    return records[0].generation if records else -1
+    intact = records_of(folder, manifest).intact
+    return intact[0].generation if intact else -1
 
 
 def _regular(folder: OpenFolder, name: str) -> os.stat_result | None:

@@ -14,6 +14,8 @@ commit.bin has two halves of whole blocks; generation ``g`` goes to half ``g % 2
     u32[T]     position of each tasklet: number of its place within its state file
     u16[T]     device of each tasklet: index of the storage folder with that file
     u32        CRC32C of everything before
+
+A record is erased by a mark in its first block, not by zeros: a block of zeros is one that was never written.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +36,16 @@ from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.spread import Placement
 
-__all__ = ["CommitRecord", "erase_record", "flush_records", "no_record", "record_bytes", "read_records", "write_record"]
+__all__ = [
+    "CommitRecord",
+    "Records",
+    "erase_record",
+    "flush_records",
+    "no_record",
+    "read_records",
+    "record_bytes",
+    "write_record",
+]
 
 _MAGIC = b"LSICMT01"
 _VERSION = 2
@@ -41,6 +53,7 @@ _BYTES_PER_TASKLET = 8 + 4 + 2
 _BYTES_PER_PARAMETER = 8
 _HEADER = struct.Struct("<8sII16sqQQ")
 _CHECKSUM = struct.Struct("<I")
+_ERASED = b"LSIERASE".ljust(BLOCK_BYTES, b"\0")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,6 +71,18 @@ class CommitRecord:
     placement: Placement
     tasklet_generations: NDArray[np.int64]
     steps: NDArray[np.int64]
+
+
+class Records(NamedTuple):
+    """The content of commit.bin.
+
+    Attributes:
+        intact: The intact records (at most two), newest first.
+        problem: A sentence about a half that was written and is no record now, or None.
+    """
+
+    intact: list[CommitRecord]
+    problem: str | None
 
 
 def no_record(num_tasklets: int, num_parameters: int) -> CommitRecord:
@@ -105,7 +130,7 @@ def write_record(folder: OpenFolder, record: CommitRecord, *, job: bytes, flush:
 def erase_record(folder: OpenFolder, record: CommitRecord, *, flush: bool) -> None:
     """Make a record unreadable, even one that was written in part. Raises as :func:`write_record`."""
     with storage_errors("Erasing the commit record", folder.path / COMMIT_NAME):
-        _write_at(folder, bytes(BLOCK_BYTES), _record_offset(record), flush=flush)
+        _write_at(folder, _ERASED, _record_offset(record), flush=flush)
 
 
 def flush_records(folder: OpenFolder) -> None:
@@ -114,19 +139,28 @@ def flush_records(folder: OpenFolder) -> None:
         os.fsync(file.fileno())
 
 
-def read_records(folder: OpenFolder, *, num_tasklets: int, num_parameters: int, job: bytes) -> list[CommitRecord]:
-    """Return the intact records of commit.bin (at most two), newest first."""
+def read_records(folder: OpenFolder, *, num_tasklets: int, num_parameters: int, job: bytes) -> Records:
+    """Read commit.bin.
+
+    Raises:
+        StorageError: The file cannot be read.
+    """
     size = record_bytes(num_tasklets, num_parameters)
     path = folder.path / COMMIT_NAME
+    problem = f"A commit record in {str(path)!r} was torn by a power loss or damaged since."
     with storage_errors("Reading the commit record", path), folder.reader(COMMIT_NAME) as file:
         if os.fstat(file.fileno()).st_size < _length(num_tasklets, num_parameters):
-            return []  # the numbers may be a damaged manifest's, and larger than this machine's memory
-        content = file.read(2 * size)
-    halves = (content[:size], content[size : 2 * size])
+            return Records([], None)  # the numbers may be a damaged manifest's, and larger than this machine's memory
+        halves = file.read(size), file.read(size)
     found = [decode_record(half, num_tasklets=num_tasklets, num_parameters=num_parameters, job=job) for half in halves]
-    return sorted(
-        (record for record in found if record is not None), key=lambda record: record.generation, reverse=True
-    )
+    # A record that lies in the other half is one that a disk has put in the wrong place.
+    intact = [record for number, record in enumerate(found) if record is not None and record.generation % 2 == number]
+    intact.sort(key=lambda record: record.generation, reverse=True)
+    written = intact[0].generation + 1 if intact else 0  # generations, each of which went to the one half or the other
+    num_empty = sum(half == bytes(size) for half in halves)
+    num_erased = sum(half.startswith(_ERASED) for half in halves)
+    whole = len(intact) + num_erased + min(num_empty, max(2 - written, 0)) == 2
+    return Records(intact, None if whole else problem)
 
 
 def encode_record(record: CommitRecord, *, job: bytes) -> bytes:

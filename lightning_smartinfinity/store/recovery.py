@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,10 @@ from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, Sto
 from lightning_smartinfinity.store.folders import COMMIT_NAME
 from lightning_smartinfinity.store.manifest import Manifest, read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder
-from lightning_smartinfinity.store.record import CommitRecord, erase_record, read_records
+from lightning_smartinfinity.store.record import CommitRecord, Records, erase_record, read_records
 from lightning_smartinfinity.store.trailer import first_mismatch
 
-__all__ = ["common_manifest", "contradiction", "newest_complete", "require_recoverable"]
+__all__ = ["common_manifest", "contradiction", "newest_complete", "records_of", "require_recoverable"]
 
 
 def common_manifest(folders: Sequence[OpenFolder], *, rank: int) -> Manifest:
@@ -67,30 +68,39 @@ def require_recoverable(folder: Path, manifest: Manifest, *, state_format: str |
         )
 
 
+def records_of(folder: OpenFolder, manifest: Manifest) -> Records:
+    """Read the commit records of a store from its first folder. Raises as :func:`read_records`."""
+    return read_records(
+        folder,
+        num_tasklets=manifest.extents.num_tasklets,
+        num_parameters=len(manifest.description.parameters),
+        job=manifest.job,
+    )
+
+
 def newest_complete(folders: Sequence[OpenFolder], manifest: Manifest, newest: int | None) -> CommitRecord:
     """Return the newest record, up to ``newest``, whose extents are all intact; newer records are erased.
 
     Later steps write to the newer records' places again, so that such a record would name a mixture of generations.
+    What was torn or damaged is erased, too: a later read could find it whole.
 
     Raises:
         StorageCorruptError: There is no such record.
         StorageError: A file cannot be read.
     """
-    records = read_records(
-        folders[0],
-        num_tasklets=manifest.extents.num_tasklets,
-        num_parameters=len(manifest.description.parameters),
-        job=manifest.job,
-    )
-    allowed = [record for record in records if newest is None or record.generation <= newest]
-    problems: list[str] = []
-    for record in allowed:
-        problem = _mismatch(folders, manifest, record)
-        if problem is None:
-            _warn_of_fallback(record, problems)
-            _erase_newer(folders[0], records, record)
+    records, problem = records_of(folders[0], manifest)
+    problems = [] if problem is None else [problem]
+    for record in records:
+        if newest is not None and record.generation > newest:
+            continue
+        mismatch = _mismatch(folders, manifest, record)
+        if mismatch is None:
+            if problems:
+                warnings.warn(f"{problems[0]} Going on from generation {record.generation}.", stacklevel=3)
+            if problem is not None or record is not records[0]:
+                erase_record(folders[0], replace(record, generation=record.generation + 1), flush=True)
             return record
-        problems.append(problem)
+        problems.append(mismatch)
     raise StorageCorruptError(
         problems[0] if problems else f"{str(folders[0].path / COMMIT_NAME)!r} holds no commit record{_up_to(newest)}.",
         "Resume from a checkpoint with a new store: remove the folder or choose another TransferConfig(job=...).",
@@ -113,17 +123,6 @@ def contradiction(folders: Sequence[OpenFolder], record: CommitRecord) -> str | 
 def _mismatch(folders: Sequence[OpenFolder], manifest: Manifest, record: CommitRecord) -> str | None:
     problem = contradiction(folders, record)
     return problem or first_mismatch(folders, manifest.extents, record, manifest.identity)
-
-
-def _warn_of_fallback(record: CommitRecord, problems: Sequence[str]) -> None:
-    if problems:
-        warnings.warn(f"Falling back to generation {record.generation}: {problems[0]}", stacklevel=4)
-
-
-def _erase_newer(folder: OpenFolder, records: Sequence[CommitRecord], chosen: CommitRecord) -> None:
-    for record in records:
-        if record.generation > chosen.generation:
-            erase_record(folder, record, flush=True)
 
 
 def _up_to(newest: int | None) -> str:

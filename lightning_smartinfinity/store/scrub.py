@@ -18,8 +18,8 @@ from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, read_
 from lightning_smartinfinity.store.manifest import Manifest, read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import failure_error, in_milliseconds
-from lightning_smartinfinity.store.record import CommitRecord, read_records
-from lightning_smartinfinity.store.recovery import common_manifest, contradiction
+from lightning_smartinfinity.store.record import CommitRecord
+from lightning_smartinfinity.store.recovery import common_manifest, contradiction, records_of
 
 __all__ = ["ScrubbedRank", "scrub_rank"]
 
@@ -67,12 +67,12 @@ def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRan
         try:
             claimed.sort(key=lambda folder: read_manifest(folder).device)
             manifest = common_manifest(claimed, rank=rank)
-            record = _newest(claimed, manifest)
+            record, torn = _newest(claimed, manifest)
         except StorageCorruptError as error:
             return ScrubbedRank(folders=tuple(folders), damaged=(error.problem,))
         on_storage = range(manifest.extents.num_in_memory, manifest.extents.num_tasklets)
         num_bytes = sum(manifest.extents.extents[index].nbytes for index in on_storage)
-        damaged, untold = [], []
+        damaged, untold = [], [] if torn is None else [f"{torn} Generation {record.generation} was read."]
         try:
             with show(f"Reading the state of rank {rank}", num_bytes) as advance:
                 for sentence in _damaged(claimed, manifest, record, on_storage, advance):
@@ -89,18 +89,14 @@ def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRan
         )
 
 
-def _newest(folders: Sequence[OpenFolder], manifest: Manifest) -> CommitRecord:
-    records = read_records(
-        folders[0],
-        num_tasklets=manifest.extents.num_tasklets,
-        num_parameters=len(manifest.description.parameters),
-        job=manifest.job,
-    )
-    problem = contradiction(folders, records[0]) if records else None
+def _newest(folders: Sequence[OpenFolder], manifest: Manifest) -> tuple[CommitRecord, str | None]:
+    """Return the newest record, and what :class:`Records` says of the other half."""
+    records, torn = records_of(folders[0], manifest)
+    problem = contradiction(folders, records[0]) if records else torn
     if not records or problem is not None:
         path = folders[0].path / COMMIT_NAME
         raise StorageCorruptError(problem or f"{str(path)!r} holds no commit record.", "Resume from a checkpoint.")
-    return records[0]
+    return records[0], torn
 
 
 def _damaged(

@@ -55,6 +55,22 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert str(path) in json.loads(capsys.readouterr().out)["damaged"][0]
 
 
+def test_a_commit_record_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was torn or damaged: that is told with status 2, and the state that is left is read all the same."""
+    store = create([tmp_path], world_size=1)
+    for generation in range(3):
+        commit_generation(store, generation)
+    store.close(remove=False)
+    flip_bit_behind(b"LSICMT01", tmp_path / "default/rank-00000/commit.bin")
+    assert main(["scrub", str(tmp_path), "--quiet"]) == 2
+    said = capsys.readouterr()
+    assert "torn by a power loss or damaged since. Generation 1 was read." in said.err
+    assert "5 extents of generation 1 read" in said.out and "Whole" not in said.out
+    assert main(["jobs", str(tmp_path), "--verify", "--quiet"]) == 1
+    said = capsys.readouterr()
+    assert "incomplete" in said.out and "torn by a power loss or damaged since" in said.out
+
+
 @pytest.mark.parametrize("below", ["", "default", "default/rank-00000"])
 def test_the_folder_of_a_job_or_rank(tmp_path: Path, below: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The path may be that of the storage folder, of the job or of a rank."""
