@@ -37,7 +37,6 @@ __all__ = [
     "note_batch",
     "saving",
     "lost_rank_behind",
-    "raise_if_lost",
     "tell_failure",
     "tell_sigterm",
 ]
@@ -89,7 +88,7 @@ def begin_watch(silence: float | None) -> None:
         _watch = _meet(silence)
     if _watch is None:
         return
-    raise_if_lost()
+    _raise_if_lost()
     _watch.native.begin_training()
     hear_sigterm()
 
@@ -100,7 +99,7 @@ def end_watch() -> None:
         _watch.native.end_training()
 
 
-def raise_if_lost() -> None:
+def _raise_if_lost() -> None:
     """Raise an error if another rank is lost.
 
     Raises:
@@ -121,11 +120,12 @@ def lost_rank_behind(error: BaseException) -> RankLostError | None:
 
 @contextmanager
 def naming_lost_rank() -> Iterator[None]:
-    """Raise an error that says which rank is missing, instead of that of a collective that misses it.
+    """Raise an error that says which rank is missing, at once or instead of that of a collective that misses it.
 
     Raises:
         RankLostError: Another rank is missing.
     """
+    _raise_if_lost()  # a forward that gathers nothing would go on alone
     try:
         yield
     except Exception as error:

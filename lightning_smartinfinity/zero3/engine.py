@@ -23,7 +23,7 @@ from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.store.in_time import io_limit
 from lightning_smartinfinity.transformers_models import describe_models
-from lightning_smartinfinity.watching import naming_lost_rank, raise_if_lost
+from lightning_smartinfinity.watching import naming_lost_rank
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
 from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
 from lightning_smartinfinity.zero3.checkpoints.folder_check import (
@@ -205,11 +205,11 @@ class SmartInfinityEngine(PortableEngine):
                 "of parameters leave for the gradient arena at once.",
                 "Compute gradients of gradients by torch.autograd.grad(..., create_graph=True) within the loss.",
             )
-        raise_if_lost()
-        self.optimizer.retained.backward_begins(retain_graph=retain_graph)
-        self.optimizer.backward_begins(retain_graph=retain_graph)
-        with naming_lost_rank(), self.optimizer.in_backward():
-            scaled: torch.Tensor = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        with naming_lost_rank():
+            self.optimizer.retained.backward_begins(retain_graph=retain_graph)
+            self.optimizer.backward_begins(retain_graph=retain_graph)
+            with self.optimizer.in_backward():
+                scaled: torch.Tensor = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         return scaled
 
     def step(self, *args: object, **kwargs: object) -> None:

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
-from lightning_smartinfinity import CheckpointError, CheckpointNotFoundError
+from lightning_smartinfinity import CheckpointError, CheckpointNotFoundError, near_storage
+from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.huggingface import training as training_module
 from lightning_smartinfinity.huggingface.resume import begin_checkpoint, checkpoint_to_resume
 from tests.helpers.attacks import Attack
 from tests.helpers.processes import run_module
 from tests.huggingface.test_trainer import same
-from tests.huggingface.trained import train
+from tests.huggingface.trained import arguments, dataset, load, train
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
 
@@ -56,6 +59,25 @@ def test_a_checkpoint_that_is_written_again_is_incomplete_until_it_is_whole(mode
     run_module("tests.huggingface.killed_worker", model_folder, tmp_path, "4", "_save_rng_state")
     with pytest.raises(CheckpointError, match=r"checkpoint-4'?: its save was not completed"):
         checkpoint_to_resume(str(tmp_path / "checkpoint-4"), str(tmp_path), warn=True)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_the_other_ranks_are_watched(
+    evaluates: bool, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training, and an evaluation without one, begin the watch with the user's limit before an engine is built."""
+    watched: list[float | None] = []
+    for module in (near_storage, training_module):
+        monkeypatch.setattr(module, "begin_watch", watched.append)
+    with SmartInfinityTraining(tmp_path / "storage", watchdog_timeout=7) as training:
+        trainer = transformers.Trainer(
+            model=load(model_folder),
+            args=arguments(tmp_path, training.config, max_steps=1),
+            train_dataset=dataset(1),
+            eval_dataset=dataset(1),
+        )
+        trainer.evaluate() if evaluates else trainer.train()
+    assert watched == [7]
 
 
 @pytest.mark.parametrize("state", [None, "", '{"global_step": '])
