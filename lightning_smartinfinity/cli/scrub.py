@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_smartinfinity.cli.option_types import add_quiet, show_of, storage_folder
+from lightning_smartinfinity.cli.option_types import add_quiet, add_weights_only, show_of, storage_folder
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.progress import Show
 
@@ -49,6 +49,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--job", help="check the state of this job alone")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_weights_only(parser)
     add_quiet(parser)
     parser.set_defaults(run=_run)
 
@@ -56,7 +57,7 @@ def add_to(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     say = _nothing if options.json else print
     try:
-        found = _scrub(options.paths, options.job, show_of(options), say)
+        found = _scrub(options, show_of(options), say)
     except SmartInfinityError as error:
         found = Found(untold=[str(error)])
     if options.json:
@@ -81,7 +82,8 @@ def _nothing(sentence: str) -> None:
     """Take a sentence that nobody is to read."""
 
 
-def _scrub(paths: Sequence[Path], name: str | None, show: Show, say: Callable[[str], None]) -> Found:
+def _scrub(options: argparse.Namespace, show: Show, say: Callable[[str], None]) -> Found:
+    paths, name = options.paths, options.job
     jobs = [job for path in paths for job in _jobs_at(path) if name in (None, job.name)]
     if jobs:
         return scrub_jobs(jobs, show=show, say=say)
@@ -91,7 +93,7 @@ def _scrub(paths: Sequence[Path], name: str | None, show: Show, say: Callable[[s
             f"{', '.join(map(str, paths))}.",
             "Name a checkpoint alone, or the storage folders of a job.",
         )
-    return _scrub_checkpoint(paths[0], show, say)
+    return _scrub_checkpoint(paths[0], options.weights_only, show, say)
 
 
 def scrub_jobs(jobs: Sequence[Job], *, show: Show, say: Callable[[str], None] = _nothing) -> Found:
@@ -153,12 +155,12 @@ def _scrubbed(jobs: Sequence[Job], show: Show) -> Iterator[ScrubbedRank]:
             yield ScrubbedRank(folders=tuple(folders), untold=(str(error),))
 
 
-def _scrub_checkpoint(path: Path, show: Show, say: Callable[[str], None]) -> Found:
+def _scrub_checkpoint(path: Path, weights_only: bool, show: Show, say: Callable[[str], None]) -> Found:
     from lightning_smartinfinity.zero3 import prepare_environment  # imports DeepSpeed, which is slow
 
     prepare_environment("cpu", local_world_size=1)
     from lightning_smartinfinity.zero3.checkpoints.scrub import scrub_checkpoint
 
-    scrubbed = scrub_checkpoint(path, show=show)
+    scrubbed = scrub_checkpoint(path, weights_only=weights_only, show=show)
     say(f"{path}: {scrubbed.num_files} files read")
-    return Found(damaged=list(scrubbed.damaged))
+    return Found(damaged=list(scrubbed.damaged), untold=list(scrubbed.untold))

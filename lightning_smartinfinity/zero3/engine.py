@@ -27,7 +27,6 @@ from lightning_smartinfinity.watching import naming_lost_rank
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
 from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
 from lightning_smartinfinity.zero3.checkpoints.folder_check import (
-    SAVE_ID,
     check_checkpoint,
     check_same_save,
     reading_checkpoint,
@@ -35,6 +34,7 @@ from lightning_smartinfinity.zero3.checkpoints.folder_check import (
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
 from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_loading
 from lightning_smartinfinity.zero3.checkpoints.note import write_note
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import SAVE_ID
 from lightning_smartinfinity.zero3.collectives import gather
 from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from lightning_smartinfinity import progress
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import SAVE_ID
 from tests.cli.test_jobs import damage, left, parameters_alone, refusing
 from tests.helpers.attacks import Attack
 from tests.helpers.damage import flip_bit_behind
-from tests.helpers.universal import convert_by_command, save_of_two
+from tests.helpers.universal import convert, convert_by_command, save_of_two
 from tests.store.makers import commit_generation, create, created
 
 SHAPES = [{"a": torch.Size([5000])}]
@@ -185,4 +194,100 @@ def test_a_universal_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"{file} is damaged: the checksum of a block" in capsys.readouterr().out
     file.unlink()
     assert main(["scrub", str(path), "--quiet"]) == 1
-    assert f"{file} is missing." in capsys.readouterr().out
+    assert f"has no file {file}." in capsys.readouterr().out
+
+
+def rewrite(file: Path, change: Callable[[Any], object]) -> None:
+    content = torch.load(file)
+    change(content)
+    torch.save(content, file)
+
+
+def named_save(tmp_path: Path) -> Path:
+    """Return a checkpoint of two processes whose files name their save, as ours do."""
+    path = checkpoint(tmp_path)
+    for file in path.rglob("*model_states.pt"):
+        rewrite(file, lambda states: states.update({SAVE_ID: "this"}))
+    for file in path.rglob("*optim_states.pt"):
+        extra = {"save_id": "this", "weights_only": False}
+        rewrite(file, lambda states, extra=extra: states["optimizer_state_dict"].update({EXTRA_KEY: extra}))
+    return path
+
+
+def remove_rank_1(path: Path) -> None:
+    for file in path.rglob("*rank_1_*.pt"):
+        file.unlink()
+
+
+def remove_model_states(path: Path) -> None:
+    for file in path.rglob("*model_states.pt"):
+        file.unlink()
+
+
+def of_another_save(path: Path) -> None:
+    def change(states: Any) -> None:
+        states["optimizer_state_dict"][EXTRA_KEY]["save_id"] = "another"
+
+    rewrite(next(path.rglob("*rank_1_*optim_states.pt")), change)
+
+
+def of_another_model_state(path: Path) -> None:
+    rewrite(next(path.rglob("*rank_1_*model_states.pt")), lambda states: states.update({SAVE_ID: "another"}))
+
+
+def optimizer_of_another_save(path: Path) -> None:
+    rewrite(path / "zero/optimizer_state.pt", lambda states: states[EXTRA_KEY].update(save_id="another"))
+
+
+INCOMPLETE: dict[str, tuple[bool, Callable[[Path], object], str]] = {
+    "no files of a rank": (False, remove_rank_1, "holds the model states of 1 processes; 2 saved"),
+    "no optimizer state of a rank": (
+        False,
+        lambda path: next(path.rglob("*rank_1_*optim*")).unlink(),
+        "The optim states of rank 1 are missing",
+    ),
+    "no model states": (False, remove_model_states, r"has no file .*rank_0_.*model_states\.pt"),
+    "no latest": (False, lambda path: (path / "latest").unlink(), "has no file 'latest'"),
+    "optimizer state of another save": (False, of_another_save, "come from different saves"),
+    "model states of another save": (False, of_another_model_state, "come from different saves"),
+    "no files of a rank, universal": (True, remove_rank_1, "holds the model states of 1 processes; 2 saved"),
+    "no checksums": (True, lambda path: (path / "zero/crc32c.pt").unlink(), r"has no file .*zero/crc32c\.pt"),
+    "no parameter": (True, lambda path: shutil.rmtree(path / "zero/a"), r"has no file .*zero/a/fp32\.pt"),
+    "no optimizer state": (True, lambda path: (path / "zero/optimizer_state.pt").unlink(), r"optimizer_state\.pt"),
+    "optimizer state of another save, universal": (True, optimizer_of_another_save, "come from different saves"),
+    "model states of another save, universal": (True, of_another_model_state, "come from different saves"),
+}
+
+
+@pytest.mark.parametrize("name", INCOMPLETE)
+def test_files_that_are_no_checkpoint_together(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], attack: Attack
+) -> None:
+    """Each file is whole by itself, but a training could not resume from them: that is damage."""
+    universal, damage, said = INCOMPLETE[name]
+    path = named_save(tmp_path)
+    path = convert_by_command(path, tmp_path / "universal") if universal else path
+    assert main(["scrub", str(path), "--quiet"]) == 0
+    damage(path)
+    capsys.readouterr()
+    assert main(["scrub", str(path), "--quiet"]) == 1
+    assert re.search(said, capsys.readouterr().out)
+    attack("file of a checkpoint lost, or of another save, before a scrub", tries=1, outcome="the scrub tells it")
+
+
+def test_a_universal_checkpoint_of_another_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSpeed's own universal folders have no checksums of blocks, and are whole without."""
+    path = convert(save_of_two(tmp_path / "two.ckpt", SHAPES, WHOLE, {"exp_avg": 1, "exp_avg_sq": 2}))
+    assert not (path / "zero/crc32c.pt").exists()
+    assert main(["scrub", str(path), "--quiet"]) == 0
+    capsys.readouterr()
+
+
+def test_types_that_need_consent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a file names is not run. That leaves open whether the files belong together, until the user consents."""
+    path = checkpoint(tmp_path)
+    rewrite(next(path.rglob("*rank_1_*model_states.pt")), lambda states: states.update(of_user=LossScaler(1)))
+    assert main(["scrub", str(path), "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert "LossScaler" in said and "--no-weights-only" in said
+    assert main(["scrub", str(path), "--no-weights-only", "--quiet"]) == 0

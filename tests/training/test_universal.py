@@ -26,6 +26,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_smartinfinity import CheckpointError
+from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.zero3 import prepare_environment
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import UniversalFolder
 from tests.helpers.attacks import Attack
@@ -206,6 +207,21 @@ def test_a_checksum_that_is_missing(saved: Path, tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, precision="32-true", max_steps=4)
     with pytest.raises(CheckpointError, match=r"norm\.bias/exp_avg\.pt is damaged: the checksum of a block"):
         trainer.fit(LitTiny(TINY), ckpt_path=folder)
+
+
+def test_the_file_of_checksums_is_missing(saved: Path, tmp_path: Path) -> None:
+    """A folder that was written with checksums is not loaded without them."""
+    folder = convert_by_command(saved, tmp_path / "universal")
+    (folder / "zero" / "crc32c.pt").unlink()
+    trainer = quiet_trainer(tmp_path, precision="32-true", max_steps=4)
+    with pytest.raises(CheckpointError, match=r"has no file .*crc32c\.pt"):
+        trainer.fit(LitTiny(TINY), ckpt_path=folder)
+
+
+def test_a_scrub_of_what_a_training_saved(saved: Path, tiny: Path, tmp_path: Path) -> None:
+    """A checkpoint is whole, and so are the universal folders that DeepSpeed's converter and ours make of it."""
+    for path in (saved, tiny, convert_by_command(saved, tmp_path / "universal")):
+        assert main(["scrub", str(path), "--quiet"]) == 0
 
 
 def test_weights_of_a_damaged_universal_checkpoint_are_refused(tiny: Path, tmp_path: Path) -> None:

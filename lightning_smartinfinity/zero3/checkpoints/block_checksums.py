@@ -15,10 +15,13 @@ from numpy.typing import NDArray
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import CheckpointError
 
-__all__ = ["CHECKSUMS_NAME", "BlockChecksums", "verified"]
+__all__ = ["CHECKSUMMED", "CHECKSUMS_NAME", "BlockChecksums", "verified"]
 
 CHECKSUMS_NAME = "crc32c.pt"
 """File in ``zero/``: of each file below it, by its relative path, a tensor of the checksums of its blocks in order."""
+
+CHECKSUMMED = "smart_infinity_checksums"
+"""Key in ``optimizer_state.pt`` that says that the folder was written with that file: DeepSpeed's has none."""
 
 _BLOCK_NUMEL = 1 << 16
 

@@ -14,7 +14,6 @@ from typing_extensions import override
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY, user_state
 from lightning_smartinfinity.zero3.checkpoints.folder_check import (
-    SAVE_ID,
     optimizer_files,
     reading_checkpoint,
     tagged_folder,
@@ -106,17 +105,11 @@ def _opened(path: Path) -> SavedWeights:
 
 def _check(folder: SavedWeights) -> None:
     folder.require_whole()
-    saves = set()
     for rank in range(folder.num_saved):
         check_records(folder.model_file(rank), tensors=True)
         if isinstance(folder, ZeroFolder):
             check_records(folder.optimizer_file(rank), tensors=False)  # its tensors are verified when they are read
-        saves.add(folder.model_states_of(rank).get(SAVE_ID))
-    if len(saves) > 1:
-        raise CheckpointError(
-            f"The files of {folder.path} come from different saves.",
-            "Copy checkpoints as whole folders, or use another one.",
-        )
+    folder.require_one_save()
 
 
 def _contents(folder: SavedWeights) -> Contents:

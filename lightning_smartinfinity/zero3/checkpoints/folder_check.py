@@ -17,7 +17,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, PARAM_SHAPES
 from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, SmartInfinityError
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import restore_interrupted
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE, SAVE_ID
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import check_records
 from lightning_smartinfinity.zero3.checkpoints.trust import check_plain, load_file
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.engine import PortableEngine, SmartInfinityEngine
 
 __all__ = [
-    "SAVE_ID",
     "check_checkpoint",
     "check_frozen",
     "check_needed",
@@ -35,11 +34,9 @@ __all__ = [
     "check_weights",
     "optimizer_files",
     "reading_checkpoint",
+    "require_latest",
     "tagged_folder",
 ]
-
-SAVE_ID = "smart_infinity_save"
-"""Key of the save's random name in the model states."""
 
 _NAMED = 3
 _MAX_TAG_BYTES = 255  # of a name in a file system
@@ -68,10 +65,7 @@ def check_checkpoint(
     folder = Path(path)
     with raising_together(), reading_checkpoint(path):
         folder = _checked_folder(path, engine)
-        if not (folder.parent / "latest").is_file():
-            raise CheckpointError(
-                f"{path} has no file 'latest': the checkpoint is not whole.", "Copy checkpoints as whole folders."
-            )
+        require_latest(folder)
         _check_world_size(folder)
         _check_own_share(folder)
         states = _own_model_states(folder, engine)
@@ -96,6 +90,18 @@ def check_weights(path: str | Path, *, engine: PortableEngine) -> Path:
         folder = _checked_folder(path, engine)
         _check_own_share(folder)
     return folder
+
+
+def require_latest(folder: Path) -> None:
+    """Check that there is a file ``latest`` beside the folder with the processes' files: it is written last.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    if not (folder.parent / "latest").is_file():
+        raise CheckpointError(
+            f"{folder.parent} has no file 'latest': the checkpoint is not whole.", "Copy checkpoints as whole folders."
+        )
 
 
 def check_needed(states: SavedState, needed: Collection[str], path: str | Path) -> None:

@@ -23,6 +23,7 @@ from lightning_smartinfinity.zero3.untyped import Pickled, SavedState
 
 __all__ = [
     "DAMAGE",
+    "SAVE_ID",
     "WINDOW_NUMEL",
     "Put",
     "SavedSlice",
@@ -52,6 +53,9 @@ DAMAGE = (
     zlib.error,
 )
 """Errors that torch, pickle and DeepSpeed raise on a damaged file, or on one with other content than a checkpoint's."""
+
+SAVE_ID = "smart_infinity_save"
+"""Key of the save's random name in the model states."""
 
 WINDOW_NUMEL = 1 << 22
 """Largest number of elements that are in memory at once."""
@@ -175,6 +179,17 @@ class SavedWeights(ABC):
             )
         return states
 
+    def require_one_save(self) -> None:
+        """Raise if the files come from different saves, such as those of a folder that was copied by hand."""
+        if len({self.model_states_of(rank).get(SAVE_ID) for rank in range(self.num_saved)}) > 1:
+            raise self._different_saves()
+
+    def _different_saves(self) -> CheckpointError:
+        return CheckpointError(
+            f"The files of {self.path} come from different saves.",
+            "Copy checkpoints as whole folders, or use another one.",
+        )
+
     def frozen_shapes(self) -> dict[str, torch.Size] | None:
         """Return the shape of every parameter that was not trained, or None if these were not saved."""
         shapes = self.model_states.get(FROZEN_PARAM_SHAPES)
@@ -232,9 +247,12 @@ class SavedWeights(ABC):
         """Return the path of the model states that a process saved."""
         return self.path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 
+    def _absent(self, file: Path) -> CheckpointError:
+        return CheckpointError(f"The checkpoint {self.path} has no file {file}.", self.remedy)
+
     def _load(self, file: Path) -> Pickled:
         if not file.is_file():
-            raise CheckpointError(f"The checkpoint {self.path} has no file {file}.", self.remedy)
+            raise self._absent(file)
         try:
             return load_file(file, map_location="cpu", mmap=True)
         except CheckpointError:

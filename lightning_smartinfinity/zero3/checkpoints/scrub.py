@@ -1,25 +1,32 @@
-"""Reads every file of a checkpoint that has checksums, and compares it with them."""
+"""Reads every file of a checkpoint, and compares it with its checksums and with the others."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import torch
-
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.progress import Advance, Show
-from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMS_NAME, verified
-from lightning_smartinfinity.zero3.checkpoints.folder_check import optimizer_files, reading_checkpoint, tagged_folder
-from lightning_smartinfinity.zero3.checkpoints.tensor_file import check_records
-from lightning_smartinfinity.zero3.checkpoints.trust import load_file
+from lightning_smartinfinity.progress import Show
+from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMS_NAME
+from lightning_smartinfinity.zero3.checkpoints.folder_check import (
+    optimizer_files,
+    reading_checkpoint,
+    require_latest,
+    tagged_folder,
+)
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE
+from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, check_records
+from lightning_smartinfinity.zero3.checkpoints.trust import check_plain, door
+from lightning_smartinfinity.zero3.checkpoints.universal_folder import MASTER_FILE, UniversalFolder
+from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 
 __all__ = ["ScrubbedCheckpoint", "scrub_checkpoint"]
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(model|optim)_states\.pt")
-_REMEDY = "Use another checkpoint."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,20 +35,23 @@ class ScrubbedCheckpoint:
 
     Args:
         num_files: Number of files that were read.
-        damaged: A sentence about everything that is damaged or missing.
+        damaged: A sentence about everything that is damaged or missing, or that belongs to another save.
+        untold: Sentences about files that were not loaded, so that nobody knows whether they belong together.
     """
 
     num_files: int
     damaged: tuple[str, ...]
+    untold: tuple[str, ...]
 
 
-def scrub_checkpoint(path: Path, *, show: Show) -> ScrubbedCheckpoint:
-    """Read all files of ``torch.save`` in a checkpoint, universal or not.
+def scrub_checkpoint(path: Path, *, weights_only: bool = True, show: Show) -> ScrubbedCheckpoint:
+    """Read all files of ``torch.save`` in a checkpoint, universal or not, and check that a training could resume.
 
     Nothing there changes, except that a save that was interrupted in the middle is put back as a load would do it.
 
     Args:
         path: The folder that was saved.
+        weights_only: Whether to load nothing but tensors, numbers, text and containers of them.
         show: Shows the progress.
 
     Raises:
@@ -52,30 +62,84 @@ def scrub_checkpoint(path: Path, *, show: Show) -> ScrubbedCheckpoint:
     files = sorted(folder.rglob("*.pt"))
     if not files or not (universal or optimizer_files(folder)):
         raise CheckpointError(f"{path} holds no checkpoint of ZeRO-3.", "Pass the folder that was saved.")
-    with show(f"Reading {path}", sum(file.stat().st_size for file in files)) as advance:
-        damaged = [*_damaged_files(files, advance), *_missing(files)]
-    if universal:
-        damaged += _damaged_blocks(folder / "zero", {sentence.split(" is damaged")[0] for sentence in damaged})
-    return ScrubbedCheckpoint(num_files=len(files), damaged=tuple(damaged))
+    damaged: dict[Path, str] = {}
+    untold: list[str] = []
+    with door(weights_only, consent="--no-weights-only"):
+        with show(f"Reading {path}", sum(file.stat().st_size for file in files)) as advance:
+            for file in files:
+                _read_through(file, damaged, untold)
+                advance(file.stat().st_size)
+        joint = [] if untold else list((_of_universal if universal else _of_ordinary)(folder, files, damaged))
+    return ScrubbedCheckpoint(num_files=len(files), damaged=(*damaged.values(), *joint), untold=tuple(untold))
 
 
-def _damaged_files(files: list[Path], advance: Advance) -> Iterator[str]:
-    for file in files:
-        problem = _problem(file)
-        if problem is not None:
-            yield problem
-        advance(file.stat().st_size)
-
-
-def _problem(file: Path) -> str | None:
+def _read_through(file: Path, damaged: dict[Path, str], untold: list[str]) -> None:
     try:
-        check_records(file, tensors=True, remedy=_REMEDY)
+        check_records(file, tensors=True)
     except CheckpointError as error:
-        return error.problem
-    return None
+        damaged[file] = error.problem
+        return
+    try:
+        check_plain(file)
+    except CheckpointError as error:  # it needs consent
+        untold.append(str(error))
+    except DAMAGE as error:
+        damaged[file] = f"{file} is damaged: {type(error).__name__}: {error}."
 
 
-def _missing(files: list[Path]) -> Iterator[str]:
+def _of_ordinary(folder: Path, files: Sequence[Path], damaged: Collection[Path]) -> Iterator[str]:
+    yield from _raised_by(partial(require_latest, folder), folder)
+    missing = list(_missing(files))
+    yield from missing
+    if not damaged and not missing:
+        yield from _raised_by(partial(_require_one_checkpoint, ZeroFolder(folder, rank=0, world_size=1)), folder)
+
+
+def _require_one_checkpoint(saved: ZeroFolder) -> None:
+    saved.require_whole()
+    saved.require_one_save()
+    for rank in range(saved.num_saved):
+        with closing(TensorFile(saved.optimizer_file(rank))) as file:
+            saved.masters(file, rank)
+
+
+def _of_universal(folder: Path, files: Sequence[Path], damaged: Collection[Path]) -> Iterator[str]:
+    saved = UniversalFolder(folder, rank=0, world_size=1)
+    yield from _missing(files)
+    if {saved.model_file(0), folder / "zero" / "optimizer_state.pt", folder / "zero" / CHECKSUMS_NAME} & set(damaged):
+        return
+    if not damaged:
+        yield from _raised_by(saved.require_one_save, folder)
+    yield from _raised_by(saved.check_save, folder)
+    yield from _raised_by(saved.require_checksums, folder)
+    arrays: list[tuple[str, str, int]] = []
+    yield from _raised_by(lambda: arrays.extend(_arrays_of(saved)), folder)
+    for name, array, numel in arrays:
+        file = saved.array_file(name, array)
+        if file not in damaged:
+            yield from _raised_by(partial(_require_array, saved, name, array, numel), file)
+
+
+def _arrays_of(saved: UniversalFolder) -> Iterator[tuple[str, str, int]]:
+    """Yield parameter, array and number of elements of all files that there have to be."""
+    for name, shape in saved.shapes.items():
+        for array in (MASTER_FILE, *saved.arrays):
+            yield name, array, shape.numel()
+
+
+def _require_array(saved: UniversalFolder, name: str, array: str, numel: int) -> None:
+    saved.values(saved.tensor(name, array, numel=numel), name, array, 0, numel)
+
+
+def _raised_by(check: Callable[[], object], path: Path) -> Iterator[str]:
+    try:
+        with reading_checkpoint(path):
+            check()
+    except CheckpointError as error:
+        yield error.problem
+
+
+def _missing(files: Sequence[Path]) -> Iterator[str]:
     """Name the ranks below the largest, of which a file is missing."""
     found: dict[str, set[int]] = {"model": set(), "optim": set()}
     for file in files:
@@ -86,39 +150,3 @@ def _missing(files: list[Path]) -> Iterator[str]:
     for kind, of_kind in found.items():
         if of_kind:
             yield from (f"The {kind} states of rank {rank} are missing." for rank in ranks if rank not in of_kind)
-
-
-def _damaged_blocks(zero: Path, known: set[str]) -> Iterator[str]:
-    """Compare arrays with the checksums of their blocks, which DeepSpeed's own universal folders lack."""
-    sums = zero / CHECKSUMS_NAME
-    if not sums.is_file() or str(sums) in known:
-        return
-    try:
-        with reading_checkpoint(sums):
-            checksums = load_file(sums, map_location="cpu")
-            listed = {str(name): list(map(int, values)) for name, values in checksums.items()}
-    except CheckpointError as error:
-        yield error.problem
-        return
-    for name, values in listed.items():
-        file = zero / name
-        if str(file) in known:
-            continue
-        problem = _block_problem(file, values)
-        if problem is not None:
-            yield problem
-
-
-def _block_problem(file: Path, checksums: list[int]) -> str | None:
-    if not file.is_file():
-        return f"{file} is missing."
-    try:
-        with reading_checkpoint(file):
-            values = load_file(file, map_location="cpu", mmap=True)
-            if not isinstance(values, torch.Tensor) or values.dtype != torch.float32:
-                return f"{file} is damaged: it holds no tensor of float32."
-            flat = values.detach().flatten()
-            verified(flat, 0, flat.numel(), checksums, file=file, remedy=_REMEDY)
-    except CheckpointError as error:
-        return error.problem
-    return None

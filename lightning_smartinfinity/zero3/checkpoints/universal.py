@@ -17,7 +17,6 @@ from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLay
 from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.checkpoints.client_state import user_state
 from lightning_smartinfinity.zero3.checkpoints.folder_check import (
-    SAVE_ID,
     check_frozen,
     check_needed,
     reading_checkpoint,
@@ -221,10 +220,7 @@ def _check_optimizer(optimizer: StorageOptimizer, folder: UniversalFolder) -> No
             f"The parameters of {folder.path} are {dtype}, this run's are {optimizer.dtype}.",
             "Use the precision that it was saved with.",
         )
-    if extra is not None and folder.model_states.get(SAVE_ID) != extra["save_id"]:
-        raise CheckpointError(
-            f"The files of {folder.path} come from different saves.", "Convert one checkpoint into a new folder."
-        )
+    folder.check_save()
     names = [{optimizer.param_names[param] for param in group} for group in _params_of_groups(optimizer)]
     saved = folder.param_groups
     if [set(group["params"]) for group in saved] != [names[number] for number in saved_numbers(optimizer, saved)]:

@@ -32,8 +32,8 @@ from lightning_smartinfinity.progress import Show, hidden
 from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.replacement import beside, flush_names, flush_tree, remove_unless_idle
 from lightning_smartinfinity.update_rules import optimizer_names
-from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMS_NAME, BlockChecksums
-from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID, reading_checkpoint, tagged_folder
+from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMMED, CHECKSUMS_NAME, BlockChecksums
+from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint, tagged_folder
 from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of, numbers_of
 from lightning_smartinfinity.zero3.checkpoints.note import note_for
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
@@ -123,16 +123,10 @@ def _check(source: ZeroFolder) -> None:
             f"{source.path} holds weights only (save_weights_only=True): no training can be resumed from it.",
             "Evaluate with it, which any number of processes can.",
         )
-    saves = set()
     for rank in range(source.num_saved):
         check_records(source.optimizer_file(rank), tensors=False)  # its tensors are verified when they are read
         check_records(source.model_file(rank), tensors=True)
-        saves.add(source.model_states_of(rank).get(SAVE_ID))
-    if len(saves) > 1:
-        raise CheckpointError(
-            f"The files of {source.path} come from different saves.",
-            "Copy checkpoints as whole folders, or use another one.",
-        )
+    source.require_one_save()
 
 
 # ---- masters and other arrays
@@ -221,4 +215,4 @@ def _write_optimizer_state(source: ZeroFolder, file: Path) -> None:
     if LOSS_SCALER in saved:  # stock DeepSpeed saves objects here, which only the user's consent would load again
         converted[LOSS_SCALER] = numbers_of(loss_scaler_of(saved[LOSS_SCALER]))
     converted[ZERO_STAGE] = int(ZeroStageEnum.weights)
-    torch.save({**converted, PARAM_GROUPS: flat["param_groups"]}, file)
+    torch.save({**converted, PARAM_GROUPS: flat["param_groups"], CHECKSUMMED: True}, file)

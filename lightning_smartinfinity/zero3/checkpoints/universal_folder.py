@@ -30,9 +30,10 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMS_NAME, verified
+from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMMED, CHECKSUMS_NAME, verified
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import (
+    SAVE_ID,
     Put,
     SavedWeights,
     Wanted,
@@ -75,6 +76,7 @@ class UniversalFolder(SavedWeights):
         if with_optimizer:
             self._check([self.path / "zero" / "optimizer_state.pt"], tensors=False)
             self._check([self.path / "zero" / CHECKSUMS_NAME], tensors=True)
+            self.require_checksums()
 
     def check_arrays(self, names: Iterable[str]) -> None:
         """Verify this rank's share of the arrays of trainable parameters: ``fp32``, ``exp_avg`` and the like."""
@@ -138,7 +140,7 @@ class UniversalFolder(SavedWeights):
             array: Name of the array: ``fp32``, ``exp_avg`` and the like.
             numel: Number of elements that it has to have.
         """
-        file = self._file(name, array)
+        file = self.array_file(name, array)
         tensor = self._load(file)
         if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tensor.numel()) != (torch.float32, numel):
             raise CheckpointError(f"{file} does not hold {numel} elements of float32.", self.remedy)
@@ -157,7 +159,7 @@ class UniversalFolder(SavedWeights):
         Raises:
             CheckpointError: A checksum is wrong or missing.
         """
-        file = self._file(name, array)
+        file = self.array_file(name, array)
         if self._checksums is None:
             return tensor[begin:end].numpy()
         checksums = self._checksums.get(str(file.relative_to(self.path / "zero")), [])
@@ -168,6 +170,17 @@ class UniversalFolder(SavedWeights):
         """The checksums of all arrays; None in a folder of DeepSpeed's, which has none."""
         file = self.path / "zero" / CHECKSUMS_NAME
         return {name: sums.tolist() for name, sums in self._load(file).items()} if file.is_file() else None
+
+    def require_checksums(self) -> None:
+        """Raise if the file of checksums is missing that was written with the folder."""
+        file = self.path / "zero" / CHECKSUMS_NAME
+        if self.optimizer_states.get(CHECKSUMMED) and not file.is_file():
+            raise self._absent(file)
+
+    def check_save(self) -> None:
+        """Raise if the optimizer's state and the model states come from different saves."""
+        if self.extra is not None and self.model_states.get(SAVE_ID) != self.extra["save_id"]:
+            raise self._different_saves()
 
     @override
     def require_whole(self) -> None:
@@ -181,8 +194,9 @@ class UniversalFolder(SavedWeights):
         for name, shape in self.shapes.items():
             slices = slices_of({name: shape}, rank=0, world_size=1)
             if holds(slices, wanted):
-                with closing(TensorFile(self._file(name, MASTER_FILE))) as file:
+                with closing(TensorFile(self.array_file(name, MASTER_FILE))) as file:
                     read_saved(file, [file.state], slices, wanted, put)
 
-    def _file(self, name: str, array: str) -> Path:
+    def array_file(self, name: str, array: str) -> Path:
+        """Return the path of the file with one array of one parameter."""
         return self.path / "zero" / name / f"{array}.pt"

@@ -11,9 +11,10 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 from typing_extensions import override
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID, optimizer_files
+from lightning_smartinfinity.zero3.checkpoints.folder_check import optimizer_files
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import (
+    SAVE_ID,
     Put,
     SavedWeights,
     Wanted,
@@ -99,8 +100,5 @@ class ZeroFolder(SavedWeights):
         saves = {states[SAVE_ID] for states in (self._first_model_states, self.model_states) if SAVE_ID in states}
         # A save has no name if the engine made it without the strategy.
         if saves and EXTRA_KEY in state and saves != {state[EXTRA_KEY]["save_id"]}:
-            raise CheckpointError(
-                "The checkpoint's files come from different saves.",
-                "Copy checkpoints as whole folders, or use another one.",
-            )
+            raise self._different_saves()
         return masters
