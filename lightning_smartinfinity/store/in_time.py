@@ -7,6 +7,7 @@ on a disk that works: a flush of what lies in the page cache, allocating, deleti
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,7 +27,7 @@ T = TypeVar("T")
 _POLL = 0.05
 _UNSEEN = 10  # times the limit, where nobody can tell whether the disk works
 _limit: ContextVar[float] = ContextVar("io_limit", default=IO_TIMEOUT)
-_thread = threading.local()  # has the attribute `call` in the thread of a call
+_own = threading.local()  # has the attribute `call` in the thread of a call
 
 
 class _Call(Generic[T]):
@@ -56,8 +57,8 @@ class _Call(Generic[T]):
         self.asked = False  # whether the system has told which disk that is
 
     def make(self) -> None:
-        _thread.call = self
         try:
+            _own.call = self
             self.step(*self.now)
             self._result.append(self.function())
         except BaseException as error:
@@ -120,7 +121,7 @@ def doing_now(doing: str, path: str | Path) -> Iterator[None]:
     Raises:
         StorageTimeoutError: The call was given up meanwhile, so that it is to do nothing more.
     """
-    call: _Call[object] | None = getattr(_thread, "call", None)
+    call: _Call[object] | None = getattr(_own, "call", None)
     if call is None:
         yield
         return
@@ -182,13 +183,14 @@ def unless_idle(
 
 
 def _made(call: _Call[T], seconds: float | None) -> T:
-    if getattr(_thread, "call", None) is not None:
+    if getattr(_own, "call", None) is not None:
         with doing_now(*call.now):
             return call.function()
     _refuse_behind(call.folder)
     interrupt: BaseException | None = None
     try:
-        threading.Thread(target=call.make, daemon=True, name="smart-inf-call").start()
+        # Without the handshake of threading.Thread.start(), which waits for ever for a thread that has no memory.
+        _thread.start_new_thread(call.make, ())
     except RuntimeError:  # no thread can be started, as when the interpreter ends
         return call.function()
     except BaseException as error:

@@ -46,16 +46,26 @@ class Disk:
         self._patch = monkeypatch
         self.answers = threading.Event()
         self.hung = 0
+        self.calls: list[object] = []  # that have not ended
         self.counters = counters
         counters.write_text("1 2 3 4 5")
         monkeypatch.setattr(in_time, "counters_of", lambda path: self.counters)
+        make = in_time._Call.make
+
+        def noted(call: Any) -> None:
+            self.calls.append(call)
+            make(call)
+            self.calls.remove(call)
+
+        monkeypatch.setattr(in_time._Call, "make", noted)
 
     def hang(self, module: Any, name: str, *, when: Callable[..., bool] = lambda *_: True) -> None:
         """Let a function answer no more in the threads of calls."""
         original = getattr(module, name)
 
         def hanging(*args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread().name == "smart-inf-call" and when(*args) and not self.answers.is_set():
+            in_call = getattr(in_time._own, "call", None) is not None
+            if in_call and when(*args) and not self.answers.is_set():
                 self.hung += 1
                 self.answers.wait()
             return original(*args, **kwargs)
@@ -65,7 +75,7 @@ class Disk:
     def answer(self) -> None:
         """Let everything answer again, and return when all calls have returned."""
         self.answers.set()
-        await_that(lambda: not any(thread.name == "smart-inf-call" for thread in threading.enumerate()))
+        await_that(lambda: not self.calls)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from lightning_smartinfinity.errors import StorageTimeoutError
+from lightning_smartinfinity.store import in_time as calls
 from lightning_smartinfinity.store import state_store
 from lightning_smartinfinity.store.in_time import in_time
 from tests.helpers.waiting import LIMIT, await_that, lenient
@@ -51,6 +53,20 @@ def test_what_does_not_return(tmp_path: Path, answer: threading.Event) -> None:
             return False
 
     await_that(answers)
+
+
+def test_a_thread_that_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that finds no memory for its first steps is given up as a call that does not return is."""
+
+    def begin(self: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap", begin)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    assert in_time(lambda: 7, doing="Asking", path=tmp_path / "a" / "file") == 7
+    monkeypatch.setattr(calls._Call, "make", begin)
+    with pytest.raises(StorageTimeoutError, match="did not return"):
+        in_time(lambda: 7, doing="Asking", path=tmp_path / "b" / "file", seconds=0.2)
 
 
 def test_an_interrupt_shortens_the_wait(tmp_path: Path, answer: threading.Event) -> None:

@@ -434,6 +434,8 @@ def test_set_up_of_training_and_evaluation_goes_through_the_overridden_hooks(see
 
 def test_clipping_comes_after_the_closure_and_before_the_step(seen: Observed) -> None:
     """_after_closure calls _clip_gradients, in which precision.py clips, and the step follows."""
-    assert seen.in_order("SmartInfinityPrecision.optimizer_step", "Precision._after_closure", "DeepSpeedEngine.step")
+    step = "SmartInfinityEngine.step"
+    assert seen.in_order("SmartInfinityPrecision.optimizer_step", "Precision._after_closure", step)
+    assert seen.callers("DeepSpeedEngine.step") == {step}
     assert seen.callers("SmartInfinityPrecision._clip_gradients") == {"Precision._after_closure"}
     assert seen.callers("SmartInfinityPrecision.clip_gradients") == {"LightningModule.clip_gradients"}

@@ -73,6 +73,28 @@ def test_lists_that_hold_themselves_are_loaded(tmp_path: Path) -> None:
     assert loaded[1] is loaded and type(loaded[0]) is np.ndarray
 
 
+def test_tuples_that_share_tuples_are_loaded_once(tmp_path: Path) -> None:
+    """Looking for arrays in them takes as many steps as there are tuples, not as there are ways to them."""
+    value: Any = (np.ones(1),)
+    for _ in range(100):
+        value = (value, value)
+    torch.save({"shared": value, "plain": [(1, (2,))] * 2}, tmp_path / "file.pt")
+    loaded = load_file(tmp_path / "file.pt")
+    found = loaded["shared"]
+    for _ in range(100):
+        assert found[0] is found[1]
+        found = found[0]
+    assert type(found[0]) is np.ndarray
+    assert loaded["plain"] == [(1, (2,)), (1, (2,))]
+
+
+def test_a_dtype_is_loaded_as_one(tmp_path: Path) -> None:
+    """What stands in for it while the file is loaded is not returned."""
+    dtypes = [np.dtype("f4"), np.dtype(">i8"), np.dtype("U5")]
+    torch.save({"types": dtypes}, tmp_path / "file.pt")
+    assert load_file(tmp_path / "file.pt") == {"types": dtypes}
+
+
 @pytest.mark.parametrize(
     ("value", "name"),
     [

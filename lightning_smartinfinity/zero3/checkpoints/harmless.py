@@ -112,27 +112,37 @@ def _full_name(each: Any) -> str:
 
 
 def with_arrays(loaded: Any) -> Any:
-    """Return what was loaded, with arrays in place of their stand-ins. Dictionaries and lists are changed in place.
+    """Return what was loaded, with numpy's objects in place of their stand-ins.
+
+    Dictionaries and lists are changed in place. What was one object in several places stays one.
 
     Raises:
         UnpicklingError: An array has no content, or the containers are nested too deeply.
     """
     try:
-        return _replaced(loaded, set())
+        return _replaced(loaded, {})
     except RecursionError:
         raise pickle.UnpicklingError("Containers are nested too deeply") from None
 
 
-def _replaced(value: Any, seen: set[int]) -> Any:
+def _replaced(value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
+    """Return the value to have in place of another one; ``done`` has both, by the id of what is replaced."""
     if isinstance(value, _Array):
         if value.array is None:
             raise pickle.UnpicklingError("An array without content")
         return value.array
+    if isinstance(value, _Dtype):
+        return value.dtype
+    if id(value) in done:  # tuples that share tuples would otherwise be gone through again and again
+        return done[id(value)][1]
     if type(value) is tuple:
-        return tuple(_replaced(item, seen) for item in value)
+        items = tuple(_replaced(item, done) for item in value)
+        changed = any(new is not old for new, old in zip(items, value, strict=True))
+        done[id(value)] = (value, items if changed else value)
+        return done[id(value)][1]
     content: Any = vars(value) if isinstance(value, argparse.Namespace) else value
-    if isinstance(content, dict | list) and id(content) not in seen:
-        seen.add(id(content))
+    if isinstance(content, dict | list):
+        done[id(value)] = (value, value)
         for key, item in content.items() if isinstance(content, dict) else enumerate(content):
-            content[key] = _replaced(item, seen)
+            content[key] = _replaced(item, done)
     return value
