@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -18,10 +16,18 @@ from lightning_smartinfinity.errors import (
     StorageFullError,
     StorageTimeoutError,
 )
-from lightning_smartinfinity.export.staging_lock import locked, remove_content
+from lightning_smartinfinity.export.staging_lock import locked
 from lightning_smartinfinity.store.in_time import doing_now, unless_idle
 from lightning_smartinfinity.store.os_errors import storage_errors
-from lightning_smartinfinity.store.replacement import beside, flush_names, flush_tree, put_back, put_in_place
+from lightning_smartinfinity.store.replacement import (
+    beside,
+    flush_names,
+    flush_tree,
+    link_others,
+    put_back,
+    put_in_place,
+)
+from lightning_smartinfinity.store.staging_folder import remove_content
 
 __all__ = ["require_folder", "require_room", "require_unused", "resolved", "staged"]
 
@@ -133,7 +139,8 @@ def staged(target: Path, *, keeps_others: bool = False) -> Iterator[Path]:
 
     Raises:
         StorageLockedError: Another process writes to the same path.
-        CheckpointError: Something was put at ``target`` meanwhile, and others are not kept.
+        CheckpointError: Something was put at ``target`` meanwhile, and others are not kept; or the hidden folder holds
+            something that this package did not make.
         StorageFullError: The disk is full.
         StorageTimeoutError: The disk does not answer.
         StorageError: The folder cannot be written.
@@ -161,28 +168,10 @@ def _begin(staging: Path, place: Path) -> None:
 
 def _put(new: Path, place: Path, target: Path, *, keeps_others: bool) -> None:
     if keeps_others and place.is_dir():
-        _keep_others(place, new)
+        link_others(place, new, replaced=_OLDER_WEIGHTS)
     flush_tree(new)
     if not keeps_others:
         require_unused(target)  # another program may have made it meanwhile
     with doing_now("Renaming", new):
         put_in_place(new, place)
     flush_names(place)
-
-
-def _keep_others(old: Path, new: Path) -> None:
-    """Link what a folder has beside its weights into the one that is to replace it."""
-    for entry in old.iterdir():
-        if (new / entry.name).exists() or any(fnmatch(entry.name, pattern) for pattern in _OLDER_WEIGHTS):
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link)
-        else:
-            _link(entry, new / entry.name)
-
-
-def _link(old: str | Path, new: str | Path) -> None:
-    try:
-        os.link(old, new, follow_symlinks=False)
-    except OSError:  # the file system has no hard links
-        shutil.copy2(old, new, follow_symlinks=False)

@@ -1,19 +1,19 @@
-"""The lock of an export's staging folder: one process at a time writes what is to become a path."""
+"""The lock of an export's staging folder, which is its mark: one process at a time writes what is to become a path."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from lightning_smartinfinity.errors import StorageLockedError, StorageTimeoutError
+from lightning_smartinfinity.errors import StorageLockedError
 from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.lock import acquire
+from lightning_smartinfinity.store.staging_folder import mark_of, remove_staging_unless_idle, require_own_staging
 
-__all__ = ["locked", "remove_content"]
+__all__ = ["locked"]
 
 
 @contextmanager
@@ -28,6 +28,7 @@ def locked(staging: Path, target: Path) -> Iterator[None]:
 
     Raises:
         StorageLockedError: A live process writes to the same path.
+        CheckpointError: Something lies there that this package did not make.
         StorageTimeoutError: The disk does not answer.
         OSError: The folder cannot be made or locked.
     """
@@ -35,40 +36,18 @@ def locked(staging: Path, target: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(StorageTimeoutError):
-            unless_idle(partial(_remove, staging), doing="Removing", path=staging)
+        # The file goes before the lock: after unlocking, the name may already be another process's lock.
+        remove_staging_unless_idle(staging)
         os.close(descriptor)
-
-
-def _remove(staging: Path) -> None:
-    remove_content(staging)
-    # The file goes before the lock: after unlocking, the name may already be another process's lock.
-    with suppress(OSError):
-        _lock_file(staging).unlink()
-    with suppress(OSError):  # another process may have made its lock there
-        staging.rmdir()
-
-
-def remove_content(staging: Path) -> None:
-    """Remove what lies in a staging folder beside its lock, as far as possible."""
-    with suppress(OSError):
-        for entry in staging.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
-            elif entry != _lock_file(staging):
-                entry.unlink()
-
-
-def _lock_file(staging: Path) -> Path:
-    return staging / staging.name  # no target has this name: it is made of a hash of the target's name
 
 
 def _acquire(staging: Path, target: Path) -> int:
     while True:
         staging.mkdir(parents=True, exist_ok=True)
+        require_own_staging(staging)
         # The former owner may remove the folder after our mkdir.
         with suppress(FileNotFoundError):
-            return acquire(_lock_file(staging), mode=0o666, in_use=lambda _: _locked_error(target))
+            return acquire(mark_of(staging), mode=0o666, in_use=lambda _: _locked_error(target))
 
 
 def _locked_error(target: Path) -> StorageLockedError:

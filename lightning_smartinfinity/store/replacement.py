@@ -12,11 +12,12 @@ import hashlib
 import os
 import shutil
 import stat
+from collections.abc import Collection
 from contextlib import suppress
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
-from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.store.in_time import unless_idle
 
 __all__ = [
@@ -26,9 +27,9 @@ __all__ = [
     "flush_names",
     "flush_open",
     "flush_tree",
+    "link_others",
     "put_back",
     "put_in_place",
-    "remove_unless_idle",
 ]
 
 _STAGING = ".saving"
@@ -147,10 +148,32 @@ def _flush_names(path: Path) -> None:
             flush(folder)
 
 
-def remove_unless_idle(path: Path) -> None:
-    """Remove a folder with everything in it as far as possible, and not from a disk that does not answer."""
-    with suppress(StorageTimeoutError):
-        unless_idle(partial(shutil.rmtree, path, ignore_errors=True), doing="Removing", path=path)
+def link_others(old: Path, new: Path, *, replaced: Collection[str]) -> None:
+    """Link what a folder has, and the one that is to replace it has not, into the latter.
+
+    Args:
+        old: The folder.
+        new: The folder that is to replace it.
+        replaced: Patterns of the names of files that go with the old folder.
+
+    Raises:
+        OSError: A file can be neither linked nor copied.
+    """
+    for entry in old.iterdir():
+        is_folder = entry.is_dir() and not entry.is_symlink()
+        if os.path.lexists(new / entry.name):
+            continue
+        if is_folder:
+            shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link)
+        elif not any(fnmatch(entry.name, pattern) for pattern in replaced):
+            _link(entry, new / entry.name)
+
+
+def _link(old: str | Path, new: str | Path) -> None:
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except OSError:  # the file system has no hard links
+        shutil.copy2(old, new, follow_symlinks=False)
 
 
 def _flush_folder(descriptor: int) -> None:

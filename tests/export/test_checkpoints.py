@@ -27,6 +27,7 @@ from lightning_smartinfinity.errors import (
 )
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.store.replacement import beside
+from lightning_smartinfinity.store.staging_folder import mark_of
 from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
 from tests.export.models import LitModel, build, logits
 from tests.export.trained import Trained, files_of, train
@@ -375,6 +376,7 @@ def test_what_a_killed_export_left_is_removed(trained: Train, tmp_path: Path) ->
     """The next export to the same path leaves nothing beside it."""
     leftover = beside(tmp_path / "out") / "out"
     leftover.mkdir(parents=True)
+    mark_of(leftover.parent).touch()
     (leftover / "model.safetensors").write_text("half")
     export(trained("llama").checkpoint, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

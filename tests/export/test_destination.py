@@ -77,6 +77,18 @@ def test_what_another_program_puts_there_meanwhile_stays(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("keeps_others", [False, True])
+def test_what_lies_where_an_export_is_written_stays(keeps_others: bool, tmp_path: Path) -> None:
+    """A folder that has the hidden name by chance is refused, with the name of a file in it."""
+    precious = beside(tmp_path / "out") / "precious.txt"
+    precious.parent.mkdir()
+    precious.write_text("precious")
+    refused = pytest.raises(CheckpointError, match=f"{precious} is in the way")
+    with refused, staged(tmp_path / "out", keeps_others=keeps_others):
+        pass
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [precious]
+
+
 # ---- paths that nothing can be put at
 
 

@@ -44,8 +44,7 @@ def die_before(owner: Any, name: str, *, rank: int, count: int = 0) -> None:
 MOMENTS: dict[str, Callable[[int], None]] = {
     "writing": lambda devices: die_before(tensor_file.TensorStream, "write", rank=devices - 1, count=4),
     "swapping": lambda devices: die_before(folder_swap, "_put_in_place", rank=0),
-    # The save first removes two possible leftovers.
-    "removing": lambda devices: die_before(shutil, "rmtree", rank=0, count=2),
+    "removing": lambda devices: die_before(shutil, "rmtree", rank=0),
 }
 
 

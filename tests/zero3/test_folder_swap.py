@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.store import replacement
-from lightning_smartinfinity.store.replacement import exchange
+from lightning_smartinfinity.store.replacement import beside, exchange
 from lightning_smartinfinity.zero3.checkpoints import folder_swap
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing, restore_interrupted
 from tests.helpers.attacks import Attack
 
 TAG = "checkpoint"
-SYSTEM_CALLS = ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir")
+FILES = ("rank_0_model_states.pt", "rank_0_optim_states.pt")
+SYSTEM_CALLS = ("mkdir", "open", "link", "rename", "replace", "fsync", "unlink", "rmdir")
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def save(path: Path, content: str) -> None:
     """Save as DeepSpeed does: a subfolder with files, and files beside it."""
     with replacing(path, TAG, local_rank=0) as staging:
         (staging / TAG).mkdir(exist_ok=True)
-        for name in ("model.pt", "optim.pt"):
+        for name in FILES:
             (staging / TAG / name).write_text(content)
         (staging / "latest").write_text(TAG)
 
@@ -50,7 +51,7 @@ def save(path: Path, content: str) -> None:
 def saved(path: Path) -> set[str]:
     """Return the contents of the files under the tag."""
     restore_interrupted(path, TAG)
-    return {(path / TAG / name).read_text() for name in ("model.pt", "optim.pt")}
+    return {(path / TAG / name).read_text() for name in FILES}
 
 
 @pytest.mark.usefixtures("_file_system")
@@ -58,13 +59,83 @@ def test_a_save_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> None
     """A save removes all files of the old one, even those without a counterpart, and keeps the user's own files."""
     path = tmp_path / "deep" / "a.ckpt"
     save(path, "old")
-    (path / TAG / "rank-7.pt").write_text("old")
-    (path / "notes.txt").write_text("mine")
+    (path / TAG / "rank_7_optim_states.pt").write_text("old")
+    own = [path / "notes.txt", path / TAG / "notes.txt", path / TAG / "plots" / "loss_states.pt"]
+    own[-1].parent.mkdir()
+    (path / TAG / "link").symlink_to("elsewhere")
+    for file in own:
+        file.write_text("mine")
     save(path, "new")
     assert saved(path) == {"new"}
+    assert {file.read_text() for file in own} == {"mine"}
+    assert os.readlink(path / TAG / "link") == "elsewhere"
     assert sorted(entry.name for entry in path.iterdir()) == [TAG, "latest", "notes.txt"]
-    assert sorted(entry.name for entry in (path / TAG).iterdir()) == ["model.pt", "optim.pt"]
+    assert sorted(entry.name for entry in (path / TAG).iterdir()) == ["link", "notes.txt", "plots", *FILES]
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["a.ckpt"]
+
+
+def test_own_files_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the file system has no hard links, the user's files are copied."""
+    save(tmp_path / "a.ckpt", "old")
+    (tmp_path / "a.ckpt" / TAG / "notes.txt").write_text("mine")
+
+    def link(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", link)
+    save(tmp_path / "a.ckpt", "new")
+    assert (tmp_path / "a.ckpt" / TAG / "notes.txt").read_text() == "mine"
+
+
+def tree(folder: Path) -> dict[str, str | None]:
+    """Return what lies in a folder, with the contents of files."""
+    return {str(path.relative_to(folder)): path.read_text() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_lies_where_a_save_is_written(kind: str, first: bool, tmp_path: Path) -> None:
+    """A save is refused before anything changes if somebody else's files have the hidden name; the error names them."""
+    path = tmp_path / "a.ckpt"
+    staging = beside(path) if first else path / ".saving"
+    if not first:
+        save(path, "old")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious.txt").write_text("precious")
+    if kind == "folder":
+        shutil.copytree(tmp_path / "mine", staging)
+    elif kind == "file":
+        staging.write_text("precious")
+    else:
+        staging.symlink_to(tmp_path / "mine")
+    before = tree(tmp_path)
+    named = staging / "precious.txt" if kind == "folder" else staging
+    with pytest.raises(CheckpointError, match=f"{named} is in the way") as caught:
+        save(path, "new")
+    assert "Move it elsewhere" in caught.value.remedy
+    assert tree(tmp_path) == before
+    staging.rename(tmp_path / "moved")
+    save(path, "new")
+    assert saved(path) == {"new"}
+
+
+def test_what_has_the_hidden_name_of_a_first_save_does_not_hinder_a_second(tmp_path: Path) -> None:
+    """A save into a folder that exists is not written beside it, and leaves alone what is there."""
+    save(tmp_path / "a.ckpt", "old")
+    precious = beside(tmp_path / "a.ckpt") / "precious.txt"
+    precious.parent.mkdir()
+    precious.write_text("precious")
+    save(tmp_path / "a.ckpt", "new")
+    assert precious.read_text() == "precious" and saved(tmp_path / "a.ckpt") == {"new"}
+
+
+def test_a_file_in_the_place_of_the_subfolder(tmp_path: Path) -> None:
+    """A file under the name of DeepSpeed's subfolder is refused and stays."""
+    (tmp_path / "a.ckpt").mkdir()
+    (tmp_path / "a.ckpt" / TAG).write_text("mine")
+    with pytest.raises(CheckpointError, match=f"{TAG} is a file"):
+        save(tmp_path / "a.ckpt", "new")
+    assert tree(tmp_path / "a.ckpt") == {TAG: "mine"}
 
 
 @pytest.mark.usefixtures("_file_system")
@@ -72,14 +143,17 @@ def test_a_kill_at_any_system_call_leaves_one_save_whole(tmp_path: Path, attack:
     """A killed first save leaves itself or nothing, a killed second one itself or the first; a third cleans up."""
     for first in (True, False):
         outcomes = set()
-        for number in range(100):
+        for number in range(1000):
             path = tmp_path / f"{first}-{number}" / "a.ckpt"
             if not first:
                 save(path, "old")
+                (path / TAG / "notes.txt").write_text("mine")
             survived = killed_at(number, lambda path=path: save(path, "new"))
             outcomes.add(frozenset(saved(path)) if path.exists() else None)
+            assert first or (path / TAG / "notes.txt").read_text() == "mine"
             save(path, "third")
             assert saved(path) == {"third"}
+            assert first or (path / TAG / "notes.txt").read_text() == "mine"
             assert [entry.name for entry in path.parent.iterdir()] == ["a.ckpt"]
             assert sorted(entry.name for entry in path.iterdir()) == [TAG, "latest"]
             if survived:

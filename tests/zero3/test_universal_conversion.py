@@ -17,6 +17,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.store.replacement import beside
 from lightning_smartinfinity.zero3.checkpoints import saved_weights, tensor_file, universal_conversion
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from tests.helpers.damage import flip_bit_behind
@@ -204,3 +205,13 @@ def test_what_a_killed_conversion_left_is_removed(
     assert len(list(tmp_path.iterdir())) == 2
     convert_checkpoint(checkpoint, tmp_path / "new")
     assert sorted(tmp_path.iterdir()) == [tmp_path / "new", checkpoint]
+
+
+def test_what_lies_where_a_folder_is_written_stays(checkpoint: Path, tmp_path: Path) -> None:
+    """A folder that has the hidden name by chance is refused, with the name of a file in it."""
+    precious = beside(tmp_path / "new") / "precious.txt"
+    precious.parent.mkdir()
+    precious.write_text("precious")
+    with pytest.raises(CheckpointError, match=f"{precious} is in the way"):
+        convert_checkpoint(checkpoint, tmp_path / "new")
+    assert precious.read_text() == "precious" and not (tmp_path / "new").exists()

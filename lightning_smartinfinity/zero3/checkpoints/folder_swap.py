@@ -2,15 +2,15 @@
 
 ``path`` holds a subfolder (DeepSpeed's tag) with everything that matters, and small files beside it that are the same
 in every save. A new ``path`` is written under a hidden name beside it and renamed. In a ``path`` that exists, only the
-subfolder is exchanged, by one system call; whatever else lies in ``path`` stays. A kill or a power loss at any moment
-leaves the old save or the new one; the next save to ``path`` removes the partial files of the one that was ended. After
-the call the new save is on the device.
+subfolder is exchanged, by one system call; whatever else lies in ``path`` stays, and what lies in the subfolder but is
+not DeepSpeed's is linked into the new one before. A kill or a power loss at any moment leaves the old save or the new
+one; the next save to ``path`` removes the partial files of the one that was ended. After the call the new save is on
+the device.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,15 +25,23 @@ from lightning_smartinfinity.store.replacement import (
     flush,
     flush_names,
     flush_tree,
+    link_others,
     put_back,
     put_in_place,
-    remove_unless_idle,
+)
+from lightning_smartinfinity.store.staging_folder import (
+    make_staging,
+    remove_staging,
+    remove_staging_unless_idle,
+    require_own_staging,
 )
 from lightning_smartinfinity.zero3.collectives import raising_together
 
 __all__ = ["replacing", "restore_interrupted"]
 
 _STAGING = ".saving"
+_NEW = "new"
+_OF_DEEPSPEED = ("*_states.pt",)
 
 
 @contextmanager
@@ -49,31 +57,40 @@ def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
         local_rank: Rank of this process on its node.
 
     Raises:
-        CheckpointError: The folder cannot be created or put in place; raised on every rank.
+        CheckpointError: The folder cannot be created or put in place, or something lies where it is to be written that
+            this package did not make; raised on every rank.
         StorageTimeoutError: The disk does not answer; raised on every rank.
     """
     target, inside = Path(os.path.realpath(path)), False
     with raising_together(), _io_errors(path):
         inside = target.exists()
     staging = target / _STAGING if inside else beside(target)
+    new = staging / _NEW
     leads = dist.get_rank() == 0
     with raising_together(), _io_errors(path):
         if local_rank == 0:
-            unless_idle(partial(_prepare, target, tag), doing="Preparing", path=target)
+            unless_idle(partial(_prepare, target, tag, staging), doing="Preparing", path=target)
     with raising_together(), _io_errors(path):
         if leads:
-            staging.mkdir(parents=True)
-    # Global rank zero has created it, unless this node does not see its file system.
-    leads = leads or (local_rank == 0 and not staging.exists())
+            _make(staging)
+    with raising_together(), _io_errors(path):
+        # Global rank zero has made it, unless this node does not see its file system.
+        if local_rank == 0 and not new.exists():
+            leads = True
+            _make(staging)
     try:
-        yield staging
+        yield new
     except BaseException:
         if leads:
-            remove_unless_idle(staging)
+            remove_staging_unless_idle(staging)
         raise
     with raising_together(), _io_errors(path):
-        if local_rank == 0 and staging.exists():
-            flush_tree(staging)  # on every node: what a node has written to a shared file system lies in its own memory
+        if leads and inside and (target / tag).exists():
+            link = partial(link_others, target / tag, new / tag, replaced=_OF_DEEPSPEED)
+            unless_idle(link, doing="Linking what is kept of", path=target / tag)
+    with raising_together(), _io_errors(path):
+        if local_rank == 0 and new.exists():
+            flush_tree(new)  # on every node: what a node has written to a shared file system lies in its own memory
     with raising_together(), _io_errors(path):
         if leads:
             put = partial(_put_in_place, staging, target, tag, inside=inside)
@@ -90,32 +107,40 @@ def restore_interrupted(path: str | Path, tag: str) -> None:
         tag: The subfolder.
     """
     target = Path(os.path.realpath(path))
-    put_back(target / _STAGING, target / tag)
+    put_back(target / _STAGING / _NEW, target / tag)
 
 
-def _prepare(target: Path, tag: str) -> None:
-    """Remove what a killed save to the same path left behind."""
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(
-            f"{target} is a file; checkpoints of this strategy are folders.", "Remove it or save to another path."
-        )
+def _prepare(target: Path, tag: str, staging: Path) -> None:
+    """Refuse to remove what is not ours, and remove what a killed save to the same path left behind."""
     restore_interrupted(target, tag)
-    for leftover in (target / _STAGING, beside(target)):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for folder in (target, target / tag):
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise CheckpointError(
+                f"{folder} is a file; checkpoints of this strategy are folders.", "Remove it or save to another path."
+            )
+    require_own_staging(staging)
+    for leftover in {staging, beside(target)}:
+        remove_staging(leftover)
+
+
+def _make(staging: Path) -> None:
+    make_staging(staging)
+    (staging / _NEW).mkdir()
 
 
 def _put_in_place(staging: Path, target: Path, tag: str, *, inside: bool) -> None:
-    if not inside:
-        os.rename(staging, target)
+    new = staging / _NEW
+    if inside:
+        beside_tag = [entry.name for entry in new.iterdir() if entry.name != tag]
+        put_in_place(new / tag, target / tag)
+        flush(target)
+        for name in beside_tag:
+            os.replace(new / name, target / name)
+        flush_names(target / tag)
+    else:
+        os.rename(new, target)
         flush_names(target)
-        return
-    beside_tag = [entry.name for entry in staging.iterdir() if entry.name != tag]
-    put_in_place(staging / tag, target / tag)
-    flush(target)
-    for name in beside_tag:
-        os.replace(staging / name, target / name)
-    flush_names(target / tag)
-    shutil.rmtree(staging, ignore_errors=True)  # the save is complete; the next one removes what is left
+    remove_staging(staging)  # the save is complete; the next one removes what is left
 
 
 @contextmanager

@@ -30,7 +30,13 @@ from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.progress import Show, hidden
 from lightning_smartinfinity.store.in_time import unless_idle
-from lightning_smartinfinity.store.replacement import beside, flush_names, flush_tree, remove_unless_idle
+from lightning_smartinfinity.store.replacement import beside, flush_names, flush_tree
+from lightning_smartinfinity.store.staging_folder import (
+    make_staging,
+    remove_staging,
+    remove_staging_unless_idle,
+    require_own_staging,
+)
 from lightning_smartinfinity.update_rules import optimizer_names
 from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMMED, CHECKSUMS_NAME, BlockChecksums
 from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint, tagged_folder
@@ -95,11 +101,14 @@ def _staged_folder(target: Path) -> Iterator[Path]:
     try:
         if target.exists():
             raise CheckpointError(f"{target} exists already.", "Remove it, or name another folder.")
-        shutil.rmtree(staging, ignore_errors=True)
-        (staging / "zero").mkdir(parents=True)
-        yield staging
-        flush_tree(staging)
-        unless_idle(partial(os.rename, staging, target), doing="Renaming", path=target)
+        require_own_staging(staging)
+        remove_staging(staging)
+        make_staging(staging)
+        new = staging / "new"
+        (new / "zero").mkdir(parents=True)
+        yield new
+        flush_tree(new)
+        unless_idle(partial(os.rename, new, target), doing="Renaming", path=target)
         flush_names(target)
     except SmartInfinityError:
         raise
@@ -109,7 +118,7 @@ def _staged_folder(target: Path) -> Iterator[Path]:
             "Free space there, or name a folder elsewhere.",
         ) from error
     finally:
-        remove_unless_idle(staging)
+        remove_staging_unless_idle(staging)
 
 
 # ---- checks of the source
