@@ -12,6 +12,7 @@ import torch
 from lightning_smartinfinity.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_smartinfinity.store.os_errors import in_short
 from lightning_smartinfinity.transformers_models import Model, ModelDescription, optional_package
+from lightning_smartinfinity.zero3.checkpoints.trust import require_file
 
 __all__ = ["choose", "described_by", "described_in", "without_memory"]
 
@@ -28,6 +29,7 @@ def described_by(folder: Path) -> ModelDescription:
     Raises:
         CheckpointError: The folder has no usable config.json.
     """
+    require_file(folder / "config.json")
     try:
         text = (folder / "config.json").read_text()
         names: list[str] = json.loads(text).get("architectures") or []

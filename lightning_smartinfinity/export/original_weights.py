@@ -13,6 +13,7 @@ import torch
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transformers_models import optional_package
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import WINDOW_NUMEL
+from lightning_smartinfinity.zero3.checkpoints.trust import require_file
 from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
 
 __all__ = ["OriginalWeights"]
@@ -71,7 +72,9 @@ class OriginalWeights:
     def _opened(self, name: str) -> Any:
         from safetensors import safe_open
 
-        return safe_open(self._folder / self._files[self._own_name(name)], framework="pt")
+        file = self._folder / self._files[self._own_name(name)]
+        require_file(file)
+        return safe_open(file, framework="pt")
 
     @cached_property
     def _files(self) -> Mapping[str, str]:
@@ -80,6 +83,7 @@ class OriginalWeights:
         try:
             if (self._folder / _INDEX).is_file():
                 return dict(json.loads((self._folder / _INDEX).read_text())["weight_map"])
+            require_file(self._folder / _WEIGHTS)
             with safetensors.safe_open(self._folder / _WEIGHTS, framework="pt") as file:
                 return dict.fromkeys(file.keys(), _WEIGHTS)
         except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:

@@ -14,6 +14,7 @@ import torch
 from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.replacement import flush_names, flush_tree
+from lightning_smartinfinity.zero3.checkpoints.trust import require_file
 
 __all__ = ["begin_checkpoint", "checkpoint_to_resume", "end_checkpoint", "resume_within_smart_infinity_training"]
 
@@ -149,6 +150,7 @@ def _number_of(folder: Path) -> int | None:
 
 def _fault_in(folder: Path) -> str | None:
     """Return why a training cannot resume from a folder, or None."""
+    require_file(folder / _trainer_state())
     try:
         json.loads((folder / _trainer_state()).read_text())
     except (FileNotFoundError, ValueError):

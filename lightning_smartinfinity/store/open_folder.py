@@ -174,7 +174,7 @@ class OpenFolder:
         path = str(self.path / name)
         if not stat.S_ISREG(status.st_mode):
             raise StorageError(
-                f"{path!r} is {_KINDS.get(stat.S_IFMT(status.st_mode), 'something else')}, and not a regular file.",
+                f"{path!r} is {kind_of(status.st_mode)}, and not a regular file.",
                 "Remove it, or choose another TransferConfig(job=...).",
             )
         if self._owner is None:
@@ -186,6 +186,11 @@ class OpenFolder:
                 f"{path!r} is the same file as another name (it has {status.st_nlink} hard links).",
                 "Make it a file of its own (cp -r the folder), or choose another TransferConfig(job=...).",
             )
+
+
+def kind_of(mode: int) -> str:
+    """Return what has a mode that is no regular file's, such as "a pipe"."""
+    return _KINDS.get(stat.S_IFMT(mode), "something else")
 
 
 def _open_folder(path: Path, parent: int | None) -> int:

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.store.in_time import unless_idle
-from lightning_smartinfinity.zero3.checkpoints.trust import load_without_memory
+from lightning_smartinfinity.zero3.checkpoints.trust import load_without_memory, require_file
 from lightning_smartinfinity.zero3.untyped import Pickled
 
 __all__ = ["TensorFile", "TensorStream", "check_records", "room_for", "saved_with_room"]
@@ -272,6 +272,7 @@ def check_records(path: Path, *, tensors: bool, remedy: str = "Use another check
     Raises:
         CheckpointError: A checksum is wrong, or ``torch.save`` did not write the file.
     """
+    require_file(path)
     try:
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():

@@ -8,8 +8,10 @@ This package itself writes nothing but tensors, numbers, text and containers of 
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
+import stat
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -23,10 +25,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.store.open_folder import kind_of
 from lightning_smartinfinity.zero3.checkpoints.harmless import harmless_types, with_arrays
 from lightning_smartinfinity.zero3.untyped import Pickled
 
-__all__ = ["check_plain", "door", "load_by", "load_file", "load_without_memory", "warn_of_types"]
+__all__ = ["check_plain", "door", "load_by", "load_file", "load_without_memory", "require_file", "warn_of_types"]
 
 _NAMED = 5
 _WARNED: set[str] = set()
@@ -78,6 +81,7 @@ def load_file(file: str | Path, **options: Any) -> Pickled:
 
 def load_by(load: Callable[..., Pickled], file: str | Path) -> Pickled:
     """Load a file like :func:`load_file` by another function, which takes its path and ``weights_only``."""
+    require_file(file)
     with _naming_types(file), harmless_types():
         return with_arrays(load(file, weights_only=_restricts()))
 
@@ -91,6 +95,20 @@ def load_without_memory(file: Path, *, written_here: bool = False) -> Pickled:
     """
     with FakeTensorMode(), door(False, consent="") if written_here else nullcontext():
         return load_file(file)
+
+
+def require_file(path: str | Path) -> None:
+    """Check that nothing else lies in the place of a file: who opens a pipe waits for another process.
+
+    Raises:
+        CheckpointError: It is a pipe, a device, a socket or a folder. What is missing is left to those who open it.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path} is {kind_of(mode)}, and not a regular file.", "Use another checkpoint.")
 
 
 def warn_of_types(file: str | Path) -> None:
