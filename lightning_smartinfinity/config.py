@@ -32,6 +32,7 @@ __all__ = [
     "CARD_TASKLET_BYTES",
     "HOST_TASKLET_BYTES",
     "IO_TIMEOUT",
+    "JOB_NAME",
     "LOCAL_FOLDER",
     "MAX_CARD_NUMBER",
     "NUM_BUFFERS",
@@ -60,6 +61,7 @@ NUM_BUFFERS = between(2, MAX_BUFFERS)
 
 _MIN_TASKLET_BYTES, _MAX_TASKLET_BYTES = 64 * 1024, 1 << 60
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")  # Path has made one slash of two
+_OF_THE_FILE_SYSTEM = "lost+found"  # a folder in the root of many file systems
 _MAX_TIMEOUT = 2_147_483  # XRT counts milliseconds in an int
 
 
@@ -67,7 +69,7 @@ def _is_folder_name(value: object) -> bool:
     # A name of blanks, or with a line break, cannot be told from others in a message or a listing.
     if not isinstance(value, str) or not value.isprintable() or value.strip() != value:
         return False
-    return value not in ("", ".", "..") and "/" not in value
+    return value not in ("", ".", "..", _OF_THE_FILE_SYSTEM) and "/" not in value
 
 
 def _names_file(value: object) -> bool:
@@ -96,7 +98,13 @@ def _listed(storage: Any) -> list[Any]:
     return list(storage) if isinstance(storage, (list, tuple)) else [storage]
 
 
-_FOLDER_NAME = Rule("Pass a plain name without slashes or outer blanks", _is_folder_name, "is not a folder name")
+JOB_NAME = Rule(
+    f"Pass a plain name without slashes or outer blanks, and not {_OF_THE_FILE_SYSTEM}",
+    _is_folder_name,
+    "is not a name for a job's folder",
+)
+"""Rule for ``TransferConfig(job=...)``. Folders of other names are no job's."""
+
 _XCLBIN = Rule("Pass the path of an xclbin", _names_file, "names no file")
 _CARDS = Rule(
     f"Pass a list with the PCI address of one card for each storage folder, or its number from 0 to {MAX_CARD_NUMBER}",
@@ -106,8 +114,8 @@ _CARDS = Rule(
 )
 LOCAL_FOLDER = Rule(
     "Pass a local folder on a drive of this machine",
-    lambda folder: _URL.match(str(folder)) is None,
-    "is a URL, and no folder",
+    lambda folder: _URL.match(str(folder)) is None and "\0" not in str(folder),
+    "is a URL or has a null byte, and cannot be a folder",
 )
 """Rule for a folder that can be storage. Python would take the URL ``s3://bucket/x`` for a folder named ``s3:``."""
 
@@ -186,7 +194,7 @@ class TransferConfig:
             durability=one_of("none", "step", "power"),
             direct_io=one_of("auto", "on", "off"),
             io_timeout=positive(_MAX_TIMEOUT),
-            job=_FOLDER_NAME,
+            job=JOB_NAME,
             keep=FLAG,
         )
         if self.io_engine == "plain" and self.direct_io == "on":

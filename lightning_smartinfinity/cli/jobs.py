@@ -54,7 +54,7 @@ def add_to(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from lightning_smartinfinity.store.jobs import find_jobs
 
-    folders = options.folders or [_default_folder()]
+    folders = list(dict.fromkeys(options.folders)) or [_default_folder()]
     jobs = [job for folder in folders for job in find_jobs(folder) if options.job in (None, job.name)]
     if options.remove:
         return _remove(jobs, folders, options)

@@ -30,6 +30,9 @@ class _Checked:
     def write(self, text: str) -> int:
         if self._stream is None or self._stream.closed:
             self._fail(errno.EBADF)
+        encoding = getattr(self._stream, "encoding", None)
+        if encoding:  # names of files may hold what the stream cannot
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
         with self._failing():
             return int(self._stream.write(text))
 

@@ -8,8 +8,10 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
+from lightning_smartinfinity.config import JOB_NAME
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.store.folders import COMMIT_NAME, RankFolder, open_rank_folder
 from lightning_smartinfinity.store.lock import KEPT, LOCK_NAME, is_locked, read_lock
@@ -20,11 +22,10 @@ from lightning_smartinfinity.store.recovery import records_of
 
 __all__ = ["UNKNOWN_RANK", "Job", "JobFolder", "absent_state", "find_job", "find_jobs", "is_rank_folder", "remove_job"]
 
-_RANK_FOLDER = re.compile(r"(rank|parameters)-(\d{5,})")
+_RANK_FOLDER = re.compile(r"(rank|parameters)-([0-9]{5,})")
 UNKNOWN_RANK = -1
 """The rank of a job's folder that cannot be listed."""
 
-_OF_THE_FILE_SYSTEM = "lost+found"
 _MOST_NAMED = 8  # ranks in a message
 
 
@@ -40,7 +41,8 @@ class JobFolder:
         in_use: Whether that process still uses it.
         num_bytes: Bytes allocated on storage.
         written: Time of the last write, in seconds since the epoch.
-        generation: Newest committed generation, -1 before the first; None if the records are elsewhere or unreadable.
+        generation: Newest committed generation, -1 before the first; None if the records are elsewhere, unreadable or
+            another user's.
         kept: Whether the state is to be kept (``TransferConfig.keep``).
         world_size: Number of ranks of the job, as the manifest says; 0 if unknown.
         problem: Why the folder cannot be read, or None.
@@ -128,14 +130,14 @@ def is_rank_folder(path: Path) -> bool:
 
 
 def find_jobs(storage: Path) -> list[Job]:
-    """Return the jobs in a storage folder, by name. Nothing there changes.
+    """Return the jobs in a storage folder, by name. Nothing there changes, and folders of other names are left out.
 
     Raises:
         StorageError: The folder cannot be read.
     """
     with storage_errors("Looking for jobs in", storage):
         names = sorted(entry.name for entry in os.scandir(storage) if entry.is_dir(follow_symlinks=False))
-    jobs = (find_job(storage, name) for name in names if name != _OF_THE_FILE_SYSTEM)
+    jobs = (find_job(storage, name) for name in names if JOB_NAME.holds(name))
     return [job for job in jobs if job is not None]
 
 
@@ -156,11 +158,13 @@ def absent_state(jobs: Sequence[Job]) -> str | None:
         return f"{where}: no optimizer state lies here."
     states = [folder for job in jobs for folder in job.folders if folder.holds == "state"]
     world_size = max((folder.world_size for folder in states), default=0)
-    absent = sorted(set(range(world_size)) - {folder.rank for folder in states})
-    if not absent:
+    present = {folder.rank for folder in states if folder.rank < world_size}
+    num_absent = world_size - len(present)  # which may be billions, by a manifest that somebody else has written
+    if num_absent == 0:
         return None
-    named = ", ".join(map(str, absent[:_MOST_NAMED])) + (", ..." if len(absent) > _MOST_NAMED else "")
-    return f"{where}: the state of {len(absent)} of {world_size} ranks ({named}) is missing, or on another machine."
+    absent = islice((rank for rank in range(world_size) if rank not in present), _MOST_NAMED)
+    named = ", ".join(map(str, absent)) + (", ..." if num_absent > _MOST_NAMED else "")
+    return f"{where}: the state of {num_absent} of {world_size} ranks ({named}) is missing, or on another machine."
 
 
 def remove_job(job: Job, *, kept: bool) -> list[Path]:
@@ -248,7 +252,9 @@ def _with_generation(seen: JobFolder, folder: OpenFolder) -> JobFolder:
 
 
 def _generation(folder: OpenFolder, manifest: Manifest) -> int | None:
-    if folder.status(COMMIT_NAME) is None:
+    # Another user's numbers may say that the records are larger than this machine's memory.
+    foreign = os.fstat(folder.descriptor).st_uid != os.geteuid()
+    if foreign or folder.status(COMMIT_NAME) is None:
         return None
     intact = records_of(folder, manifest).intact
     return intact[0].generation if intact else -1

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import sys
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lightning_smartinfinity import ConfigError, TransferConfig
 from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.store import jobs
 from tests.store.makers import commit_generation, create, created, tree
 
 
@@ -148,3 +153,59 @@ def test_remove(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["jobs", str(tmp_path), "--remove", "default", "--remove", "kept", "--kept"]) == 0
     assert capsys.readouterr().out.count("Removed ") == 2
     assert tree(tmp_path) == set()
+
+
+@pytest.mark.parametrize("name", ["\x1b[2Jx\nfake", "\udcff", "lost+found"], ids=["control", "no text", "lost+found"])
+def test_folders_with_names_of_no_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """Folders whose names no job may have are not listed, so that no name forges a line, and no job has such a name."""
+    left(tmp_path).parents[1].rename(tmp_path / name)
+    assert main(["jobs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"There are no jobs in {tmp_path}.\n"
+    with pytest.raises(ConfigError, match="not a name for a job's folder"):
+        TransferConfig(job=name)
+
+
+def test_an_output_that_cannot_hold_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Letters that the output's encoding lacks are shown by their numbers."""
+    left(tmp_path, job="ü")
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+    assert main(["jobs", str(tmp_path)]) == 0
+    assert b"/\\xfc " in output.getvalue()
+
+
+def test_a_folder_named_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its jobs are listed, and removed, once."""
+    left(tmp_path)
+    assert main(["jobs", str(tmp_path), str(tmp_path), "--remove", "default"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["jobs", "scrub"])
+def test_a_null_byte_in_a_path(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is refused as no folder."""
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "a\0b"])
+    assert "null byte" in capsys.readouterr().err
+
+
+def test_records_of_another_user_are_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest may say that they are larger than this machine's memory."""
+    left(tmp_path)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    monkeypatch.setattr(jobs, "records_of", None)
+    assert main(["jobs", str(tmp_path), "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert listed["generation"] is None and listed["folders"][0]["rank"] == 0
+
+
+def test_more_ranks_than_can_be_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A manifest's number of ranks takes neither memory nor time."""
+    job = jobs.find_job(tmp_path, left(tmp_path).parents[1].name)
+    assert job is not None
+    folder = replace(job.folders[0], world_size=1 << 62)
+    absent = jobs.absent_state([replace(job, folders=(folder,))])
+    assert absent is not None and f"{(1 << 62) - 1} of {1 << 62} ranks (1, 2, 3, 4, 5, 6, 7, 8, ...)" in absent
