@@ -13,10 +13,17 @@ import torch
 
 from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError
 from lightning_smartinfinity.store.os_errors import storage_errors
-from lightning_smartinfinity.store.replacement import flush_names, flush_tree
+from lightning_smartinfinity.store.replacement import flush, flush_names, flush_tree
 from lightning_smartinfinity.zero3.checkpoints.trust import require_file
+from lightning_smartinfinity.zero3.collectives import raising_together
 
-__all__ = ["begin_checkpoint", "checkpoint_to_resume", "end_checkpoint", "resume_within_smart_infinity_training"]
+__all__ = [
+    "begin_checkpoint",
+    "checkpoint_to_resume",
+    "end_checkpoint",
+    "flush_file",
+    "resume_within_smart_infinity_training",
+]
 
 
 def checkpoint_to_resume(given: str | bool | None, output_dir: str, *, warn: bool) -> str | bool | None:
@@ -78,6 +85,22 @@ def begin_checkpoint(folder: str, *, resumable: bool) -> None:
             torch.save(_InMemory(folder), saved)
             Path(folder).mkdir(parents=True, exist_ok=True)
             Path(folder, _optimizer_file()).write_bytes(saved.getvalue())
+
+
+def flush_file(file: str) -> None:
+    """Flush a file of a checkpoint that this rank alone has written. Other ranks' files are flushed after the call.
+
+    This is a collective, so that no rank removes older checkpoints before.
+
+    Args:
+        file: Path of the file.
+
+    Raises:
+        StorageError: It could not be written; raised on every rank.
+    """
+    with raising_together(), storage_errors("Flushing", file):
+        flush(Path(file))
+        flush_names(Path(file))
 
 
 def end_checkpoint(folder: Path) -> None:

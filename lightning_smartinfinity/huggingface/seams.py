@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ __all__ = [
     "completed_checkpoints_seen_by",
     "fresh_accelerate",
     "models_saved_by",
+    "random_states_seen_by",
     "trainers_of_context",
     "trainings_seen_by",
     "without_weights",
@@ -136,6 +138,24 @@ def completed_checkpoints_seen_by(see: Callable[[str], None]) -> Iterator[None]:
         original(output_dir, *args, **kwargs)
 
     with wrapped(trainer, "rotate_checkpoints", rotate):
+        yield
+
+
+@contextmanager
+def random_states_seen_by(see: Callable[[str], None]) -> Iterator[None]:
+    """Call a function on every rank of a training by several when the rank has saved its random states.
+
+    Args:
+        see: Function that takes the path of the file.
+    """
+    import transformers
+
+    def save(original: Callable[..., None], trainer: Trainer, output_dir: str) -> None:
+        original(trainer, output_dir)
+        if trainer.args.world_size > 1:
+            see(os.path.join(output_dir, f"rng_state_{trainer.args.process_index}.pth"))
+
+    with wrapped(transformers.Trainer, "_save_rng_state", save):
         yield
 
 

@@ -29,7 +29,12 @@ from lightning_smartinfinity.huggingface.arguments import (
 )
 from lightning_smartinfinity.huggingface.launch import launched
 from lightning_smartinfinity.huggingface.options import refuse_options
-from lightning_smartinfinity.huggingface.resume import begin_checkpoint, checkpoint_to_resume, end_checkpoint
+from lightning_smartinfinity.huggingface.resume import (
+    begin_checkpoint,
+    checkpoint_to_resume,
+    end_checkpoint,
+    flush_file,
+)
 from lightning_smartinfinity.huggingface.seams import (
     Trainer,
     accelerators_with_deepspeed,
@@ -37,6 +42,7 @@ from lightning_smartinfinity.huggingface.seams import (
     completed_checkpoints_seen_by,
     fresh_accelerate,
     models_saved_by,
+    random_states_seen_by,
     trainers_of_context,
     trainings_seen_by,
     without_weights,
@@ -167,6 +173,7 @@ class SmartInfinityTraining(NearStorage):
             contexts.enter_context(fresh_accelerate())
             contexts.enter_context(arguments_seen_by(self._see_arguments))
             contexts.enter_context(models_saved_by(self._save_model))
+            contexts.enter_context(random_states_seen_by(flush_file))
             contexts.enter_context(completed_checkpoints_seen_by(self._end_checkpoint))
             contexts.enter_context(trainings_seen_by(self._begin, self._become_idle))
             contexts.enter_context(trainers_of_context())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from pathlib import Path
@@ -113,3 +114,13 @@ def test_only_checkpoints_lose_their_last_file(tmp_path: Path) -> None:
     begin_checkpoint(other, resumable=True)
     assert not Path(own, "trainer_state.json").exists() and Path(other, "trainer_state.json").exists()
     assert Path(own, "optimizer.pt").is_file() and not Path(other, "optimizer.pt").exists()
+
+
+def test_random_states_of_all_ranks_are_flushed_before_older_checkpoints_are_removed(tmp_path: Path) -> None:
+    """Each rank writes a file of its own, which may take longer than all that rank 0 writes."""
+    done = run_module("tests.huggingface.saving_worker", tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    flushed, whole = json.loads((tmp_path / "seen.json").read_text())
+    assert whole.keys() == {"rng_state_0.pth", "rng_state_1.pth"}
+    for rank in (0, 1):  # whose files may lie on other machines
+        assert flushed[f"flushed-{rank}-rng_state_{rank}.pth"] == whole[f"rng_state_{rank}.pth"]

@@ -136,6 +136,14 @@ def test_a_checkpoint_begins_with_the_model_and_ends_with_the_trainers_state(tmp
     assert "_save_rng_state" in calls
 
 
+def test_each_rank_saves_its_random_states(tmp_path: Path) -> None:
+    """Each of several ranks writes a file with its number."""
+    trainer = mock.MagicMock()
+    trainer.args.world_size, trainer.args.process_index = 2, 1
+    transformers.Trainer._save_rng_state(trainer, str(tmp_path))
+    assert os.listdir(tmp_path) == ["rng_state_1.pth"]
+
+
 def test_a_model_tells_of_its_quantizer_and_of_its_adapters() -> None:
     """``from_pretrained`` leaves the quantizer with the model, and ``add_adapter`` a mark."""
     source = inspect.getsource(transformers.PreTrainedModel.from_pretrained)
