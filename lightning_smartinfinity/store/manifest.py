@@ -1,7 +1,8 @@
 """manifest.json: describes a store, and can be read without this package.
 
 Its last entry, ``crc32``, is the CRC-32 of all bytes before the comma in front of it, in hexadecimal digits: a changed
-digit would still be JSON. Version 3 had no such entry.
+digit would still be JSON. Version 3 had no such entry. Versions to come keep format and version where they are, so that
+this one can tell a newer store from a damaged one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.config import TransferConfig
-from lightning_smartinfinity.errors import StorageCorruptError
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.open_folder import OpenFolder
@@ -113,7 +114,7 @@ def read_manifest(folder: OpenFolder) -> Manifest:
     Raises:
         StorageCorruptError: The file is not a manifest of this package, has a format that this version cannot read, or
             was changed.
-        StorageError: The file cannot be read.
+        StorageError: The file cannot be read, or a newer version of this package wrote it: it is not damaged.
     """
     path = folder.path / MANIFEST_NAME
     with storage_errors("Reading", path):
@@ -128,6 +129,11 @@ def read_manifest(folder: OpenFolder) -> Manifest:
         version = int(values["version"])
     except _DAMAGE as error:
         raise _damaged(path) from error
+    if version > FORMAT_VERSION and _checksum_of(content) in (None, zlib.crc32(_body(content))):
+        raise StorageError(
+            f"{str(path)!r} was written by a newer version of this package, in format version {version}.",
+            "Use that version, or choose another TransferConfig(job=...).",
+        )
     if version not in (_VERSION_WITHOUT_CHECKSUM, FORMAT_VERSION):
         raise StorageCorruptError(
             f"{str(path)!r} has format version {version}; this package reads versions {_VERSION_WITHOUT_CHECKSUM} and"
@@ -137,7 +143,7 @@ def read_manifest(folder: OpenFolder) -> Manifest:
     if version != _VERSION_WITHOUT_CHECKSUM:
         _verify(content, path)
     if values.get("state_format") not in tuple(STATE_FORMATS):
-        raise StorageCorruptError(
+        raise (StorageError if version == FORMAT_VERSION else StorageCorruptError)(
             f"{str(path)!r} says that the optimizer state is in the format {values.get('state_format')!r}; this package"
             f" reads {', '.join(STATE_FORMATS)}.",
             "Use the version of the package that wrote it, or remove the folder to start anew.",
@@ -154,13 +160,20 @@ def _verify(content: bytes, path: Path) -> None:
     Raises:
         StorageCorruptError: It has another one, or none.
     """
-    end = content.rfind(b",")
-    found = _CHECKSUM.fullmatch(content, max(end, 0))
-    if found is None or int(found[1], 16) != zlib.crc32(content[:end]):
+    if _checksum_of(content) != zlib.crc32(_body(content)):
         raise StorageCorruptError(
             f"{str(path)!r} does not match its checksum: something changed it after this package had written it.",
             "Resume from a checkpoint with a new store: remove the folder or choose another TransferConfig(job=...).",
         )
+
+
+def _body(content: bytes) -> bytes:
+    return content[: max(content.rfind(b","), 0)]
+
+
+def _checksum_of(content: bytes) -> int | None:
+    found = _CHECKSUM.fullmatch(content, len(_body(content)))
+    return None if found is None else int(found[1], 16)
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.store import StateStore, TensorFiles, open_folder
 from lightning_smartinfinity.store.open_folder import OpenFolder, Trust
+from tests.helpers import power_loss
 from tests.helpers.attacks import Attack
-from tests.store.makers import commit_generation, create, created, tree
+from tests.store.makers import commit_generation, create, created, manifest_with, tree
 
 PRECIOUS = b"precious\n" * 100
 IN_PLACE = "link or pipe in place of a file or folder of ours"
@@ -216,6 +220,34 @@ def leftover(tmp_path: Path, **config: object) -> Path:
     folder = tmp_path / "default" / "rank-00000"
     (folder / "manifest.json").write_text("{ damaged")
     return folder
+
+
+def without_checksum(values: dict[str, Any]) -> bytes:
+    return json.dumps({key: value for key, value in values.items() if key != "crc32"}).encode()
+
+
+@pytest.mark.parametrize(
+    ("changes", "encoded", "said"),
+    [
+        ({"version": 5}, manifest_with, "written by a newer version"),
+        ({"version": 5}, without_checksum, "written by a newer version"),
+        ({"state_format": "int4"}, manifest_with, "in the format 'int4'"),
+    ],
+)
+def test_a_leftover_of_a_newer_version(
+    changes: dict[str, Any], encoded: Callable[[Any], bytes], said: str, tmp_path: Path
+) -> None:
+    """It is not damaged: the next run refuses it by name and deletes nothing, and a scrub says that it cannot tell."""
+    store = create([tmp_path])
+    commit_generation(store, 0)
+    store.close(remove=False)
+    path = tmp_path / "default" / "rank-00000" / "manifest.json"
+    path.write_bytes(encoded(json.loads(path.read_text()) | changes))
+    before = power_loss.content(tmp_path)
+    with pytest.raises(StorageError, match=said):
+        create([tmp_path])
+    assert power_loss.content(tmp_path) == before
+    assert main(["scrub", str(tmp_path), "--quiet"]) == 2
 
 
 def test_a_damaged_leftover_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
