@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps([_as_json(job, verified.get(job.storage / job.name)) for job in jobs], indent=2))
     else:
         _print(jobs, folders, verified)
-    return 1 if any(found.damaged or found.untold for found in verified.values()) else 0
+    return 1 if any(found.damaged or found.unknown for found in verified.values()) else 0
 
 
 def _default_folder() -> Path:
@@ -121,7 +121,7 @@ def _as_json(job: Job, found: Found | None) -> dict[str, object]:
         "kept": job.kept,
         "problems": job.problems,
         "damaged": None if found is None else found.damaged,
-        "untold": None if found is None else found.untold,
+        "unknown": None if found is None else found.unknown,
         "folders": [{**vars(folder), "path": str(folder.path)} for folder in job.folders],
     }
 
@@ -142,7 +142,7 @@ def _print(jobs: Sequence[Job], folders: Sequence[Path], verified: dict[Path, Fo
         }
         print(_TABLE.format(**row).rstrip())
     sentences = [problem for job in jobs for problem in job.problems]
-    sentences += [sentence for found in verified.values() for sentence in (*found.damaged, *found.untold)]
+    sentences += [sentence for found in verified.values() for sentence in (*found.damaged, *found.unknown)]
     for sentence in dict.fromkeys(sentences):
         print(sentence)
 
@@ -160,7 +160,7 @@ def _remark(job: Job, found: Found | None) -> str:
     elif job.problems:
         remarks.append("unreadable")
     elif found is not None:
-        remarks.append("incomplete" if found.untold else "whole")
+        remarks.append("incomplete" if found.unknown else "whole")
     return ", ".join(remarks)
 
 

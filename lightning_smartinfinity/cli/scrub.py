@@ -26,7 +26,7 @@ Read every byte that has a checksum, and name what is damaged: the newest state 
 checkpoint, universal or not. Nothing is changed, except that a save which was interrupted while it replaced another is
 put back. Exit status 0 if all is whole, 1 if something is damaged, 2 if it could not be told.
 """
-_UNTOLD = 2
+_UNKNOWN = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Found:
     """Holds what a scrub found: sentences about what is damaged, and about what could not be read."""
 
     damaged: list[str] = field(default_factory=list)
-    untold: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
 
 
 def add_to(commands: Any) -> None:
@@ -59,22 +59,22 @@ def _run(options: argparse.Namespace) -> int:
     try:
         found = _scrub(options, show_of(options), say)
     except SmartInfinityError as error:
-        found = Found(untold=[str(error)])
+        found = Found(unknown=[str(error)])
     if options.json:
         print(json.dumps(vars(found), indent=2))
     else:
         _print(found)
-    return 1 if found.damaged else _UNTOLD if found.untold else 0
+    return 1 if found.damaged else _UNKNOWN if found.unknown else 0
 
 
 def _print(found: Found) -> None:
     for sentence in found.damaged:
         print(sentence)
-    for sentence in found.untold:
+    for sentence in found.unknown:
         print(f"smart-infinity: {sentence}", file=sys.stderr)
     if found.damaged:
         print(f"{len(found.damaged)} damaged.")
-    elif not found.untold:
+    elif not found.unknown:
         print("Whole.")
 
 
@@ -108,16 +108,16 @@ def scrub_jobs(jobs: Sequence[Job], *, show: Show, say: Callable[[str], None] = 
 
     found = Found()
     for folder in (folder for job in jobs for folder in job.folders if folder.problem is not None):
-        (found.damaged if folder.damaged else found.untold).append(str(folder.problem))
+        (found.damaged if folder.damaged else found.unknown).append(str(folder.problem))
     for scrubbed in _scrubbed(jobs, show):
         if scrubbed.num_extents:
             folders = ", ".join(map(str, scrubbed.folders))
             say(f"{folders}: {scrubbed.num_extents} extents of generation {scrubbed.generation} read")
         found.damaged.extend(scrubbed.damaged)
-        found.untold.extend(scrubbed.untold)
+        found.unknown.extend(scrubbed.unknown)
     for name in dict.fromkeys(job.name for job in jobs):
         absent = absent_state([job for job in jobs if job.name == name])
-        found.untold.extend([] if absent is None else [absent])
+        found.unknown.extend([] if absent is None else [absent])
     return found
 
 
@@ -152,7 +152,7 @@ def _scrubbed(jobs: Sequence[Job], show: Show) -> Iterator[ScrubbedRank]:
         try:
             yield scrub_rank(folders, rank=rank, show=show)
         except StorageError as error:  # it is in use, or another user's
-            yield ScrubbedRank(folders=tuple(folders), untold=(str(error),))
+            yield ScrubbedRank(folders=tuple(folders), unknown=(str(error),))
 
 
 def _scrub_checkpoint(path: Path, weights_only: bool, show: Show, say: Callable[[str], None]) -> Found:
@@ -163,4 +163,4 @@ def _scrub_checkpoint(path: Path, weights_only: bool, show: Show, say: Callable[
 
     scrubbed = scrub_checkpoint(path, weights_only=weights_only, show=show)
     say(f"{path}: {scrubbed.num_files} files read")
-    return Found(damaged=list(scrubbed.damaged), untold=list(scrubbed.untold))
+    return Found(damaged=list(scrubbed.damaged), unknown=list(scrubbed.unknown))

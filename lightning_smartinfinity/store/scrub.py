@@ -37,7 +37,7 @@ class ScrubbedRank:
         num_extents: Number of extents that were read.
         num_bytes: Their bytes.
         damaged: A sentence about everything that is damaged, with path and offset.
-        untold: Sentences that tell why nothing, or not all of it, could be read.
+        unknown: Sentences that tell why nothing, or not all of it, could be read.
     """
 
     folders: tuple[Path, ...]
@@ -45,7 +45,7 @@ class ScrubbedRank:
     num_extents: int = 0
     num_bytes: int = 0
     damaged: tuple[str, ...] = ()
-    untold: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRank:
@@ -72,20 +72,20 @@ def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRan
             return ScrubbedRank(folders=tuple(folders), damaged=(error.problem,))
         on_storage = range(manifest.extents.num_in_memory, manifest.extents.num_tasklets)
         num_bytes = sum(manifest.extents.extents[index].nbytes for index in on_storage)
-        damaged, untold = [], [] if torn is None else [f"{torn} Generation {record.generation} was read."]
+        damaged, unknown = [], [] if torn is None else [f"{torn} Generation {record.generation} was read."]
         try:
             with show(f"Reading the state of rank {rank}", num_bytes) as advance:
                 for sentence in _damaged(claimed, manifest, record, on_storage, advance):
                     damaged.append(sentence)
         except StorageError as error:  # what was found before is told all the same
-            untold.append(str(error))
+            unknown.append(str(error))
         return ScrubbedRank(
             folders=tuple(folder.path for folder in claimed),
             generation=record.generation,
             num_extents=len(on_storage),
             num_bytes=num_bytes,
             damaged=tuple(damaged),
-            untold=tuple(untold),
+            unknown=tuple(unknown),
         )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,15 +61,11 @@ def measure_drive(storage: Path, *, state_format: str = "fp32", numel: int | Non
     """
     try:
         storage.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(dir=storage, prefix="measure-")
     except OSError as error:
         raise StorageError(f"{str(storage)!r} cannot be measured: {error}.", "Pass --storage with a folder.") from error
-    try:
-        numel = numel or _default_numel(storage)
-        with _handler(Path(folder), state_format=state_format, numel=numel) as (handler, plan):
-            return _measured(handler, plan, numel)
-    finally:
-        Path(folder).rmdir()
+    numel = numel or _default_numel(storage)
+    with _handler(storage, state_format=state_format, numel=numel) as (handler, plan):
+        return _measured(handler, plan, numel)
 
 
 def _default_numel(storage: Path) -> int:
@@ -78,8 +74,9 @@ def _default_numel(storage: Path) -> int:
 
 
 @contextmanager
-def _handler(folder: Path, *, state_format: str, numel: int) -> Iterator[tuple[TransferHandler, StepPlan]]:
-    config, rule = TransferConfig(), rule_for(_optimizer())
+def _handler(storage: Path, *, state_format: str, numel: int) -> Iterator[tuple[TransferHandler, StepPlan]]:
+    # A job of its own, which `smart-infinity jobs` finds if this process is killed.
+    config, rule = TransferConfig(job=f"measure-{uuid.uuid4().hex[:8]}"), rule_for(_optimizer())
     layout = build_layout(
         [ParameterSlice(name="p", numel=numel, real_numel=numel, group=0, sub_group=0)],
         tasklet_bytes=HOST_TASKLET_BYTES,
@@ -89,7 +86,7 @@ def _handler(folder: Path, *, state_format: str, numel: int) -> Iterator[tuple[T
         state_format=state_format,
     )
     description = StoreDescription(optimizer=rule.name, arrays=rule.arrays, parameters=({"name": "p"},))
-    store = StateStore.create([folder], config=config, extents=layout.extents, description=description)
+    store = StateStore.create([storage], config=config, extents=layout.extents, description=description)
     handler = TransferHandler(layout, store, HostDevice(num_buffers=config.num_buffers), rule=rule)
     values = [torch.full((numel,), 0.01, dtype=torch.bfloat16) for _ in range(2)]
     flats = [[Flat(each.data_ptr(), numel, native_dtype(each.dtype))] for each in values]

@@ -75,11 +75,15 @@ def require_descriptors(*, num_processes: int, num_folders: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < wanted:
         raise StorageError(
-            f"This process may open {hard} files at a time; a training with {num_processes} processes on this machine "
-            f"and {num_folders} storage folders needs up to {wanted}.",
+            f"This process may open {hard} files at a time; a training with {_counted(num_processes, 'process', 'es')} "
+            f"on this machine and {_counted(num_folders, 'storage folder', 's')} needs up to {wanted}.",
             f"Raise the limit of open files: ulimit -n {max(wanted, 1024)}.",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else hard, hard))
+
+
+def _counted(number: int, thing: str, ending: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else ending}"
 
 
 def _require_accelerator(device_type: str) -> None:

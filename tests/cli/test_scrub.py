@@ -56,9 +56,9 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """JSON has the sentences, whatever was found, and the status is the same."""
     path = left(tmp_path)
     assert main(["scrub", str(tmp_path), "--quiet", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"damaged": [], "untold": []}
+    assert json.loads(capsys.readouterr().out) == {"damaged": [], "unknown": []}
     assert main(["scrub", str(tmp_path), "--job", "mine", "--quiet", "--json"]) == 2
-    assert "'mine'" in json.loads(capsys.readouterr().out)["untold"][0]
+    assert "'mine'" in json.loads(capsys.readouterr().out)["unknown"][0]
     damage(path)
     assert main(["scrub", str(tmp_path), "--quiet", "--json"]) == 1
     assert str(path) in json.loads(capsys.readouterr().out)["damaged"][0]

@@ -125,7 +125,7 @@ def test_the_newest_record_cannot_be_read(damage: str, tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(DAMAGED[damage](whole))
     said = rf"{path}' was torn by a power loss or damaged since\. Going on from generation 1\."
-    (scrubbed,) = scrub_rank([path.parent], rank=0, show=hidden).untold
+    (scrubbed,) = scrub_rank([path.parent], rank=0, show=hidden).unknown
     assert re.search(said.replace("Going on from generation 1", "Generation 1 was read"), scrubbed)
     with pytest.warns(UserWarning, match=said):
         store = StateStore.recover([tmp_path])
@@ -167,7 +167,7 @@ def test_a_record_that_was_erased(last: int, tmp_path: Path) -> None:
             assert records_of(OpenFolder(tmp_path / "default/rank-00000"), store.manifest).problem is None
     store.revert()
     store.close(remove=False)
-    assert scrub_rank([tmp_path / "default/rank-00000"], rank=0, show=hidden).untold == ()
+    assert scrub_rank([tmp_path / "default/rank-00000"], rank=0, show=hidden).unknown == ()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         store = StateStore.recover([tmp_path])

@@ -137,7 +137,7 @@ def test_a_drive_that_is_mounted_read_only(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "open", read_only)
     found = scrub_rank([folder], rank=0, show=hidden)
-    assert (found.damaged, found.untold) == ((), ()) and found.num_extents
+    assert (found.damaged, found.unknown) == ((), ()) and found.num_extents
 
 
 def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     finally:
         holds[0].release()
     assert set(found.damaged) <= damaged
-    (sentence,) = found.untold
+    (sentence,) = found.unknown
     assert "state.bin" in sentence and "did not return within" in sentence
 
 

@@ -11,6 +11,8 @@ import torch
 from lightning_smartinfinity.errors import ConfigError, StorageError
 from lightning_smartinfinity.plan.pace import assumed_rates, pace
 from lightning_smartinfinity.plan.training import Training
+from lightning_smartinfinity.store.jobs import Job, find_jobs
+from lightning_smartinfinity.survey import drive
 from lightning_smartinfinity.survey.drive import measure_drive
 from lightning_smartinfinity.survey.models import find_source, survey_model
 from lightning_smartinfinity.survey.rates import measure_rates, require_device
@@ -43,6 +45,15 @@ def test_measuring_leaves_only_figures(tmp_path: Path, small_drive: None) -> Non
     found = pace(model, TRAINING, measured, on_gpu=False)
     assert found is not None and found.step.measured and found.step.low == pytest.approx(found.step.high)
     assert config.num_hidden_layers == 5
+
+
+def test_a_measurement_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it leaves is a job, which can be listed and removed."""
+    left: list[Job] = []
+    monkeypatch.setattr(drive, "_measured", lambda *_: left.extend(find_jobs(tmp_path)))
+    measure_drive(tmp_path, numel=100_000)
+    (job,) = left
+    assert job.name.startswith("measure-") and job.in_use
 
 
 def test_the_model_in_a_module_is_measured(tmp_path: Path, small_drive: None) -> None:

@@ -121,6 +121,7 @@ def test_unknown_or_contradictory_settings_raise_in_the_constructor(settings: di
         {"dram_cache_bytes": True},
         {"dram_cache_bytes": "all"},
         {"job": "a/b"},
+        {"job": "lost+found"},
         {"job": ""},
         {"job": " "},
         {"job": "name "},

@@ -36,12 +36,12 @@ class ScrubbedCheckpoint:
     Args:
         num_files: Number of files that were read.
         damaged: A sentence about everything that is damaged or missing, or that belongs to another save.
-        untold: Sentences about files that were not loaded, so that nobody knows whether they belong together.
+        unknown: Sentences about files that were not loaded, so that nobody knows whether they belong together.
     """
 
     num_files: int
     damaged: tuple[str, ...]
-    untold: tuple[str, ...]
+    unknown: tuple[str, ...]
 
 
 def scrub_checkpoint(path: Path, *, weights_only: bool = True, show: Show) -> ScrubbedCheckpoint:
@@ -63,17 +63,17 @@ def scrub_checkpoint(path: Path, *, weights_only: bool = True, show: Show) -> Sc
     if not files or not (universal or optimizer_files(folder)):
         raise CheckpointError(f"{path} holds no checkpoint of ZeRO-3.", "Pass the folder that was saved.")
     damaged: dict[Path, str] = {}
-    untold: list[str] = []
+    unknown: list[str] = []
     with door(weights_only, consent="--no-weights-only"):
         with show(f"Reading {path}", sum(file.stat().st_size for file in files)) as advance:
             for file in files:
-                _read_through(file, damaged, untold)
+                _read_through(file, damaged, unknown)
                 advance(file.stat().st_size)
-        joint = [] if untold else list((_of_universal if universal else _of_ordinary)(folder, files, damaged))
-    return ScrubbedCheckpoint(num_files=len(files), damaged=(*damaged.values(), *joint), untold=tuple(untold))
+        joint = [] if unknown else list((_of_universal if universal else _of_ordinary)(folder, files, damaged))
+    return ScrubbedCheckpoint(num_files=len(files), damaged=(*damaged.values(), *joint), unknown=tuple(unknown))
 
 
-def _read_through(file: Path, damaged: dict[Path, str], untold: list[str]) -> None:
+def _read_through(file: Path, damaged: dict[Path, str], unknown: list[str]) -> None:
     try:
         check_records(file, tensors=True)
     except CheckpointError as error:
@@ -82,7 +82,7 @@ def _read_through(file: Path, damaged: dict[Path, str], untold: list[str]) -> No
     try:
         check_plain(file)
     except CheckpointError as error:  # it needs consent
-        untold.append(str(error))
+        unknown.append(str(error))
     except DAMAGE as error:
         damaged[file] = f"{file} is damaged: {type(error).__name__}: {error}."
 
