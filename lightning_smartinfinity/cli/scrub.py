@@ -83,8 +83,11 @@ def _nothing(sentence: str) -> None:
 
 
 def _scrub(options: argparse.Namespace, show: Show, say: Callable[[str], None]) -> Found:
+    from lightning_smartinfinity.store.in_time import unless_idle
+
     paths, name = options.paths, options.job
-    jobs = [job for path in paths for job in _jobs_at(path) if name in (None, job.name)]
+    found = unless_idle(lambda: [job for path in paths for job in _jobs_at(path)], doing="Looking at", path=paths[0])
+    jobs = [job for job in found if name in (None, job.name)]
     if jobs:
         return scrub_jobs(jobs, show=show, say=say)
     if name is not None or len(paths) != 1:
@@ -162,5 +165,5 @@ def _scrub_checkpoint(path: Path, weights_only: bool, show: Show, say: Callable[
     from lightning_smartinfinity.zero3.checkpoints.scrub import scrub_checkpoint
 
     scrubbed = scrub_checkpoint(path, weights_only=weights_only, show=show)
-    say(f"{path}: {scrubbed.num_files} files read")
-    return Found(damaged=list(scrubbed.damaged), unknown=list(scrubbed.unknown))
+    say(f"{path}: {len(scrubbed.files)} files read")
+    return Found(damaged=scrubbed.damaged, unknown=scrubbed.unknown)

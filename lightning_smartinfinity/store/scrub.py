@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lightning_smartinfinity import native
@@ -15,6 +16,7 @@ from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.progress import Advance, Show
 from lightning_smartinfinity.store.direct import open_state_file
 from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, read_rank_folder
+from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.manifest import Manifest, read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import failure_error, in_milliseconds
@@ -61,13 +63,10 @@ def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRan
         StorageError: A folder is missing or not this user's, or cannot be opened.
     """
     with ExitStack() as opened:
-        claimed = []
-        for path in folders:
-            claimed.append(opened.enter_context(read_rank_folder(path)))
         try:
-            claimed.sort(key=lambda folder: read_manifest(folder).device)
-            manifest = common_manifest(claimed, rank=rank)
-            record, torn = _newest(claimed, manifest)
+            claimed, manifest, record, torn = unless_idle(
+                partial(_opened, folders, rank, opened), doing="Opening", path=folders[0]
+            )
         except StorageCorruptError as error:
             return ScrubbedRank(folders=tuple(folders), damaged=(error.problem,))
         on_storage = range(manifest.extents.num_in_memory, manifest.extents.num_tasklets)
@@ -87,6 +86,16 @@ def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRan
             damaged=tuple(damaged),
             unknown=tuple(unknown),
         )
+
+
+def _opened(
+    paths: Sequence[Path], rank: int, opened: ExitStack
+) -> tuple[list[OpenFolder], Manifest, CommitRecord, str | None]:
+    """Return a rank's folders in their order, its manifest, and what :func:`_newest` finds."""
+    claimed = [opened.enter_context(read_rank_folder(path)) for path in paths]
+    claimed.sort(key=lambda folder: read_manifest(folder).device)
+    manifest = common_manifest(claimed, rank=rank)
+    return claimed, manifest, *_newest(claimed, manifest)
 
 
 def _newest(folders: Sequence[OpenFolder], manifest: Manifest) -> tuple[CommitRecord, str | None]:

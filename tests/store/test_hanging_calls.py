@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -19,14 +20,17 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 import torch.distributed as dist
 
+from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.export.destination import require_room, staged
 from lightning_smartinfinity.export.safetensors_file import SafetensorsFile
-from lightning_smartinfinity.store import StateStore, TensorStore, in_time, measure_parameter_space
+from lightning_smartinfinity.progress import hidden
+from lightning_smartinfinity.store import StateStore, TensorStore, in_time, jobs, measure_parameter_space, scrub
 from lightning_smartinfinity.store.in_time import doing_now, io_limit, unless_idle
 from lightning_smartinfinity.store.replacement import flush_tree
-from lightning_smartinfinity.zero3.checkpoints import folder_swap
+from lightning_smartinfinity.zero3.checkpoints import folder_swap, tensor_file
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
+from lightning_smartinfinity.zero3.checkpoints.scrub import scrub_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
 from tests.helpers.attacks import Attack
@@ -37,6 +41,8 @@ from tests.store.makers import commit_generation, create
 
 SECONDS = 0.2
 ERROR = "StorageTimeoutError with path and seconds"
+SAID = "the scrub says which file was not read"
+Capture: TypeAlias = pytest.CaptureFixture[str]
 
 
 class Disk:
@@ -71,6 +77,11 @@ class Disk:
             return original(*args, **kwargs)
 
         self._patch.setattr(module, name, hanging)
+
+    def works_until_it_hangs(self) -> None:
+        """Let the disk complete requests until a call hangs, however long that takes on a busy machine."""
+        numbers = itertools.count()
+        self._patch.setattr(in_time, "completed_requests", lambda _: 0 if self.hung else next(numbers))
 
     def answer(self) -> None:
         """Let everything answer again, and return when all calls have returned."""
@@ -189,6 +200,41 @@ def test_a_folder_that_is_not_flushed(
     assert not target.exists()
     write(target)
     assert any(path.is_file() for path in target.rglob("*"))
+
+
+def test_a_checkpoint_that_is_not_read(tmp_path: Path, disk: Disk, attack: Attack) -> None:
+    """A scrub gives it up, and tells what it found before."""
+    attack("a disk stops answering while a checkpoint or state is scrubbed", tries=1, outcome=SAID)
+    path = save_of_two(tmp_path / "two.ckpt", [OrderedDict(a=torch.Size([3]))], {"a": torch.arange(3.0)}, {})
+    first, *_, last = sorted(path.rglob("*.pt"))
+    first.write_bytes(b"damaged")
+    disk.works_until_it_hangs()
+    disk.hang(tensor_file, "_read_through", when=lambda archive, _: archive.filename == str(last))
+    with io_limit(SECONDS):
+        found = scrub_checkpoint(path, show=hidden)
+    assert disk.hung == 1
+    (damaged,), (unknown,) = found.damaged, found.unknown
+    assert damaged.startswith(f"{first} is damaged")
+    assert re.search(rf"Reading '{last}' did not return while its disk did nothing for {SECONDS} s", unknown)
+    disk.answer()
+
+
+@pytest.mark.parametrize(("module", "name"), [(jobs, "find_jobs"), (scrub, "_newest")])
+def test_state_that_is_not_looked_at(
+    module: Any, name: str, tmp_path: Path, disk: Disk, attack: Attack, capsys: Capture
+) -> None:
+    """A scrub gives up folders, manifests and records that it cannot read, and says that it cannot tell."""
+    attack("a disk stops answering while a checkpoint or state is scrubbed", tries=1, outcome=SAID)
+    store = create([tmp_path], world_size=1)
+    commit_generation(store, 0)
+    store.close(remove=False)
+    disk.works_until_it_hangs()
+    disk.hang(module, name)
+    with io_limit(SECONDS):
+        assert main(["scrub", str(tmp_path), "--quiet"]) == 2
+    assert disk.hung == 1
+    assert f"did nothing for {SECONDS} s" in capsys.readouterr().err
+    disk.answer()
 
 
 @pytest.mark.parametrize(

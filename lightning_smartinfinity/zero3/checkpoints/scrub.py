@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.errors import CheckpointError, StorageTimeoutError
 from lightning_smartinfinity.progress import Show
+from lightning_smartinfinity.store.in_time import doing_now, unless_idle
 from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMS_NAME
 from lightning_smartinfinity.zero3.checkpoints.folder_check import (
     optimizer_files,
@@ -34,14 +35,15 @@ class ScrubbedCheckpoint:
     """Tells how much of a checkpoint was read, and which of it is damaged.
 
     Args:
-        num_files: Number of files that were read.
+        files: Files that were read.
         damaged: A sentence about everything that is damaged or missing, or that belongs to another save.
-        unknown: Sentences about files that were not loaded, so that nobody knows whether they belong together.
+        unknown: Sentences about files that were not read or not loaded, so that nobody knows whether they belong
+            together.
     """
 
-    num_files: int
-    damaged: tuple[str, ...]
-    unknown: tuple[str, ...]
+    files: list[Path] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
 
 
 def scrub_checkpoint(path: Path, *, weights_only: bool = True, show: Show) -> ScrubbedCheckpoint:
@@ -57,34 +59,47 @@ def scrub_checkpoint(path: Path, *, weights_only: bool = True, show: Show) -> Sc
     Raises:
         CheckpointError: There is no checkpoint.
     """
+    found = ScrubbedCheckpoint()
+    try:
+        unless_idle(partial(_scrub, path, found, weights_only, show), doing="Reading", path=path)
+    except StorageTimeoutError as error:  # what was found before is told all the same
+        found.unknown.append(str(error))
+    return found
+
+
+def _scrub(path: Path, found: ScrubbedCheckpoint, weights_only: bool, show: Show) -> None:
     universal = (path / "zero").is_dir()
     folder = path if universal else tagged_folder(path)
     files = sorted(folder.rglob("*.pt"))
     if not files or not (universal or optimizer_files(folder)):
         raise CheckpointError(f"{path} holds no checkpoint of ZeRO-3.", "Pass the folder that was saved.")
-    damaged: dict[Path, str] = {}
-    unknown: list[str] = []
+    damaged: set[Path] = set()
     with door(weights_only, consent="--no-weights-only"):
         with show(f"Reading {path}", sum(file.stat().st_size for file in files)) as advance:
             for file in files:
-                _read_through(file, damaged, unknown)
+                with doing_now("Reading", file):
+                    _read_through(file, found, damaged)
+                found.files.append(file)
                 advance(file.stat().st_size)
-        joint = [] if unknown else list((_of_universal if universal else _of_ordinary)(folder, files, damaged))
-    return ScrubbedCheckpoint(num_files=len(files), damaged=(*damaged.values(), *joint), unknown=tuple(unknown))
+        if not found.unknown:
+            for sentence in (_of_universal if universal else _of_ordinary)(folder, files, damaged):
+                found.damaged.append(sentence)
 
 
-def _read_through(file: Path, damaged: dict[Path, str], unknown: list[str]) -> None:
+def _read_through(file: Path, found: ScrubbedCheckpoint, damaged: set[Path]) -> None:
     try:
         check_records(file, tensors=True)
     except CheckpointError as error:
-        damaged[file] = error.problem
+        damaged.add(file)
+        found.damaged.append(error.problem)
         return
     try:
         check_plain(file)
     except CheckpointError as error:  # it needs consent
-        unknown.append(str(error))
+        found.unknown.append(str(error))
     except DAMAGE as error:
-        damaged[file] = f"{file} is damaged: {type(error).__name__}: {error}."
+        damaged.add(file)
+        found.damaged.append(f"{file} is damaged: {type(error).__name__}: {error}.")
 
 
 def _of_ordinary(folder: Path, files: Sequence[Path], damaged: Collection[Path]) -> Iterator[str]:
@@ -133,7 +148,7 @@ def _require_array(saved: UniversalFolder, name: str, array: str, numel: int) ->
 
 def _raised_by(check: Callable[[], object], path: Path) -> Iterator[str]:
     try:
-        with reading_checkpoint(path):
+        with reading_checkpoint(path), doing_now("Reading", path):
             check()
     except CheckpointError as error:
         yield error.problem

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.store.in_time import doing_now, unless_idle
 from lightning_smartinfinity.zero3.checkpoints.trust import load_without_memory, require_file
 from lightning_smartinfinity.zero3.untyped import Pickled
 
@@ -277,7 +277,8 @@ def check_records(path: Path, *, tensors: bool, remedy: str = "Use another check
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
                 if tensors or _RECORD_FOLDER not in info.filename:
-                    _read_through(archive, info)
+                    with doing_now("Reading", path):
+                        _read_through(archive, info)
     except (OSError, EOFError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} is damaged: {error}.", remedy) from error
 
