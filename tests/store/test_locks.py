@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageLockedError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.folders import reclaimable_bytes
-from lightning_smartinfinity.store.lock import FolderLock, is_locked
+from lightning_smartinfinity.store.lock import FolderLock, acquire, is_locked
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.replacement import flush
 from tests.helpers.power_loss import RecordedDisk, content
@@ -229,6 +230,22 @@ def test_lock_whose_file_was_replaced(tmp_path: Path, monkeypatch: pytest.Monkey
     assert is_locked(OpenFolder(tmp_path))
     lock.release(remove=True)
     assert tree(tmp_path) == set()
+
+
+def test_a_link_in_the_place_of_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not followed, however late it comes: what it leads to is neither made nor locked."""
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
+    real, calls = os.open, []
+
+    def once(*args: Any, **kwargs: Any) -> int:
+        calls.append(args)
+        assert len(calls) == 1
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, "open", once)
+    with pytest.raises(OSError, match="symbolic links"):
+        acquire(tmp_path / "lock", mode=0o600, in_use=lambda _: StorageLockedError("in use", "wait"))
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @contextmanager

@@ -138,6 +138,47 @@ def test_files_of_something_else_stay(tmp_path: Path, name: str) -> None:
     assert path.read_bytes() == PRECIOUS
 
 
+def exchanged_after_a_look(monkeypatch: pytest.MonkeyPatch, path: Path, put: Callable[[], object]) -> None:
+    """Let something else take the place of a file directly after it was looked at, before it is opened."""
+    real = os.stat
+
+    def look(name: Any, **kwargs: Any) -> os.stat_result:
+        try:
+            return real(name, **kwargs)
+        finally:
+            if name == path.name:
+                path.unlink(missing_ok=True)
+                put()
+
+    monkeypatch.setattr(open_folder.os, "stat", look)
+
+
+@pytest.mark.parametrize("way", ["read", "create"])
+def test_a_link_that_comes_after_the_look(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch, attack: Attack
+) -> None:
+    """A file that is exchanged for a link between the look and the opening is not read or written through it."""
+    target, folder = precious(tmp_path), OpenFolder(rank_folder(tmp_path / "s"))
+    path = folder.path / "state.bin"
+    if way == "read":
+        path.touch(mode=0o600)
+    exchanged_after_a_look(monkeypatch, path, lambda: path.symlink_to(target))
+    with pytest.raises(OSError, match=r"state\.bin"):
+        getattr(folder, way)("state.bin")
+    assert target.read_bytes() == PRECIOUS
+    attack(IN_PLACE, tries=1, outcome=REFUSED)
+
+
+def test_a_file_that_comes_after_the_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that somebody makes between the look and the making is not taken for a new one."""
+    folder = OpenFolder(rank_folder(tmp_path))
+    path = folder.path / "state.bin"
+    exchanged_after_a_look(monkeypatch, path, lambda: path.write_bytes(PRECIOUS))
+    with pytest.raises(FileExistsError):
+        folder.create("state.bin")
+    assert path.read_bytes() == PRECIOUS
+
+
 @pytest.mark.parametrize("level", ["default", "default/rank-00000"])
 def test_folders_behind_links_are_not_used(tmp_path: Path, level: str, attack: Attack) -> None:
     """A link in place of the job's or the rank's folder is refused, and state behind it stays."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lightning_smartinfinity.ending import give_up_soon_after_sigterm
 from lightning_smartinfinity.native import ask_to_end, asked_to_end, take_back_ask_to_end
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
+from tests.helpers.waiting import LIMIT
 
 
 def test_a_rank_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +36,22 @@ def test_a_rank_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="rank 0 cannot listen: too many open files"):
         assert watching._meet(1.0) is None
     assert len(gathered) == 2
+
+
+def test_who_does_not_know_the_token_is_sent_away() -> None:
+    """Rank 0 takes no connection of a stranger for a rank's, even if it comes first and names one."""
+    token, rank = b"t" * 16, (1).to_bytes(4, "big")
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    hellos = (b"x" * 16 + rank, b"t" * 15 + b"x" + rank, token + rank)
+    callers = [watching._connect("127.0.0.1", port, hello=hello) for hello in hellos]
+    (connected,) = watching._accept(listener, 1, token).values()
+    connected.sendall(b"welcome")
+    for caller, heard in zip(callers, (b"", b"", b"welcome"), strict=True):
+        caller.settimeout(LIMIT)
+        assert caller.recv(7) == heard
+        caller.close()
+    connected.close()
 
 
 def test_a_checkpoint_after_sigterm(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.store import replacement
-from lightning_smartinfinity.store.replacement import beside, exchange
+from lightning_smartinfinity.store.replacement import beside, exchange, flush, flush_tree
+from lightning_smartinfinity.store.staging_folder import make_staging, require_own_staging
 from lightning_smartinfinity.zero3.checkpoints import folder_swap
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing, restore_interrupted
 from tests.helpers.attacks import Attack
+from tests.helpers.power_loss import RecordedDisk, observed
 
 TAG = "checkpoint"
 FILES = ("rank_0_model_states.pt", "rank_0_optim_states.pt")
@@ -39,13 +41,13 @@ def _file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(replacement, "exchange", lambda first, second: False)
 
 
-def save(path: Path, content: str) -> None:
+def save(path: Path, content: str, tag: str = TAG) -> None:
     """Save as DeepSpeed does: a subfolder with files, and files beside it."""
-    with replacing(path, TAG, local_rank=0) as staging:
-        (staging / TAG).mkdir(exist_ok=True)
+    with replacing(path, tag, local_rank=0) as staging:
+        (staging / tag).mkdir(exist_ok=True)
         for name in FILES:
-            (staging / TAG / name).write_text(content)
-        (staging / "latest").write_text(TAG)
+            (staging / tag / name).write_text(content)
+        (staging / "latest").write_text(tag)
 
 
 def saved(path: Path) -> set[str]:
@@ -184,6 +186,48 @@ def dying(call: Callable[..., Any], calls: Iterator[int], number: int) -> Callab
         return call(*args, **kwargs)
 
     return wrapper
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("before", [True, False])
+def test_a_power_loss_within_a_save_under_another_tag(before: bool, seed: int, tmp_path: Path, attack: Attack) -> None:
+    """At every moment ``latest`` names a whole save: the last one of another tag, or the new one, which is kept."""
+    disk, found = RecordedDisk(tmp_path, seed=seed), []
+    path = disk.folder / "a.ckpt"
+    if before:
+        save(path, "older")
+    save(path, "old", "other")
+
+    def look() -> None:
+        with disk.after_power_loss() as folder:
+            tag = (folder / "a.ckpt" / "latest").read_text()
+            restore_interrupted(folder / "a.ckpt", tag)
+            contents = {(folder / "a.ckpt" / tag / name).read_text() for name in FILES}
+            found.append((tag, *contents))
+
+    with observed(look):
+        save(path, "new")
+    look()
+    disk.close()
+    what = "power loss within a save under another tag"
+    attack(what, tries=len(found), outcome="the last save is whole, or the new one")
+    assert set(found) == {("other", "old"), (TAG, "new")}
+    assert found[0] == ("other", "old") and found[-1] == (TAG, "new")
+
+
+def test_a_power_loss_leaves_no_staging_folder_of_which_nobody_knows_who_made_it(tmp_path: Path) -> None:
+    """What is flushed in a staging folder is found with its mark, so that the next save may remove it."""
+    disk = RecordedDisk(tmp_path, seed=1)
+    staging = disk.folder / ".saving"
+    make_staging(staging)
+    flush(disk.folder)
+    (staging / "new").mkdir()
+    (staging / "new" / "model.pt").write_text("half")
+    flush_tree(staging / "new")
+    for _ in range(20):
+        with disk.after_power_loss() as folder:
+            require_own_staging(folder / ".saving")
+    disk.close()
 
 
 @pytest.mark.parametrize("first", [True, False])
