@@ -31,6 +31,7 @@ ARRAYS = {
     "bool": np.array([True, False]),
     "complex": np.array([1j]),
     "text": np.array(["a", "long"]),
+    "no text": np.array([], "U3"),
     "bytes": np.array([b"a", b"bc"]),
     "empty": np.empty((0, 3), np.uint8),
     "without dimensions": np.array(2.5),
@@ -137,6 +138,7 @@ class Lie:
 
 
 FLOATS = np.dtype("f8")
+TEXT = {order: np.dtype(f"{order}U2") for order in "<>"}
 POINTERS = b"\x10" * 16
 LIES = {
     "an array that is too short": (1, (3,), FLOATS, False, POINTERS),
@@ -146,6 +148,8 @@ LIES = {
     "no dtype": (1, (2,), "O", False, POINTERS),
     "no bytes": (1, (2,), FLOATS, False, [None, None]),
     "half a state": (1, (2,)),
+    "text with a number that is no character": (1, (1,), TEXT["<"], False, b"a\0\0\0\0\0\x11\0"),
+    "big-endian text with a number that is no character": (1, (1,), TEXT[">"], False, b"\0\0\0a\xff\xff\xff\xff"),
 }
 DTYPES = {
     "numbers with fields of objects": ("f8", (3, "<", None, ("a",), {"a": (np.dtype("f8"), 0)}, 8, 1, 63)),
@@ -168,6 +172,18 @@ def test_what_is_no_array(kind: str, tmp_path: Path) -> None:
         dtype = Lie(np.dtype, (text, False, True), *([] if state is None else [state]))
         lie = Lie(multiarray._reconstruct, (np.ndarray, (0,), b"b"), (1, (2,), dtype, False, POINTERS))
     torch.save({"mine": lie}, tmp_path / "file.pt")
+    with pytest.raises((*DAMAGE, CheckpointError)):
+        load_file(tmp_path / "file.pt")
+
+
+@pytest.mark.parametrize("order", TEXT)
+def test_text_with_the_last_character(order: str, tmp_path: Path) -> None:
+    """Text may hold every character, in both orders of bytes, and a scalar is checked, too."""
+    array = np.array(["a", "\U0010ffff", ""], TEXT[order])
+    torch.save([array, np.str_("\U0010ffff")], tmp_path / "file.pt")
+    found, scalar = load_file(tmp_path / "file.pt")
+    assert found.tolist() == array.tolist() and scalar == "\U0010ffff"
+    torch.save([Lie(multiarray.scalar, (TEXT[order], b"\xff" * 8))], tmp_path / "file.pt")
     with pytest.raises((*DAMAGE, CheckpointError)):
         load_file(tmp_path / "file.pt")
 

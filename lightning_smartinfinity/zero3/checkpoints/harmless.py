@@ -13,6 +13,7 @@ import math
 import pathlib
 import pickle
 import re
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -65,6 +66,10 @@ def _array(shape: Any, stand_in: Any, content: Any, *, order: Literal["C", "F"] 
     )
     if not fits:
         raise pickle.UnpicklingError("A wrong state of an array")
+    if stand_in.dtype.kind == "U" and content:
+        codes = np.frombuffer(content, np.dtype("u4").newbyteorder(stand_in.dtype.byteorder))
+        if codes.max() > sys.maxunicode:
+            raise pickle.UnpicklingError("An array of text with a number that stands for no character")
     return np.ndarray(shape, stand_in.dtype, content, order=order).copy(order)
 
 
