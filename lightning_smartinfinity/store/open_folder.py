@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import pwd
+import secrets
 import stat
 import weakref
+from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
 from typing import BinaryIO
@@ -109,6 +111,19 @@ class OpenFolder:
     def create(self, name: str) -> int:
         """Create a file that must not exist yet, and return its descriptor; raises as :meth:`status`."""
         return self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+    def open_unnamed(self, flags: int) -> int:
+        """Create a file without a name, which is gone when it is closed, and return its descriptor.
+
+        Raises:
+            OSError: It cannot be created.
+        """
+        with suppress(OSError):  # not all file systems have such files
+            return os.open(".", flags | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=self.descriptor)
+        name = f".{secrets.token_hex(8)}.tmp"
+        descriptor = os.open(name, flags | os.O_CREAT | os.O_EXCL | _FILE, 0o600, dir_fd=self.descriptor)
+        self.remove(name)
+        return descriptor
 
     def reader(self, name: str) -> BinaryIO:
         """Open a file for reading; raises as :meth:`status`."""

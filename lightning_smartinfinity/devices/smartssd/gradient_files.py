@@ -18,7 +18,7 @@ _NAME = "gradients.tmp"
 
 
 def open_gradient_file(folder: Path, nbytes: int, resources: ExitStack) -> native.StateFile:
-    """Create the file and unlink it once it is open, so that nothing is left behind.
+    """Create the file without a name, so that nothing is left behind, and nothing of others is in its way.
 
     Args:
         folder: The rank's folder on the card's SSD.
@@ -37,17 +37,12 @@ def open_gradient_file(folder: Path, nbytes: int, resources: ExitStack) -> nativ
 
 
 def _create(folder: Path, nbytes: int) -> native.StateFile:
-    path = folder / _NAME
+    path = folder / _NAME  # for messages
     with storage_errors(f"Allocating {nbytes} bytes for", path), closing(OpenFolder(folder)) as inside:
-        inside.status(_NAME)  # whatever is no file of ours is refused
-        inside.remove(_NAME)
+        descriptor = inside.open_unnamed(os.O_RDWR | os.O_DIRECT)
         try:
-            descriptor = inside.create(_NAME)
-            try:
-                os.posix_fallocate(descriptor, 0, nbytes)
-            finally:
-                os.close(descriptor)
-            descriptor = inside.open(_NAME, os.O_RDWR | os.O_DIRECT)
-            return native.StateFile(str(path), direct=True, descriptor=descriptor)
-        finally:
-            inside.remove(_NAME)
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return native.StateFile(str(path), direct=True, descriptor=descriptor)
