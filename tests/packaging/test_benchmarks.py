@@ -38,6 +38,10 @@ RUNS = {
         ["--numel", "100000", "--where", "init"],
         ["| phase |", "| import |", "| build |", "| set-up, first state |", "| step 4 |", "| save |"],
     ),
+    "checksums.py": (
+        ["--size", "tiny", "--steps", "4", "--rounds", "1"],
+        ["| system | step s |", "| state on storage |", "| state and parameters on storage |"],
+    ),
     "compression.py": (["--tiny"], ["top 1 %  ", "8 bits  "]),
     "compression_accuracy.py": (
         [*("--tasks", "from-scratch", "--size", "nano", "--scratch-steps", "2", "--seeds", "1")],
@@ -98,9 +102,9 @@ ON_CARDS = {
 }
 # Scripts that take longer than five seconds of both cores even so, except update.py, whose figures are plotted.
 SLOW = {
-    *("backward.py", "calibration.py", "checkpoint_memory.py", "compression_accuracy.py", "csim.py", "engines.py"),
-    *("export.py", "formats.py", "import_time.py", "paper_tables.py", "peak_memory.py", "plan.py", "scaling.py"),
-    *("setup.py", "step.py", "tensor_store.py", "xrt_bindings.py"),
+    *("backward.py", "calibration.py", "checkpoint_memory.py", "checksums.py", "compression_accuracy.py", "csim.py"),
+    *("engines.py", "export.py", "formats.py", "import_time.py", "paper_tables.py", "peak_memory.py", "plan.py"),
+    *("scaling.py", "setup.py", "step.py", "tensor_store.py", "xrt_bindings.py"),
 }
 # The plots that plots.py makes of these figures, and texts in them.
 PLOTTED = {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -15,6 +16,10 @@ std::uint32_t crc32c_combine(std::uint32_t first, std::uint32_t second, std::uin
 
 // Returns the register widths, in bits, for which this CPU has an implementation, slowest first; 0 is the table.
 std::vector<int> crc32c_widths();
+// Whether crc32c() returns 0 for everything, so that a benchmark can tell what checksums cost. Only
+// module/bind_testing.cpp, which no wheel has, sets it.
+std::atomic<bool>& crc32c_left_out();
+
 // Computes the checksum with one of these widths.
 std::uint32_t crc32c_by(int width, const void* data, std::size_t bytes, std::uint32_t value);
 

@@ -236,6 +236,9 @@ void bind_parts(nb::module_& m) {
           "Raises:\n    ValueError: This CPU does not support the width.");
     m.def("crc32c_widths", &crc32c_widths,
           "Return the register widths, in bits, that can compute CRC-32C on this CPU, slowest first; 0 is the table.");
+    m.def(
+        "leave_out_crc32c", [](bool left_out) { crc32c_left_out().store(left_out); }, "left_out"_a,
+        "Let every CRC-32C of this process be 0, in what is written and in what is compared, or compute them again.");
     m.def("crc32c_combine", &crc32c_combine, "first"_a, "second"_a, "nbytes"_a,
           "Return the CRC-32C of two consecutive pieces of memory from that of each; nbytes is the second's size.");
     m.def("encode_gradient", &encode, "codec"_a, "tasklet"_a, nb::kw_only(), "residual_scale"_a = 1.0f, WithoutGil(),

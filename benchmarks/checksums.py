@@ -1,0 +1,139 @@
+"""Measures what checksums add to a training step of GPT-2 in bf16: every system with and without them.
+
+Without them, the core takes the checksum of anything to be 0, in what it writes and in what it compares. Each training
+is a process of its own. In every round all of them take turns, in another order each time, since the speed of a shared
+disk drifts; the table shows medians over all steps, and the median of the ratios within a round. Usage::
+
+    python benchmarks/checksums.py [--size 124m] [--tokens 32] [--rounds 5] [--storage .] [--json figures.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from comparison import Figures, measure, report, table
+from gpt2 import CONTEXT, SIZES
+from machine import describe
+from raw_disk import cpu_seconds
+from training import WARMUP, Probe, tokens, train_near_storage
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.helpers.native_testing import leave_out_crc32c
+
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "state on storage": {},
+    "state and parameters on storage": {"offload_param": {"device": "nvme"}},
+}
+COLUMNS = {
+    "step s": ("with", 3),
+    "without checksums, s": ("without", 3),
+    "checksums add, %": ("share", 1),
+    "CPU s of a step": ("cpu_with", 2),
+    "without checksums, CPU s": ("cpu_without", 2),
+}
+
+
+class CpuProbe(Probe):
+    """Records CPU time from the end of a step to the end of the next, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cpu: list[float] = []
+
+    def end(self) -> None:
+        """End the step."""
+        super().end()
+        self.cpu.append(cpu_seconds())
+
+
+def run(options: argparse.Namespace) -> Figures:
+    """Train in this process."""
+    system, checksums = options.child
+    leave_out_crc32c(checksums == "without")
+    probe = CpuProbe()
+    train_near_storage(
+        options.size,
+        options.steps,
+        options.storage,
+        accelerator="cpu",
+        probe=probe,
+        batches=partial(tokens, size=options.size, shape=(1, options.tokens)),
+        settings={"overlap": "none"},
+        **SYSTEMS[system],
+    )
+    cpu = (probe.cpu[-1] - probe.cpu[WARMUP - 1]) / (options.steps - WARMUP)
+    return {"seconds": probe.medians()["total"], "cpu": cpu}
+
+
+def rounds(options: argparse.Namespace) -> dict[str, Figures]:
+    """Let all trainings take turns, and return the figures of each system."""
+    ways = list(product(SYSTEMS, ("with", "without")))
+    found: dict[tuple[str, str], list[Figures]] = {way: [] for way in ways}
+    shape = ["--size", options.size, "--steps", str(options.steps), "--tokens", str(options.tokens)]
+    for _ in range(options.rounds):
+        for system, checksums in random.sample(ways, len(ways)):
+            with tempfile.TemporaryDirectory(dir=options.storage, prefix="checksums-") as folder:
+                child = ["--child", system, checksums, *shape, "--storage", folder]
+                figures = measure(f"{system}, {checksums} checksums", __file__, *child)
+            if figures is None:
+                raise SystemExit(1)
+            found[system, checksums].append(figures)
+    return {system: summary(found[system, "with"], found[system, "without"]) for system in SYSTEMS}
+
+
+def summary(with_them: list[Figures], without: list[Figures]) -> Figures:
+    """Return a system's row, and the seconds of every round."""
+    seconds = [[figures["seconds"] for figures in of] for of in (with_them, without)]
+    return {
+        "with": statistics.median(seconds[0]),
+        "without": statistics.median(seconds[1]),
+        "share": 100 * (statistics.median(a / b for a, b in zip(*seconds, strict=True)) - 1),
+        "cpu_with": statistics.median(figures["cpu"] for figures in with_them),
+        "cpu_without": statistics.median(figures["cpu"] for figures in without),
+        "seconds_of_rounds": seconds,
+    }
+
+
+def parse_options() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="124m")
+    parser.add_argument("--tokens", type=int, default=32, help=f"of a step, at most {CONTEXT}")
+    parser.add_argument("--steps", type=int, default=WARMUP + 5, help=f"of a round; the first {WARMUP} do not count")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--storage", default=".", help="folder on the disk to measure")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.steps <= WARMUP:
+        parser.error(f"--steps {options.steps} leaves none to measure: the first {WARMUP} warm up")
+    return options
+
+
+def main() -> int:
+    """Print the table."""
+    options = parse_options()
+    if options.child:
+        report(run(options))
+        return 0
+    machine = describe("torch", "lightning", "deepspeed")
+    print(machine)
+    rows = rounds(options)
+    print(f"\nGPT-2 {options.size}, bf16, 1 x {options.tokens} tokens, {options.rounds} rounds\n")
+    print(table(rows, COLUMNS))
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine, "size": options.size, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
