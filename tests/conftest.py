@@ -87,6 +87,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         faulthandler.dump_traceback_later(mark.args[0] + 60, exit=True, file=stderr)
 
 
+def pytest_runtest_teardown() -> None:
+    """Let a test that asked the process to end leave the waits of the next one as long as ever."""
+    if core := sys.modules.get("lightning_smartinfinity.native._core"):
+        core.take_back_ask_to_end()
+
+
 @pytest.fixture
 def attack(request: pytest.FixtureRequest) -> Attack:
     """Return a function by which a test adds a row to the table of attacks."""

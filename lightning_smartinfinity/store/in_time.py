@@ -146,8 +146,8 @@ def in_time(function: Callable[[], T], *, doing: str, path: Path, seconds: float
         function: The function. Calls within it are part of this one.
         doing: What it does, such as ``"Flushing"``, for the error.
         path: The file that it does it to.
-        seconds: The limit, by default that of :func:`io_limit`; at most three seconds once the process was asked to
-            end.
+        seconds: The limit, by default that of :func:`io_limit`; at most :func:`native.ending_seconds` once the process
+            was asked to end.
 
     Raises:
         StorageTimeoutError: It has not returned in time.
@@ -205,6 +205,7 @@ def _made(call: _Call[T], seconds: float | None) -> T:
     given_up = call.give_up()
     if given_up:
         _given_up.append(call)  # type: ignore[arg-type]
+        native.note_given_up(limit.waited)
     if interrupt is not None:
         if not given_up:
             call.undo()
@@ -222,6 +223,7 @@ class _Limit(Generic[T]):
         self._call = call
         self._seen: object = None
         self._seconds = self._whole = self.left = seconds
+        self.waited = 0.0
 
     def next_wait(self, *, interrupted: bool) -> float:
         """Return how long to wait now."""
@@ -230,10 +232,10 @@ class _Limit(Generic[T]):
         if self._call.renews and not interrupted and (state := self._state()) != self._seen:
             self._seen = state
             self._whole = self.left = self._seconds * factor
-        if native.asked_to_end():
-            self._whole = min(self._whole, native.ENDING_SECONDS * factor)
+        if (ending := native.ending_seconds()) is not None:
+            self._whole = min(self._whole, ending * factor)
             self.left = min(self.left, self._whole)
-        wait, self.left = min(_POLL, self.left), self.left - _POLL
+        wait, self.left, self.waited = min(_POLL, self.left), self.left - _POLL, self.waited + _POLL
         return wait
 
     def __str__(self) -> str:

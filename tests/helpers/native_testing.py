@@ -7,6 +7,7 @@ from __future__ import annotations
 
 try:
     from lightning_smartinfinity.native._core import (
+        EndingClock,
         FaultCounts,
         Hold,
         InstructionSet,
@@ -32,6 +33,7 @@ except ImportError as error:
     ) from error
 
 __all__ = [
+    "EndingClock",
     "FaultCounts",
     "Hold",
     "InstructionSet",

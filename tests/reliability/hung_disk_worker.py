@@ -1,8 +1,9 @@
 """Trains until a disk stops answering: ``python -m tests.reliability.hung_disk_worker FOLDER CAUSE OVERLAP FILE``.
 
-CAUSE is ``timeout``, or the name of a signal that the process then sends to itself. FILE is ``state``, ``parameters``
-or ``commit`` (the commit record, which is not written then). The file ``ended.json`` says what came out of the fit, and
-after how many seconds.
+CAUSE is ``timeout``, or the name of a signal that the process then sends to itself. FILE is ``state``, ``parameters``,
+``commit`` (the commit record, which is not written then) or ``all`` (two disks, one with the state and one with the
+parameters, on which no file can be closed either). The file ``ended.json`` says what came out of the fit and of closing
+everything, and after how many seconds.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
 from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
-from lightning_smartinfinity.store import state_store
+from lightning_smartinfinity.errors import StorageTimeoutError
+from lightning_smartinfinity.store import state_store, tensor_files
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.native_testing import Hold
 from tests.helpers.trainers import quiet_trainer
@@ -30,17 +33,17 @@ TIMEOUT = 2.0
 
 
 class HungDisk(pl.Callback):
-    """A disk that answers no read, or no write of the commit record, any more from the second step on.
+    """Disks that answer no read, or no write of the commit record, any more from the second step on.
 
     Args:
         cause: What ends the training: ``timeout``, or the name of a signal.
-        file: The file whose reads are not answered.
+        file: What is not answered.
     """
 
     def __init__(self, cause: str, file: str) -> None:
         self._cause = cause
         self._file = file
-        self._hold: Hold | None = None
+        self._holds: list[Hold] = []
         self._asked = threading.Event()
         self.since = 0.0
 
@@ -49,23 +52,26 @@ class HungDisk(pl.Callback):
             strategy: Any = trainer.strategy
             if self._file == "commit":
                 strategy.drain()
-                state_store.write_record = self._never_write
-            elif self._file == "parameters":
-                self._hold = Hold(strategy._parameters.store.core, read_at=0, count=EVERY)
-            else:
+                state_store.write_record = self._never_return  # type: ignore[assignment]
+            if self._file in ("state", "all"):
                 strategy.drain()
                 device = strategy._near_storage_optimizer.rank_state.handler._device
-                self._hold = Hold(device.pipeline, read_at=0, count=EVERY)
+                self._holds.append(Hold(device.pipeline, read_at=0, count=EVERY))
+            if self._file in ("parameters", "all"):
+                self._holds.append(Hold(strategy._parameters.store.core, read_at=0, count=EVERY))
+            if self._file == "all":
+                state_store.StateStore._close = self._never_return  # type: ignore[method-assign]
+                tensor_files.TensorFiles.close = self._never_return  # type: ignore[method-assign]
             threading.Thread(target=self._end, daemon=True).start()
 
-    def _never_write(self, *_: Any, **__: Any) -> int:
+    def _never_return(self, *_: Any, **__: Any) -> int:
         self._asked.set()
         time.sleep(10 * LIMIT)
         return 0
 
     def _end(self) -> None:
-        hold = self._hold
-        await_that(self._asked.is_set if hold is None else lambda: hold.count > 0)
+        holds = self._holds
+        await_that(lambda: any(hold.count > 0 for hold in holds) if holds else self._asked.is_set())
         time.sleep(0.3)  # the training now waits for the disk
         self.since = time.monotonic()
         if self._cause != "timeout":
@@ -79,14 +85,20 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     disk = HungDisk(cause, file)
     transfer = TransferConfig(io_timeout=TIMEOUT if cause == "timeout" else 10 * LIMIT)
-    zero = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
+    offload = {"device": "nvme", "nvme_path": str(root / "storage-2")}
+    zero = {"offload_param": offload, "stage3_param_persistence_threshold": 0}
     strategy = SmartInfinityStrategy(
-        root / "storage", transfer=transfer, overlap=overlap, zero=zero if file == "parameters" else None
+        root / "storage", transfer=transfer, overlap=overlap, zero=zero if file in ("parameters", "all") else None
     )
     trainer = quiet_trainer(root, strategy, callbacks=[disk])
     try:
         trainer.fit(LitTiny(Recipe(precision="bf16-mixed", width=64)))
     except BaseException as error:
+        if file == "all":
+            assert strategy._parameters is not None
+            for close in (lambda: strategy._close_state(since="the end"), strategy._parameters.close):
+                with suppress(StorageTimeoutError):
+                    close()
         told = {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - disk.since}
         (root / "ended.json").write_text(json.dumps(told))
         raise

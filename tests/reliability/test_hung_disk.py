@@ -54,13 +54,16 @@ def test_no_answer_within_the_limit(tmp_path: Path, attack: Attack, overlap: str
     ("cause", "overlap", "file"),
     [
         pytest.param("SIGINT", "none", "state"),
-        pytest.param("SIGTERM", "none", "state"),
+        pytest.param("SIGTERM", "none", "all"),
+        pytest.param("SIGTERM", "none", "state", marks=pytest.mark.long),
+        pytest.param("SIGINT", "none", "all", marks=pytest.mark.long),
         *[
             pytest.param(cause, overlap, file, marks=pytest.mark.long)
             for cause in ("SIGINT", "SIGTERM")
             for overlap, file in (
                 ("forward", "state"),
                 ("backward", "state"),
+                ("forward", "all"),
                 ("none", "parameters"),
                 ("none", "commit"),
             )
@@ -70,7 +73,10 @@ def test_no_answer_within_the_limit(tmp_path: Path, attack: Attack, overlap: str
 def test_asked_to_end_while_the_disk_does_not_answer(
     tmp_path: Path, attack: Attack, cause: str, overlap: str, file: str
 ) -> None:
-    """The error is out within seconds, whatever the limit is: Lightning's exit after Ctrl-C, or the disk's error."""
+    """The error is out within seconds, whatever the limit is and however many disks and files do not answer.
+
+    It is Lightning's exit after Ctrl-C, or the disk's error.
+    """
     attack("Ctrl-C or SIGTERM while a disk does not answer", tries=1, outcome="training and process end within 5 s")
     told = ended(tmp_path, cause, overlap, file)
     assert told["error"] in ({"SIGINT": ("SystemExit",), "SIGTERM": ("StorageTimeoutError", "SIGTERMException")}[cause])

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_smartinfinity import watching
 from lightning_smartinfinity.ending import give_up_soon_after_sigterm
-from lightning_smartinfinity.native import ask_to_end, asked_to_end, take_back_ask_to_end
+from lightning_smartinfinity.native import ask_to_end, ending_seconds
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import LIMIT
@@ -60,7 +60,7 @@ def test_a_checkpoint_after_sigterm(tmp_path: Path) -> None:
     trainer.fit(LitTiny(Recipe(precision="bf16-mixed")))
     ask_to_end()
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert not asked_to_end()
+    assert ending_seconds() is None
 
 
 @pytest.fixture
@@ -69,18 +69,17 @@ def handler_of_sigterm() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
-    take_back_ask_to_end()
 
 
 @pytest.mark.usefixtures("handler_of_sigterm")
 def test_sigterm_in_a_fit() -> None:
     """Waits for a disk become short before the handler runs that was there, which may wait for one itself."""
-    heard: list[bool] = []
-    signal.signal(signal.SIGTERM, lambda *_: heard.append(asked_to_end()))
+    heard: list[float | None] = []
+    signal.signal(signal.SIGTERM, lambda *_: heard.append(ending_seconds()))
     give_up_soon_after_sigterm()
-    assert not asked_to_end()
+    assert ending_seconds() is None
     signal.raise_signal(signal.SIGTERM)
-    assert heard == [True]
+    assert heard == [3.0]
 
 
 @pytest.mark.usefixtures("handler_of_sigterm")
@@ -89,4 +88,4 @@ def test_a_process_that_ignores_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     give_up_soon_after_sigterm()
     signal.raise_signal(signal.SIGTERM)
-    assert not asked_to_end()
+    assert ending_seconds() is None

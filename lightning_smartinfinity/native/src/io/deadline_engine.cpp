@@ -20,10 +20,10 @@ constexpr int kPause = 4;
 // The time that a request has at present, and the moment from which on it applies.
 struct Limit {
     explicit Limit(milliseconds timeout) : time(timeout) {
-        const auto asked = asked_to_end();
-        if (!asked || timeout <= kEndingTimeout) return;
-        time = kEndingTimeout;
-        from = *asked;
+        const auto ending = ending_limit();
+        if (!ending || timeout <= ending->time) return;
+        time = ending->time;
+        from = ending->from;
     }
 
     milliseconds time;
@@ -73,7 +73,7 @@ void DeadlineEngine::submit(const IoRequest& request, CompletionHandler& handler
 DeadlineEngine::Clock::time_point DeadlineEngine::since(const IoRequest& request) const {
     const auto now = Clock::now();
     if (request.since == Clock::time_point()) return now;
-    return std::max(request.since, now - timeout_ + std::min(timeout_, kEndingTimeout));
+    return std::max(request.since, now - timeout_ + std::min(timeout_, EndingClock::kFirst));
 }
 
 bool DeadlineEngine::any_abandoned() const {
@@ -162,6 +162,7 @@ std::vector<DeadlineEngine::Late> DeadlineEngine::take_late() {
             ++next;
             continue;
         }
+        note_abandoned(each.since);
         late.push_back({each.request, each.handler, limit.time});
         abandoned_.try_emplace(next->first, each.request);
         next = waiting_.erase(next);

@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -83,15 +84,29 @@ void bind_io_engines(nb::module_& m) {
 }
 
 void bind_ask_to_end(nb::module_& m) {
-    m.attr("ENDING_SECONDS") = std::chrono::duration<double>(kEndingTimeout).count();
-    m.def("ask_to_end", &ask_to_end,
-          "Say that the process is to end, as after Ctrl-C. For ten seconds from now, a request to a storage device\n"
-          "that does not return within three seconds is given up, instead of after its own limit.");
+    m.def(
+        "ask_to_end", &ask_to_end,
+        "Say that the process is to end, as after Ctrl-C. For ten seconds from now, requests to storage devices that\n"
+        "do not return are given up after ending_seconds(), instead of after their own limit.");
     m.def("take_back_ask_to_end", &take_back_ask_to_end,
           "Take ask_to_end() back, as the storage has answered since. Requests have their own limit again.");
     m.def(
-        "asked_to_end", [] { return asked_to_end().has_value(); },
-        "Return whether ask_to_end() was called within the last ten seconds.");
+        "ending_seconds",
+        []() -> std::optional<double> {
+            const auto limit = ending_limit();
+            if (!limit) return std::nullopt;
+            return std::chrono::duration<double>(limit->time).count();
+        },
+        "Return how long a wait for a storage device may last, or None if the process was not asked to end.\n\n"
+        "It is three seconds until the first wait is given up. All later ones share one second.");
+    m.def(
+        "note_given_up",
+        [](double seconds) {
+            using Duration = EndingClock::Clock::duration;
+            const auto waited = std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds));
+            note_abandoned(EndingClock::Clock::now() - waited);
+        },
+        "seconds"_a, "Note that a wait for a storage device was given up after so many seconds.");
 }
 
 }  // namespace

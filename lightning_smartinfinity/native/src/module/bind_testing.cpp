@@ -1,12 +1,14 @@
 // Binds what only tests do to workers and devices, and ask of the core.
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -18,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/ending.hpp"
 #include "checksum/crc32c.hpp"
 #include "gradient/compression.hpp"
 #include "gradient/gradient_codec.hpp"
@@ -159,6 +162,31 @@ void bind_throttle(nb::module_& m) {
             "Total speed of all files; 0: unlimited.");
 }
 
+EndingClock::Clock::time_point moment(double seconds) {
+    return EndingClock::Clock::time_point(
+        std::chrono::duration_cast<EndingClock::Clock::duration>(std::chrono::duration<double>(seconds)));
+}
+
+void bind_ending_clock(nb::module_& m) {
+    using Seconds = std::chrono::duration<double>;
+    nb::class_<EndingClock>(m, "EndingClock", "A clock as that of the process. Moments are seconds since any other.")
+        .def(nb::init<>())
+        .def(
+            "ask", [](EndingClock& self, double now) { self.ask(moment(now)); }, "now"_a)
+        .def("take_back", &EndingClock::take_back)
+        .def(
+            "limit",
+            [](const EndingClock& self, double now) -> std::optional<std::pair<double, double>> {
+                const auto limit = self.limit(moment(now));
+                if (!limit) return std::nullopt;
+                return std::pair(Seconds(limit->time).count(), Seconds(limit->from.time_since_epoch()).count());
+            },
+            "now"_a, "Return the time of a wait, and the moment from which on it counts at the earliest.")
+        .def(
+            "abandon", [](EndingClock& self, double since, double now) { self.abandon(moment(since), moment(now)); },
+            "since"_a, "now"_a);
+}
+
 void bind_use_cuda_library(nb::module_& m) {
     m.def("use_cuda_library", &use_cuda_library, "path"_a.none(),
           "Open this library instead of libcuda.so.1 from now on; None: libcuda.so.1. Existing devices keep theirs.");
@@ -274,6 +302,7 @@ void bind_testing(nb::module_& m) {
     bind_inject<PythonTensorStore>(m, "store");
     bind_throttle(m);
     bind_hold(m);
+    bind_ending_clock(m);
     bind_use_cuda_library(m);
     bind_instruction_sets(m);
     bind_sync(m);
