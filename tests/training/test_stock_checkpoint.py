@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import shutil
 from functools import partial
 from itertools import zip_longest
@@ -19,6 +20,7 @@ from lightning.fabric.strategies.deepspeed import _validate_checkpoint_directory
 from safetensors.torch import load_file
 
 from lightning_smartinfinity import CheckpointError
+from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from tests.fabric.worker import quiet_fabric
 from tests.helpers import trainers
@@ -191,13 +193,25 @@ def test_fabric_goes_on_from_what_an_engine_saved(inside: str, saved: Path, tmp_
     fabric.strategy.close()
 
 
-def test_a_trainer_does_not_go_on_from_what_an_engine_saved(saved: Path, tmp_path: Path) -> None:
-    """The checkpoint lacks the Trainer's progress. Lightning's own strategies refuse such a folder, too."""
+def test_a_trainer_does_not_go_on_from_what_an_engine_saved(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint lacks the Trainer's progress. Lightning's own strategies refuse such a folder, too.
+
+    The error's command writes the masters.
+    """
     with pytest.raises(FileNotFoundError, match="not a valid DeepSpeed checkpoint"):
         _validate_checkpoint_directory(saved / "fp32.engine")
     with pytest.raises(CheckpointError, match=r"lacks 'loops', .*saved by DeepSpeed itself") as caught:
         resume(tmp_path, KINDS["fp32"][0], saved / "fp32.engine")
     assert "Fabric" in caught.value.remedy
+    monkeypatch.chdir(tmp_path)
+    assert main([*shlex.split(caught.value.remedy.split("`")[1])[1:], "--no-weights-only"]) == 0
+    expected = get_fp32_state_dict_from_zero_checkpoint(str(saved / "fp32.ckpt"))
+    module = LitTiny(KINDS["fp32"][0])
+    module.load_state_dict(load_file("weights/model.safetensors"), strict=False)
+    for name, param in module.named_parameters(remove_duplicate=False):
+        assert torch.equal(param, expected[name]), name
 
 
 def test_a_stock_checkpoint_needs_consent(saved: Path, tmp_path: Path) -> None:

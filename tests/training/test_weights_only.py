@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
 from lightning_smartinfinity import CheckpointError
+from lightning_smartinfinity.cli import main
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 
 RECIPE = Recipe(precision="bf16-mixed", max_steps=3, validate=True)
 
 
-def test_weights_only_checkpoints(tmp_path: Path) -> None:
+def test_weights_only_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint has a third of the size.
 
     It evaluates and converts to one file, but a fit refuses to resume from it.
@@ -43,7 +45,11 @@ def test_weights_only_checkpoints(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="weights only") as caught:
         quiet_trainer(tmp_path / "c", max_steps=4).fit(LitTiny(RECIPE), ckpt_path=path)
-    assert "get_fp32_state_dict_from_zero_checkpoint" in caught.value.remedy
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(caught.value.remedy.split("`")[1])[1:]) == 0
+    exported = LitTiny.load_from_checkpoint("weights.ckpt", recipe=RECIPE, weights_only=True)
+    for name, param in exported.model.named_parameters():
+        assert torch.equal(param, masters[name]), name
 
     for folder in (path, tmp_path / "whole.ckpt"):
         with pytest.raises(IsADirectoryError):  # Lightning raises this; docs/troubleshooting.md has the remedy

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
+from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, SmartInfinityError
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import restore_interrupted
@@ -115,9 +116,18 @@ def check_needed(states: SavedState, needed: Collection[str], path: str | Path) 
         raise CheckpointError(
             f"{path} lacks {', '.join(map(repr, missing))}: it was saved by DeepSpeed itself or as weights only, and a "
             "Trainer cannot go on from it.",
-            "Evaluate it, go on from it in Fabric, or start from its weights: before fit, module.load_state_dict("
-            "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(path)).",
+            f"Evaluate it, go on from it in Fabric, or start from its weights: {_export_of(path, states)}.",
         )
+
+
+def _export_of(path: str | Path, states: SavedState) -> str:
+    """Say how the weights of a checkpoint become a file that is loaded before a fit."""
+    if LIGHTNING_KEY in states:
+        output, reader = ["weights.ckpt", "--to", "lightning"], "load_from_checkpoint takes"
+    else:
+        output, reader = ["weights", "--to", "safetensors", "--dtype", "fp32"], "load_file of safetensors reads"
+    command = shlex.join(["smart-infinity", "export", str(path), *output])
+    return f"`{command}` writes a file that {reader}"
 
 
 def check_frozen(module: torch.nn.Module, states: SavedState, path: str | Path) -> None:
