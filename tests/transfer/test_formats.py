@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, StorageCorruptError
+from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, StorageCorruptError, StorageError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.transfer.windows import Window
 from tests.helpers.native_testing import inject
@@ -221,10 +221,11 @@ def test_recovery(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
 
 
 def test_unknown_format_in_a_manifest(tmp_path: Path) -> None:
-    """A store in an unknown format, as of a newer version, is refused with the format's name."""
+    """A store in an unknown format, as of a newer version, is refused with the format's name. It is not damaged."""
     run = Run(tmp_path, Case())
     run.close(remove=False)
     path = next(tmp_path.rglob("manifest.json"))
     path.write_bytes(manifest_with(json.loads(path.read_text()) | {"state_format": "int2"}))
-    with pytest.raises(StorageCorruptError, match="in the format 'int2'; this package reads fp32, bf16, int8"):
+    with pytest.raises(StorageError, match="in the format 'int2'; this package reads fp32, bf16, int8") as refused:
         StateStore.recover(run.folders)
+    assert not isinstance(refused.value, StorageCorruptError) and "version" in refused.value.remedy
