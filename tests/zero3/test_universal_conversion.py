@@ -154,6 +154,17 @@ def test_what_cannot_be_converted_is_refused(name: str, checkpoint: Path, tmp_pa
     assert list(tmp_path.iterdir()) == [checkpoint]
 
 
+@pytest.mark.parametrize("missing", ["state", "param_groups"])
+def test_an_optimizer_state_without_an_entry(missing: str, checkpoint: Path, tmp_path: Path) -> None:
+    """A file whose optimizer state lacks an entry is damaged, and named."""
+    saved = torch.load(file_of(checkpoint, 0), weights_only=False)
+    del saved["optimizer_state_dict"]["optimizer_state_dict"][missing]
+    torch.save(saved, file_of(checkpoint, 0))
+    with pytest.raises(CheckpointError, match="the file is damaged") as refused:
+        convert_checkpoint(checkpoint, tmp_path / "universal")
+    assert file_of(checkpoint, 0).name in str(refused.value) and not (tmp_path / "universal").exists()
+
+
 def test_a_folder_that_exists_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
     """A folder that exists is left alone even if it is empty."""
     (tmp_path / "new").mkdir()

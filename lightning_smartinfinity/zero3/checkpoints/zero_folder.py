@@ -69,8 +69,19 @@ class ZeroFolder(SavedWeights):
 
     @cached_property
     def optimizer_states(self) -> SavedState:
-        """The optimizer state that the first process saved."""
-        states: SavedState = self._load(self.optimizer_file(0))[OPTIMIZER_STATE_DICT]
+        """The optimizer state that the first process saved.
+
+        Raises:
+            CheckpointError: The file holds none.
+        """
+        file = self.optimizer_file(0)
+        states: SavedState = self._load(file)[OPTIMIZER_STATE_DICT]
+        flat = states.get(OPTIMIZER_STATE_DICT)
+        if not isinstance(flat, dict) or not {"state", "param_groups"} <= flat.keys():
+            raise CheckpointError(
+                f"The optimizer state in {str(file)!r} has no entry 'state' or 'param_groups': the file is damaged.",
+                "Use another checkpoint.",
+            )
         return states
 
     def masters(self, file: TensorFile, rank: int) -> list[torch.Tensor]:
