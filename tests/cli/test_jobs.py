@@ -175,7 +175,7 @@ def test_an_output_that_cannot_hold_a_name(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_folder_named_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its jobs are listed, and removed, once."""
+    """Every job in it is listed once, and removed once."""
     left(tmp_path)
     assert main(["jobs", str(tmp_path), str(tmp_path), "--remove", "default"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1

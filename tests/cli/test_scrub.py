@@ -284,7 +284,7 @@ def test_a_universal_checkpoint_of_another_tool(tmp_path: Path, capsys: pytest.C
 
 
 def test_types_that_need_consent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a file names is not run. That leaves open whether the files belong together, until the user consents."""
+    """A scrub runs nothing that a file names, so it cannot tell whether the files belong together without consent."""
     path = checkpoint(tmp_path)
     rewrite(next(path.rglob("*rank_1_*model_states.pt")), lambda states: states.update(of_user=LossScaler(1)))
     assert main(["scrub", str(path), "--quiet"]) == 2

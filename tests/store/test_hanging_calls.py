@@ -280,7 +280,7 @@ def test_a_disk_that_works_after_an_interrupt(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_comes_too_late_is_undone(tmp_path: Path, disk: Disk) -> None:
-    """What a call returns after it was given up, or while an interrupt ends it, is undone; else the caller has it."""
+    """A result is undone if it comes after the call was given up or interrupted; otherwise the caller has it."""
     undone: list[object] = []
     with pytest.raises(StorageTimeoutError):
         unless_idle(disk.answers.wait, doing="Opening", path=tmp_path / "a", seconds=SECONDS, undo=undone.append)

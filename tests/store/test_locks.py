@@ -129,7 +129,7 @@ def test_a_damaged_lock(tmp_path: Path, how: str, keep: bool, caplog: pytest.Log
 
 @pytest.mark.parametrize("foreign", [b"precious\n", b"precious\n" * 10_000])
 def test_a_lock_of_something_else(tmp_path: Path, foreign: bytes) -> None:
-    """What lies there in place of a lock stays, unless a manifest tells that it was a lock, and it is small."""
+    """A file in place of a lock stays, unless it is small and a manifest tells that it was a lock."""
     lock = left(tmp_path)
     if len(foreign) < 1000:
         (lock.parent / "manifest.json").unlink()
@@ -143,7 +143,7 @@ def test_a_lock_of_something_else(tmp_path: Path, foreign: bytes) -> None:
 
 
 def test_a_damaged_lock_is_still_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two processes that find a damaged lock, the one that locks it first goes on, and the other is told of it."""
+    """Two processes find a damaged lock: the first to lock it goes on, and the other one is told of it."""
     lock = left(tmp_path)
     lock.write_bytes(b"\xff\xff\n")
     real, met = OpenFolder.aside, []

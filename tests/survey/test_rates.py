@@ -48,7 +48,7 @@ def test_measuring_leaves_only_figures(tmp_path: Path, small_drive: None) -> Non
 
 
 def test_a_measurement_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it leaves is a job, which can be listed and removed."""
+    """A killed measurement leaves a job, which can be listed and removed."""
     left: list[Job] = []
     monkeypatch.setattr(drive, "_measured", lambda *_: left.extend(find_jobs(tmp_path)))
     measure_drive(tmp_path, numel=100_000)
