@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["BUILD_LIMIT", "BUILD_TEST_LIMIT", "LIMIT", "PROCESS_LIMIT", "await_that", "join", "lenient"]
+__all__ = [
+    "BUILD_LIMIT",
+    "BUILD_TEST_LIMIT",
+    "LIMIT",
+    "PROCESS_LIMIT",
+    "assert_threads_end",
+    "await_that",
+    "join",
+    "lenient",
+    "num_threads",
+]
 
 LIMIT = 120.0
 """Seconds after which a test gives up a wait: less than the limit of a test, so that the wait says what is missing."""
@@ -47,6 +58,22 @@ def join(*threads: threading.Thread) -> None:
     for thread in threads:
         thread.join(LIMIT)
         assert not thread.is_alive(), f"{thread.name} has not ended within {LIMIT} s"
+
+
+def num_threads() -> int:
+    """Return how many threads the kernel counts in this process, native ones and those of libraries included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def assert_threads_end(expected: int) -> None:
+    """Assert that soon no more than ``expected`` threads are left. The kernel lists a joined one for a moment longer.
+
+    Raises:
+        AssertionError: More are left.
+    """
+    await_that(
+        lambda: num_threads() <= expected, seconds=10, told=lambda: f"{num_threads()} threads, {expected} expected"
+    )
 
 
 def lenient(seconds: float = 0.5, *, pauses: int = 20) -> float:

@@ -24,9 +24,10 @@ RANGES = [(0, 0), (0, 1), (17, 40), (31, 33), (0, 1_100), (1_099, 1_100), (5, 1_
 MOST_STREAM_ELEMENTS = 65_536
 SPARSE, BLOCK_SCALED = FORMS[1], FORMS[-1]
 BAD_INDEX, BAD_HEADER, _, _, WRONG_COUNTS, BAD_CODE = ERROR_BITS.values()
+SANITIZED = [pytest.param(program, marks=pytest.mark.long) for program in PROGRAMS]
 
 
-@pytest.fixture(scope="module", params=[*LIBRARIES[1:], *PROGRAMS])
+@pytest.fixture(scope="module", params=[*LIBRARIES[1:], *SANITIZED])
 def simulation(request: pytest.FixtureRequest) -> Iterator[Simulation]:
     """Each build but the sequential one, which has its own test file."""
     file = built(request.param)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ import lightning_smartinfinity.native._core as core
 from lightning_smartinfinity.native import Failure, HostBuffer, Operation, StateFile
 from tests.helpers.native_testing import inject
 from tests.helpers.update_rules import adam_step
-from tests.helpers.waiting import LIMIT, PROCESS_LIMIT, join
+from tests.helpers.waiting import LIMIT, PROCESS_LIMIT, assert_threads_end, join, num_threads
 from tests.native.stored import Run, StoredState
 from tests.native.test_pipeline import assert_same, initial, normals
 
@@ -116,19 +115,6 @@ def descriptors(path: Path) -> list[int]:
 def descriptor_flags(number: int) -> int:
     lines = Path(f"/proc/self/fdinfo/{number}").read_text().splitlines()
     return next(int(line.split()[1], 8) for line in lines if line.startswith("flags"))
-
-
-def num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def assert_threads_end(expected: int) -> None:
-    """Assert that no more threads are left. The kernel lists a joined thread for a moment longer."""
-    for _ in range(10_000):
-        if num_threads() <= expected:
-            return
-        time.sleep(0.001)
-    raise AssertionError(f"{num_threads()} threads are left, {expected} were there before")
 
 
 def start_slow_update(state: StoredState, *, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -12,36 +12,32 @@ from tests.native.builds import configure, run
 
 pytestmark = pytest.mark.timeout(BUILD_TEST_LIMIT)
 
-NUM_SEEDS = 60
+PROGRAMS = ("stress", "stress_gradients", "stress_queue", "stress_watch")
+ALL_PROGRAMS = (*PROGRAMS, "stress_card", "stress_formats")
 
 
-@pytest.mark.parametrize("sanitizers", [pytest.param("address,undefined", marks=pytest.mark.long), "thread"])
-def test_stress(tmp_path: Path, sanitizers: str) -> None:
+@pytest.mark.parametrize(
+    ("sanitizers", "programs", "num_seeds"),
+    [
+        pytest.param("thread", PROGRAMS, 20, id="thread"),
+        # There are no threads in stress_formats, but its scenarios take no time.
+        pytest.param("thread", ALL_PROGRAMS, 200, id="thread, all", marks=pytest.mark.long),
+        pytest.param("address,undefined", ALL_PROGRAMS, 200, id="address, all", marks=pytest.mark.long),
+    ],
+)
+def test_stress(tmp_path: Path, sanitizers: str, programs: tuple[str, ...], num_seeds: int) -> None:
     """There is no bad access, leak, undefined behaviour or race, and every bit equals that of a plain loop."""
     build = tmp_path / "build"
     options = {"SMART_INFINITY_BUILD_STRESS": "ON", "SMART_INFINITY_SANITIZE": sanitizers}
     # A unity build is faster, since nearly all of the time goes into headers.
     configure(build, CMAKE_BUILD_TYPE="Debug", CMAKE_UNITY_BUILD="ON", **options)
-    programs = ["stress", "stress_gradients", "stress_card", "stress_queue", "stress_watch"]
-    if sanitizers != "thread":
-        programs.append("stress_formats")  # which use no threads
     run("cmake", "--build", build, "--target", *programs, "--parallel", "4")
-    for completed in (
-        stress(build / "stress", tmp_path, build / "libfake_cuda.so"),
-        stress(build / "stress_gradients", tmp_path),
-        stress(build / "stress_card", tmp_path),
-        stress(build / "stress_queue", tmp_path),
-    ):
-        assert completed.returncode == 0, f"{completed.stdout}\n{completed.stderr}"
-        assert completed.stdout == f"{NUM_SEEDS} scenarios\n"
-    watched = run_with_threads(build / "stress_watch", "0", str(NUM_SEEDS))
-    assert (watched.returncode, watched.stdout) == (0, f"{NUM_SEEDS} scenarios\n"), watched.stderr
-    if "stress_formats" in programs:
-        assert run(build / "stress_formats", "0", str(NUM_SEEDS)).stdout == f"{NUM_SEEDS} scenarios\n"
-
-
-def stress(program: Path, folder: Path, *others: Path) -> subprocess.CompletedProcess[str]:
-    return run_with_threads(program, folder, "0", str(NUM_SEEDS), *others)
+    for program in programs:
+        folder = [] if program in ("stress_watch", "stress_formats") else [tmp_path]
+        library = [build / "libfake_cuda.so"] if program == "stress" else []
+        completed = run_with_threads(build / program, *folder, "0", str(num_seeds), *library)
+        told = f"{program}\n{completed.stdout}\n{completed.stderr}"
+        assert (completed.returncode, completed.stdout) == (0, f"{num_seeds} scenarios\n"), told
 
 
 def run_with_threads(*command: str | Path) -> subprocess.CompletedProcess[str]:

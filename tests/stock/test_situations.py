@@ -1,6 +1,7 @@
 """Situations of :mod:`tests.stock.situations` with stock's optimizer state in memory, where stock works best.
 
-Every test runs with our strategy and with stock, which passes or is expected to fail for the reason given.
+Every test runs with our strategy and, among the long tests, with stock, which passes or is expected to fail for the
+reason given.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tests.stock.situations import OWN_BATCHES, SHARED_WEIGHTS
 from tests.training.worker import REPOSITORY
 
 Outcomes: TypeAlias = "dict[str, dict[str, Any]]"
+LONG = pytest.mark.long
 
 EQUAL = ("automatic", "clipped_windows", "fit_after_failed_start", "init_by_apply", "manual", "two_fits")
 UNLIKE_PLAIN = {
@@ -56,21 +58,22 @@ ERRORS = {
 def like_plain() -> list[Any]:
     """Return every situation for our strategy and for stock."""
     ours = [pytest.param(OURS, name) for name in (*EQUAL, *UNLIKE_PLAIN)]
-    equal = [pytest.param("stock", name) for name in EQUAL]
-    return ours + equal + [stock_fails(reason, name) for name, reason in UNLIKE_PLAIN.items()]
+    equal = [pytest.param("stock", name, marks=LONG) for name in EQUAL]
+    return ours + equal + [stock_fails(reason, name, marks=[LONG]) for name, reason in UNLIKE_PLAIN.items()]
 
 
 def both(reason: str) -> pytest.MarkDecorator:
     """Return a mark that runs our strategy, which passes, and stock, which is documented to fail."""
-    return pytest.mark.parametrize("system", [OURS, stock_fails(reason)])
+    return pytest.mark.parametrize("system", [OURS, stock_fails(reason, marks=[LONG])])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Run every situation in one process and its children and return the folder of outcomes."""
+    systems = ("plain", OURS, "stock") if request.config.getoption("long") else ("plain", OURS)
     folder = tmp_path_factory.mktemp("situations")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.stock.forked", str(folder)],
+        [sys.executable, "-m", "tests.stock.forked", str(folder), *systems],
         cwd=REPOSITORY,
         env=fresh_environment(),
         capture_output=True,
@@ -111,6 +114,7 @@ def test_like_plain_lightning(system: str, name: str, on_one: dict[str, Outcomes
     assert_alike(result(on_one[system][name]), on_one["plain"][name]["result"])
 
 
+@LONG
 def test_stock_fails_in_the_way_that_is_described(on_one: dict[str, Outcomes], on_two: dict[str, Outcomes]) -> None:
     """Stock raises exactly the documented errors."""
     outcomes = on_one["stock"]
@@ -143,7 +147,7 @@ def test_a_failed_save_leaves_the_checkpoint_before_it(system: str, on_one: dict
     assert seen["resumed"] == seen["straight"][1:]
 
 
-@pytest.mark.parametrize("system", [OURS, "stock"])
+@pytest.mark.parametrize("system", [OURS, pytest.param("stock", marks=LONG)])
 @pytest.mark.parametrize("name", OWN_BATCHES)
 def test_two_processes_are_one_torch_process(name: str, system: str, on_two: dict[str, Outcomes]) -> None:
     """Both train on the batches of both. Both skip a step that is not finite on one rank."""
@@ -152,7 +156,7 @@ def test_two_processes_are_one_torch_process(name: str, system: str, on_two: dic
     assert_alike(result(on_two[system][name]), expected.losses)
 
 
-@pytest.mark.parametrize("system", [OURS, stock_fails(UNLIKE_PLAIN["checkpointing"])])
+@pytest.mark.parametrize("system", [OURS, stock_fails(UNLIKE_PLAIN["checkpointing"], marks=[LONG])])
 def test_two_processes_share_weights_under_checkpoints(system: str, on_two: dict[str, Outcomes]) -> None:
     """Losses and masters equal plain torch's, however gradients fall into buckets."""
     expected = train_plainly(SHARED_WEIGHTS, world_size=2)

@@ -87,7 +87,7 @@ def test_a_killed_rank(ranks: Ranks, attack: Attack) -> None:
 @pytest.mark.parametrize(
     "ranks",
     [
-        pytest.param(("killed", doing), id=doing, marks=() if doing in ("validate", "fabric") else LONG)
+        pytest.param(("killed", doing), id=doing, marks=() if doing == "validate" else LONG)
         for doing in ("validate", "test", "predict", "fabric", "fabric-evaluation")
     ],
     indirect=True,
@@ -122,13 +122,18 @@ def test_sigterm(asked: tuple[int, ...], ranks: Ranks, attack: Attack) -> None:
     assert any((ranks.folder / "last.ckpt").iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "asked"),
     [
-        pytest.param(("nothing", doing), asked, id=f"{doing}-{asked}", marks=() if number == 0 else LONG)
-        for number, (doing, asked) in enumerate(
-            [("validate", (1,)), ("validate", (0,)), ("validate", (0, 1)), ("test", (1,)), ("predict", (1,))]
-        )
+        pytest.param(("nothing", doing), asked, id=f"{doing}-{asked}")
+        for doing, asked in [
+            ("validate", (1,)),
+            ("validate", (0,)),
+            ("validate", (0, 1)),
+            ("test", (1,)),
+            ("predict", (1,)),
+        ]
     ],
     indirect=["ranks"],
 )

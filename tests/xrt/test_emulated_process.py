@@ -86,6 +86,7 @@ def test_another_xrt_is_refused(emulated_cards: EmulatedCards, tmp_path: Path) -
     assert "it works with XRT 2.13 only" in completed.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_stress(sanitizers: str) -> None:
     """Sanitizers find no bad access, leak, undefined behaviour or race in the driver; cards differ in address."""
