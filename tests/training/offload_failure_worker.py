@@ -6,6 +6,7 @@ Every rank writes the error that it caught to ``rank-<n>.json``.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ def main() -> None:
     except SmartInfinityError as error:
         met = f"{type(error).__name__}: {error}"
     strategy.close()
-    left = [str(path) for path in root.rglob(f"*{trainer.global_rank:05d}/*.bin")]
+    # In contrast to Path.rglob(), this may meet folders that the other rank removes.
+    folders = [Path(folder) for folder, _, _ in os.walk(root) if folder.endswith(f"{trainer.global_rank:05d}")]
+    left = [str(path) for folder in folders for path in folder.glob("*.bin")]
     (root / f"rank-{trainer.global_rank}.json").write_text(json.dumps({"met": met, "left": left}))
 
 

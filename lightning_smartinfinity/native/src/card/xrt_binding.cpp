@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <system_error>
 #include <utility>
 
@@ -88,6 +89,8 @@ class Buffer final : public CardBuffer, public std::enable_shared_from_this<Buff
 
 class Kernel;
 
+constexpr std::chrono::milliseconds kLongestWait(10);
+
 class Run final : public CardRun {
  public:
     Run(std::shared_ptr<const Device> device, std::shared_ptr<const Kernel> kernel, XrtRun handle)
@@ -101,8 +104,17 @@ class Run final : public CardRun {
         call(device_->library.run_set, of(argument), handle_, argument, static_cast<const Buffer&>(*buffer).handle());
     }
     void start() override { call(device_->library.run_start, "", handle_); }
+    // XRT holds a lock of the whole card in a wait, so that nobody learns that another run is over. Waits are short for
+    // that reason: a run that hangs would else delay all others until its timeout.
     int wait(std::chrono::milliseconds timeout) override {
-        return device_->library.run_wait.function(handle_, static_cast<unsigned>(timeout.count()));
+        const auto until = std::chrono::steady_clock::now() + timeout;
+        while (true) {
+            // A wait of 0 ms would have no end.
+            const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
+            const auto slice = std::clamp(left, std::chrono::milliseconds(1), kLongestWait);
+            const int state = device_->library.run_wait.function(handle_, static_cast<unsigned>(slice.count()));
+            if (is_over(state) || left <= kLongestWait) return state;
+        }
     }
     int state() override { return device_->library.run_state.function(handle_); }
 
