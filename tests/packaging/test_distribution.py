@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from email.message import Message
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,31 +28,43 @@ PACKAGE = "lightning_smartinfinity"
 _QUICK_BUILD = ("-Ccmake.build-type=Debug", "-Ccmake.define.CMAKE_CXX_FLAGS_DEBUG=")
 
 
-@pytest.fixture(scope="module")
-def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the source distribution of this checkout and the wheel from that, and return their folder."""
-    folder = tmp_path_factory.mktemp("dist")
+LONG = pytest.mark.long  # the wheel takes a minute of CPU to build
+
+
+def build(*options: str | Path) -> None:
     completed = subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", *_QUICK_BUILD, "--outdir", folder, ROOT],
+        [sys.executable, "-m", "build", "--no-isolation", *_QUICK_BUILD, *options],
         capture_output=True,
         text=True,
         timeout=BUILD_LIMIT,
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
-    return folder
 
 
 @pytest.fixture(scope="module")
-def wheel(distributions: Path) -> zipfile.ZipFile:
-    return zipfile.ZipFile(next(distributions.glob("*.whl")))
+def source_distribution(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tarfile.TarFile]:
+    """Build the source distribution of this checkout, and open it."""
+    folder = tmp_path_factory.mktemp("sdist")
+    build("--sdist", "--outdir", folder, ROOT)
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+        yield archive
 
 
 @pytest.fixture(scope="module")
-def metadata(wheel: zipfile.ZipFile) -> Message:
-    name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-    return email.message_from_bytes(wheel.read(name))
+def wheel_file(source_distribution: tarfile.TarFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel from the source distribution, and return its path."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source_distribution.extractall(folder)
+    build("--wheel", "--outdir", folder, next(path for path in folder.iterdir() if path.is_dir()))
+    return next(folder.glob("*.whl"))
 
 
+@pytest.fixture(scope="module")
+def wheel(wheel_file: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(wheel_file)
+
+
+@LONG
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     """The wheel has every module, one extension with its stub, and py.typed, but no sources or tests."""
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
@@ -63,6 +75,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> Non
     assert extensions.pop().startswith(f"{PACKAGE}/native/_core.")
 
 
+@LONG
 def test_wheel_injects_no_faults(wheel: zipfile.ZipFile) -> None:
     """By default the extension and its stub lack the names and engines that exist for tests."""
     stub = wheel.read(f"{PACKAGE}/native/_core.pyi").decode()
@@ -77,16 +90,16 @@ def test_wheel_injects_no_faults(wheel: zipfile.ZipFile) -> None:
     assert not re.search(engines + rb"|" + hooks + rb"|select_instruction_set", extension)
 
 
-def test_source_distribution_holds_what_a_build_and_the_tests_need(distributions: Path) -> None:
+def test_source_distribution_holds_what_a_build_and_the_tests_need(source_distribution: tarfile.TarFile) -> None:
     """The distribution has the core's sources and the tests, but no environment, build or binary."""
-    with tarfile.open(next(distributions.glob("*.tar.gz"))) as archive:
-        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    names = {name.split("/", 1)[1] for name in source_distribution.getnames() if "/" in name}
     core = {str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE / "native" / "src").rglob("*") if path.is_file()}
     needed = {"CMakeLists.txt", "LICENSE", "Makefile", "README.md", "pyproject.toml", "tests/conftest.py", *core}
     assert needed <= names
     assert not {name for name in names if name.startswith((".venv", "build/", ".git/")) or name.endswith(".so")}
 
 
+@LONG
 def test_entry_points(wheel: zipfile.ZipFile) -> None:
     """The wheel declares the entry points for discovery and for the command."""
     name = next(name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
@@ -96,8 +109,12 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
     assert dict(entry_points["console_scripts"]) == {"smart-infinity": f"{PACKAGE}.cli:main"}
 
 
-def test_requirements(metadata: Message) -> None:
+def test_requirements(source_distribution: tarfile.TarFile) -> None:
     """Users get the package's own requirements, and none that only developers need."""
+    name = next(name for name in source_distribution.getnames() if name.endswith("/PKG-INFO"))
+    file = source_distribution.extractfile(name)
+    assert file is not None
+    metadata = email.message_from_bytes(file.read())
     always = {line.replace(" ", "") for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     names = {re.split(r"[<>=!\[;]", requirement)[0] for requirement in always}
     assert names == {"torch", "lightning", "deepspeed", "torchmetrics", "numpy", "tqdm", "typing-extensions"}
@@ -114,11 +131,11 @@ def test_build_needs_no_torch() -> None:
     assert "nanobind" in names and "torch" not in names
 
 
-def test_installed_core_runs_alone(distributions: Path, tmp_path: Path) -> None:
+@LONG
+def test_installed_core_runs_alone(wheel_file: Path, tmp_path: Path) -> None:
     """The wheel's extension loads and computes without torch or any other installed package."""
-    wheel = next(distributions.glob("*.whl"))
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", tmp_path, wheel]
-    subprocess.run(pip, check=True, timeout=PROCESS_LIMIT)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", tmp_path]
+    subprocess.run([*pip, wheel_file], check=True, timeout=PROCESS_LIMIT)
     code = f"""if True:
         import sys
         sys.path.insert(0, {str(tmp_path)!r})

@@ -84,10 +84,11 @@ def test_a_killed_rank(ranks: Ranks, attack: Attack) -> None:
     assert ranks.status(1) == -signal.SIGKILL
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks",
     [
-        pytest.param(("killed", doing), id=doing, marks=() if doing == "validate" else LONG)
+        pytest.param(("killed", doing), id=doing)
         for doing in ("validate", "test", "predict", "fabric", "fabric-evaluation")
     ],
     indirect=True,
