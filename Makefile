@@ -88,9 +88,9 @@ contracts: $(INSTALLED) ## Who may import whom, and which room of the core may i
 	@python tools/include_contracts.py
 
 # In the order of folders: by the number of tests, as xdist would have it, long files of few tests came last.
-unit: $(INSTALLED) ## The tests; the output ends with those that failed (14 min)
+unit: $(INSTALLED) ## The tests; the output ends with those that failed (13 min)
 	@tools/test_packages.sh
-	@echo "unit: the tests, in $(PYTEST_WORKERS) processes (14 min); what failed comes last"
+	@echo "unit: the tests, in $(PYTEST_WORKERS) processes (13 min); what failed comes last"
 	@HF_HUB_OFFLINE=1 python -m pytest --quiet --numprocesses $(PYTEST_WORKERS) --dist loadfile \
 	    --no-loadscope-reorder $(PYTEST_OPTIONS)
 
