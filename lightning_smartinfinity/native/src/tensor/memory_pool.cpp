@@ -75,7 +75,9 @@ void MemoryPool::take_back(const Lease& lease) {
 }
 
 void MemoryPool::give_back_above_limit() {
-    for (auto slab = slabs_.begin(); slab != slabs_.end() && idle_ > 0 && lent_ + idle_ > limit_;) {
+    if (lent_ + idle_ <= limit_) return;
+    // All that is idle goes: what is lent next has other lengths, and would seldom lie where idle memory is.
+    for (auto slab = slabs_.begin(); slab != slabs_.end() && idle_ > 0;) {
         if (slab->ranges.taken() == 0) {
             idle_ -=
                 static_cast<std::size_t>(std::count(slab->touched.begin(), slab->touched.end(), true)) * kBlockBytes;
