@@ -166,7 +166,9 @@ class TransferConfig:
             StorageTimeoutError: above 0, and at most 2147483. After Ctrl-C or SIGTERM it is at most three seconds.
             Set-up, and flushes of checkpoints, may take longer as long as the disk completes requests.
         job: Name of this job's folder below each storage folder; two jobs on one storage need two names.
-        keep: Whether the state stays on storage after the strategy is closed.
+        keep: Whether the state stays on storage after the strategy is closed: ``"on-failure"`` (if the training did not
+            end as it should, so that ``ckpt_path="storage"`` can resume it), True (always; a later training does not
+            replace it) or False (never). A kill leaves it there in any case.
 
     Raises:
         ConfigError: A setting is unknown, out of range or not one of those above.
@@ -181,7 +183,7 @@ class TransferConfig:
     direct_io: str = "auto"
     io_timeout: float = IO_TIMEOUT
     job: str = "default"
-    keep: bool = False
+    keep: bool | str = "on-failure"
 
     def __post_init__(self) -> None:
         require(
@@ -195,7 +197,7 @@ class TransferConfig:
             direct_io=one_of("auto", "on", "off"),
             io_timeout=positive(_MAX_TIMEOUT),
             job=JOB_NAME,
-            keep=FLAG,
+            keep=optional(FLAG, "on-failure"),
         )
         if self.io_engine == "plain" and self.direct_io == "on":
             raise ConfigError(
@@ -224,7 +226,12 @@ class TransferConfig:
     @property
     def writes_through(self) -> bool:
         """Whether state that stays in host memory is written to storage as well."""
-        return self.durability != "none" or self.keep
+        return self.durability != "none" or self.keep is True
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether a training that was interrupted can go on from its state on storage (``ckpt_path="storage"``)."""
+        return self.durability != "none" and self.keep is not False
 
 
 @named_settings

@@ -10,29 +10,32 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.store.lock import KEPT, LOCK_NAME, FolderLock, is_locked, read_lock, reading
+from lightning_smartinfinity.store.lock import KEPT, LOCK_NAME, FolderLock, reading
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, manifest_content, read_manifest
 from lightning_smartinfinity.store.open_folder import ASIDE, OpenFolder, Trust
 from lightning_smartinfinity.store.os_errors import storage_errors
+from lightning_smartinfinity.store.replacement import flush_names
 
 __all__ = [
     "COMMIT_NAME",
     "OUR_NAMES",
     "PARAMETERS_NAME",
     "STATE_NAME",
+    "TRAINING_NAMES",
     "RankFolder",
     "open_rank_folder",
     "owned_names",
     "parameter_folder_path",
     "rank_folder_path",
     "read_rank_folder",
-    "reclaimable_bytes",
+    "set_aside_path",
 ]
 
 STATE_NAME = "state.bin"
 COMMIT_NAME = "commit.bin"
 PARAMETERS_NAME = "parameters.bin"
-OUR_NAMES = (STATE_NAME, COMMIT_NAME, MANIFEST_NAME, PARAMETERS_NAME, f"{MANIFEST_NAME}.new")
+TRAINING_NAMES = ("training-0.bin", "training-1.bin")
+OUR_NAMES = (STATE_NAME, COMMIT_NAME, *TRAINING_NAMES, MANIFEST_NAME, PARAMETERS_NAME, f"{MANIFEST_NAME}.new")
 """Names of the files in a rank's folder, beside its lock. The last is that of a manifest until it is complete."""
 
 _SET_ASIDE = re.compile(rf"({re.escape(MANIFEST_NAME)}|{LOCK_NAME})\.[0-9]+{re.escape(ASIDE)}")
@@ -49,6 +52,11 @@ def rank_folder_path(storage: Path, *, job: str, rank: int) -> Path:
 def parameter_folder_path(storage: Path, *, job: str, rank: int) -> Path:
     """Return ``<storage>/<job>/parameters-<n>``: parameters are stored before the state, and may outlive it."""
     return storage / job / f"parameters-{rank:05d}"
+
+
+def set_aside_path(path: Path) -> Path:
+    """Return where a rank's folder is moved that a training could resume from: to the job ``<job>.aside``."""
+    return path.parents[1] / f"{path.parent.name}{ASIDE}" / path.name
 
 
 def open_rank_folder(path: Path, *, trust: Trust = Trust.OWN) -> OpenFolder:
@@ -91,24 +99,10 @@ def owned_names(folder: OpenFolder, notes: Iterable[str], manifest: Manifest | N
     """
     owned = set(notes)
     if manifest is not None:
-        owned |= {STATE_NAME, MANIFEST_NAME} if manifest.device else {STATE_NAME, MANIFEST_NAME, COMMIT_NAME}
+        owned |= {STATE_NAME, MANIFEST_NAME}
+        if manifest.device == 0:
+            owned |= {COMMIT_NAME, *TRAINING_NAMES}
     return owned.intersection(OUR_NAMES, folder.names())
-
-
-def reclaimable_bytes(path: Path) -> int:
-    """Return the bytes allocated by a leftover store that :meth:`RankFolder.remove_leftover` would delete."""
-    try:
-        with closing(open_rank_folder(path)) as folder:
-            notes: frozenset[str] = frozenset()
-            with suppress(StorageCorruptError):  # then the manifest says whether it is a leftover
-                _, notes = read_lock(folder)
-            manifest = None if folder.status(MANIFEST_NAME) is None else read_manifest(folder)
-            if is_locked(folder) or KEPT in notes or (manifest is not None and manifest.keep):
-                return 0
-            sizes = map(folder.status, owned_names(folder, notes, manifest))
-            return sum(status.st_blocks * 512 for status in sizes if status is not None)
-    except (OSError, StorageError):
-        return 0
 
 
 class RankFolder:
@@ -181,6 +175,35 @@ class RankFolder:
                 self.inside.remove(name)
             self._lock.erase()
 
+    def set_aside(self) -> Path:
+        """Move the store of an earlier process to the job ``<job>.aside``, and replace what lies there.
+
+        Returns:
+            The folder that it was moved to.
+
+        Raises:
+            StorageLockedError: A process uses what was set aside before.
+            StorageError: The folder cannot be moved.
+        """
+        target = set_aside_path(self.path)
+        with storage_errors("Setting aside", self.path):
+            if os.path.lexists(target):
+                RankFolder(target, create=False).destroy()
+            above = _open_storage(target.parents[1])
+            try:
+                with closing(self._make_below(target.parent, above)) as job:
+                    os.rename(self.path, target.name, dst_dir_fd=job.descriptor)
+                    job.flush()
+            finally:
+                os.close(above)
+            flush_names(self.path.parent)
+            self._lock.release(remove=False)
+            self.inside.close()
+            self._made_folders.clear()  # what is there is not to be removed again
+            self.inside = self._make()
+        self._lock = FolderLock(self.inside)
+        return target
+
     def adopt(self, manifest: Manifest) -> None:
         """Take over the store of an earlier process, which :meth:`close` may delete from then on.
 
@@ -206,6 +229,13 @@ class RankFolder:
             finally:
                 os.close(descriptor)
         return path
+
+    def allocate_missing(self, name: str) -> None:
+        """Create an empty file unless it exists; older versions made stores without it. Raises as :meth:`allocate`."""
+        with storage_errors("Looking for", self.path / name):
+            if self.inside.status(name) is not None:
+                return
+        self.allocate(name, 0)
 
     def extend(self, name: str, num_bytes: int) -> None:
         """Extend a file, with all its blocks reserved; its length stays as it is if that fails.

@@ -16,7 +16,14 @@ from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.record import CommitRecord, Records, erase_record, read_records
 from lightning_smartinfinity.store.trailer import first_mismatch
 
-__all__ = ["common_manifest", "contradiction", "newest_complete", "records_of", "require_recoverable"]
+__all__ = [
+    "common_manifest",
+    "complete_generations",
+    "contradiction",
+    "newest_complete",
+    "records_of",
+    "require_recoverable",
+]
 
 
 def common_manifest(folders: Sequence[OpenFolder], *, rank: int) -> Manifest:
@@ -76,6 +83,16 @@ def records_of(folder: OpenFolder, manifest: Manifest) -> Records:
         num_parameters=len(manifest.description.parameters),
         job=manifest.job,
     )
+
+
+def complete_generations(folders: Sequence[OpenFolder], manifest: Manifest) -> list[int]:
+    """Return the numbers of the generations whose record and extents are all intact, newest first.
+
+    Raises:
+        StorageError: A file cannot be read.
+    """
+    records, _ = records_of(folders[0], manifest)
+    return [record.generation for record in records if _mismatch(folders, manifest, record) is None]
 
 
 def newest_complete(folders: Sequence[OpenFolder], manifest: Manifest, newest: int | None) -> CommitRecord:

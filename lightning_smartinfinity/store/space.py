@@ -12,8 +12,9 @@ from pathlib import Path
 from lightning_smartinfinity.errors import StorageFullError
 from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.store.extents import ExtentMap
-from lightning_smartinfinity.store.folders import parameter_folder_path, rank_folder_path, reclaimable_bytes
+from lightning_smartinfinity.store.folders import parameter_folder_path, rank_folder_path
 from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.store.leftovers import reclaimable_bytes
 from lightning_smartinfinity.store.os_errors import FULL, storage_errors
 from lightning_smartinfinity.store.record import record_bytes
 from lightning_smartinfinity.store.tensor_files import deal

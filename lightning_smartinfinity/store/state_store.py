@@ -18,17 +18,28 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.config import IO_TIMEOUT, TransferConfig
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.capacities import Capacities
-from lightning_smartinfinity.store.claiming import claim_folders, fill_folders
+from lightning_smartinfinity.store.claiming import claim_folders, clear_folders, fill_folders
 from lightning_smartinfinity.store.direct import open_state_file
 from lightning_smartinfinity.store.extents import ExtentMap
-from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, RankFolder
+from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, TRAINING_NAMES, RankFolder
 from lightning_smartinfinity.store.in_time import in_time, unless_idle
 from lightning_smartinfinity.store.manifest import Manifest, StoreDescription
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.record import CommitRecord, erase_record, flush_records, no_record, write_record
-from lightning_smartinfinity.store.recovery import common_manifest, newest_complete, require_recoverable
+from lightning_smartinfinity.store.recovery import (
+    common_manifest,
+    complete_generations,
+    newest_complete,
+    require_recoverable,
+)
 from lightning_smartinfinity.store.space import measure_space, require_space
 from lightning_smartinfinity.store.spread import Placement, next_placement, places_needed
+from lightning_smartinfinity.store.training_record import (
+    TrainingRecord,
+    erase_training_record,
+    read_training_records,
+    write_training_record,
+)
 
 __all__ = ["StateStore"]
 
@@ -44,7 +55,8 @@ class StateStore:
         files: State file of each storage folder.
         identity: The mark that every extent carries.
         manifest: The content of manifest.json.
-        control_bytes: Bytes of the commit records written so far.
+        control_bytes: Bytes of the commit records and training records written so far.
+        training: The training record written or recovered last; None if there is none.
     """
 
     def __init__(
@@ -63,6 +75,7 @@ class StateStore:
         self._folders = tuple(folders)
         self._unusable: StorageError | None = None
         self.control_bytes = 0
+        self.training: TrainingRecord | None = None
         self._homes = manifest.extents.first_homes if record.generation < 0 else record.placement.devices
         self._capacities = Capacities(folders, manifest.extents, ranks=manifest.world_size)
         self.files = tuple(open_state_file(folder.inside, STATE_NAME, direct_io) for folder in folders)
@@ -108,7 +121,7 @@ class StateStore:
             rank=rank,
             world_size=world_size,
             durability=config.durability,
-            keep=config.keep,
+            keep=config.keep is True,
             extents=extents,
             description=description,
             folders=tuple(os.path.abspath(folder) for folder in folders),
@@ -117,10 +130,7 @@ class StateStore:
         def make() -> StateStore:
             with ExitStack() as undo:
                 claimed = claim_folders(folders, job=config.job, rank=rank, create=True, undo=undo)
-                for folder in claimed:
-                    folder.refuse_kept()
-                for folder in claimed:
-                    folder.remove_leftover()
+                clear_folders(claimed)
                 require_space(
                     measure_space(
                         folders, job=config.job, rank=rank, extents=extents, num_parameters=len(description.parameters)
@@ -142,6 +152,7 @@ class StateStore:
         job: str = "default",
         rank: int = 0,
         newest: int | None = None,
+        training: int | None = None,
         direct_io: str = "auto",
         state_format: str | None = None,
         io_timeout: float = IO_TIMEOUT,
@@ -153,6 +164,7 @@ class StateStore:
             job: ``TransferConfig.job``.
             rank: Rank of this process.
             newest: Largest generation to open (the newest common to all ranks); None means any.
+            training: Number of the training record to resume from; a newer one is erased. None: none.
             direct_io: ``TransferConfig.direct_io``.
             state_format: The required format; None means any.
             io_timeout: ``TransferConfig.io_timeout``.
@@ -174,12 +186,45 @@ class StateStore:
                 record = newest_complete(inside, manifest, newest)
                 for device, folder in enumerate(claimed):
                     folder.adopt(manifest.for_device(device))
+                for name in TRAINING_NAMES:
+                    claimed[0].allocate_missing(name)
                 store = cls(claimed, manifest, record, direct_io=direct_io, io_timeout=io_timeout)
                 store._restore_places()
+                if training is not None:
+                    store._resume_from(training)
                 undo.pop_all()
                 return store
 
         return cls._opened(open_newest, folders, "Opening the store", seconds=io_timeout, remove=False)
+
+    @staticmethod
+    def resumable(
+        folders: Sequence[Path], *, job: str, rank: int, io_timeout: float = IO_TIMEOUT
+    ) -> tuple[Manifest, list[TrainingRecord]]:
+        """Return a store's manifest and the training records to resume from, newest first: their generations are whole.
+
+        Args:
+            folders: The folders given to :meth:`create`, in the same order.
+            job: ``TransferConfig.job``.
+            rank: Rank of this process.
+            io_timeout: ``TransferConfig.io_timeout``.
+
+        Raises:
+            StorageLockedError, StorageCorruptError, StorageTimeoutError, StorageError: As for :meth:`recover`.
+        """
+
+        def look() -> tuple[Manifest, list[TrainingRecord]]:
+            with ExitStack() as claims:
+                claimed = claim_folders(folders, job=job, rank=rank, create=False, undo=claims)
+                inside = [folder.inside for folder in claimed]
+                manifest = common_manifest(inside, rank=rank)
+                records = read_training_records(inside[0], identity=manifest.identity)
+                if records:
+                    complete = complete_generations(inside, manifest)
+                    records = [record for record in records if record.generation in complete]
+                return manifest, records
+
+        return unless_idle(look, doing="Reading the store in", path=Path(folders[0]).absolute(), seconds=io_timeout)
 
     @staticmethod
     def _opened(
@@ -336,6 +381,51 @@ class StateStore:
         reverted, self._record = self._record, self._previous
         self._previous = None
         self._forget(reverted, flush=self.manifest.durability == "power")
+
+    def record_training(self, *, generation: int, step: int, content: bytes) -> None:
+        """Write what a training needs, beside the state of a generation, to go on from there; see ``training_record``.
+
+        Args:
+            generation: The newest generation, or the next one if its step is in flight.
+            step: Optimizer steps of the training so far, for messages.
+            content: What the training needs.
+
+        Raises:
+            StorageError: It could not be written. The record before it is intact.
+        """
+        number = 0 if self.training is None else self.training.number + 1
+        record = TrainingRecord(number=number, generation=generation, step=step, content=content)
+        inside, flush = self._folders[0].inside, self.manifest.durability == "power"
+        self.control_bytes += self._in_time(
+            lambda: write_training_record(inside, record, identity=self.identity, flush=flush),
+            doing="Writing the training record",
+            path=self._folders[0].path / TRAINING_NAMES[0],
+        )
+        self.training = record
+
+    def forget_training(self) -> None:
+        """Erase the training record if its generation was not committed: a later one may become another state.
+
+        Raises:
+            StorageError: It could not be erased.
+        """
+        record = self.training
+        if record is not None and record.generation > self.generation:
+            self._in_time(
+                lambda: erase_training_record(self._folders[0].inside, record.number),
+                doing="Erasing the training record",
+                path=self._folders[0].path / TRAINING_NAMES[0],
+            )
+
+    def _resume_from(self, number: int) -> None:
+        """Take over the training record of this number. A newer one is erased: its generation will be another one."""
+        inside = self._folders[0].inside
+        for record in read_training_records(inside, identity=self.identity):
+            if record.number > number:
+                erase_training_record(inside, record.number)
+            elif record.number == number:
+                self.training = record
+        assert self.training is not None
 
     def keep(self) -> None:
         """Flush the current generation, and let later jobs leave this store alone as ``TransferConfig.keep`` does.

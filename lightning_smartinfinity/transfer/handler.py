@@ -16,6 +16,7 @@ from lightning_smartinfinity.devices.base import StorageDevice, Traffic
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.progress import Show, hidden
 from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store.training_record import TrainingRecord
 from lightning_smartinfinity.transfer.balance import Balance
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.partitions import ParameterMemory
@@ -209,6 +210,26 @@ class TransferHandler:
         self._num_steps += 1
         self._numel_updated += step.batches.numel
 
+    @property
+    def training(self) -> TrainingRecord | None:
+        """The training record written last, or the one that the training resumes from."""
+        return self._store.training
+
+    def record_training(self, *, step: int, content: bytes) -> None:
+        """Write what the training needs beside the state to go on behind the step begun last.
+
+        It counts once that step is committed, and must be written before the next one begins.
+
+        Args:
+            step: Optimizer steps of the training so far, for messages.
+            content: What the training needs.
+
+        Raises:
+            StorageError: It could not be written. The record before it is intact.
+        """
+        follows = self._step is not None and self._step.is_complete
+        self._store.record_training(generation=self._store.generation + follows, step=step, content=content)
+
     def roll_back(self) -> None:
         """Roll the step in flight back: its parameters are read back from the current generation.
 
@@ -229,6 +250,7 @@ class TransferHandler:
                 "Resume from a checkpoint, and use durability='step' to survive such a failure.",
             ) from step.failure
         step.read_back()
+        self._store.forget_training()
         self._step = None
 
     def traffic(self) -> Traffic:

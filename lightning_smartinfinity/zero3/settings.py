@@ -25,6 +25,7 @@ class OffloadSettings(StrategySettings):
         gradient_itemsize: Bytes of a gradient's element; until the arena's dtype is known, the largest possible number.
         parameter_itemsize: Bytes of a parameter's element, likewise.
         feed_back_threads: Number of threads that put what compression did not send into the residual.
+        resumes: Whether the training resumes from the state that an interrupted one has left on storage.
     """
 
     storage: tuple[Path, ...] = field()  # without the base's default
@@ -32,6 +33,7 @@ class OffloadSettings(StrategySettings):
     gradient_itemsize: int = 4
     parameter_itemsize: int = 4
     feed_back_threads: int = 1
+    resumes: bool = False
 
     def gradient_bytes(self, numel: int) -> int:
         """Return the most bytes that the gradient of ``numel`` elements takes on its way to the update."""

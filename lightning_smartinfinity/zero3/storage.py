@@ -38,6 +38,7 @@ from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLay
 from lightning_smartinfinity.transfer.partitions import ParameterMemory
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.zero3.collectives import gather, raise_together, raising_together, show_on_rank_zero
+from lightning_smartinfinity.zero3.reopening import recover_for_training
 from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
 from lightning_smartinfinity.zero3.untyped import ParamGroup
 
@@ -58,9 +59,9 @@ def open_storage(
     first_values: Sequence[float],
     group: ProcessGroup | None,
 ) -> TransferHandler:
-    """Create the store, open the device and write the first generation.
+    """Create the store, open the device and write the first generation; or open the store of an interrupted training.
 
-    Collective: if it fails on one rank, it raises on every rank, and no rank leaves any files.
+    Collective: if it fails on one rank, it raises on every rank, and no rank leaves any files that it made.
 
     Args:
         settings: Folders and transfer settings, the same on all ranks.
@@ -78,12 +79,14 @@ def open_storage(
         DeviceError: A card cannot be opened or has too little memory; raised on every rank.
     """
     settings = replace(settings, gradient_itemsize=gradient_dtype.itemsize, parameter_itemsize=dtype.itemsize)
+    description = _describe(layout, rule, dtype, groups)
+    if settings.resumes:
+        return _reopen_storage(settings, layout, rule, description, group)
     require_space(_space_of_all_ranks(settings, layout, group))
     job_id = gather(uuid.uuid4().bytes, group)[0]
     opened = ExitStack()
     error: SmartInfinityError | None = None
     try:
-        description = _describe(layout, rule, dtype, groups)
         store = _create_store(settings, layout, description, group, job_id)
         opened.callback(store.close, remove=True)
         handler = TransferHandler(layout, store, _device(settings, layout, rule), rule=rule)
@@ -97,6 +100,26 @@ def open_storage(
         error = StorageError(f"Storage could not be opened: {caught!r}.", "Free memory or use another folder.")
     with opened:
         raise_together(error, group)
+        opened.pop_all()
+    return handler
+
+
+def _reopen_storage(
+    settings: OffloadSettings,
+    layout: PartitionLayout,
+    rule: UpdateRule,
+    description: StoreDescription,
+    group: ProcessGroup | None,
+) -> TransferHandler:
+    """Open the store of an interrupted training at the newest record that all ranks have. Collective."""
+    opened = ExitStack()
+    with opened:
+        with raising_together(group):
+            store = recover_for_training(settings, layout, description, group)
+            opened.callback(store.close, remove=False)
+            handler = TransferHandler(layout, store, _device(settings, layout, rule), rule=rule)
+            opened.callback(handler.close, remove=False)
+            handler.open()
         opened.pop_all()
     return handler
 

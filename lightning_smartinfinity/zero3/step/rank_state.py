@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
@@ -14,22 +15,44 @@ from lightning_smartinfinity.transfer.compressed_gradients import CompressedGrad
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.zero3.parameters.partition import Partition
 
-__all__ = ["RankState", "warn_of_rolled_back_step"]
+__all__ = ["Keeping", "RankState", "warn_of_rolled_back_step"]
+
+
+@dataclass
+class Keeping:
+    """Whether the state stays on storage when it is closed.
+
+    Args:
+        setting: ``TransferConfig.keep``.
+        resumable: Whether a training can resume from it: a training record was written.
+        completed: Whether the training has ended as it should.
+    """
+
+    setting: bool | str
+    resumable: bool = False
+    completed: bool = False
+
+    @property
+    def stays(self) -> bool:
+        """Whether the state stays, as things are."""
+        on_failure = self.setting == "on-failure" and self.resumable and not self.completed
+        return self.setting is True or on_failure
 
 
 class RankState:
     """The transfer handler and the gradient arena of a rank, from set-up to :meth:`close`.
 
     Args:
-        keep: Whether to leave the state on storage at :meth:`close`.
+        keep: ``TransferConfig.keep``: whether to leave the state on storage at :meth:`close`.
 
     Attributes:
         compressed: Compressed gradients; None: gradients are not compressed.
         in_fit: Whether a Trainer's fit with this state is in progress.
+        keeping: Whether the state stays on storage.
     """
 
-    def __init__(self, *, keep: bool) -> None:
-        self._keep = keep
+    def __init__(self, *, keep: bool | str) -> None:
+        self.keeping = Keeping(keep)
         self._partition: Partition | None = None
         self._arena: GradientArena | None = None
         self._handler: TransferHandler | None = None
@@ -141,7 +164,7 @@ class RankState:
         return self._handler.traffic() if self._handler is not None else Traffic()
 
     def close(self, *, since: str = "") -> None:
-        """Close the handler and the arena, and remove the state on storage unless ``keep``. Idempotent.
+        """Close the handler and the arena, and remove the state on storage unless it stays. Idempotent.
 
         A step that is still in flight is committed first, if this rank can, so that the parameters in memory are whole.
         Not collective: no rank resumes from a step that another rank could not commit.
@@ -155,7 +178,7 @@ class RankState:
         if self._handler is not None:
             if self._unusable_reason is None:
                 self._commit_or_roll_back(self._handler)
-            self._handler.close(remove=not self._keep)
+            self._handler.close(remove=not self.keeping.stays)
             self._handler = None
         if self._arena is not None:
             self._arena.close()
@@ -166,16 +189,16 @@ class RankState:
 
     def closer(self) -> Callable[[], None]:
         """Return a function for an exit handler; it closes the store and holds no reference to arena or optimizer."""
-        handler, remove, owner = self.handler, not self._keep, os.getpid()
+        handler, keeping, owner = self.handler, self.keeping, os.getpid()
 
         def close() -> None:
             # A forked child runs exit handlers too; the state is its parent's.
             if os.getpid() != owner:
                 return
-            if not remove and handler.in_flight and handler.step.is_complete:
+            if keeping.stays and handler.in_flight and handler.step.is_complete:
                 with suppress(SmartInfinityError):  # the previous generation stays current
                     handler.commit()
-            handler.close(remove=remove)
+            handler.close(remove=not keeping.stays)
 
         return close
 

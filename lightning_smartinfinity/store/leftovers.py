@@ -1,0 +1,64 @@
+"""What an earlier process has left in a rank's folder, and whether a training can go on from it."""
+
+from __future__ import annotations
+
+from contextlib import closing, suppress
+from pathlib import Path
+
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError
+from lightning_smartinfinity.store.folders import open_rank_folder, owned_names, set_aside_path
+from lightning_smartinfinity.store.lock import KEPT, is_locked, read_lock
+from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, read_manifest
+from lightning_smartinfinity.store.open_folder import OpenFolder
+from lightning_smartinfinity.store.recovery import records_of
+from lightning_smartinfinity.store.training_record import TrainingRecord, read_training_records
+
+__all__ = ["reclaimable_bytes", "resumable_record"]
+
+
+def resumable_record(folder: OpenFolder, manifest: Manifest) -> TrainingRecord | None:
+    """Return the newest training record in a rank's first folder whose generation is committed, or None.
+
+    The extents are not read.
+
+    Raises:
+        StorageError: A record cannot be read.
+    """
+    committed = {record.generation for record in records_of(folder, manifest).intact}
+    found = read_training_records(folder, identity=manifest.identity)
+    return next((record for record in found if record.generation in committed), None)
+
+
+def reclaimable_bytes(path: Path) -> int:
+    """Return the bytes allocated by the leftover that a new store in this rank's folder deletes.
+
+    That is the store there, or, if a training can resume from it, the one that was set aside before.
+    """
+    nbytes, resumable = _leftover(path)
+    return _leftover(set_aside_path(path))[0] if resumable else nbytes
+
+
+def _leftover(path: Path) -> tuple[int, bool]:
+    """Return the bytes of a store that may be deleted, and whether a training can resume from it."""
+    try:
+        with closing(open_rank_folder(path)) as folder:
+            notes: frozenset[str] = frozenset()
+            with suppress(StorageCorruptError):  # then the manifest says whether it is a leftover
+                _, notes = read_lock(folder)
+            manifest = None if folder.status(MANIFEST_NAME) is None else read_manifest(folder)
+            if is_locked(folder) or KEPT in notes or (manifest is not None and manifest.keep):
+                return 0, False
+            sizes = map(folder.status, owned_names(folder, notes, manifest))
+            nbytes = sum(status.st_blocks * 512 for status in sizes if status is not None)
+            return nbytes, manifest is not None and _is_resumable(folder, manifest)
+    except (OSError, StorageError):
+        return 0, False
+
+
+def _is_resumable(folder: OpenFolder, manifest: Manifest) -> bool:
+    # Only the first folder has records: the others are as good as it, whose name the manifest has.
+    if manifest.device == 0:
+        return resumable_record(folder, manifest) is not None
+    job, rank = folder.path.parent.name, folder.path.name
+    with closing(open_rank_folder(Path(manifest.folders[0]) / job / rank)) as first:
+        return resumable_record(first, read_manifest(first)) is not None

@@ -1,0 +1,166 @@
+"""The training record: what a training needs beside its optimizer state to go on from a generation.
+
+A commit record makes a generation current within ``optimizer.step()``. What the loop does afterwards (schedulers,
+callbacks, random numbers) belongs to the step, too. So the loop writes a record of its own when it is done with the
+step, and before anything of the next generation is written. A training resumes from the newest generation that has
+both.
+
+training-0.bin and training-1.bin take turns: record ``n`` goes to file ``n % 2``. A file, little endian::
+
+    8 bytes    magic LSITRN01
+    u32        version (1)
+    u32        rank
+    16 bytes   job id, as in the extents
+    i64        number of the record
+    i64        generation that was the newest, or about to be committed, when the record was written
+    i64        optimizer steps of the training so far
+    u64        length of the content in bytes
+    bytes      content
+    u32        CRC32C of everything before
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.store.folders import TRAINING_NAMES
+from lightning_smartinfinity.store.open_folder import OpenFolder
+from lightning_smartinfinity.store.os_errors import storage_errors
+
+__all__ = ["TrainingRecord", "erase_training_record", "read_training_records", "write_training_record"]
+
+_MAGIC = b"LSITRN01"
+_VERSION = 1
+_HEADER = struct.Struct("<8sII16sqqqQ")
+_CHECKSUM = struct.Struct("<I")
+_MOST_BYTES = 1 << 44  # far above what any training has
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecord:
+    """A record of a training.
+
+    Args:
+        number: Number of the record, from 0. The newer of two has the higher one.
+        generation: Generation of the optimizer state that it belongs to.
+        step: Optimizer steps of the training so far, for messages.
+        content: What the training wrote.
+    """
+
+    number: int
+    generation: int
+    step: int
+    content: bytes
+
+
+def write_training_record(folder: OpenFolder, record: TrainingRecord, *, identity: native.Identity, flush: bool) -> int:
+    """Write a record over the last but one.
+
+    Args:
+        folder: The rank's first folder, with both files.
+        record: The record to write.
+        identity: The mark of the store's extents.
+        flush: Whether to flush the device afterwards.
+
+    Returns:
+        Size of the record in bytes.
+
+    Raises:
+        StorageError: The record could not be written. The one before it is intact.
+    """
+    name = _name_of(record.number)
+    header = _HEADER.pack(
+        _MAGIC,
+        _VERSION,
+        identity.rank,
+        identity.job,
+        record.number,
+        record.generation,
+        record.step,
+        len(record.content),
+    )
+    checksum = _CHECKSUM.pack(_crc(header, record.content))
+    with storage_errors("Writing the training record", folder.path / name):
+        descriptor = folder.open(name, os.O_WRONLY)
+        try:
+            written = _write_all(descriptor, (header, record.content, checksum))
+            os.ftruncate(descriptor, written)
+            if flush:
+                os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+    return written
+
+
+def erase_training_record(folder: OpenFolder, number: int) -> None:
+    """Empty the file that a record of this number has, and flush it.
+
+    Raises:
+        StorageError: It could not be emptied.
+    """
+    name = _name_of(number)
+    with storage_errors("Erasing the training record", folder.path / name):
+        descriptor = folder.open(name, os.O_WRONLY)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def read_training_records(folder: OpenFolder, *, identity: native.Identity) -> list[TrainingRecord]:
+    """Return the intact records of a store, newest first: at most two, none in the store of an older version.
+
+    Raises:
+        StorageError: A file cannot be read.
+    """
+    found = (_read(folder, number, identity) for number in range(len(TRAINING_NAMES)))
+    return sorted(filter(None, found), key=lambda record: record.number, reverse=True)
+
+
+def _read(folder: OpenFolder, number: int, identity: native.Identity) -> TrainingRecord | None:
+    """Return the record in a file, or None if there is none, or if it is incomplete, damaged or of another store."""
+    name = _name_of(number)
+    with storage_errors("Reading the training record", folder.path / name):
+        status = folder.status(name)
+        if status is None or not _HEADER.size + _CHECKSUM.size <= status.st_size <= _MOST_BYTES:
+            return None
+        with closing(folder.reader(name)) as file:
+            header = file.read(_HEADER.size)
+            magic, version, rank, job, record, generation, step, length = _HEADER.unpack(header)
+            fits = length == status.st_size - _HEADER.size - _CHECKSUM.size
+            wanted = (_MAGIC, _VERSION, identity.rank, identity.job, number)
+            if (magic, version, rank, job, record % len(TRAINING_NAMES)) != wanted or not fits:
+                return None
+            content, checksum = file.read(length), file.read(_CHECKSUM.size)
+    if len(content) != length or checksum != _CHECKSUM.pack(_crc(header, content)):
+        return None
+    return TrainingRecord(number=record, generation=generation, step=step, content=content)
+
+
+def _name_of(number: int) -> str:
+    return TRAINING_NAMES[number % len(TRAINING_NAMES)]
+
+
+def _crc(header: bytes, content: bytes) -> int:
+    crc = 0
+    for part in (header, content):
+        values = np.frombuffer(part, np.uint8)
+        crc = native.crc32c(values.ctypes.data, values.nbytes, crc)
+    return crc
+
+
+def _write_all(descriptor: int, parts: tuple[bytes, ...]) -> int:
+    offset = 0
+    for part in parts:
+        view = memoryview(part)
+        while view:
+            written = os.pwrite(descriptor, view, offset)
+            view, offset = view[written:], offset + written
+    return offset

@@ -1,0 +1,104 @@
+"""The engine's part of a training record: what DeepSpeed and the module hold beside parameters and optimizer state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of, numbers_of
+from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
+from lightning_smartinfinity.zero3.untyped import SavedState, ZeroParameter
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
+
+__all__ = ["describe_engine", "frozen_checksum", "restore_engine"]
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+def describe_engine(engine: SmartInfinityEngine) -> SavedState:
+    """Return the engine's part of a training record, whose values share memory with the engine's."""
+    optimizer = engine.optimizer
+    compressed = optimizer.rank_state.compressed
+    return {
+        "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
+        "groups": [_without_parameters(group) for group in optimizer.optimizer.param_groups],
+        "loss_scaler": numbers_of(optimizer.loss_scaler),
+        "dynamic_loss_scale": optimizer.dynamic_loss_scale,
+        "overflow": optimizer.overflow,
+        "residual": None if compressed is None else compressed.residual,
+        "buffers": dict(_buffers(engine.module)),
+        "frozen": optimizer.frozen_checksum,
+    }
+
+
+def restore_engine(engine: SmartInfinityEngine, saved: SavedState) -> None:
+    """Continue with an engine's part of a training record.
+
+    Raises:
+        CheckpointError: The module's buffers, or its parameters that are not trained, are others than they were.
+    """
+    optimizer = engine.optimizer
+    if saved["frozen"] != optimizer.frozen_checksum:
+        raise CheckpointError(
+            "The parameters that are not trained have other values than in the training that was interrupted, and "
+            "storage holds none of theirs.",
+            "Build the model with the weights that it had, for instance from the same pretrained ones.",
+        )
+    buffers = dict(_buffers(engine.module))
+    differing = sorted(
+        name
+        for name in buffers.keys() | saved["buffers"].keys()
+        if name not in buffers or name not in saved["buffers"] or buffers[name].shape != saved["buffers"][name].shape
+    )
+    if differing:
+        raise CheckpointError(
+            f"The module's buffer {differing[0]!r} differs from that of the training that was interrupted.",
+            "Build the model as it was.",
+        )
+    for name, values in saved["buffers"].items():
+        buffers[name].copy_(values)
+    for group, values in zip(optimizer.optimizer.param_groups, saved["groups"], strict=True):
+        group.update(values)
+    for name, value in saved["counters"].items():
+        setattr(engine, name, value)
+    optimizer.loss_scaler = loss_scaler_of(saved["loss_scaler"])
+    optimizer.dynamic_loss_scale = saved["dynamic_loss_scale"]
+    optimizer.overflow = saved["overflow"]
+    compressed = optimizer.rank_state.compressed
+    if compressed is not None and compressed.residual is not None and saved["residual"] is not None:
+        compressed.residual.copy_(saved["residual"])
+
+
+def frozen_checksum(module: torch.nn.Module) -> int:
+    """Return a checksum of this rank's part of the parameters that are not trained. Collective."""
+    crc = 0
+    for param in module.parameters():
+        if not param.requires_grad:
+            values = _partition_of(param)
+            crc = native.crc32c(values.data_ptr(), values.nbytes, crc)
+    return crc
+
+
+def _partition_of(param: ZeroParameter) -> torch.Tensor:
+    if stored_parameter(param) is not None:
+        stored: torch.Tensor = param.nvme_swapper.read_partition(param)
+        return stored
+    # The padding at the end of the last ranks' partitions was never initialised.
+    numel = int(param.ds_tensor.ds_numel)
+    real = max(0, min(numel, int(param.ds_numel) - dist.get_rank() * numel))
+    held: torch.Tensor = param.ds_tensor.detach().reshape(-1)[:real].cpu().contiguous()
+    return held
+
+
+def _buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, buffer.detach()) for name, buffer in module.named_buffers()]
+
+
+def _without_parameters(group: SavedState) -> SavedState:
+    return {key: value for key, value in group.items() if key != "params"}
