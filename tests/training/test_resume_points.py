@@ -14,7 +14,8 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_smartinfinity import resume, rng
+from lightning_smartinfinity import rng
+from lightning_smartinfinity.resume import loops
 from tests.helpers.random_fit import LitRandom, SaveAt, StatefulLoader, seed
 from tests.helpers.trainers import quiet_trainer
 
@@ -36,10 +37,10 @@ class Remembering(SingleDeviceStrategy):
         return checkpoint
 
     def on_train_start(self) -> None:
-        resume.load_loader_states(self.lightning_module.trainer)
+        loops.load_loader_states(self.lightning_module.trainer)
         if self.state is not None:
             rng.restore(self.state, self.root_device)
-            resume.continue_epoch(self.lightning_module.trainer)
+            loops.continue_epoch(self.lightning_module.trainer)
 
 
 def fit(module: LitRandom, root: Path, *callbacks: Any, resume: Path | None = None, **options: Any) -> None:

@@ -16,12 +16,12 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_smartinfinity import resume
+from lightning_smartinfinity.resume import loops
 
 
 @pytest.mark.parametrize("resuming", [True, False])
 def test_epoch_creates_its_iterator_unless_it_resumes(resuming: bool) -> None:
-    """resume.py clears the fit loop's flag: that makes the first epoch after a resume create its iterator."""
+    """resume/loops.py clears the fit loop's flag: that makes the first epoch after a resume create its iterator."""
     fit_loop = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit_loop
     fit_loop._resuming_from_checkpoint = resuming
     loop, fetcher = mock.MagicMock(restarting=False), mock.MagicMock()
@@ -41,7 +41,7 @@ def test_loops_have_what_a_resume_asks_them() -> None:
     assert list(inspect.signature(fit_loop.epoch_loop._should_check_val_fx).parameters) == ["data_fetcher"]
     assert _DataFetcher().length is None
     texts = [text for text in _TrainingEpochLoop.reset.__code__.co_consts if isinstance(text, str)]
-    assert any(text.startswith(resume._LIGHTNING_WARNING) for text in texts), "a resumed user is warned twice"
+    assert any(text.startswith(loops._LIGHTNING_WARNING) for text in texts), "a resumed user is warned twice"
 
 
 @pytest.mark.parametrize("passed", [None, True, False])
@@ -53,7 +53,7 @@ def test_the_trainer_knows_weights_only_where_it_restores(method: str, passed: b
         restore_checkpoint_after_setup = True
 
         def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-            seen.append((kwargs.get("weights_only"), resume.weights_only_of(trainer)))
+            seen.append((kwargs.get("weights_only"), loops.weights_only_of(trainer)))
             raise ZeroDivisionError
 
     seen: list[Any] = []
@@ -63,4 +63,4 @@ def test_the_trainer_knows_weights_only_where_it_restores(method: str, passed: b
     with pytest.raises(ZeroDivisionError):
         getattr(trainer, method)(BoringModel(), loader, ckpt_path=str(tmp_path), weights_only=passed)
     assert seen == [(None, passed)], "if Lightning passes it on, weights_only_of can go"
-    assert resume.weights_only_of(trainer) is None
+    assert loops.weights_only_of(trainer) is None
