@@ -70,6 +70,8 @@ class NearStorage(ABC):
         self._training_engine: SmartInfinityEngine | None = None
         # The swapper of parameters that lie on storage.
         self._parameters: ParameterSwapper | None = None
+        # Whether the training that is being set up resumes from the state that an interrupted one has left on storage.
+        self._resumes = False
         owner = type(self).__name__
         self._nvme_path = nvme_path_of(settings.zero, owner=owner)
         # DeepSpeed's configuration; precision and accumulation are filled in before the training is set up.
@@ -258,6 +260,7 @@ class NearStorage(ABC):
             gradient_itemsize=2 if gradients_are_16_bit(self._engine_config) else 4,
             parameter_itemsize=2 if is_16_bit(self._engine_config) else 4,
             feed_back_threads=feed_back_threads(settings.transfer.compute_threads, self._local_world_size),
+            resumes=self._resumes,
         )
         offload = choose_update_device(offload, optimizer=type(optimizer).__name__)
         warn_of_no_gain(
@@ -335,12 +338,17 @@ class NearStorage(ABC):
         if idle is not None:
             idle._close_state(since=since)
 
-    def _become_idle(self) -> None:
-        """Mark training as over; the state stays readable until the next training on the same storage."""
+    def _become_idle(self, *, completed: bool) -> None:
+        """Mark training as over; the state stays readable until the next training on the same storage.
+
+        Args:
+            completed: Whether it has ended as it should.
+        """
         end_watch()
         optimizer = self._near_storage_optimizer
         if optimizer is not None:
             optimizer.rank_state.in_fit = False
+            optimizer.rank_state.keeping.completed = completed
             # After an error, which may have come on this rank alone, a step may still be in progress.
             optimizer.update.training_over()
         return_freed_memory()  # no step will use it again

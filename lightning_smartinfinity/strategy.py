@@ -36,7 +36,17 @@ from lightning_smartinfinity.lightning_options import SharedOptions, indexed_dev
 from lightning_smartinfinity.native import take_back_ask_to_end
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityPrecision
-from lightning_smartinfinity.resume.loops import continue_epoch, load_loader_states, weights_only_of
+from lightning_smartinfinity.recorder import TrainingRecorder, resume_engine
+from lightning_smartinfinity.recording import (
+    STORAGE,
+    go_on_after_batch,
+    loop_state,
+    metrics_of,
+    restore_metrics,
+    watch_steps,
+)
+from lightning_smartinfinity.resume.loader_position import keeping_position
+from lightning_smartinfinity.resume.loops import continue_epoch, load_loader_states, passed_to_run
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_TRAINER
@@ -123,6 +133,9 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         self.config = self._engine_config
         take_options(self, options, known=LightningOptions, answers=OF_TRAINER)
         self._random_state: dict[str, Any] | None = None
+        self._recorder: TrainingRecorder | None = None
+        self._goes_on_after_batch = False
+        self._was_interrupted = False
 
     @property
     @override
@@ -184,9 +197,18 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._choose_storage(trainer.default_root_dir)
-        self._random_state = None
+        self._random_state, self._recorder = None, None
+        self._goes_on_after_batch = self._was_interrupted = False
+        self._resumes = passed_to_run(trainer, "ckpt_path") == STORAGE and trainer.state.fn == TrainerFn.FITTING
         super().setup(trainer)
         ending.end_together_after_sigterm(trainer)
+        watch_steps(trainer, partial(self._record, after_batch=True))
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        loader = super().process_dataloader(dataloader)
+        assert self.lightning_module is not None
+        return keeping_position(loader) if self.lightning_module.trainer.training else loader
 
     @override
     def on_train_start(self) -> None:
@@ -197,7 +219,45 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         state, self._random_state = self._random_state, None
         if state is not None:
             restore(state, self.root_device)
-            continue_epoch(self.lightning_module.trainer)
+            if self._goes_on_after_batch:
+                go_on_after_batch(self.lightning_module.trainer)
+            else:
+                continue_epoch(self.lightning_module.trainer)
+        if self._settings.transfer.is_resumable:
+            assert self._training_engine is not None
+            self._recorder = TrainingRecorder(self._training_engine)
+            self._record(after_batch=False)
+
+    def _record(self, *, after_batch: bool) -> None:
+        """Write a training record.
+
+        Args:
+            after_batch: Whether the loop is done with a batch; otherwise the fit is about to begin.
+        """
+        if self._recorder is None:
+            return
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        loop = {
+            "after_batch": after_batch,
+            "metrics": metrics_of(trainer),
+            RNG_KEY: capture(self.root_device, world_size=self.world_size),
+            "checkpoint": loop_state(trainer),
+        }
+        self._recorder.record(loop, step=trainer.global_step)
+
+    def _resume_from_storage(self) -> ClientState:
+        """Restore the engine from the training record; return what a checkpoint holds for Lightning."""
+        from lightning_smartinfinity.zero3.collectives import raising_together
+
+        assert self._training_engine is not None and self.lightning_module is not None
+        loop: ClientState = {}
+        with raising_together():
+            loop = resume_engine(self._training_engine)
+        self._goes_on_after_batch, self._random_state = loop["after_batch"], loop[RNG_KEY]
+        restore_metrics(self.lightning_module.trainer, loop["metrics"])
+        checkpoint: ClientState = loop["checkpoint"]
+        return checkpoint
 
     @contextmanager
     @override
@@ -313,8 +373,10 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         doing = trainer.state.fn
+        if self._resumes:
+            return self._resume_from_storage()
         if weights_only is None:
-            weights_only = weights_only_of(trainer)
+            weights_only = passed_to_run(trainer, "weights_only")
         with door(weights_only, consent=f"weights_only=False to Trainer.{doing.value if doing else 'fit'}"):
             if self.load_full_weights:
                 with raising_together(), reading_checkpoint(checkpoint_path):
@@ -363,13 +425,14 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._was_interrupted = True
         super().on_exception(exception)
         ending.end_by(exception, self.lightning_module)
 
     @override
     def teardown(self) -> None:
         super().teardown()
-        self._become_idle()
+        self._become_idle(completed=not self._was_interrupted)
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:

@@ -175,7 +175,7 @@ class SmartInfinityTraining(NearStorage):
             contexts.enter_context(models_saved_by(self._save_model))
             contexts.enter_context(random_states_seen_by(flush_file))
             contexts.enter_context(completed_checkpoints_seen_by(self._end_checkpoint))
-            contexts.enter_context(trainings_seen_by(self._begin, self._become_idle))
+            contexts.enter_context(trainings_seen_by(self._begin, partial(self._become_idle, completed=True)))
             contexts.enter_context(trainers_of_context())
             contexts.enter_context(accelerators_with_deepspeed())
             contexts.enter_context(initializing_with(self._initialize))
@@ -188,7 +188,7 @@ class SmartInfinityTraining(NearStorage):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._contexts:
-            self._become_idle()
+            self._become_idle(completed=True)
             self.close()
 
     # ---- what transformers and accelerate call

@@ -10,24 +10,24 @@ import inspect
 import warnings
 from typing import Any
 
-__all__ = ["continue_epoch", "load_loader_states", "weights_only_of"]
+__all__ = ["continue_epoch", "load_loader_states", "passed_to_run"]
 
 _LIGHTNING_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
-def weights_only_of(trainer: Any) -> bool | None:
-    """Return the ``weights_only`` that the user passed to ``fit``, ``validate``, ``test`` or ``predict``, now running.
+def passed_to_run(trainer: Any, name: str) -> Any:
+    """Return what the user passed as ``weights_only`` or ``ckpt_path`` to ``fit`` or an evaluation, now running.
 
     ``Trainer._run`` knows it, but does not pass it on to strategies that load after the set-up, as this one does.
 
     Args:
-        trainer: Trainer that is loading a checkpoint.
+        trainer: Trainer that is being set up, or is loading a checkpoint.
+        name: Name of the argument.
     """
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "_run" and frame.f_locals.get("self") is trainer:
-            passed: bool | None = frame.f_locals.get("weights_only")
-            return passed
+            return frame.f_locals.get(name)
         frame = frame.f_back
     return None
 

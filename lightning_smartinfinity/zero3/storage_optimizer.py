@@ -139,6 +139,16 @@ class StorageOptimizer(GradientPath):
             group=self.dp_process_group,
         )
         self.rank_state.hold_handler(handler)
+        if self._offload.resumes:
+            self.rank_state.keeping.resumable = True
+            self._read_parameters()
+
+    def _read_parameters(self) -> None:
+        """Set all parameters to their masters on storage. Collective."""
+        with raising_together(self.dp_process_group):
+            self.rank_state.handler.state.scan(
+                lambda window: self.partition.write(window.begin, torch.from_numpy(window.arrays[0]))
+            )
 
     def _compressed(self, layout: PartitionLayout, link: CudaLink | None) -> CompressedGradients | None:
         codec = self._offload.compression
@@ -303,10 +313,15 @@ class StorageOptimizer(GradientPath):
         else:
             self.speculation.discard()
 
+    @property
+    def holds_residual(self) -> bool:
+        """Whether what compression did not send of the gradients is kept for the next step."""
+        compressed = self.rank_state.compressed
+        return compressed is not None and compressed.residual is not None
+
     def _drain_for_residual(self) -> None:
         # The residual is computed from the gradients of the step in flight, which the next ones are about to replace.
-        compressed = self.rank_state.compressed
-        if compressed is not None and compressed.residual is not None:
+        if self.holds_residual:
             self.update.drain()
 
     def backward_epilogue(self) -> None:

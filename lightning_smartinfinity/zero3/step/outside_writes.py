@@ -37,6 +37,9 @@ class OutsideWrites:
     Args:
         rank_state: The partition and its handler.
         update: The update in flight, which is drained first.
+
+    Attributes:
+        frozen_written: Whether a parameter that is not trained was written.
     """
 
     def __init__(self, rank_state: RankState, update: UpdateInFlight) -> None:
@@ -44,6 +47,7 @@ class OutsideWrites:
         self._partition = rank_state.partition
         self._update = update
         self._deferred: set[int] | None = None
+        self.frozen_written = False
 
     def watch(self, parameters: Iterable[ZeroParameter]) -> None:
         """Watch for writes to these parameters; those to parameters that are not trained have no effect here."""
@@ -76,7 +80,9 @@ class OutsideWrites:
     def _note_writes(self, params: Iterable[ZeroParameter]) -> None:
         if not self._rank_state.is_open:
             return
+        params = list(params)
         written = self._partition.indices_of(params)
+        self.frozen_written |= len(written) < len({param.ds_id for param in params})
         if self._deferred is not None:
             self._deferred |= written
         else:

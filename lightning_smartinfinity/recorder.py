@@ -1,0 +1,108 @@
+"""Writes training records, from which an interrupted training resumes, and reads the one it resumes from."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError
+from lightning_smartinfinity.resume.typed_json import UnwritableError, decode, encode
+from lightning_smartinfinity.zero3.untyped import ClientState
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
+
+__all__ = ["TrainingRecorder", "resume_engine"]
+
+_ENGINE, _LOOP = "engine", "loop"
+
+
+class TrainingRecorder:
+    """Writes a rank's training records from the beginning of a training on.
+
+    Args:
+        engine: The engine that trains.
+    """
+
+    def __init__(self, engine: SmartInfinityEngine) -> None:
+        from lightning_smartinfinity.zero3.checkpoints.engine_record import frozen_checksum
+
+        self._engine = engine
+        self._frozen = frozen_checksum(engine.module)
+        self._warned = False
+        self._is_off = False
+        engine.optimizer.outside_writes.frozen_written = False
+
+    def record(self, loop: ClientState, *, step: int) -> None:
+        """Write a record, between two batches. Collective if the residual of compressed gradients belongs to it.
+
+        A record that cannot be written is no reason to end the training: it warns, once.
+
+        Args:
+            loop: What the loop needs to go on.
+            step: Optimizer steps of the training so far.
+
+        Raises:
+            StorageError, DeviceError, CudaError: The step in flight failed; only with a residual.
+        """
+        from lightning_smartinfinity.zero3.checkpoints.engine_record import describe_engine
+
+        optimizer = self._engine.optimizer
+        if self._is_off or not optimizer.rank_state.is_usable:
+            return
+        if optimizer.holds_residual:
+            optimizer.update.drain()  # which computes the residual
+        if optimizer.outside_writes.frozen_written:
+            self._turn_off("a parameter that is not trained was written, and storage holds none of these")
+            return
+        try:
+            content = encode({_ENGINE: {**describe_engine(self._engine), "frozen": self._frozen}, _LOOP: loop})
+        except UnwritableError as error:
+            self._turn_off(
+                f"the training's state{error.where} is a {error.type_name}, which a training record cannot hold"
+            )
+            return
+        try:
+            optimizer.rank_state.handler.record_training(step=step, content=content)
+            optimizer.rank_state.keeping.resumable = True
+        except StorageError as error:
+            optimizer.rank_state.keeping.resumable = False
+            self._warn(f"a training record could not be written. {error}")
+
+    def _turn_off(self, reason: str) -> None:
+        self._is_off = True
+        self._engine.optimizer.rank_state.keeping.resumable = False
+        self._warn(f"{reason}.")
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"An interrupted training cannot be resumed from storage here: {reason} Save checkpoints to resume "
+                "from, or pass TransferConfig(keep=False) to write no training records.",
+                stacklevel=4,
+            )
+
+
+def resume_engine(engine: SmartInfinityEngine) -> ClientState:
+    """Continue an engine with the training record that its storage was opened at; return the loop's part.
+
+    Raises:
+        StorageCorruptError: The record cannot be read.
+        CheckpointError: It belongs to another model.
+    """
+    from lightning_smartinfinity.zero3.checkpoints.engine_record import restore_engine
+
+    record = engine.optimizer.rank_state.handler.training
+    assert record is not None
+    try:
+        saved: Any = decode(record.content)
+        of_engine, loop = saved[_ENGINE], saved[_LOOP]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageCorruptError(
+            f"The training record of step {record.step} is not what this package writes: {error}.",
+            "Resume from a checkpoint.",
+        ) from error
+    restore_engine(engine, of_engine)
+    kept: ClientState = loop
+    return kept

@@ -1,0 +1,1 @@
+def keeping_position(loader): return loader

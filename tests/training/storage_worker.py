@@ -1,0 +1,232 @@
+"""Trains, or resumes from storage: ``python -m tests.training.storage_worker RUN.json``.
+
+Every rank appends a line for each step to ``steps-<rank>.txt``, and writes ``end-<rank>.json`` when its fit is over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_smartinfinity import SmartInfinityStrategy
+from tests.helpers.processes import run_module
+from tests.helpers.trainers import quiet_trainer
+
+
+@dataclass(frozen=True)
+class StorageRun:
+    """A fit, and how it is interrupted."""
+
+    out: str
+    storage: str
+    devices: int = 1
+    resume: bool = False
+    seed: int = 1
+    epochs: int = 3
+    kill_at: str = ""  # a moment of MOMENTS
+    kill_step: int = 0
+    kill_rank: int = 0
+    kill_after: float | None = None  # seconds after the training has begun
+    trainer: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    transfer: dict[str, Any] = field(default_factory=dict)
+    module: dict[str, Any] = field(default_factory=dict)
+
+
+def launch(run: StorageRun) -> tuple[int, str]:
+    """Run in forked processes; return the exit status and the output."""
+    config = Path(run.out) / "run.json"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(json.dumps(dataclasses.asdict(run)))
+    done = run_module("tests.training.storage_worker", config, ranks=run.devices)
+    return done.returncode, done.stdout + done.stderr
+
+
+def steps_of(out: Path, rank: int = 0) -> dict[int, str]:
+    """Return what each step wrote, by its number; that of the last try counts."""
+    path = out / f"steps-{rank}.txt"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {int(line.split()[0]): line for line in lines}
+
+
+def end_of(out: Path, rank: int = 0) -> dict[str, Any]:
+    """Return the result of a fit that came to its end."""
+    end: dict[str, Any] = json.loads((out / f"end-{rank}.json").read_text())
+    return end
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Items that depend on the random numbers of all three generators."""
+
+    def __init__(self, *, length: int, noise: bool) -> None:
+        self.items = torch.randn(length, 8, generator=torch.Generator().manual_seed(3))
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not self.noise:
+            return self.items[index]
+        return self.items[index] + torch.randn(8) * 0.1 + float(np.random.rand()) * 0.1 + random.random() * 0.1
+
+
+class Module(pl.LightningModule):
+    """A module with buffers that change, dropout, a scheduler, and logged values that callbacks follow."""
+
+    def __init__(self, run: StorageRun) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        settings = {"width": 24, "batch": 2, "length": 12, "workers": 0, "noise": True, "plateau": False}
+        self.settings = {**settings, **run.module}
+        width = self.settings["width"]
+        self.net = nn.Sequential(
+            nn.Linear(8, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, width), nn.Linear(width, 3)
+        )
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.run, self.seen = run, 0
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = self.net(batch + self.frozen(batch)).float().pow(2).mean()
+        self.log("loss", loss)
+        self.last_loss = float(loss)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.log("val_loss", self.net(batch).float().pow(2).mean(), sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = self.seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["seen"]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        if self.settings["plateau"]:
+            scheduler: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=60)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def train_dataloader(self) -> Any:
+        data = Noisy(length=self.settings["length"], noise=self.settings["noise"])
+        workers = self.settings["workers"]
+        return DataLoader(data, batch_size=self.settings["batch"], shuffle=True, num_workers=workers)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Noisy(length=4, noise=False), batch_size=2)
+
+
+class Watch(pl.Callback):
+    """Writes down every step, and counts its hooks in its state."""
+
+    def __init__(self, run: StorageRun) -> None:
+        self.run, self.count = run, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "odd": (1, {2: float("inf")}, torch.ones(2))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["odd"][:2] == (1, {2: float("inf")})
+        self.count = state["count"]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        self.count += 1
+        module.seen += 1
+        die(self.run, "batch end", trainer)
+        values = [module.last_loss.hex(), self.count, module.seen, trainer.optimizers[0].param_groups[0]["lr"].hex()]
+        with open(Path(self.run.out) / f"steps-{trainer.global_rank}.txt", "a") as file:
+            file.write(" ".join(map(str, [trainer.global_step, *values])) + "\n")
+
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        die(self.run, "validation", trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        die(self.run, "epoch end", trainer)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        die(self.run, "step", trainer)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        die(self.run, "batch start", trainer)
+
+
+def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
+    """End in the way that the run asks for, if this is the moment."""
+    how, _, when = run.kill_at.partition(" at ")
+    if when != moment or trainer.global_step != run.kill_step or trainer.global_rank != run.kill_rank:
+        return
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if how == "error":
+        raise RuntimeError("an error of the user's")
+    if how == "interrupt":
+        raise KeyboardInterrupt
+
+
+def main(path: str) -> None:
+    """Fit as the run says."""
+    run = StorageRun(**json.loads(Path(path).read_text()))
+    pl.seed_everything(run.seed)
+    module, watch = Module(run), Watch(run)
+    strategy = SmartInfinityStrategy(
+        run.storage,
+        transfer={"tasklet_bytes": 64 * 1024, "num_buffers": 2, **run.transfer},
+        **run.options,
+    )
+    trainer = quiet_trainer(
+        Path(run.out),
+        strategy,
+        devices=run.devices,
+        max_epochs=run.epochs,
+        callbacks=[watch],
+        **{"precision": "bf16-mixed", "num_sanity_val_steps": 0, **run.trainer},
+    )
+    if run.kill_after is not None and int(os.environ.get("RANK", "0")) == run.kill_rank:
+        started = time.monotonic()
+
+        def kill() -> None:
+            time.sleep(max(0.0, run.kill_after + started - time.monotonic()))  # type: ignore[operator]
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=kill, daemon=True).start()
+    trainer.fit(module, ckpt_path="storage" if run.resume else None)
+    digest = hashlib.sha256()
+    optimizer = strategy._near_storage_optimizer
+    assert optimizer is not None
+    optimizer.update.drain()
+    optimizer.rank_state.handler.state.scan(lambda window: digest.update(b"".join(a.tobytes() for a in window.arrays)))
+    for name, buffer in module.named_buffers():
+        digest.update(name.encode() + buffer.float().numpy().tobytes())
+    end = {
+        "state": digest.hexdigest(),
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "seen": module.seen,
+        "random": [torch.rand(1).item(), float(np.random.rand()), random.random()],
+    }
+    (Path(run.out) / f"end-{trainer.global_rank}.json").write_text(json.dumps(end))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
