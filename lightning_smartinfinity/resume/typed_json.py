@@ -1,4 +1,4 @@
-"""Values of nested Python containers as bytes: JSON that keeps every type, and then the bytes of arrays, without pickle.
+"""Writes values of nested Python containers as JSON that keeps every type, and then arrays' bytes, without pickle.
 
 ::
 
@@ -45,6 +45,7 @@ _JSON = json.JSONEncoder(ensure_ascii=True, check_circular=False, allow_nan=Fals
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{\]}]', re.DOTALL)
 _FACTORIES: dict[Any, str | None] = {None: None} | {kind: kind.__name__ for kind in (int, float, list, dict, set, str)}
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_TENSOR_DTYPES = {name: dtype for name, dtype in _DTYPES.items() if not name.startswith("torch.q")}  # quantized ones
 _NUMPY_NAME = re.compile(r"[<>|](?:[biufc]\d{1,2}|[lLqQgG]|[US]\d{1,9})", re.ASCII)
 _NUMPY_KINDS = "biufcUS"
 _NUMPY_NUMBERS = {np.dtype(code).type for code in np.typecodes["All"] if np.dtype(code).kind in "biufc"}
@@ -67,10 +68,9 @@ class UnwritableError(Exception):
     def __init__(self, where: str, value: object, reason: str = "") -> None:
         super().__init__(where, reason)
         kind = type(value)
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
         self.where = where
-        self.type_name = (
-            kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        )
+        self.type_name = module + kind.__qualname__
         self.reason = reason
 
     def __str__(self) -> str:
@@ -148,12 +148,11 @@ class _Writer:
         are_names = all(type(key) is str and key.isascii() for key in container)
         keys = list(container) if are_names else [self.write(key) for key in container]
         values: list[Any] = []
-        key = None
         try:
-            for key, value in container.items():
+            for value in container.values():
                 values.append(self.write(value))
         except UnwritableError as error:
-            error.where = step(key) + error.where
+            error.where = step(list(container)[len(values)]) + error.where
             raise
         self._open.discard(id(container))
         return dict(zip(keys, values, strict=True)) if are_names else [keys, values]
@@ -369,7 +368,7 @@ _WRITTEN: dict[type, Callable[[_Writer, Any], Any]] = {
     datetime.datetime: _write_datetime,
     datetime.timedelta: _write_timedelta,
 }
-_WRITTEN |= {kind: _write_numpy_number for kind in _NUMPY_NUMBERS}
+_WRITTEN |= dict.fromkeys(_NUMPY_NUMBERS, _write_numpy_number)
 _WRITTEN |= {type(np.dtype(code)): _write_numpy_dtype for code in np.typecodes["All"]}
 
 
@@ -476,8 +475,10 @@ def _read_namespace(reader: _Reader, told: Any) -> argparse.Namespace:
 
 def _read_tensor(reader: _Reader, told: Any) -> torch.Tensor:
     name, shape = told
-    dtype = _DTYPES[name]
+    dtype = _TENSOR_DTYPES[name]
     raw = reader.take(_numel(shape) * dtype.itemsize)
+    if not raw:
+        return torch.empty(shape, dtype=dtype, device="cpu")
     flat = np.frombuffer(raw, np.uint8).copy()
     # A byte above one is no bool, and torch may do anything with it.
     bits = torch.from_numpy(flat != 0 if dtype is torch.bool else flat)
@@ -511,7 +512,8 @@ def _read_numpy_number(reader: _Reader, told: Any) -> Any:
 def _numpy_dtype(name: Any) -> np.dtype[Any]:
     if not _NUMPY_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no dtype")
-    return np.dtype(name)
+    dtype: np.dtype[Any] = np.dtype(name)
+    return dtype
 
 
 def _numel(shape: Any) -> int:
