@@ -166,9 +166,10 @@ class TransferConfig:
             StorageTimeoutError: above 0, and at most 2147483. After Ctrl-C or SIGTERM it is at most three seconds.
             Set-up, and flushes of checkpoints, may take longer as long as the disk completes requests.
         job: Name of this job's folder below each storage folder; two jobs on one storage need two names.
-        keep: Whether the state stays on storage after the strategy is closed: ``"on-failure"`` (if the training did not
-            end as it should, so that ``ckpt_path="storage"`` can resume it), True (always; a later training does not
-            replace it) or False (never). A kill leaves it there in any case.
+        keep: Whether the state stays on storage after the strategy is closed: True (always; a later training does not
+            replace it), ``"on-failure"`` (if the training did not end as it should) or False (never). With True and
+            ``"on-failure"``, and two places for each tasklet, a Trainer writes training records, and
+            ``fit(ckpt_path="storage")`` resumes the training, also after a kill.
 
     Raises:
         ConfigError: A setting is unknown, out of range or not one of those above.
@@ -183,7 +184,7 @@ class TransferConfig:
     direct_io: str = "auto"
     io_timeout: float = IO_TIMEOUT
     job: str = "default"
-    keep: bool | str = "on-failure"
+    keep: bool | str = False
 
     def __post_init__(self) -> None:
         require(

@@ -31,7 +31,7 @@ from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.compatibility import OptimizerList, accumulates, adapt_callbacks, copy_around_training
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
-from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
 from lightning_smartinfinity.native import take_back_ask_to_end
 from lightning_smartinfinity.near_storage import NearStorage
@@ -199,7 +199,12 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         self._choose_storage(trainer.default_root_dir)
         self._random_state, self._recorder = None, None
         self._goes_on_after_batch = self._was_interrupted = False
-        self._resumes = passed_to_run(trainer, "ckpt_path") == STORAGE and trainer.state.fn == TrainerFn.FITTING
+        self._resumes = trainer.state.fn == TrainerFn.FITTING and passed_to_run(trainer, "ckpt_path") == STORAGE
+        if self._resumes and not self._settings.transfer.is_resumable:
+            raise ConfigError(
+                "fit(ckpt_path='storage') resumes from storage, but the settings ask to keep nothing to resume from.",
+                "Pass transfer={'keep': 'on-failure'}, with durability 'step' or 'power', as in the first run.",
+            )
         super().setup(trainer)
         ending.end_together_after_sigterm(trainer)
         watch_steps(trainer, partial(self._record, after_batch=True))
@@ -208,7 +213,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         loader = super().process_dataloader(dataloader)
         assert self.lightning_module is not None
-        return keeping_position(loader) if self.lightning_module.trainer.training else loader
+        resumable = self._settings.transfer.is_resumable and self.lightning_module.trainer.training
+        return keeping_position(loader) if resumable else loader
 
     @override
     def on_train_start(self) -> None:

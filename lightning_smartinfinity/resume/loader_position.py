@@ -200,9 +200,6 @@ class _Epoch:
         generators, is_alive = _generator_states(self._loader), _is_alive(self._loader)
         if self._is_over or self._num_fetched == _length(self._loader):
             return _state_between_epochs(generators, is_alive=is_alive)
-        if self._num_fetched == 0 and not self._drawn["has_workers"]:
-            # The order has not been drawn yet, only a seed for workers that do not exist.
-            return _state_between_epochs(self._drawn["created"]["generators"], is_alive=is_alive)
         told = {"is_within": True, "num_fetched": self._num_fetched, "generators": generators, "is_alive": is_alive}
         return told | self._drawn
 
@@ -242,7 +239,7 @@ def _after_fetching(loader: Any, create: Callable[[], Iterator[Any]], state: dic
         create()
     _restore(loader, state["created"])
     batches = create()
-    if not state["has_workers"]:
+    if not state["has_workers"] and state["first"] is not None:
         _restore(loader, state["first"])
     deque(itertools.islice(batches, state["num_fetched"]), maxlen=0)
     if not loader.num_workers:
@@ -262,7 +259,8 @@ def _after_drawing(loader: Any, state: dict[str, Any], now: dict[str, Any]) -> I
         skipping.before = state["created"]
     _restore(loader, state["created"])
     batches = iter(again)
-    if loader.num_workers == 0:
+    # If nothing was fetched, a sampler that draws with its first index has not drawn yet.
+    if loader.num_workers == 0 and (state["has_workers"] or state["first"] is not None):
         skipping.before = skipping.before or _random_states(loader)
         skipping.after = now | {"generators": state["generators"]}
     elif loader.persistent_workers:

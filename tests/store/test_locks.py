@@ -19,7 +19,7 @@ import pytest
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageLockedError
 from lightning_smartinfinity.store import StateStore
-from lightning_smartinfinity.store.folders import reclaimable_bytes
+from lightning_smartinfinity.store.leftovers import reclaimable_bytes
 from lightning_smartinfinity.store.lock import FolderLock, acquire, is_locked
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.replacement import flush

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,12 +18,11 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from lightning_smartinfinity.resume.loader_position import begin_epoch, is_exact, keeping_position
+from lightning_smartinfinity.resume.loader_position import keeping_position
 
 NUM_SAMPLES = 11
 NUM_EPOCHS = 3

@@ -53,7 +53,7 @@ def test_the_trainer_knows_weights_only_where_it_restores(method: str, passed: b
         restore_checkpoint_after_setup = True
 
         def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-            seen.append((kwargs.get("weights_only"), loops.weights_only_of(trainer)))
+            seen.append((kwargs.get("weights_only"), loops.passed_to_run(trainer, "weights_only")))
             raise ZeroDivisionError
 
     seen: list[Any] = []
@@ -62,5 +62,5 @@ def test_the_trainer_knows_weights_only_where_it_restores(method: str, passed: b
     loader = torch.utils.data.DataLoader([torch.zeros(1)])
     with pytest.raises(ZeroDivisionError):
         getattr(trainer, method)(BoringModel(), loader, ckpt_path=str(tmp_path), weights_only=passed)
-    assert seen == [(None, passed)], "if Lightning passes it on, weights_only_of can go"
-    assert loops.weights_only_of(trainer) is None
+    assert seen == [(None, passed)], "if Lightning passes it on, passed_to_run can go"
+    assert loops.passed_to_run(trainer, "weights_only") is None

@@ -1,0 +1,51 @@
+"""Tests the private seams of the installed Lightning and torch that training records rely on."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_smartinfinity.patches import replaced
+
+
+def quiet() -> pl.Trainer:
+    """Return a Trainer of one epoch of three batches."""
+    off = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "barebones"), False
+    )
+    return pl.Trainer(accelerator="cpu", max_epochs=1, limit_train_batches=3, limit_val_batches=0, **off)
+
+
+def test_a_loop_calls_what_we_replace() -> None:
+    """The loop of batches calls on_run_start once and on_advance_end after each batch, looked up on the object."""
+    trainer, calls = quiet(), []
+    loop = trainer.fit_loop.epoch_loop
+    for name in ("on_run_start", "on_advance_end"):
+
+        def call(fetcher: object, name: str = name) -> None:
+            calls.append(name)
+            getattr(type(loop), name)(loop, fetcher)
+
+        setattr(loop, name, call)
+    trainer.fit(BoringModel())
+    assert calls == ["on_run_start", "on_advance_end", "on_advance_end", "on_advance_end"]
+    assert trainer.fit_loop._restarting is False and loop.restarting is False
+
+
+def test_a_checkpoint_without_weights() -> None:
+    """A checkpoint's weights come from one method of the connector, and what callbacks see from one dictionary."""
+    trainer = quiet()
+    trainer.fit(BoringModel())
+    with replaced(trainer._checkpoint_connector, "_get_lightning_module_state_dict", dict):
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    assert checkpoint["state_dict"] == {} and "fit_loop" in checkpoint["loops"]
+    trainer._logger_connector._callback_metrics.update({"x": torch.ones(())})
+    assert "x" in trainer.callback_metrics
+
+
+def test_a_loader_has_what_we_read() -> None:
+    """A DataLoader keeps the iterator of persistent workers, and names what draws its indices."""
+    loader = torch.utils.data.DataLoader(range(4))
+    assert loader._iterator is None
+    assert loader._index_sampler is loader.batch_sampler and callable(loader._get_iterator)
