@@ -1,0 +1,376 @@
+"""Makes a plain DataLoader resumable within an epoch: it keeps which batches it has yielded, and how they were drawn.
+
+An epoch's order is drawn from random generators, when the iterator is created or when it fetches its first batch. The
+loader's state holds the generators' states at both moments and the number of batches. A loader that has loaded a state
+draws the order again, skips the batches, and leaves the generators as they were.
+
+    saved               next ``__iter__`` after loading
+    within an epoch     goes on with the next batch
+    after its last one  begins an epoch
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import itertools
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+__all__ = ["begin_epoch", "is_exact", "keeping_position"]
+
+_KEPT = "_kept_position"  # Lightning ignores attributes with an underscore when it makes a loader again
+_OPTIONS = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+    *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
+)
+
+
+def keeping_position(loader: Any) -> Any:
+    """Give a DataLoader ``state_dict`` and ``load_state_dict``, with which it goes on within an epoch.
+
+    The loader becomes an instance of a subclass of its class with the same name. The random numbers that it draws
+    without a loaded state are those that it drew before.
+
+    Args:
+        loader: Any object. It is changed only if it is a ``torch.utils.data.DataLoader`` that has neither method.
+
+    Returns:
+        The same object.
+    """
+    own = (getattr(loader, name, None) for name in ("state_dict", "load_state_dict"))
+    if isinstance(loader, DataLoader) and not any(map(callable, own)):
+        loader.__class__ = _keeping_class(cast(Any, type(loader)))
+    return loader
+
+
+def is_exact(loader: Any) -> bool:
+    """Return whether a resumed epoch of this loader has the augmentations of one that never stopped.
+
+    The order of samples is the same in either case. What workers draw comes from seeds that cannot be continued.
+
+    Args:
+        loader: Any loader.
+    """
+    return not getattr(loader, "num_workers", 0)
+
+
+def begin_epoch(loader: Any) -> None:
+    """Let the next ``__iter__`` begin an epoch even if the loaded state is from within one.
+
+    A caller who ended the epoch before its last batch, as ``limit_train_batches`` does, needs this.
+
+    Args:
+        loader: Result of :func:`keeping_position`; other objects are left alone.
+    """
+    if _KEPT in getattr(loader, "__dict__", {}) and (state := _kept(loader).pending) is not None:
+        loader.load_state_dict(_state_between_epochs(state["generators"], state["is_alive"]))
+
+
+@functools.cache
+def _keeping_class(base: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    def iterate(self: Any) -> Iterator[Any]:
+        return _kept(self).iterate(self, functools.partial(base.__iter__, self))
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        """Return the position within the epoch and the random states that its order was drawn from."""
+        return _kept(self).state(self)
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """Let the next ``__iter__`` go on from a result of ``state_dict``."""
+        _kept(self).load(state_dict)
+
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        # Pickle looks the class up by its name, and would find the base.
+        reduced: Any = base.__reduce_ex__(self, protocol)
+        if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return (_blank, (base, *reduced[1][1:]), *reduced[2:])
+        return reduced
+
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    methods = {"__iter__": iterate, "__reduce_ex__": reduce_ex}
+    methods |= {"state_dict": state_dict, "load_state_dict": load_state_dict}
+    return types.new_class(base.__name__, (base,), exec_body=lambda body: body.update({**names, **methods}))
+
+
+def _blank(kind: type, *arguments: Any) -> Any:
+    return kind.__new__(kind, *arguments)
+
+
+def _kept(loader: Any) -> _Position:
+    # Lightning may have made the loader again from its class and its arguments.
+    kept: _Position = vars(loader).setdefault(_KEPT, _Position())
+    return kept
+
+
+class _Position:
+    """The epoch that a loader is in, and a loaded state until a batch has been fetched by it."""
+
+    def __init__(self) -> None:
+        self.pending: dict[str, Any] | None = None
+        self.progress: _Progress | None = None
+
+    def __reduce__(self) -> Any:
+        return _Position, ()  # a copy of a loader has no iterator
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.pending, self.progress = state, None
+
+    def state(self, loader: Any) -> dict[str, Any]:
+        if self.progress is not None:
+            return self.progress.state(loader)
+        return self.pending or _state_between_epochs(_generator_states(loader), is_alive=_is_alive(loader))
+
+    def iterate(self, loader: Any, create: Callable[[], Iterator[Any]]) -> _Epoch:
+        if self.pending is not None and self.pending["is_within"]:
+            self.progress = _Progress.loaded(self.pending)
+            return _Epoch(loader, self.progress, create, None)
+        if self.pending is not None:
+            _prepare(loader, create, self.pending)
+        self.progress = _Progress.begun(loader)
+        return _Epoch(loader, self.progress, create, create())
+
+
+@dataclass
+class _Progress:
+    """Holds what a state tells of an epoch. It refers to no iterator, whose workers would live on.
+
+    Args:
+        drawn: How the order was drawn: random states before creation and before the first fetch, whether the loader had
+            workers, and whether they existed already, so that no seed was drawn for them.
+        pending: The state that the first fetch goes on from.
+        num_fetched: Number of batches from the epoch's first on.
+        is_over: Whether the iterator has ended.
+    """
+
+    drawn: dict[str, Any]
+    pending: dict[str, Any] | None = None
+    num_fetched: int = 0
+    is_over: bool = False
+
+    @classmethod
+    def begun(cls, loader: Any) -> _Progress:
+        drawn = {"created": _random_states(loader), "first": None}
+        return cls({**drawn, "has_workers": loader.num_workers > 0, "is_reset": _is_alive(loader)})
+
+    @classmethod
+    def loaded(cls, state: dict[str, Any]) -> _Progress:
+        drawn = {name: state[name] for name in ("created", "first", "has_workers", "is_reset")}
+        return cls(drawn, state, state["num_fetched"])
+
+    def state(self, loader: Any) -> dict[str, Any]:
+        if self.pending is not None:
+            return self.pending
+        generators, is_alive = _generator_states(loader), _is_alive(loader)
+        if self.is_over or self.num_fetched == _length(loader):
+            return _state_between_epochs(generators, is_alive=is_alive)
+        told = {"is_within": True, "num_fetched": self.num_fetched, "generators": generators, "is_alive": is_alive}
+        return told | self.drawn
+
+
+class _Epoch:
+    """An iterator over the batches of an epoch, or over the rest of one.
+
+    A rest is opened by the first fetch: Lightning may create several iterators before, and tells a distributed sampler
+    the epoch only then.
+    """
+
+    def __init__(
+        self, loader: Any, progress: _Progress, create: Callable[[], Iterator[Any]], batches: Iterator[Any] | None
+    ) -> None:
+        self._loader, self._progress, self._create, self._batches = loader, progress, create, batches
+        self._has_fetched = False
+
+    def __iter__(self) -> _Epoch:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __reduce__(self) -> Any:
+        return iter, ((),)  # Lightning copies combined loaders without their iterators
+
+    def __next__(self) -> Any:
+        if not self._has_fetched:
+            self._begin()
+        assert self._batches is not None
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._progress.is_over = True
+            raise
+        self._progress.num_fetched += 1
+        return batch
+
+    def _begin(self) -> None:
+        self._has_fetched = True
+        if self._progress.pending is not None:
+            self._batches = _rest_of_epoch(self._loader, self._create, self._progress.pending)
+            self._progress.pending = None
+        if self._progress.drawn["first"] is None:
+            self._progress.drawn["first"] = _random_states(self._loader)
+        _kept(self._loader).pending = None
+
+
+def _state_between_epochs(generators: list[torch.Tensor], is_alive: bool) -> dict[str, Any]:
+    return {"is_within": False, "num_fetched": 0, "generators": generators, "is_alive": is_alive}
+
+
+def _prepare(loader: Any, create: Callable[[], Iterator[Any]], state: dict[str, Any]) -> None:
+    """Bring generators and persistent workers of a loader to the state from which an epoch began."""
+    if state["is_alive"] and loader.persistent_workers and not _is_alive(loader):
+        now = _random_states(loader)
+        create()  # draws the seed of workers that existed already
+        _restore(loader, now)
+    _restore_generators(loader, state["generators"])
+
+
+def _rest_of_epoch(loader: Any, create: Callable[[], Iterator[Any]], state: dict[str, Any]) -> Iterator[Any]:
+    """Return an iterator over the batches that a saved epoch had left. The global generators do not change."""
+    now = _random_states(loader)
+    try:
+        if isinstance(loader.dataset, IterableDataset) or _iterates_otherwise(loader):
+            return _after_fetching(loader, create, state)
+        return _after_drawing(loader, state, now)
+    finally:
+        _restore_globals(now)
+
+
+def _iterates_otherwise(loader: Any) -> bool:
+    base = type(loader).__mro__[1]
+    names = ("__iter__", "_get_iterator", "_index_sampler")
+    return any(getattr(base, name) is not getattr(DataLoader, name) for name in names)
+
+
+def _after_fetching(loader: Any, create: Callable[[], Iterator[Any]], state: dict[str, Any]) -> Iterator[Any]:
+    if state["is_reset"] and loader.num_workers:
+        create()
+    _restore(loader, state["created"])
+    batches = create()
+    if state["first"] is not None and not state["has_workers"]:
+        _restore(loader, state["first"])
+    deque(itertools.islice(batches, state["num_fetched"]), maxlen=0)
+    if not loader.num_workers:
+        _restore_generators(loader, state["generators"])
+    return batches
+
+
+def _after_drawing(loader: Any, state: dict[str, Any], now: dict[str, Any]) -> Iterator[Any]:
+    skipping = _Skipping(loader)
+    again = _with_sampler(loader, skipping)
+    if state["is_reset"] and loader.num_workers:
+        iter(again)  # draws the seed of workers that existed already
+    skipping.num_left = state["num_fetched"]
+    if not state["has_workers"]:
+        skipping.before = state["first"]
+    elif state["is_reset"] and not loader.num_workers:
+        skipping.before = state["created"]
+    _restore(loader, state["created"])
+    batches = iter(again)
+    if loader.num_workers == 0:
+        skipping.before = skipping.before or _random_states(loader)
+        skipping.after = now | {"generators": state["generators"]}
+    elif loader.persistent_workers:
+        loader._iterator = batches
+    return batches
+
+
+def _with_sampler(loader: Any, skipping: _Skipping) -> DataLoader[Any]:
+    options = {name: getattr(loader, name) for name in _OPTIONS if hasattr(loader, name)}
+    if loader.batch_sampler is None:
+        return DataLoader(loader.dataset, batch_size=None, sampler=skipping, **options)
+    return DataLoader(loader.dataset, batch_sampler=skipping, **options)
+
+
+class _Skipping:
+    """The sampler of a loader, which once leaves out what a saved epoch has used.
+
+    Attributes:
+        num_left: Number of draws that the next iteration leaves out; None if it is to be the sampler's.
+        before: Random states for these draws, unless they go on from the present ones.
+        after: Random states for the draws after them.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self.num_left: int | None = None
+        self.before: dict[str, Any] | None = None
+        self.after: dict[str, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        # This is no generator, because a sampler may draw here, too.
+        return self._rest(iter(self._sampler))
+
+    def _rest(self, drawn: Iterator[Any]) -> Iterator[Any]:
+        if self.num_left is not None:
+            self._skip(drawn)
+        yield from drawn
+
+    def _skip(self, drawn: Iterator[Any]) -> None:
+        if self.before is not None:
+            _restore(self._loader, self.before)
+        deque(itertools.islice(drawn, self.num_left), maxlen=0)
+        if self.after is not None:
+            _restore(self._loader, self.after)
+        self._loader = self.num_left = self.before = self.after = None
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _is_alive(loader: Any) -> bool:
+    return loader.num_workers > 0 and loader.persistent_workers and loader._iterator is not None
+
+
+def _generators(loader: Any) -> Iterable[torch.Generator]:
+    """Return the generators that the user gave to the loader or its samplers, each once."""
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    found = (getattr(owner, "generator", None) for owner in (loader, *samplers))
+    return {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values()
+
+
+def _generator_states(loader: Any) -> list[torch.Tensor]:
+    return [generator.get_state() for generator in _generators(loader)]
+
+
+def _restore_generators(loader: Any, states: list[torch.Tensor]) -> None:
+    for generator, state in zip(_generators(loader), states, strict=False):  # the user may have added one
+        generator.set_state(state)
+
+
+def _random_states(loader: Any) -> dict[str, Any]:
+    """Return the states of the global generators on the CPU, and of the user's, in types that torch.load accepts."""
+    name, keys, *position = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": (name, np.asarray(keys).tolist(), *position),
+        "python": random.getstate(),
+        "generators": _generator_states(loader),
+    }
+
+
+def _restore(loader: Any, states: dict[str, Any]) -> None:
+    _restore_globals(states)
+    _restore_generators(loader, states["generators"])
+
+
+def _restore_globals(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    np.random.set_state(states["numpy"])
+    random.setstate(states["python"])
