@@ -18,6 +18,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -115,13 +116,13 @@ class _Position:
 
     def __init__(self) -> None:
         self.pending: dict[str, Any] | None = None
-        self.epoch: _Epoch | None = None
+        self.progress: _Progress | None = None
 
     def __reduce__(self) -> Any:
         return _Position, ()  # a copy of a loader has no iterator
 
     def load(self, loader: Any, state: dict[str, Any]) -> None:
-        self.pending, self.epoch = state, None
+        self.pending, self.progress = state, None
         sampler = _distributed_sampler(loader)
         if sampler is not None and state.get("seed") is not None:
             sampler.seed = state["seed"]  # Lightning has made it with the seed of seed_everything
@@ -131,16 +132,55 @@ class _Position:
         return {**self._present(loader), "seed": None if sampler is None else sampler.seed}
 
     def _present(self, loader: Any) -> dict[str, Any]:
-        if self.epoch is not None:
-            return self.epoch.state()
+        if self.progress is not None:
+            return self.progress.state(loader)
         return self.pending or _state_between_epochs(_generator_states(loader), is_alive=_is_alive(loader))
 
     def iterate(self, loader: Any, create: Callable[[], Iterator[Any]]) -> _Epoch:
-        pending = self.pending
-        if pending is not None and not pending["is_within"]:
-            _prepare(loader, create, pending)
-        self.epoch = _Epoch(loader, create, pending if pending is not None and pending["is_within"] else None)
-        return self.epoch
+        if self.pending is not None and self.pending["is_within"]:
+            self.progress = _Progress.loaded(self.pending)
+            return _Epoch(loader, self.progress, create, None)
+        if self.pending is not None:
+            _prepare(loader, create, self.pending)
+        self.progress = _Progress.begun(loader)
+        return _Epoch(loader, self.progress, create, create())
+
+
+@dataclass
+class _Progress:
+    """Holds what a state tells of an epoch. It refers to no iterator, whose workers would live on.
+
+    Args:
+        drawn: How the order was drawn: random states before creation and before the first fetch, whether the loader had
+            workers, and whether they existed already, so that no seed was drawn for them.
+        pending: The state that the first fetch goes on from.
+        num_fetched: Number of batches from the epoch's first on.
+        is_over: Whether the iterator has ended.
+    """
+
+    drawn: dict[str, Any]
+    pending: dict[str, Any] | None = None
+    num_fetched: int = 0
+    is_over: bool = False
+
+    @classmethod
+    def begun(cls, loader: Any) -> _Progress:
+        drawn = {"created": _random_states(loader), "first": None}
+        return cls({**drawn, "has_workers": loader.num_workers > 0, "is_reset": _is_alive(loader)})
+
+    @classmethod
+    def loaded(cls, state: dict[str, Any]) -> _Progress:
+        drawn = {name: state[name] for name in ("created", "first", "has_workers", "is_reset")}
+        return cls(drawn, state, state["num_fetched"])
+
+    def state(self, loader: Any) -> dict[str, Any]:
+        if self.pending is not None:
+            return self.pending
+        generators, is_alive = _generator_states(loader), _is_alive(loader)
+        if self.is_over or self.num_fetched == _length(loader):
+            return _state_between_epochs(generators, is_alive=is_alive)
+        told = {"is_within": True, "num_fetched": self.num_fetched, "generators": generators, "is_alive": is_alive}
+        return told | self.drawn
 
 
 class _Epoch:
@@ -150,19 +190,11 @@ class _Epoch:
     the epoch only then.
     """
 
-    def __init__(self, loader: Any, create: Callable[[], Iterator[Any]], pending: dict[str, Any] | None) -> None:
-        self._loader, self._create, self._pending = loader, create, pending
-        self._is_over = False
-        self._batches: Iterator[Any] | None = None
+    def __init__(
+        self, loader: Any, progress: _Progress, create: Callable[[], Iterator[Any]], batches: Iterator[Any] | None
+    ) -> None:
+        self._loader, self._progress, self._create, self._batches = loader, progress, create, batches
         self._has_fetched = False
-        if pending is not None:
-            self._num_fetched = pending["num_fetched"]
-            self._drawn = {name: pending[name] for name in ("created", "first", "has_workers", "is_reset")}
-        else:
-            self._num_fetched = 0
-            self._drawn = {"created": _random_states(loader), "first": None}
-            self._drawn |= {"has_workers": loader.num_workers > 0, "is_reset": _is_alive(loader)}
-            self._batches = create()
 
     def __iter__(self) -> _Epoch:
         return self
@@ -180,28 +212,19 @@ class _Epoch:
         try:
             batch = next(self._batches)
         except StopIteration:
-            self._is_over = True
+            self._progress.is_over = True
             raise
-        self._num_fetched += 1
+        self._progress.num_fetched += 1
         return batch
 
     def _begin(self) -> None:
         self._has_fetched = True
-        if self._pending is not None:
-            self._batches = _rest_of_epoch(self._loader, self._create, self._pending)
-            self._pending = None
-        if self._drawn["first"] is None:
-            self._drawn["first"] = _random_states(self._loader)
+        if self._progress.pending is not None:
+            self._batches = _rest_of_epoch(self._loader, self._create, self._progress.pending)
+            self._progress.pending = None
+        if self._progress.drawn["first"] is None:
+            self._progress.drawn["first"] = _random_states(self._loader)
         _kept(self._loader).pending = None
-
-    def state(self) -> dict[str, Any]:
-        if self._pending is not None:
-            return self._pending
-        generators, is_alive = _generator_states(self._loader), _is_alive(self._loader)
-        if self._is_over or self._num_fetched == _length(self._loader):
-            return _state_between_epochs(generators, is_alive=is_alive)
-        told = {"is_within": True, "num_fetched": self._num_fetched, "generators": generators, "is_alive": is_alive}
-        return told | self._drawn
 
 
 def _state_between_epochs(generators: list[torch.Tensor], is_alive: bool) -> dict[str, Any]:
@@ -239,7 +262,7 @@ def _after_fetching(loader: Any, create: Callable[[], Iterator[Any]], state: dic
         create()
     _restore(loader, state["created"])
     batches = create()
-    if not state["has_workers"] and state["first"] is not None:
+    if state["first"] is not None and not state["has_workers"]:
         _restore(loader, state["first"])
     deque(itertools.islice(batches, state["num_fetched"]), maxlen=0)
     if not loader.num_workers:
@@ -259,8 +282,7 @@ def _after_drawing(loader: Any, state: dict[str, Any], now: dict[str, Any]) -> I
         skipping.before = state["created"]
     _restore(loader, state["created"])
     batches = iter(again)
-    # If nothing was fetched, a sampler that draws with its first index has not drawn yet.
-    if loader.num_workers == 0 and (state["has_workers"] or state["first"] is not None):
+    if loader.num_workers == 0:
         skipping.before = skipping.before or _random_states(loader)
         skipping.after = now | {"generators": state["generators"]}
     elif loader.persistent_workers:
@@ -309,7 +331,7 @@ class _Skipping:
         deque(itertools.islice(drawn, self.num_left), maxlen=0)
         if self.after is not None:
             _restore(self._loader, self.after)
-        self.num_left, self.before, self.after = None, None, None
+        self._loader = self.num_left = self.before = self.after = None
 
 
 def _length(loader: Any) -> int | None:

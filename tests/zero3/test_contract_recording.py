@@ -42,10 +42,3 @@ def test_a_checkpoint_without_weights() -> None:
     assert checkpoint["state_dict"] == {} and "fit_loop" in checkpoint["loops"]
     trainer._logger_connector._callback_metrics.update({"x": torch.ones(())})
     assert "x" in trainer.callback_metrics
-
-
-def test_a_loader_has_what_we_read() -> None:
-    """A DataLoader keeps the iterator of persistent workers, and names what draws its indices."""
-    loader = torch.utils.data.DataLoader(range(4))
-    assert loader._iterator is None
-    assert loader._index_sampler is loader.batch_sampler and callable(loader._get_iterator)

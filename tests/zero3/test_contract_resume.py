@@ -1,4 +1,4 @@
-"""Tests the private seams of the installed Lightning that an exact resume relies on."""
+"""Tests the private seams of the installed Lightning and torch that an exact resume relies on."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils.data import DataLoader
 
 from lightning_smartinfinity.resume import loops
 
@@ -64,3 +65,22 @@ def test_the_trainer_knows_weights_only_where_it_restores(method: str, passed: b
         getattr(trainer, method)(BoringModel(), loader, ckpt_path=str(tmp_path), weights_only=passed)
     assert seen == [(None, passed)], "if Lightning passes it on, passed_to_run can go"
     assert loops.passed_to_run(trainer, "weights_only") is None
+
+
+def test_a_loader_resets_the_iterator_of_persistent_workers() -> None:
+    """An iterator draws a seed when it is made, and none when it is reset. Other loaders make one for each epoch."""
+    options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "generator": torch.Generator()}
+    loader = DataLoader(range(4), **options)  # type: ignore[arg-type]
+    states = [loader.generator.get_state()]
+    assert loader._iterator is None
+    for _ in range(2):
+        made = list(loader), loader._iterator
+        assert made[1] is loader._iterator is not None
+        states.append(loader.generator.get_state())
+    assert not torch.equal(states[0], states[1])
+    assert torch.equal(states[1], states[2])
+    plain = DataLoader(range(4))  # type: ignore[arg-type]
+    assert iter(plain)._index_sampler is plain._index_sampler is plain.batch_sampler
+    with mock.patch.object(plain, "_get_iterator") as made_by:
+        assert iter(plain) is made_by.return_value
+    assert plain._iterator is None
