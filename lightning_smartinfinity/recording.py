@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_smartinfinity.patches import replaced
+from lightning_smartinfinity.resume.loops import begin_epoch_after_last
 from lightning_smartinfinity.zero3.untyped import ClientState
 
 __all__ = ["STORAGE", "go_on_after_batch", "loop_state", "metrics_of", "restore_metrics", "watch_steps"]
@@ -84,6 +85,7 @@ def go_on_after_batch(trainer: pl.Trainer) -> None:
     """
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     run_start = type(epoch_loop).on_run_start
+    begin_epoch_after_last(fit_loop)
 
     def start_once(data_fetcher: Any) -> None:
         del epoch_loop.on_run_start  # from now on it is the class's again

@@ -10,7 +10,9 @@ import inspect
 import warnings
 from typing import Any
 
-__all__ = ["continue_epoch", "load_loader_states", "passed_to_run"]
+from lightning_smartinfinity.resume.loader_position import begin_epoch
+
+__all__ = ["begin_epoch_after_last", "continue_epoch", "load_loader_states", "passed_to_run"]
 
 _LIGHTNING_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
 
@@ -63,6 +65,7 @@ def continue_epoch(trainer: Any) -> None:
         return
     lost, remedies = [], ["resume from a checkpoint of an epoch's end or of after a validation"]
     progress = epoch_loop.batch_progress
+    begin_epoch_after_last(fit_loop)
     if progress.is_last_batch:
         if epoch_loop.restarted_on_train_batch_end:
             # It was saved after the epoch's last batch. Lightning begins the next epoch at once, with this iterator.
@@ -81,6 +84,17 @@ def continue_epoch(trainer: Any) -> None:
             f"and schedulers are exact. For the rest, {', or '.join(remedies)}.",
             stacklevel=2,
         )
+
+
+def begin_epoch_after_last(fit_loop: Any) -> None:
+    """Let loaders begin an epoch if the last batch of one was saved: ``limit_train_batches`` may have ended it early.
+
+    Args:
+        fit_loop: Fit loop that is about to begin its first epoch.
+    """
+    if fit_loop.epoch_loop.batch_progress.is_last_batch:
+        for loader in _loaders(fit_loop):
+            begin_epoch(loader)
 
 
 def _goes_on_within_an_epoch(fit_loop: Any) -> bool:

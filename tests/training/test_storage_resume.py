@@ -25,6 +25,7 @@ def run(folder: Path, **settings: Any) -> tuple[int, str]:
         ("kill at batch end", 8, {"options": {"overlap": "none"}, "trainer": {"val_check_interval": 3}}),
         ("kill at validation", 6, {"options": {"overlap": "forward"}, "trainer": {"val_check_interval": 3}}),
         ("kill at step", 9, {"options": {"overlap": "backward"}, "trainer": {"precision": "32-true"}}),
+        ("kill at batch start", 8, {"trainer": {"limit_train_batches": 4}}),
         ("error at epoch end", 12, {"options": {"state_format": "int8"}, "module": {"plateau": True}}),
         ("interrupt at batch start", 7, {"transfer": {"durability": "power"}}),
         ("term at batch end", 3, {"trainer": {"accumulate_grad_batches": 2}}),
