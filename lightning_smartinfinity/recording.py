@@ -1,4 +1,4 @@
-"""What a Trainer's loop needs to go on behind a batch, when it is recorded, and how the loop goes on from there."""
+"""Collects what a Trainer's loop needs to go on behind a batch, and lets a restarted loop go on from there."""
 
 from __future__ import annotations
 

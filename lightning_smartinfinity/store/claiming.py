@@ -99,7 +99,7 @@ def _resumable(folder: RankFolder) -> TrainingRecord | None:
     return None
 
 
-def fill_folders(folders: Sequence[RankFolder], manifest: Manifest) -> None:
+def fill_folders(folders: Sequence[RankFolder], manifest: Manifest, *, resumable: bool = False) -> None:
     """Preallocate the files; the manifest comes last, so that a store with a manifest is complete.
 
     Raises:
@@ -110,7 +110,7 @@ def fill_folders(folders: Sequence[RankFolder], manifest: Manifest) -> None:
         folder.allocate(STATE_NAME, manifest.extents.file_bytes(device))
     num_parameters = len(manifest.description.parameters)
     folders[0].allocate(COMMIT_NAME, 2 * record_bytes(manifest.extents.num_tasklets, num_parameters))
-    for name in TRAINING_NAMES:
+    for name in TRAINING_NAMES if resumable else ():
         folders[0].allocate(name, 0)
     for device, folder in enumerate(folders):
         folder.write_manifest(manifest.for_device(device))

@@ -1,4 +1,4 @@
-"""What an earlier process has left in a rank's folder, and whether a training can go on from it."""
+"""Looks at what an earlier process has left in a rank's folder, and whether a training can go on from it."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class StateStore:
                         folders, job=config.job, rank=rank, extents=extents, num_parameters=len(description.parameters)
                     )
                 )
-                fill_folders(claimed, manifest)
+                fill_folders(claimed, manifest, resumable=config.is_resumable)
                 record = no_record(extents.num_tasklets, len(description.parameters))
                 store = cls(claimed, manifest, record, direct_io=config.file_access, io_timeout=config.io_timeout)
                 undo.pop_all()
@@ -186,7 +186,7 @@ class StateStore:
                 record = newest_complete(inside, manifest, newest)
                 for device, folder in enumerate(claimed):
                     folder.adopt(manifest.for_device(device))
-                for name in TRAINING_NAMES:
+                for name in TRAINING_NAMES if training is not None else ():
                     claimed[0].allocate_missing(name)
                 store = cls(claimed, manifest, record, direct_io=direct_io, io_timeout=io_timeout)
                 store._restore_places()
