@@ -68,7 +68,8 @@ def test_folders_and_files_are_private(tmp_path: Path, mask: int) -> None:
         below = list((storage / "default").rglob("*"))
         assert {mode(path) for path in below if path.is_file()} == {0o600}
         assert {mode(path) for path in (storage / "default", *below) if path.is_dir()} == {0o700}
-        assert len(below) == 2 + len({"lock", "manifest.json", "state.bin", "commit.bin"}) + 2
+        files_of_state = {"lock", "manifest.json", "state.bin", "commit.bin", "training-0.bin", "training-1.bin"}
+        assert len(below) == 2 + len(files_of_state) + 2
         assert mode(storage) == 0o777
         files.close()
 
