@@ -81,7 +81,8 @@ def clear_folders(folders: Sequence[RankFolder]) -> None:
         aside, storage = set_aside_path(path).parent.name, path.parents[1]
         _log.warning(
             "%r holds a training that was interrupted after step %d. It was moved to the job %r. To resume it, fit with"
-            " ckpt_path='storage' and transfer={'job': %r}; to remove it, run: smart-infinity jobs %s --remove %s",
+            " ckpt_path='storage' and transfer={'job': %r, 'keep': 'on-failure'};"
+            " to remove it, run: smart-infinity jobs %s --remove %s",
             str(path),
             record.step,
             aside,
