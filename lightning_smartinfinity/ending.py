@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_smartinfinity.errors import RankLostError
+from lightning_smartinfinity.errors import RankLostError, StorageTimeoutError
 from lightning_smartinfinity.native import ask_to_end
 from lightning_smartinfinity.watching import (
     agree_to_end,
@@ -112,7 +112,8 @@ def end_by(exception: BaseException, module: pl.LightningModule | None) -> None:
     Raises:
         RankLostError: Another rank is missing. A collective's error, which Lightning would raise, does not say which.
     """
-    if not isinstance(exception, Exception):  # Ctrl-C, or the end that SIGTERM asks for
+    # Ctrl-C, the end that SIGTERM asks for, or a disk that has had its time and is to be closed.
+    if not isinstance(exception, Exception) or isinstance(exception, StorageTimeoutError):
         ask_to_end()
     lost = lost_rank_behind(exception)
     if lost is None:

@@ -8,6 +8,7 @@ on a disk that works: a flush of what lies in the page cache, allocating, deleti
 from __future__ import annotations
 
 import _thread
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +27,8 @@ T = TypeVar("T")
 
 _POLL = 0.05
 _UNSEEN = 10  # times the limit, where nobody can tell whether the disk works
+_BUSY = 40  # times the limit in all, as what the disk completes may be for others
+_MOUNTS = Path("/proc/self/mounts")
 _limit: ContextVar[float] = ContextVar("io_limit", default=IO_TIMEOUT)
 _own = threading.local()  # has the attribute `call` in the thread of a call
 
@@ -49,7 +52,7 @@ class _Call(Generic[T]):
         self._result: list[T] = []
         self._error: BaseException | None = None
         self._given_up = False
-        self.folder = path.parent
+        self.path = path
         self.returned = threading.Event()
         self.num_steps = 0
         self.now = (doing, path)
@@ -166,7 +169,8 @@ def unless_idle(
     """Act as :func:`in_time`, but give the call up only if its disk completes no request for so long.
 
     The limit begins anew with each step (:func:`doing_now`) of the function, too. Where the system does not count what
-    a disk completes, such as for network file systems, each step has ten times the limit.
+    a disk completes, such as for network file systems, each step has ten times the limit. What the disk completes may
+    be for others, so a step has forty times the limit at most, and once the process was asked to end, the limit itself.
 
     Args:
         function: The function. Calls within it are part of this one.
@@ -186,7 +190,7 @@ def _made(call: _Call[T], seconds: float | None) -> T:
     if getattr(_own, "call", None) is not None:
         with doing_now(*call.now):
             return call.function()
-    _refuse_behind(call.folder)
+    _refuse_behind(call.path)
     interrupt: BaseException | None = None
     try:
         # Without the handshake of threading.Thread.start(), which waits for ever for a thread that has no memory.
@@ -222,31 +226,55 @@ class _Limit(Generic[T]):
     def __init__(self, call: _Call[T], seconds: float) -> None:
         self._call = call
         self._seen: object = None
-        self._seconds = self._whole = self.left = seconds
+        self._step: object = None
+        self._seconds = self._whole = self._idle = seconds
+        self._in_all = seconds * _BUSY
+        self._is_ending = False
         self.waited = 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds left."""
+        return min(self._idle, self._in_all)
 
     def next_wait(self, *, interrupted: bool) -> float:
         """Return how long to wait now."""
-        unseen = self._call.asked and self._call.counters is None
-        factor = _UNSEEN if unseen and not interrupted else 1
-        if self._call.renews and not interrupted and (state := self._state()) != self._seen:
-            self._seen = state
-            self._whole = self.left = self._seconds * factor
-        if (ending := native.ending_seconds()) is not None:
-            self._whole = min(self._whole, ending * factor)
-            self.left = min(self.left, self._whole)
-        wait, self.left, self.waited = min(_POLL, self.left), self.left - _POLL, self.waited + _POLL
+        ending = native.ending_seconds()
+        if ending is not None and not self._is_ending:
+            self._is_ending = True  # also after the process is no longer in a hurry
+            self._in_all = min(self._in_all, self._seconds)
+        if self._call.renews and not interrupted:
+            self._renew()
+        if ending is not None:
+            self._whole = min(self._whole, ending)
+            self._idle = min(self._idle, self._whole)
+        wait = min(_POLL, self.left)
+        self._idle, self._in_all, self.waited = self._idle - _POLL, self._in_all - _POLL, self.waited + _POLL
         return wait
+
+    def _renew(self) -> None:
+        counters, step = self._call.counters, (self._call.num_steps, self._call.asked)
+        if step != self._step and not self._is_ending:
+            self._in_all = self._seconds * _BUSY
+        state = step, counters and completed_requests(counters)
+        if state != self._seen:
+            unseen = self._call.asked and counters is None and not self._is_ending
+            self._whole = self._idle = self._seconds * (_UNSEEN if unseen else 1)
+        self._seen, self._step = state, step
 
     def __str__(self) -> str:
         return f"{'within' if self._call.counters is None else 'while its disk did nothing for'} {self._whole:g} s"
 
-    def _state(self) -> object:
-        counters = self._call.counters
-        return self._call.num_steps, self._call.asked, counters and completed_requests(counters)
 
-
-def _refuse_behind(folder: Path) -> None:
+def _refuse_behind(path: Path) -> None:
     _given_up[:] = [call for call in _given_up if not call.returned.is_set()]
-    if any(call.folder == folder for call in _given_up):
-        raise StorageTimeoutError(f"{str(folder)!r} has not answered an earlier call.", StorageTimeoutError.REMEDY)
+    if any(call.path.parent == path.parent and _mount_of(call.path) == _mount_of(path) for call in _given_up):
+        raise StorageTimeoutError(f"{str(path.parent)!r} has not answered an earlier call.", StorageTimeoutError.REMEDY)
+
+
+def _mount_of(path: Path) -> Path | None:
+    """Return where the file system of a path is mounted. Asks the system's list, and no disk."""
+    names = (line.split()[1] for line in _MOUNTS.read_bytes().splitlines())
+    mounts = {Path(os.fsdecode(name.decode("unicode_escape").encode("latin-1"))) for name in names}
+    absolute = path.absolute()
+    return next((folder for folder in (absolute, *absolute.parents) if folder in mounts), None)

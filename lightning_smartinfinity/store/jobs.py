@@ -8,12 +8,14 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from lightning_smartinfinity.config import JOB_NAME
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.store.folders import COMMIT_NAME, RankFolder, open_rank_folder
+from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.lock import KEPT, LOCK_NAME, is_locked, read_lock
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder, Trust
@@ -134,7 +136,12 @@ def find_jobs(storage: Path) -> list[Job]:
 
     Raises:
         StorageError: The folder cannot be read.
+        StorageTimeoutError: The disk does not answer.
     """
+    return unless_idle(partial(_find_jobs, storage), doing="Looking for jobs in", path=storage)
+
+
+def _find_jobs(storage: Path) -> list[Job]:
     with storage_errors("Looking for jobs in", storage):
         names = sorted(entry.name for entry in os.scandir(storage) if entry.is_dir(follow_symlinks=False))
     jobs = (find_job(storage, name) for name in names if JOB_NAME.holds(name))
@@ -180,9 +187,14 @@ def remove_job(job: Job, *, kept: bool) -> list[Path]:
     Raises:
         StorageLockedError: A process uses it. Nothing was deleted.
         StorageError: It is to be kept, or is not this user's. Nothing was deleted.
+        StorageTimeoutError: The disk does not answer.
     """
     if not job.listed:
         raise StorageError(job.problems[0], "Only the user who owns the folder, or root, can remove it.")
+    return unless_idle(partial(_remove_job, job, kept=kept), doing="Removing", path=job.storage / job.name)
+
+
+def _remove_job(job: Job, *, kept: bool) -> list[Path]:
     with ExitStack() as locked:
         folders = []
         for folder in job.folders:

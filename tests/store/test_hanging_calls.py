@@ -20,6 +20,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 import torch.distributed as dist
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.export.destination import require_room, staged
@@ -237,6 +238,24 @@ def test_state_that_is_not_looked_at(
     disk.answer()
 
 
+@pytest.mark.parametrize(("call", "options"), [("scandir", []), ("unlink", ["--remove", "default"])])
+def test_jobs_that_are_not_looked_at(
+    call: str, options: list[str], tmp_path: Path, disk: Disk, attack: Attack, capsys: Capture
+) -> None:
+    """The list of jobs, and the removal of one, end and say which folder does not answer."""
+    attack("a disk stops answering while jobs are listed or removed", tries=1, outcome=ERROR)
+    store = create([tmp_path], world_size=1)
+    commit_generation(store, 0)
+    store.close(remove=False)
+    disk.works_until_it_hangs()
+    disk.hang(os, call)
+    with io_limit(SECONDS):
+        assert main(["jobs", str(tmp_path), "--quiet", *options]) != 0
+    assert disk.hung == 1
+    assert f"did nothing for {SECONDS} s" in capsys.readouterr().err
+    disk.answer()
+
+
 @pytest.mark.parametrize(
     ("call", "doing"),
     [("posix_fallocate", r"Allocating \d+ bytes for"), ("pwrite", "Writing"), ("fdatasync", "Flushing")],
@@ -277,6 +296,49 @@ def test_a_disk_that_works_after_an_interrupt(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(in_time, "completed_requests", lambda _: next(counts))
     with interrupted():
         unless_idle(disk.answers.wait, doing="Flushing", path=tmp_path / "a" / "b", seconds=10 * LIMIT)
+
+
+def test_a_disk_that_works_for_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
+    """A call that does not return is given up after forty limits, whatever the disk does meanwhile."""
+    counts = itertools.count()
+    monkeypatch.setattr(in_time, "completed_requests", lambda _: next(counts))
+    began = time.monotonic()
+    with pytest.raises(StorageTimeoutError):
+        unless_idle(disk.answers.wait, doing="Flushing", path=tmp_path / "a", seconds=0.1)
+    assert time.monotonic() - began > 40 * 0.1
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_process_that_is_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, request: pytest.FixtureRequest, counted: bool
+) -> None:
+    """After SIGTERM the limit is not renewed, whatever the disk does for others, nor longer where nobody can tell."""
+    numbers = itertools.count()
+    if not counted:
+        monkeypatch.setattr(in_time, "counters_of", lambda _: None)
+    monkeypatch.setattr(in_time, "completed_requests", lambda _: next(numbers))
+    request.addfinalizer(native.take_back_ask_to_end)
+    waited: list[float] = []
+    monkeypatch.setattr(native, "note_given_up", waited.append)
+    native.ask_to_end()
+    with pytest.raises(StorageTimeoutError):
+        unless_idle(disk.answers.wait, doing="Flushing", path=tmp_path / "a", seconds=0.5)
+    assert 0.5 <= waited[0] <= 0.6
+
+
+def test_another_disk_beside_one_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk
+) -> None:
+    """A disk that is mounted in the same folder as a dead one is asked all the same."""
+    mounts = tmp_path / "mounts"
+    monkeypatch.setattr(in_time, "_MOUNTS", mounts)
+    first, second = tmp_path / "first disk", tmp_path / "second"
+    mounts.write_text(f"/dev/a / ext4 rw 0 0\n/dev/b {first} ext4 rw 0 0\n".replace("first disk", "first\\040disk"))
+    with pytest.raises(StorageTimeoutError):
+        unless_idle(disk.answers.wait, doing="Looking at", path=first, seconds=SECONDS)
+    assert unless_idle(lambda: 7, doing="Looking at", path=second) == 7
+    with pytest.raises(StorageTimeoutError, match="has not answered an earlier call"):
+        unless_idle(lambda: 7, doing="Looking at", path=first)
 
 
 def test_what_comes_too_late_is_undone(tmp_path: Path, disk: Disk) -> None:

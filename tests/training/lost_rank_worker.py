@@ -10,6 +10,7 @@ import itertools
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,18 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_smartinfinity import SmartInfinityFabricStrategy, SmartInfinityStrategy
+from lightning_smartinfinity import SmartInfinityFabricStrategy, SmartInfinityStrategy, TransferConfig
+from lightning_smartinfinity.store import StateStore, state_store
+from lightning_smartinfinity.store.tensor_files import TensorFiles
 from tests.helpers.models import Recipe
 from tests.helpers.plain import Everything
 from tests.helpers.trainers import quiet_trainer
 
 SILENCE = 4.0
 """Seconds after which a rank is lost."""
+
+IO_TIMEOUT = 15.0
+"""Seconds after which a disk is given up."""
 
 
 RECIPE = Recipe(precision="bf16-mixed")
@@ -37,10 +43,21 @@ def _fail() -> None:
     raise ValueError("the fourth batch is bad")
 
 
+def _let_no_disk_answer() -> None:
+    """Let no commit record be written and no file be closed any more."""
+    state_store.write_record = _never_return
+    StateStore._close = TensorFiles.close = _never_return  # type: ignore[method-assign,assignment]
+
+
+def _never_return(*_: Any, **__: Any) -> Any:
+    time.sleep(100 * IO_TIMEOUT)
+
+
 CAUSES: dict[str, Callable[[], None]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "failed": _fail,
+    "dead-disk": _let_no_disk_answer,
 }
 
 
@@ -118,6 +135,10 @@ LOOPS: dict[str, Callable[[Fabric], Iterator[None]]] = {"fabric": train, "fabric
 def main() -> None:
     folder, cause, doing, ranks = Path(sys.argv[1]), *sys.argv[2:]
     options: dict[str, Any] = {"watchdog_timeout": SILENCE, "overlap": "none"}
+    options["transfer"] = TransferConfig(io_timeout=IO_TIMEOUT)
+    if cause == "dead-disk":
+        offload = {"device": "nvme", "nvme_path": str(folder / "parameters")}
+        options["zero"] = {"offload_param": offload, "stage3_param_persistence_threshold": 0}
     if doing in LOOPS:
         strategy = SmartInfinityFabricStrategy(folder / "storage", **options)
         fabric = Fabric(accelerator="cpu", devices=int(ranks), strategy=strategy, precision="bf16-mixed")

@@ -6,6 +6,7 @@ import platform
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,8 @@ import pytest
 from lightning_smartinfinity.native import RANK_LOST_STATUS
 from tests.helpers.attacks import Attack
 from tests.helpers.processes import REPOSITORY, environments_of
-from tests.helpers.waiting import PROCESS_LIMIT, await_that
-from tests.training.lost_rank_worker import SILENCE
+from tests.helpers.waiting import PROCESS_LIMIT, await_that, lenient
+from tests.training.lost_rank_worker import IO_TIMEOUT, SILENCE
 
 LONG = pytest.mark.long
 NAME = f"rank 1 on {platform.node()}"
@@ -167,3 +168,21 @@ def test_a_rank_that_fails_alone(ranks: Ranks, attack: Attack) -> None:
     for rank in range(2):
         assert ranks.status(rank) == 1, ranks.said(rank)
     assert f"RankLostError: R{NAME[1:]} failed with ValueError: the fourth batch is bad" in ranks.said(0)
+
+
+@pytest.mark.parametrize("ranks", [("dead-disk",)], indirect=True)
+@pytest.mark.parametrize("asked", [0, pytest.param(1, marks=LONG), pytest.param(None, marks=LONG)])
+def test_a_rank_whose_disk_does_not_answer(asked: int | None, ranks: Ranks, attack: Attack) -> None:
+    """Both ranks end within the limit and seconds more, or within seconds after SIGTERM to one of them."""
+    attack("a disk of one of two ranks stops answering", tries=1, outcome="both end in time, and say which one and why")
+    ranks.await_work()
+    began = time.monotonic()
+    if asked is not None:
+        time.sleep(1)  # until it waits for its disk
+        ranks.processes[asked].send_signal(signal.SIGTERM)
+    for rank in range(2):
+        assert ranks.status(rank) != 0, ranks.said(rank)
+    seconds = time.monotonic() - began
+    assert seconds < IO_TIMEOUT + (lenient(12) if asked is None else 0), ranks.said(1)
+    assert "commit.bin' did not return within" in ranks.said(1)
+    assert ("StorageTimeoutError" if asked is None else "received SIGTERM") in ranks.said(0)
