@@ -16,7 +16,6 @@ from lightning_smartinfinity.errors import (
     StorageFullError,
     StorageTimeoutError,
 )
-from lightning_smartinfinity.export.staging_lock import locked
 from lightning_smartinfinity.store.in_time import doing_now, unless_idle
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.replacement import (
@@ -27,7 +26,7 @@ from lightning_smartinfinity.store.replacement import (
     put_back,
     put_in_place,
 )
-from lightning_smartinfinity.store.staging_folder import remove_content
+from lightning_smartinfinity.store.staging_folder import locked, remove_content
 
 __all__ = ["require_folder", "require_room", "require_unused", "resolved", "staged"]
 

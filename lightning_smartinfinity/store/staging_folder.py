@@ -1,29 +1,65 @@
-"""Folders in which something is written until it is complete. Only those that this package made are ever removed.
+"""Folders in which something is written until it is complete, by one process at a time.
 
-A staging folder holds a file with its own name, its mark. The mark is made first and removed last, so a folder that has
-something else, but no mark, is somebody else's, whenever a process was killed.
+A staging folder holds a file with its own name, its mark, which is locked while the folder is used. The mark is made
+first and removed last, so a folder that has something else, but no mark, is somebody else's, whenever a process was
+killed. The system unlocks what a dead process held, so its leftovers hinder nobody.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from lightning_smartinfinity.errors import CheckpointError, StorageTimeoutError
+from lightning_smartinfinity.errors import CheckpointError, StorageLockedError, StorageTimeoutError
 from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.store.lock import acquire
 from lightning_smartinfinity.store.replacement import flush
 
-__all__ = [
-    "make_staging",
-    "mark_of",
-    "remove_content",
-    "remove_staging",
-    "remove_staging_unless_idle",
-    "require_own_staging",
-]
+__all__ = ["locked", "mark_of", "remove_content", "remove_leftover"]
+
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP})  # what some network file systems answer
+
+
+@contextmanager
+def locked(staging: Path, target: str | Path) -> Iterator[None]:
+    """Make and lock a staging folder, and remove it in the end.
+
+    Args:
+        staging: The folder, which may be left over from a dead process.
+        target: The path that it is for, as the user named it.
+
+    Raises:
+        StorageLockedError: A live process writes to the same path.
+        CheckpointError: Something lies there that this package did not make.
+        StorageTimeoutError: The disk does not answer.
+        OSError: The folder cannot be made or locked.
+    """
+    descriptor = unless_idle(partial(_acquire, staging, target), doing="Locking", path=staging, undo=os.close)
+    try:
+        yield
+    finally:
+        # The file goes before the lock: after unlocking, the name may already be another process's lock.
+        try:
+            with suppress(StorageTimeoutError):
+                unless_idle(partial(_remove, staging), doing="Removing", path=staging)
+        finally:
+            os.close(descriptor)
+
+
+def remove_leftover(staging: Path) -> None:
+    """Remove a staging folder that a dead process left, if there is one; what a live one uses stays."""
+    with suppress(OSError, StorageLockedError, CheckpointError):
+        if staging.exists():
+            descriptor = _acquire(staging, staging)
+            try:
+                _remove(staging)
+            finally:
+                os.close(descriptor)
 
 
 def mark_of(staging: Path) -> Path:
@@ -31,7 +67,54 @@ def mark_of(staging: Path) -> Path:
     return staging / staging.name  # no target has this name
 
 
-def foreign_in(staging: Path) -> Path | None:
+def remove_content(staging: Path) -> None:
+    """Remove what lies in a staging folder beside its mark, as far as possible."""
+    with suppress(OSError):
+        for entry in staging.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry != mark_of(staging):
+                entry.unlink()
+
+
+def _acquire(staging: Path, target: str | Path) -> int:
+    while True:
+        _require_own(staging)
+        staging.mkdir(parents=True, exist_ok=True)
+        # The former owner may remove the folder after our mkdir.
+        with suppress(FileNotFoundError):
+            descriptor = _acquire_mark(mark_of(staging), target)
+            try:
+                flush(staging)  # some file systems would have what is flushed below it after a power loss, and no mark
+            except BaseException:
+                os.close(descriptor)
+                raise
+            return descriptor
+
+
+def _acquire_mark(mark: Path, target: str | Path) -> int:
+    try:
+        return acquire(mark, mode=0o666, in_use=lambda _: _locked_error(target))
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+
+
+def _locked_error(target: str | Path) -> StorageLockedError:
+    return StorageLockedError(f"Another process is writing to {target} now.", "Wait for it, or name another path.")
+
+
+def _require_own(staging: Path) -> None:
+    foreign = _foreign_in(staging)
+    if foreign is not None:
+        raise CheckpointError(
+            f"{foreign} is in the way: {staging} is where a new save is written, and this package did not make it.",
+            "Move it elsewhere, or save to another path.",
+        )
+
+
+def _foreign_in(staging: Path) -> Path | None:
     """Return what lies at the path of a staging folder, or in it, that this package did not make, if anything does."""
     try:
         names = os.listdir(staging)
@@ -44,54 +127,10 @@ def foreign_in(staging: Path) -> Path | None:
     return None if not names or staging.name in names else staging / min(names)
 
 
-def require_own_staging(staging: Path) -> None:
-    """Check that nothing is lost if a staging folder is removed.
-
-    Raises:
-        CheckpointError: Something lies there that this package did not make.
-        OSError: The folder cannot be read.
-    """
-    foreign = foreign_in(staging)
-    if foreign is not None:
-        raise CheckpointError(
-            f"{foreign} is in the way: {staging} is where a new save is written, and this package did not make it.",
-            "Move it elsewhere, or save to another path.",
-        )
-
-
-def make_staging(staging: Path) -> None:
-    """Make a staging folder, unless there is one.
-
-    Raises:
-        OSError: It cannot be made.
-        StorageTimeoutError: The disk does not answer.
-    """
-    staging.mkdir(parents=True, exist_ok=True)
-    mark_of(staging).touch()
-    flush(staging)  # some file systems would have what is flushed below it after a power loss, and not the mark
-
-
-def remove_staging(staging: Path) -> None:
-    """Remove a staging folder with all that is in it, as far as possible; one of somebody else stays."""
+def _remove(staging: Path) -> None:
+    """Remove a staging folder with all that is in it, as far as possible."""
     with suppress(OSError):
-        if foreign_in(staging) is None:
-            remove_content(staging)
-            if os.listdir(staging) == [staging.name]:
-                mark_of(staging).unlink()
-            staging.rmdir()
-
-
-def remove_staging_unless_idle(staging: Path) -> None:
-    """Act as :func:`remove_staging`, and not on a disk that does not answer."""
-    with suppress(StorageTimeoutError):
-        unless_idle(partial(remove_staging, staging), doing="Removing", path=staging)
-
-
-def remove_content(staging: Path) -> None:
-    """Remove what lies in a staging folder beside its mark, as far as possible."""
-    with suppress(OSError):
-        for entry in staging.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
-            elif entry != mark_of(staging):
-                entry.unlink()
+        remove_content(staging)
+        if os.listdir(staging) == [staging.name]:
+            mark_of(staging).unlink()
+        staging.rmdir()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 # Imported here, since DeepSpeed would otherwise import it while its base class is replaced (see below).
@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.patches import replaced
-from lightning_smartinfinity.store.in_time import io_limit
+from lightning_smartinfinity.store.in_time import io_limit, unless_idle
 from lightning_smartinfinity.transformers_models import describe_models
 from lightning_smartinfinity.watching import naming_lost_rank
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
@@ -31,11 +31,11 @@ from lightning_smartinfinity.zero3.checkpoints.folder_check import (
     check_same_save,
     reading_checkpoint,
 )
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import LATEST, replacing, writing
 from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_loading
 from lightning_smartinfinity.zero3.checkpoints.note import write_note
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import SAVE_ID
-from lightning_smartinfinity.zero3.collectives import gather
+from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
@@ -107,7 +107,7 @@ class PortableEngine(DeepSpeedEngine):
         if not only:
             yield
             return
-        gather_trained = functools.partial(self._zero3_consolidated_16bit_state_dict, exclude_frozen_parameters=True)
+        gather_trained = partial(self._zero3_consolidated_16bit_state_dict, exclude_frozen_parameters=True)
         with replaced(self, "_zero3_consolidated_16bit_state_dict", gather_trained):
             yield
 
@@ -170,7 +170,7 @@ class SmartInfinityEngine(PortableEngine):
         with replaced(
             stage3,
             "DeepSpeedZeroOptimizer_Stage3",
-            functools.partial(SmartInfinityOptimizer, offload=self._offload, groups=self._groups),
+            partial(SmartInfinityOptimizer, offload=self._offload, groups=self._groups),
         ):
             return super()._configure_zero_optimizer(optimizer)
 
@@ -274,10 +274,26 @@ class SmartInfinityEngine(PortableEngine):
         limit = io_limit(self._offload.transfer.io_timeout)
         with limit, replacing(save_dir, tag, local_rank=self.local_rank) as staging, unguarded():
             saved: bool = super().save_checkpoint(
-                str(staging), tag, {**client_state, **named}, save_latest, exclude_frozen_parameters
+                str(staging), tag, {**client_state, **named}, False, exclude_frozen_parameters
             )
-            write_note(staging, client_state, path=save_dir)
+            with raising_together(), writing(save_dir):
+                if self.global_rank == 0:
+                    latest = tag if save_latest else None
+                    write = partial(self._write_beside, staging, latest, client_state, path=save_dir)
+                    unless_idle(write, doing="Writing", path=staging)
         return saved
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        # The base class calls this on rank zero only, and the other ranks would wait for it if it raised. The scripts
+        # are copied by _write_beside.
+        pass
+
+    def _write_beside(self, folder: Path, latest: str | None, saved: Collection[str], *, path: str | Path) -> None:
+        """Write the files that every save has beside the subfolder, with DeepSpeed's names."""
+        super()._copy_recovery_script(str(folder))
+        if latest is not None:
+            (folder / LATEST).write_text(latest)
+        write_note(folder, saved, path=path)
 
     def load_checkpoint(
         self,

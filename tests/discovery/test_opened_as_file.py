@@ -171,3 +171,28 @@ def test_instructions_that_cannot_be_written(
         trainer.save_checkpoint(tmp_path / "full.ckpt")
     assert_helpful(caught.value, NOTE_NAME, "No space left")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "pipe"])
+def test_what_a_user_keeps_under_the_name_of_the_instructions(kind: str, trainer: pl.Trainer, tmp_path: Path) -> None:
+    """It stays, with a warning. Instructions of ours, of whatever path, are replaced."""
+    path = tmp_path / "a.ckpt"
+    trainer.save_checkpoint(path)
+    note = path / NOTE_NAME
+    ours = note.read_text()
+    note.write_text(ours.replace(str(path), "/elsewhere"))
+    trainer.save_checkpoint(path)
+    assert note.read_text() == ours
+    note.unlink()
+    if kind == "file":
+        note.write_text("mine")
+    elif kind == "folder":
+        note.mkdir()
+        (note / "mine.txt").touch()
+    else:
+        os.mkfifo(note)
+    kept = note.lstat().st_ino
+    with pytest.warns(UserWarning, match=f"{note} is not what this package writes there, and stays"):
+        trainer.save_checkpoint(path)
+    assert note.lstat().st_ino == kept
+    assert note.is_fifo() or note.is_dir() or note.read_text() == "mine"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import itertools
 import os
+import posix
 import re
 import threading
 import time
-from collections import OrderedDict
+import traceback
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,15 +31,26 @@ from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.export.destination import require_room, staged
 from lightning_smartinfinity.export.safetensors_file import SafetensorsFile
 from lightning_smartinfinity.progress import hidden
-from lightning_smartinfinity.store import StateStore, TensorStore, in_time, jobs, measure_parameter_space, scrub
+from lightning_smartinfinity.store import (
+    StateStore,
+    TensorStore,
+    in_time,
+    jobs,
+    measure_parameter_space,
+    replacement,
+    scrub,
+)
 from lightning_smartinfinity.store.in_time import doing_now, io_limit, unless_idle
 from lightning_smartinfinity.store.replacement import flush_tree
+from lightning_smartinfinity.zero3 import engine
 from lightning_smartinfinity.zero3.checkpoints import folder_swap, tensor_file
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing, restore_interrupted
 from lightning_smartinfinity.zero3.checkpoints.scrub import scrub_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
 from tests.helpers.attacks import Attack
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import save_of_two
 from tests.helpers.waiting import LIMIT, await_that
 from tests.native.test_interrupt import interrupted
@@ -47,12 +63,19 @@ Capture: TypeAlias = pytest.CaptureFixture[str]
 
 
 class Disk:
-    """A disk whose calls can stop answering, and whose counters stand still."""
+    """A disk whose calls can stop answering, and whose counters stand still.
+
+    Attributes:
+        hung: Number of calls that have stopped.
+        unguarded: Calls on paths of the test that nothing would have given up.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, counters: Path) -> None:
         self._patch = monkeypatch
+        self._folder = str(counters.parent)
         self.answers = threading.Event()
         self.hung = 0
+        self.unguarded: list[str] = []
         self.calls: list[object] = []  # that have not ended
         self.counters = counters
         counters.write_text("1 2 3 4 5")
@@ -67,17 +90,30 @@ class Disk:
         monkeypatch.setattr(in_time._Call, "make", noted)
 
     def hang(self, module: Any, name: str, *, when: Callable[..., bool] = lambda *_: True) -> None:
-        """Let a function answer no more in the threads of calls."""
+        """Let a function answer no more. The test fails if it is called where nothing would give it up."""
         original = getattr(module, name)
 
         def hanging(*args: Any, **kwargs: Any) -> Any:
-            in_call = getattr(in_time._own, "call", None) is not None
-            if in_call and when(*args) and not self.answers.is_set():
-                self.hung += 1
-                self.answers.wait()
+            if not self.answers.is_set() and self._concerned(args, kwargs):
+                if getattr(in_time._own, "call", None) is None:
+                    self.unguarded.append(f"{name}{args}\n{''.join(traceback.format_stack(limit=6)[:-1])}")
+                elif when(*args):
+                    self.hung += 1
+                    self.answers.wait()
             return original(*args, **kwargs)
 
         self._patch.setattr(module, name, hanging)
+
+    def _concerned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a call is about a path of the test, or about something that is no path."""
+        of = next(iter(args), None)
+        if isinstance(of, (str, bytes, os.PathLike)) and not os.path.isabs(of):
+            of = kwargs.get("dir_fd")
+        if isinstance(of, int):
+            of = posix.readlink(f"/proc/self/fd/{of}")
+        if not isinstance(of, (str, bytes, os.PathLike)):
+            return True
+        return os.fsdecode(of).startswith(self._folder) and of != self.counters
 
     def works_until_it_hangs(self) -> None:
         """Let the disk complete requests until a call hangs, however long that takes on a busy machine."""
@@ -88,6 +124,7 @@ class Disk:
         """Let everything answer again, and return when all calls have returned."""
         self.answers.set()
         await_that(lambda: not self.calls)
+        assert not self.unguarded, "\n".join(self.unguarded)
 
 
 @pytest.fixture
@@ -189,6 +226,7 @@ def test_a_folder_that_is_not_flushed(
     attack("a disk stops answering while a folder is saved", tries=1, outcome=f"{ERROR}; nothing has the final name")
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(folder_swap, "raising_together", nullcontext)
+    monkeypatch.setattr(folder_swap, "gather", lambda value, group: [value])
     shapes, whole = [OrderedDict(a=torch.Size([4]))], {"a": torch.arange(4.0)}
     save_of_two(tmp_path / "two.ckpt", shapes, whole, {"momentum_buffer": 100.0})
     target = tmp_path / "target"
@@ -201,6 +239,92 @@ def test_a_folder_that_is_not_flushed(
     assert not target.exists()
     write(target)
     assert any(path.is_file() for path in target.rglob("*"))
+
+
+FILE_CALLS: list[tuple[Any, str]] = [
+    *((os, name) for name in ("open", "write", "pwrite", "pread", "fsync", "fdatasync", "posix_fadvise", "mkdir")),
+    *((os, name) for name in ("stat", "lstat", "listdir", "scandir", "rename", "replace", "unlink", "rmdir", "link")),
+    *((builtins, "open"), (io, "open"), (os, "chmod"), (replacement, "exchange")),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A Trainer that has made one step and can save."""
+    trainer = quiet_trainer(tmp_path_factory.mktemp("trained"), max_steps=1)
+    trainer.fit(LitTiny(Recipe(precision="bf16-mixed")))
+    yield trainer
+    trainer.strategy.close()  # type: ignore[attr-defined]
+
+
+def names_of_whole(checkpoint: Path) -> list[str]:
+    """Return the names of a checkpoint's files, of which none is damaged."""
+    restore_interrupted(checkpoint, "checkpoint")
+    for file in (checkpoint / "checkpoint").glob("*.pt"):
+        tensor_file.check_records(file, tensors=True)
+    files = (str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file())
+    return sorted(file for file in files if not file.startswith(".saving"))
+
+
+def test_a_conversion_waits_for_no_disk_without_a_limit(tmp_path: Path, disk: Disk) -> None:
+    """Each call of a conversion on a file, of the old checkpoint or the new one, would be given up."""
+    shapes, whole = [OrderedDict(a=torch.Size([4]))], {"a": torch.arange(4.0)}
+    save_of_two(tmp_path / "two.ckpt", shapes, whole, {"momentum_buffer": 100.0})
+    for module, name in FILE_CALLS:
+        disk.hang(module, name, when=lambda *_: False)
+    convert(tmp_path / "target")
+    disk.answer()
+
+
+def test_a_save_of_a_training_on_a_disk_that_does_not_answer(
+    trained: Any, tmp_path: Path, disk: Disk, attack: Attack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever call hangs, the first or the last of its kind, the save ends in time with path and seconds.
+
+    Only if it is done, and what it has replaced is not removed, it raises nothing. A whole checkpoint is there each
+    time, and the next save succeeds.
+    """
+    monkeypatch.setattr(engine, "io_limit", lambda _: io_limit(1.0))
+    path = tmp_path / "a.ckpt"
+    trained.save_checkpoint(path)
+    (path / "checkpoint" / "notes.txt").write_text("mine")
+    counts: Counter[str] = Counter()
+    with monkeypatch.context() as patch:
+        watching = Disk(patch, tmp_path / "stat")
+
+        def counted(key: str, *_: Any) -> bool:
+            counts[key] += 1
+            return False
+
+        for module, name in FILE_CALLS:
+            watching.hang(module, name, when=partial(counted, f"{module.__name__}.{name}"))
+        trained.save_checkpoint(path)
+        called = Counter(counts)
+        trained.save_checkpoint(tmp_path / "first.ckpt")
+        watching.answer()
+    before, met = names_of_whole(path), []
+    assert all(counts[f"{module.__name__}.{name}"] for module, name in FILE_CALLS), " ".join(sorted(counts))
+    for module, name in FILE_CALLS:
+        for number in sorted({1, called[f"{module.__name__}.{name}"]} if called[f"{module.__name__}.{name}"] else ()):
+            with monkeypatch.context() as patch:
+                hanging, calls = Disk(patch, tmp_path / "stat"), itertools.count(1)
+                hanging.hang(module, name, when=lambda *_, calls=calls, number=number: next(calls) == number)
+                try:
+                    trained.save_checkpoint(path)
+                    assert (path / ".saving").exists(), f"call {number} of {name} was waited for"
+                    met.append("done")
+                except StorageTimeoutError as error:
+                    assert re.search(rf"'{tmp_path}.*for 1 s", str(error)), f"call {number} of {name}: {error}"
+                    met.append("refused")
+                assert hanging.hung, f"{name}, call {number}"
+                hanging.answer()
+            assert names_of_whole(path) == before, f"{name}, call {number}"
+    assert met.count("done") < met.count("refused")
+    what = "a disk stops answering while a training is saved"
+    attack(what, tries=len(met), outcome=f"{ERROR}; a whole checkpoint is there")
+    trained.save_checkpoint(path)
+    assert not (path / ".saving").exists()
+    assert (path / "checkpoint" / "notes.txt").read_text() == "mine"
 
 
 def test_a_checkpoint_that_is_not_read(tmp_path: Path, disk: Disk, attack: Attack) -> None:

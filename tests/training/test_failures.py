@@ -118,6 +118,25 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(overlap:
     assert len(list((tmp_path / "rescued.ckpt").rglob("*optim_states.pt"))) == 2
 
 
+def test_a_save_that_fails_late_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    """A disk that is full when the last files are written, or another process that saves, is told by both ranks.
+
+    The checkpoint that was there is the same byte for byte, and the next save succeeds.
+    """
+    done = run_module("tests.training.failed_save_worker", tmp_path, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert seen[0] == seen[1]
+    for case, outcome in seen[0].items():
+        assert outcome["same"], case
+        if case == "another process":
+            assert outcome["met"].startswith(f"StorageLockedError: Another process is writing to {tmp_path}/a.ckpt now")
+        else:
+            assert outcome["met"].startswith("CheckpointError: The checkpoint"), outcome
+            assert case in outcome["met"] and "No space left" in outcome["met"], outcome
+    assert not (tmp_path / "a.ckpt" / ".saving").exists()
+
+
 def test_delayed_transfers_change_nothing(tmp_path: Path) -> None:
     """Random delays in every transfer, with a ring of two small tasklets, change no loss."""
     straight, _, _ = train(Run(out=str(tmp_path / "straight"), recipe=RECIPE))

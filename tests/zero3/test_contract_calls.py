@@ -340,6 +340,13 @@ def test_every_rank_saves_two_files(seen: Observed) -> None:
         "checkpoints/checkpoint_engine.py would hang"
     )
     assert seen.in_order("DeepSpeedEngine.save_checkpoint", *savers)
+    assert seen.callers("SmartInfinityEngine._copy_recovery_script") == {"DeepSpeedEngine._save_zero_checkpoint"}, (
+        "the scripts would be copied on rank 0 alone, outside of what is given up"
+    )
+    made = seen.callers("SmartInfinityCheckpointEngine.makedirs")
+    assert made == {"DeepSpeedEngine.save_checkpoint", "DeepSpeedEngine._create_checkpoint_file"}, (
+        "folders would be made on rank 0 alone"
+    )
     assert seen.callers("SmartInfinityEngine._configure_checkpointing") == {"DeepSpeedEngine.__init__"}
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +19,9 @@ import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from lightning_smartinfinity.zero3.checkpoints import folder_swap
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import FILES_BESIDE, LATEST
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 
 
@@ -24,6 +30,8 @@ from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
     [
         (DeepSpeedEngine.save_checkpoint, SmartInfinityEngine.save_checkpoint),
         (DeepSpeedEngine._configure_checkpointing, SmartInfinityEngine._configure_checkpointing),
+        (DeepSpeedEngine._copy_recovery_script, SmartInfinityEngine._copy_recovery_script),
+        (TorchCheckpointEngine.makedirs, SmartInfinityCheckpointEngine.makedirs),
         (TorchCheckpointEngine.save, SmartInfinityCheckpointEngine.save),
         (TorchCheckpointEngine.load, SmartInfinityCheckpointEngine.load),
     ],
@@ -31,6 +39,33 @@ from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 def test_overridden_methods_take_what_the_base_passes(theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
     """Every override has the parameters of the method it replaces, in name and order."""
     assert list(inspect.signature(theirs).parameters) == list(inspect.signature(ours).parameters)
+
+
+def test_deepspeed_writes_these_files_beside_the_subfolder(tmp_path: Path) -> None:
+    """_copy_recovery_script copies the scripts that we replace in a save, and the engine writes the tag to latest."""
+    engine = SimpleNamespace(_change_recovery_script_permissions=lambda _: None)
+    DeepSpeedEngine._copy_recovery_script(engine, str(tmp_path))
+    scripts = {file.name for file in tmp_path.iterdir()}
+    assert scripts == set(FILES_BESIDE) - {LATEST}, "a folder of such a name would not be refused before a save"
+    source = inspect.getsource(DeepSpeedEngine.save_checkpoint)
+    assert source.count("open(") == 1 and f"'{LATEST}'" in source, "a dead disk would keep a save for ever"
+
+
+def test_names_of_deepspeeds_files_have_the_rank_of_the_model(tmp_path: Path) -> None:
+    """The files that a save under the same tag replaces are told from the user's own by their names."""
+    engine = SimpleNamespace(
+        checkpoint_mp_rank=0,
+        zero_optimization_partition_weights=lambda: True,
+        optimizer=SimpleNamespace(dp_process_group=None),
+        _get_zero_ckpt_prefix=partial(DeepSpeedEngine._get_zero_ckpt_prefix, None),
+    )
+    names = [
+        DeepSpeedEngine._get_rank_zero_ckpt_name(engine, "folder", "tag", 0, 7, bf16_mode)
+        for bf16_mode in (True, False)
+    ]
+    names.append(DeepSpeedEngine._get_ckpt_name(engine, "folder", "tag", pp_placeholder="7"))
+    for name in names:
+        assert any(fnmatch(Path(name).name, pattern) for pattern in folder_swap._OF_DEEPSPEED), name
 
 
 def test_torch_can_save_without_data() -> None:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import random
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.errors import CheckpointError, StorageLockedError
 from lightning_smartinfinity.store import replacement
 from lightning_smartinfinity.store.replacement import beside, exchange, flush, flush_tree
-from lightning_smartinfinity.store.staging_folder import make_staging, require_own_staging
+from lightning_smartinfinity.store.staging_folder import locked, mark_of
 from lightning_smartinfinity.zero3.checkpoints import folder_swap
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing, restore_interrupted
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import FILES_BESIDE, replacing, restore_interrupted
 from tests.helpers.attacks import Attack
 from tests.helpers.power_loss import RecordedDisk, observed
 
 TAG = "checkpoint"
-FILES = ("rank_0_model_states.pt", "rank_0_optim_states.pt")
+FILES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
 SYSTEM_CALLS = ("mkdir", "open", "link", "rename", "replace", "fsync", "unlink", "rmdir")
 
 
@@ -32,6 +36,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run as one rank; agreement between ranks is tested elsewhere with real ranks."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(folder_swap, "raising_together", nullcontext)
+    monkeypatch.setattr(folder_swap, "gather", lambda value, group: [value])
 
 
 @pytest.fixture(params=["exchange", "two renames"])
@@ -61,8 +66,8 @@ def test_a_save_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> None
     """A save removes all files of the old one, even those without a counterpart, and keeps the user's own files."""
     path = tmp_path / "deep" / "a.ckpt"
     save(path, "old")
-    (path / TAG / "rank_7_optim_states.pt").write_text("old")
-    own = [path / "notes.txt", path / TAG / "notes.txt", path / TAG / "plots" / "loss_states.pt"]
+    (path / TAG / "zero_pp_rank_7_mp_rank_00_optim_states.pt").write_text("old")
+    own = [path / "notes.txt", path / TAG / "loss_states.pt", path / TAG / "plots" / "loss_states.pt"]
     own[-1].parent.mkdir()
     (path / TAG / "link").symlink_to("elsewhere")
     for file in own:
@@ -72,7 +77,7 @@ def test_a_save_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> None
     assert {file.read_text() for file in own} == {"mine"}
     assert os.readlink(path / TAG / "link") == "elsewhere"
     assert sorted(entry.name for entry in path.iterdir()) == [TAG, "latest", "notes.txt"]
-    assert sorted(entry.name for entry in (path / TAG).iterdir()) == ["link", "notes.txt", "plots", *FILES]
+    assert sorted(entry.name for entry in (path / TAG).iterdir()) == sorted(["link", "loss_states.pt", "plots", *FILES])
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["a.ckpt"]
 
 
@@ -219,14 +224,14 @@ def test_a_power_loss_leaves_no_staging_folder_of_which_nobody_knows_who_made_it
     """What is flushed in a staging folder is found with its mark, so that the next save may remove it."""
     disk = RecordedDisk(tmp_path, seed=1)
     staging = disk.folder / ".saving"
-    make_staging(staging)
-    flush(disk.folder)
-    (staging / "new").mkdir()
-    (staging / "new" / "model.pt").write_text("half")
-    flush_tree(staging / "new")
-    for _ in range(20):
-        with disk.after_power_loss() as folder:
-            require_own_staging(folder / ".saving")
+    with locked(staging, disk.folder):
+        flush(disk.folder)
+        (staging / "new").mkdir()
+        (staging / "new" / "model.pt").write_text("half")
+        flush_tree(staging / "new")
+        for _ in range(20):
+            with disk.after_power_loss() as folder, locked(folder / ".saving", folder):
+                assert mark_of(folder / ".saving").exists()
     disk.close()
 
 
@@ -247,6 +252,137 @@ def test_a_save_that_raises_changes_nothing(first: bool, tmp_path: Path) -> None
         _ = 1 // 0
     assert [entry.name for entry in tmp_path.iterdir()] == ([] if first else ["a.ckpt"])
     assert first or (saved(path) == {"old"} and not (path / ".saving").exists())
+
+
+@pytest.mark.parametrize("name", FILES_BESIDE)
+def test_a_folder_in_the_place_of_a_file_beside_the_subfolder(name: str, tmp_path: Path) -> None:
+    """A folder under the name of a file that every save replaces is refused before anything is written, and stays."""
+    path = tmp_path / "a.ckpt"
+    save(path, "old")
+    (path / name).unlink(missing_ok=True)
+    (path / name).mkdir()
+    (path / name / "notes.txt").write_text("mine")
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match=f"{path / name} is a folder"):
+        save(path, "new")
+    assert tree(tmp_path) == before
+
+
+# ---- two saves to one path
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_second_save_to_a_path_that_another_one_writes(first: bool, tmp_path: Path) -> None:
+    """It is refused, whichever began, the first one is whole, and a third succeeds."""
+    path = tmp_path / "a.ckpt"
+    if not first:
+        save(path, "old")
+    with replacing(path, TAG, local_rank=0) as staging:
+        (staging / TAG).mkdir()
+        for name in FILES:
+            (staging / TAG / name).write_text("first")
+        with pytest.raises(StorageLockedError, match=f"Another process is writing to {path} now"):
+            save(path, "second")
+    assert saved(path) == {"first"}
+    save(path, "third")
+    assert saved(path) == {"third"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_a_folder_that_another_save_made_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that looked before another one ended looks again once it has the lock, and exchanges the subfolder."""
+    path, looked = tmp_path / "a.ckpt", folder_swap._staging_for
+    calls = []
+
+    def late(target: Path, tag: str) -> Path:
+        staging = looked(target, tag)
+        calls.append(staging)
+        if len(calls) == 1:
+            save(path, "other")
+            (path / "notes.txt").write_text("mine")
+        return staging
+
+    monkeypatch.setattr(folder_swap, "_staging_for", late)
+    save(path, "new")
+    assert saved(path) == {"new"}
+    assert (path / "notes.txt").read_text() == "mine"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_a_leftover_without_a_mark_of_two_saves_at_once(tmp_path: Path) -> None:
+    """What saves of older versions have left is removed if it holds files of checkpoints only; else it is refused."""
+    path = tmp_path / "a.ckpt"
+    save(path, "old")
+    leftover = path / ".saving" / "new" / TAG
+    leftover.mkdir(parents=True)
+    for name in FILES:
+        (leftover / name).write_text("half")
+    (leftover / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"\.saving/new is in the way"):
+        save(path, "new")
+    (leftover / "notes.txt").unlink()
+    save(path, "new")
+    assert saved(path) == {"new"} and not (path / ".saving").exists()
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save goes on without a lock where the file system has none."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for content in ("old", "new"):
+        save(tmp_path / "a.ckpt", content)
+        assert saved(tmp_path / "a.ckpt") == {content}
+
+
+def test_two_processes_that_save_to_one_path(tmp_path: Path, attack: Attack) -> None:
+    """Every save that is reported done is whole, the other process's is refused, and a further save succeeds."""
+    rounds = 10
+    attack("two processes save to one path at once", tries=rounds, outcome="each save is whole or refused")
+    for number in range(rounds):
+        path = tmp_path / str(number) / "a.ckpt"
+        children = [fork_saves(path, name=name, seed=2 * number + k) for k, name in enumerate(("first", "second"))]
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        assert statuses == [0, 0]
+        (content,) = saved(path)
+        assert content.startswith(("first", "second"))
+        save(path, "third")
+        assert saved(path) == {"third"}
+        assert sorted(entry.name for entry in path.iterdir()) == [TAG, "latest"]
+        assert [entry.name for entry in path.parent.iterdir()] == ["a.ckpt"]
+
+
+def fork_saves(path: Path, *, name: str, seed: int) -> int:
+    """Save many times in a fork, with delays between its system calls. It exits with 1 if a save is not as it should.
+
+    The other process may replace a save as soon as that is done. So what is found then is whole, whosever it is.
+    """
+    child = os.fork()
+    if child:
+        return child
+    status, chance = 1, random.Random(seed)
+    try:
+        for call in SYSTEM_CALLS:
+            setattr(os, call, delayed(getattr(os, call), chance))
+        for number in range(5):
+            with suppress(StorageLockedError):
+                save(path, f"{name} {number}")
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def delayed(call: Callable[..., Any], chance: random.Random) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(chance.random() * 0.004)
+        return call(*args, **kwargs)
+
+    return wrapper
+
+
+# ---- paths
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:

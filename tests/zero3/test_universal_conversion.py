@@ -16,7 +16,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 
-from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.errors import CheckpointError, StorageLockedError
 from lightning_smartinfinity.store.replacement import beside
 from lightning_smartinfinity.zero3.checkpoints import saved_weights, tensor_file, universal_conversion
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
@@ -173,6 +173,24 @@ def test_a_folder_that_exists_is_left_alone(checkpoint: Path, tmp_path: Path) ->
     assert list((tmp_path / "new").iterdir()) == []
 
 
+def test_a_second_conversion_to_a_path_that_another_one_writes(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused with the path, and the first one is whole."""
+    save = universal_conversion.save_flushed
+
+    def meanwhile(state: Any, file: Path) -> None:
+        with pytest.raises(StorageLockedError, match=f"Another process is writing to {tmp_path / 'new'} now"):
+            convert_checkpoint(checkpoint, tmp_path / "new")
+        save(state, file)
+
+    monkeypatch.setattr(universal_conversion, "save_flushed", meanwhile)
+    convert_checkpoint(checkpoint, tmp_path / "new")
+    for file in (tmp_path / "new").rglob("*.pt"):
+        tensor_file.check_records(file, tensors=True)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "new", checkpoint]
+
+
 def test_a_disk_that_is_full(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the new folder, not the old one; partial output is removed."""
 
@@ -210,7 +228,7 @@ def test_what_a_killed_conversion_left_is_removed(
         patched.setattr(
             "lightning_smartinfinity.zero3.checkpoints.universal_conversion.shutil.rmtree", lambda *_, **__: None
         )
-        patched.setattr("lightning_smartinfinity.zero3.checkpoints.universal_conversion._write_optimizer_state", killed)
+        patched.setattr("lightning_smartinfinity.zero3.checkpoints.universal_conversion._write_rest", killed)
         with pytest.raises(CheckpointError, match="killed"):
             convert_checkpoint(checkpoint, tmp_path / "new")
     assert len(list(tmp_path.iterdir())) == 2

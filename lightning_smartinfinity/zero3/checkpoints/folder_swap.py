@@ -5,20 +5,23 @@ in every save. A new ``path`` is written under a hidden name beside it and renam
 subfolder is exchanged, by one system call; whatever else lies in ``path`` stays, and what lies in the subfolder but is
 not DeepSpeed's is linked into the new one before. A kill or a power loss at any moment leaves the old save or the new
 one; the next save to ``path`` removes the partial files of the one that was ended. After the call the new save is on
-the device.
+the device. One process, or one group of ranks, saves to a path at a time.
 """
 
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
+from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.replacement import (
     beside,
@@ -29,19 +32,20 @@ from lightning_smartinfinity.store.replacement import (
     put_back,
     put_in_place,
 )
-from lightning_smartinfinity.store.staging_folder import (
-    make_staging,
-    remove_staging,
-    remove_staging_unless_idle,
-    require_own_staging,
-)
-from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.store.staging_folder import locked, mark_of, remove_content, remove_leftover
+from lightning_smartinfinity.zero3.collectives import gather, raising_together
 
-__all__ = ["replacing", "restore_interrupted"]
+__all__ = ["FILES_BESIDE", "LATEST", "replacing", "restore_interrupted", "writing"]
+
+LATEST = "latest"
+"""Name of DeepSpeed's file that holds the tag."""
+
+FILES_BESIDE = (LATEST, "zero_to_fp32.py", "zero_to_torch.py")
+"""Names of DeepSpeed's files beside the subfolder. They are replaced by every save."""
 
 _STAGING = ".saving"
 _NEW = "new"
-_OF_DEEPSPEED = ("*_states.pt",)
+_OF_DEEPSPEED = ("*mp_rank_[0-9]*_states.pt",)
 
 
 @contextmanager
@@ -59,42 +63,41 @@ def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
     Raises:
         CheckpointError: The folder cannot be created or put in place, or something lies where it is to be written that
             this package did not make; raised on every rank.
+        StorageLockedError: Another process is saving to the same path; raised on every rank.
         StorageTimeoutError: The disk does not answer; raised on every rank.
     """
-    target, inside = Path(os.path.realpath(path)), False
-    with raising_together(), _io_errors(path):
-        inside = target.exists()
-    staging = target / _STAGING if inside else beside(target)
-    new = staging / _NEW
-    leads = dist.get_rank() == 0
-    with raising_together(), _io_errors(path):
-        if local_rank == 0:
-            unless_idle(partial(_prepare, target, tag, staging), doing="Preparing", path=target)
-    with raising_together(), _io_errors(path):
-        if leads:
-            _make(staging)
-    with raising_together(), _io_errors(path):
-        # Global rank zero has made it, unless this node does not see its file system.
-        if local_rank == 0 and not new.exists():
-            leads = True
-            _make(staging)
-    try:
+    name = gather(uuid.uuid4().hex, None)[0]  # of a file by which the ranks find the folder that is written now
+    with ExitStack() as leading:
+        with raising_together(), writing(path):
+            target = unless_idle(partial(_resolved, path), doing="Looking at", path=Path(path))
+            leads = dist.get_rank() == 0
+            if leads:
+                leading.enter_context(_staged(path, target, tag, name))
+        with raising_together(), writing(path):
+            # Global rank zero has made it, unless this node does not see its file system.
+            if local_rank == 0 and _found(target, name) is None:
+                leads = True
+                leading.enter_context(_staged(path, target, tag, name))
+        with raising_together(), writing(path):
+            staging = _found(target, name)
+            if staging is None:
+                raise CheckpointError(
+                    f"The folder in which {path} is being saved does not exist for every process of its node.",
+                    "Save to a file system that all processes of a node see.",
+                )
+        assert staging is not None
+        new = staging / _NEW
         yield new
-    except BaseException:
-        if leads:
-            remove_staging_unless_idle(staging)
-        raise
-    with raising_together(), _io_errors(path):
-        if leads and inside and (target / tag).exists():
-            link = partial(link_others, target / tag, new / tag, replaced=_OF_DEEPSPEED)
-            unless_idle(link, doing="Linking what is kept of", path=target / tag)
-    with raising_together(), _io_errors(path):
-        if local_rank == 0 and new.exists():
-            flush_tree(new)  # on every node: what a node has written to a shared file system lies in its own memory
-    with raising_together(), _io_errors(path):
-        if leads:
-            put = partial(_put_in_place, staging, target, tag, inside=inside)
-            unless_idle(put, doing="Replacing", path=target)
+        with raising_together(), writing(path):
+            if leads and staging.parent == target:
+                link = partial(_link_others, target / tag, new / tag)
+                unless_idle(link, doing="Linking what is kept of", path=target / tag)
+        with raising_together(), writing(path):
+            if local_rank == 0:
+                flush_tree(new)  # on every node: what a node has written to a shared file system is in its own memory
+        with raising_together(), writing(path):
+            if leads:
+                unless_idle(partial(_put_in_place, staging, target, tag), doing="Replacing", path=target)
 
 
 def restore_interrupted(path: str | Path, tag: str) -> None:
@@ -110,27 +113,94 @@ def restore_interrupted(path: str | Path, tag: str) -> None:
     put_back(target / _STAGING / _NEW, target / tag)
 
 
-def _prepare(target: Path, tag: str, staging: Path) -> None:
-    """Refuse to remove what is not ours, and remove what a killed save to the same path left behind."""
-    restore_interrupted(target, tag)
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Turn errors of the system, and torch's of a full disk, into a :class:`CheckpointError` about ``path``."""
+    try:
+        yield
+    except SmartInfinityError:
+        raise
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        raise CheckpointError(
+            f"The checkpoint {path} could not be written: {error}.",
+            "Free space there, check the folder, or save to another one. What the path held before is still whole.",
+        ) from error
+
+
+@contextmanager
+def _staged(path: str | Path, target: Path, tag: str, name: str) -> Iterator[None]:
+    """Lock the folder in which a save is written, and make in it what all ranks look for."""
+    while True:
+        staging = unless_idle(partial(_staging_for, target, tag), doing="Looking at", path=target)
+        with locked(staging, path):
+            prepare = partial(_prepare, staging, target, tag, name)
+            if unless_idle(prepare, doing="Preparing", path=target):
+                yield
+                return
+
+
+def _resolved(path: str | Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _found(target: Path, name: str) -> Path | None:
+    """Return the folder in which the leading rank of this node has made a file of this name."""
+
+    def look() -> Path | None:
+        return next((each for each in (target / _STAGING, beside(target)) if (each / name).exists()), None)
+
+    return unless_idle(look, doing="Looking at", path=target)
+
+
+def _staging_for(target: Path, tag: str) -> Path:
+    """Return the folder in which a save is written, after refusing what the save could not replace."""
+    if not target.exists():
+        return beside(target)
     for folder in (target, target / tag):
         if os.path.lexists(folder) and not folder.is_dir():
             raise CheckpointError(
                 f"{folder} is a file; checkpoints of this strategy are folders.", "Remove it or save to another path."
             )
-    require_own_staging(staging)
-    for leftover in {staging, beside(target)}:
-        remove_staging(leftover)
+    for file in (target / name for name in FILES_BESIDE):
+        if file.is_dir():
+            raise CheckpointError(f"{file} is a folder, and a file is saved there.", "Remove it or save elsewhere.")
+    _mark_leftover(target / _STAGING)
+    return target / _STAGING
 
 
-def _make(staging: Path) -> None:
-    make_staging(staging)
+def _mark_leftover(staging: Path) -> None:
+    """Mark what two processes left that saved to one path with older versions, if it has files of checkpoints only."""
+    if not staging.is_symlink() and staging.is_dir() and os.listdir(staging) == [_NEW]:
+        entries = [staging / _NEW, *(staging / _NEW).rglob("*")]
+        if not any(entry.is_symlink() or not (entry.is_dir() or _is_of_a_save(entry.name)) for entry in entries):
+            mark_of(staging).touch()
+
+
+def _is_of_a_save(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in (*_OF_DEEPSPEED, *FILES_BESIDE, NOTE_NAME))
+
+
+def _prepare(staging: Path, target: Path, tag: str, name: str) -> bool:
+    """Make what is written into a locked folder; return False if another process has made or removed the target."""
+    if staging != _staging_for(target, tag):
+        return False
+    restore_interrupted(target, tag)
+    remove_content(staging)
+    if staging.parent == target:
+        remove_leftover(beside(target))
     (staging / _NEW).mkdir()
+    (staging / name).touch()
+    return True
 
 
-def _put_in_place(staging: Path, target: Path, tag: str, *, inside: bool) -> None:
+def _link_others(old: Path, new: Path) -> None:
+    if old.exists():
+        link_others(old, new, replaced=_OF_DEEPSPEED)
+
+
+def _put_in_place(staging: Path, target: Path, tag: str) -> None:
     new = staging / _NEW
-    if inside:
+    if staging.parent == target:
         beside_tag = [entry.name for entry in new.iterdir() if entry.name != tag]
         put_in_place(new / tag, target / tag)
         flush(target)
@@ -140,14 +210,3 @@ def _put_in_place(staging: Path, target: Path, tag: str, *, inside: bool) -> Non
     else:
         os.rename(new, target)
         flush_names(target)
-    remove_staging(staging)  # the save is complete; the next one removes what is left
-
-
-@contextmanager
-def _io_errors(path: str | Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"The checkpoint {path} could not be written: {error}.", "Check the folder, or save to another one."
-        ) from error

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import shlex
+import warnings
 from collections.abc import Collection
 from pathlib import Path
 
-import torch.distributed as dist
-
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY, NOTE_NAME
-from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import writing
 
 __all__ = ["note_for", "write_note"]
 
+_OURS = " is a checkpoint folder of the smart_infinity strategy, no file that torch.load can read.\n"
+_LONGEST = 8192  # characters, more than a path has
 _IN_LIGHTNING = """\
 To go on from it or to evaluate it, pass the folder as ckpt_path, with Trainer(strategy="smart_infinity").
 For torch.load, load_from_checkpoint or another strategy, make a file of it:
@@ -41,15 +41,11 @@ def note_for(path: str | Path, saved: Collection[str]) -> str:
     """
     folder = os.path.abspath(path)
     how = _IN_LIGHTNING if LIGHTNING_KEY in saved else _ELSEWHERE
-    return (
-        f"{folder} is a checkpoint folder of the smart_infinity strategy, no file that torch.load can read.\n"
-        f"{how.format(path=shlex.quote(folder))}"
-        "If the folder was moved, use its new path instead.\n"
-    )
+    return f"{folder}{_OURS}{how.format(path=shlex.quote(folder))}If the folder was moved, use its new path instead.\n"
 
 
 def write_note(folder: Path, saved: Collection[str], *, path: str | Path) -> None:
-    """Write instructions for people who find the folder. This is a collective, in which rank zero writes.
+    """Write instructions for people who find the folder, unless a user keeps something of this name there.
 
     Args:
         folder: Folder in which the checkpoint is being saved.
@@ -57,18 +53,18 @@ def write_note(folder: Path, saved: Collection[str], *, path: str | Path) -> Non
         path: Path that the checkpoint will have.
 
     Raises:
-        CheckpointError: They could not be written; raised on every rank.
+        CheckpointError: They could not be written.
     """
-    with raising_together():
-        if dist.get_rank() == 0:
-            _write(folder / NOTE_NAME, note_for(path, saved))
+    present = Path(path, NOTE_NAME)
+    with writing(folder / NOTE_NAME):
+        if os.path.lexists(present) and not _is_ours(present):
+            warnings.warn(f"{present} is not what this package writes there, and stays.", stacklevel=2)
+            return
+        (folder / NOTE_NAME).write_text(note_for(path, saved), encoding="utf-8")
 
 
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(
-            f"The checkpoint file {file} could not be written: {error}.",
-            "Free space there or save to another file system. What the path held before is still whole.",
-        ) from error
+def _is_ours(note: Path) -> bool:
+    if not note.is_file():
+        return False
+    with note.open(encoding="utf-8", errors="replace") as file:
+        return _OURS in file.read(_LONGEST)

@@ -13,6 +13,7 @@ import zipfile
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.store.in_time import doing_now, unless_idle
+from lightning_smartinfinity.zero3.checkpoints.flushed_file import create
 from lightning_smartinfinity.zero3.checkpoints.trust import load_without_memory, require_file
 from lightning_smartinfinity.zero3.untyped import Pickled
 
@@ -109,14 +111,18 @@ class TensorFile:
     def __init__(self, path: Path, *, writable: bool = False) -> None:
         self._path = path
         self._writable = writable
-        self.state: Pickled = load_without_memory(path, written_here=writable)
-        with zipfile.ZipFile(path) as archive:
+        self._cached_bytes, self._descriptor = 0, -1
+        # What a user has consented to is in the context.
+        unless_idle(partial(copy_context().run, self._open), doing="Opening", path=path, undo=lambda _: self.close())
+
+    def _open(self) -> None:
+        self.state: Pickled = load_without_memory(self._path, written_here=self._writable)
+        with zipfile.ZipFile(self._path) as archive:
             self._infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
             self._directory_offset = archive.start_dir
         self._header_offsets = [info.header_offset for info in self._infos]
-        self._descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
-        self._cached_bytes = 0
-        self._entry_offsets = self._entries() if writable else {}
+        self._descriptor = os.open(self._path, (os.O_RDWR if self._writable else os.O_RDONLY) | os.O_CLOEXEC)
+        self._entry_offsets = self._entries() if self._writable else {}
 
     def close(self) -> None:
         """Close the file; idempotent."""
@@ -171,7 +177,8 @@ class TensorFile:
             CheckpointError: The file ends too early.
         """
         while content.nbytes:
-            done = os.preadv(self._descriptor, [content], offset)
+            read = partial(os.preadv, self._descriptor, [content], offset)
+            done = unless_idle(read, doing="Reading", path=self._path)
             if done == 0:
                 raise CheckpointError(f"{self._path} is damaged: it was cut short.", "Use another checkpoint.")
             self._count_cached(done)
@@ -179,6 +186,9 @@ class TensorFile:
 
     def write_checksum(self, record: _Record, checksum: int) -> None:
         """Write a record's CRC-32 where zip keeps it: behind the record and in the directory at the file's end."""
+        unless_idle(partial(self._write_checksum, record, checksum), doing="Writing", path=self._path)
+
+    def _write_checksum(self, record: _Record, checksum: int) -> None:
         field = checksum.to_bytes(4, "little")
         end = record.offset + record.nbytes
         if record.info.flag_bits & _HAS_DESCRIPTOR and os.pread(self._descriptor, 4, end) == _DESCRIPTOR_MAGIC:
@@ -198,10 +208,13 @@ class TensorFile:
 
     def flush(self) -> None:
         """Return when all written bytes are on the device and out of the page cache."""
-        if self._writable:
-            unless_idle(partial(os.fdatasync, self._descriptor), doing="Flushing", path=self._path)
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        unless_idle(self._flush, doing="Flushing", path=self._path)
         self._cached_bytes = 0
+
+    def _flush(self) -> None:
+        if self._writable:
+            os.fdatasync(self._descriptor)
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _count_cached(self, nbytes: int) -> None:
         # The page cache is memory, too: a state larger than memory would push everything else out of it.
@@ -242,8 +255,7 @@ def saved_with_room(state: object, path: Path) -> TensorFile:
     Raises:
         CheckpointError: A tensor in ``state`` lies inside an object that is neither a dictionary nor a list.
     """
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(state, path)
+    unless_idle(partial(_save_without_data, state, path), doing="Writing", path=path)
     file = TensorFile(path, writable=True)
     try:
         saved = list(_tensors_in(file.state))
@@ -259,6 +271,12 @@ def saved_with_room(state: object, path: Path) -> TensorFile:
         file.close()
         raise
     return file
+
+
+def _save_without_data(state: object, path: Path) -> None:
+    os.close(create(path))  # torch would keep the interpreter's lock while a disk does not answer
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(state, path)
 
 
 def check_records(path: Path, *, tensors: bool, remedy: str = "Use another checkpoint.") -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,19 +29,16 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
-from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
+from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.progress import Show, hidden
-from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.store.in_time import doing_now, unless_idle
 from lightning_smartinfinity.store.replacement import beside, flush_names, flush_tree
-from lightning_smartinfinity.store.staging_folder import (
-    make_staging,
-    remove_staging,
-    remove_staging_unless_idle,
-    require_own_staging,
-)
+from lightning_smartinfinity.store.staging_folder import locked, remove_content
 from lightning_smartinfinity.update_rules import optimizer_names
 from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMMED, CHECKSUMS_NAME, BlockChecksums
+from lightning_smartinfinity.zero3.checkpoints.flushed_file import save_flushed
 from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint, tagged_folder
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import writing
 from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of, numbers_of
 from lightning_smartinfinity.zero3.checkpoints.note import note_for
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
@@ -55,8 +54,11 @@ from lightning_smartinfinity.zero3.checkpoints.tensor_file import (
 from lightning_smartinfinity.zero3.checkpoints.trust import door
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import MASTER_FILE
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
+from lightning_smartinfinity.zero3.untyped import SavedState
 
 __all__ = ["convert_checkpoint"]
+
+T = TypeVar("T")
 
 
 def convert_checkpoint(
@@ -82,43 +84,56 @@ def convert_checkpoint(
 
 def _convert(checkpoint: str | Path, into: str | Path, show: Show) -> None:
     with reading_checkpoint(checkpoint):
-        source = ZeroFolder(tagged_folder(Path(checkpoint)), rank=0, world_size=1)
-        _check(source)
-    with _staged_folder(Path(os.path.realpath(into))) as folder, ExitStack() as opened:
+        source = _read(partial(_checked_source, checkpoint), Path(checkpoint))
+    with _staged_folder(into) as folder, ExitStack() as opened:
         with reading_checkpoint(source.path):
-            streams = _streams(source, opened)
+            streams = _read(partial(_streams, source, opened), source.path)
         _write_arrays(source, streams, folder / "zero", show)
-        _write_optimizer_state(source, folder / "zero" / "optimizer_state.pt")
-        for rank in range(source.num_saved):
+        state = _read(partial(_optimizer_state, source), source.path)
+        save_flushed(state, folder / "zero" / "optimizer_state.pt")
+        note = partial(_write_rest, source, folder, into)
+        unless_idle(partial(copy_context().run, note), doing="Writing", path=folder)
+
+
+def _read(read: Callable[[], T], path: Path) -> T:
+    """Return what a function reads from the source, unless its disk does not answer."""
+    # What a user has consented to is in the context.
+    return unless_idle(partial(copy_context().run, read), doing="Reading", path=path)
+
+
+def _checked_source(checkpoint: str | Path) -> ZeroFolder:
+    source = ZeroFolder(tagged_folder(Path(checkpoint)), rank=0, world_size=1)
+    _check(source)
+    return source
+
+
+def _write_rest(source: ZeroFolder, folder: Path, into: str | Path) -> None:
+    for rank in range(source.num_saved):
+        with doing_now("Copying", source.model_file(rank)):
             shutil.copy2(source.model_file(rank), folder)
-        (folder / NOTE_NAME).write_text(note_for(into, source.model_states_of(0)), encoding="utf-8")
+    (folder / NOTE_NAME).write_text(note_for(into, source.model_states_of(0)), encoding="utf-8")
 
 
 @contextmanager
-def _staged_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder to write to, which becomes ``target`` when the body ends; if the body raises, nothing is left."""
-    staging = beside(target)
-    try:
-        if target.exists():
-            raise CheckpointError(f"{target} exists already.", "Remove it, or name another folder.")
-        require_own_staging(staging)
-        remove_staging(staging)
-        make_staging(staging)
+def _staged_folder(into: str | Path) -> Iterator[Path]:
+    """Yield a folder to write to, which becomes ``into`` when the body ends; if the body raises, nothing is left."""
+    with writing(into):
+        target = unless_idle(lambda: Path(os.path.realpath(into)), doing="Looking at", path=Path(into))
+        staging = beside(target)
         new = staging / "new"
-        (new / "zero").mkdir(parents=True)
-        yield new
-        flush_tree(new)
-        unless_idle(partial(os.rename, new, target), doing="Renaming", path=target)
-        flush_names(target)
-    except SmartInfinityError:
-        raise
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        raise CheckpointError(
-            f"The universal checkpoint {target} could not be written: {error}.",
-            "Free space there, or name a folder elsewhere.",
-        ) from error
-    finally:
-        remove_staging_unless_idle(staging)
+        with locked(staging, into):
+            unless_idle(partial(_prepare, staging, new, target), doing="Preparing", path=target)
+            yield new
+            flush_tree(new)
+            unless_idle(partial(os.rename, new, target), doing="Renaming", path=target)
+            flush_names(target)
+
+
+def _prepare(staging: Path, new: Path, target: Path) -> None:
+    if target.exists():
+        raise CheckpointError(f"{target} exists already.", "Remove it, or name another folder.")
+    remove_content(staging)
+    (new / "zero").mkdir(parents=True)
 
 
 # ---- checks of the source
@@ -182,13 +197,14 @@ def _write_arrays(source: ZeroFolder, arrays: Mapping[str, Sequence[TensorStream
     checksums = {}
     with show("Converting the optimizer state", buffer.itemsize * numel * len(arrays)) as advance:
         for slices in zip(*slices_by_rank, strict=True):
-            (folder / slices[0].name).mkdir(parents=True, exist_ok=True)
+            parameter = folder / slices[0].name
+            unless_idle(partial(parameter.mkdir, parents=True, exist_ok=True), doing="Creating", path=parameter)
             for name, streams in arrays.items():
                 file = f"{slices[0].name}/{name}.pt"
                 written = _write_array(folder / file, streams, slices, buffer, source.path)
                 checksums[file] = torch.tensor(written.values)
                 advance(buffer.itemsize * slices[-1].end)
-    torch.save(checksums, folder / CHECKSUMS_NAME)
+    save_flushed(checksums, folder / CHECKSUMS_NAME)
 
 
 def _write_array(
@@ -212,8 +228,8 @@ def _write_array(
 # ---- state other than arrays
 
 
-def _write_optimizer_state(source: ZeroFolder, file: Path) -> None:
-    """Write the optimizer state that the first process saved, with an empty tensor in place of every array."""
+def _optimizer_state(source: ZeroFolder) -> SavedState:
+    """Return the optimizer state that the first process saved, with an empty tensor in place of every array."""
     saved = source.optimizer_states
     flat = saved[OPTIMIZER_STATE_DICT]
     states = {
@@ -224,4 +240,4 @@ def _write_optimizer_state(source: ZeroFolder, file: Path) -> None:
     if LOSS_SCALER in saved:  # stock DeepSpeed saves objects here, which only the user's consent would load again
         converted[LOSS_SCALER] = numbers_of(loss_scaler_of(saved[LOSS_SCALER]))
     converted[ZERO_STAGE] = int(ZeroStageEnum.weights)
-    torch.save({**converted, PARAM_GROUPS: flat["param_groups"], CHECKSUMMED: True}, file)
+    return {**converted, PARAM_GROUPS: flat["param_groups"], CHECKSUMMED: True}

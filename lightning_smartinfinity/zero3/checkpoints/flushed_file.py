@@ -1,0 +1,99 @@
+"""Files of ``torch.save`` that are on the device when the call returns, or given up if their disk does not answer."""
+
+from __future__ import annotations
+
+import io
+import os
+from functools import partial
+from pathlib import Path
+from typing import IO, cast
+
+import torch
+from typing_extensions import Buffer, override
+
+from lightning_smartinfinity.progress import Advance
+from lightning_smartinfinity.store.in_time import unless_idle
+
+__all__ = ["create", "save_flushed"]
+
+_BUFFERED_BYTES = 1024 * 1024
+
+
+def save_flushed(state: object, path: Path, *, advance: Advance = lambda _: None, total_bytes: int = 0) -> None:
+    """Save as ``torch.save`` does, and flush the file to the device.
+
+    Args:
+        state: What is saved.
+        path: Path of the file.
+        advance: Is told the bytes as they are written.
+        total_bytes: Number of bytes to report in all; more is written, since the file has headers.
+
+    Raises:
+        StorageTimeoutError: The disk does not answer.
+        OSError: The file could not be written.
+        RuntimeError: torch could not write it.
+    """
+    with _Output(path, advance, total_bytes=total_bytes) as output:
+        buffered = io.BufferedWriter(output, _BUFFERED_BYTES)
+        try:
+            torch.save(state, cast(IO[bytes], buffered))
+            buffered.flush()
+        except RuntimeError:
+            if output.error is not None:  # torch hides it behind errors of its own
+                raise output.error from None
+            raise
+        unless_idle(partial(os.fsync, output.fileno()), doing="Flushing", path=path)
+
+
+def create(path: Path) -> int:
+    """Create an empty file, or empty it, and return a descriptor to write to it."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+
+class _Output(io.RawIOBase):
+    """A new file. After a call has failed it takes everything and writes nothing: buffers are emptied when they go.
+
+    Args:
+        path: Path of the file.
+        advance: Is told the bytes.
+        total_bytes: Number of bytes to report in all.
+
+    Attributes:
+        error: What the first call that failed has raised.
+    """
+
+    def __init__(self, path: Path, advance: Advance, *, total_bytes: int) -> None:
+        self._path = path
+        self._advance = advance
+        self._left = total_bytes
+        self._descriptor = unless_idle(partial(create, path), doing="Creating", path=path, undo=os.close)
+        self.error: BaseException | None = None
+
+    @override
+    def fileno(self) -> int:
+        return self._descriptor
+
+    @override
+    def writable(self) -> bool:
+        return True
+
+    @override
+    def write(self, values: Buffer) -> int:
+        if self.error is not None:
+            return memoryview(values).nbytes
+        try:
+            write = partial(os.write, self._descriptor, values)
+            written = unless_idle(write, doing="Writing", path=self._path)
+        except BaseException as error:
+            self.error = error
+            raise
+        reported = min(written, self._left)
+        self._left -= reported
+        self._advance(reported)
+        return written
+
+    @override
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._descriptor)
+        super().close()
