@@ -82,14 +82,15 @@ class NearStorage(ABC):
 
         After training the state stays readable (``save_checkpoint``) until this is called, the next training on the
         same storage begins, or the interpreter exits. Parameters on storage (``offload_param``) stay until this is
-        called, or neither their model nor the strategy exists any more. Calling it again does nothing.
+        called, or neither their model nor the strategy exists any more; what another strategy of this process still
+        uses on the same storage stays until that one is closed. Calling it again does nothing.
 
         A step in progress is completed first. ``overlap`` may leave one, so every rank has to call this if there are
         several processes.
         """
         self._close_state(since="close() was called")
         if self._parameters is not None:
-            self._parameters.close()
+            self._parameters.leave(self)
             self._parameters = None
         end_watch()
 
@@ -233,13 +234,14 @@ class NearStorage(ABC):
             check_state_format(self._settings.state_format, self._engine_config)
         begin_watch(self._settings.watchdog_timeout)
         later = f"a training of {type(model).__name__} that began at {time.strftime('%H:%M:%S')}"
-        self._release_storage(later)
+        earlier = self._release_storage(later)
         end_training_of(model, since=f"{later} took its module")
         release_module(model)
         make_contiguous(model)
         offload = self._offload_for(optimizer)
         with self._parameters_on_storage(), engine_with(offload):
             if self._parameters is not None:
+                self._parameters.users -= earlier  # close() of this one removes what it has taken
                 require_parameter_space(
                     self._parameters.settings, offload, model, optimizer, in_16_bit=is_16_bit(self._engine_config)
                 )
@@ -285,7 +287,7 @@ class NearStorage(ABC):
             return
         from lightning_smartinfinity.zero3.parameters.param_swapper import swapper_for, swapping_with
 
-        self._parameters = swapper_for(settings)
+        self._parameters = swapper_for(settings, self)
         with swapping_with(self._parameters):
             yield
 
@@ -319,11 +321,14 @@ class NearStorage(ABC):
             folder = resolved_folder(root, setting=setting) / "smart_infinity"
             self._settings = replace(self._settings, storage=(folder,))
 
-    def _release_storage(self, later: str) -> None:
+    def _release_storage(self, later: str) -> set[NearStorage]:
         """Close the storage of an earlier training by this strategy, and by an idle one on the same folders.
 
         Args:
             later: Words for the training that takes the folders, for the errors of later uses of an earlier one.
+
+        Returns:
+            The other strategy that was idle, if there was one.
         """
         storage = self._settings.storage
         assert storage is not None
@@ -335,8 +340,10 @@ class NearStorage(ABC):
             self._training_engine = None
         self._idle_key = (storage, self._settings.transfer.job)
         idle = _IDLE.pop(self._idle_key, lambda: None)()
-        if idle is not None:
-            idle._close_state(since=since)
+        if idle is None or idle is self:
+            return set()
+        idle._close_state(since=since)
+        return {idle}
 
     def _become_idle(self, *, completed: bool) -> None:
         """Mark training as over; the state stays readable until the next training on the same storage.

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-__all__ = ["begin_epoch", "is_exact", "keeping_position"]
+__all__ = ["begin_epoch", "keeping_position"]
 
 _KEPT = "_kept_position"  # Lightning ignores attributes with an underscore when it makes a loader again
 _OPTIONS = (
@@ -50,17 +50,6 @@ def keeping_position(loader: Any) -> Any:
     if isinstance(loader, DataLoader) and not any(map(callable, own)):
         loader.__class__ = _keeping_class(cast(Any, type(loader)))
     return loader
-
-
-def is_exact(loader: Any) -> bool:
-    """Return whether a resumed epoch of this loader has the augmentations of one that never stopped.
-
-    The order of samples is the same in either case. What workers draw comes from seeds that cannot be continued.
-
-    Args:
-        loader: Any loader.
-    """
-    return not getattr(loader, "num_workers", 0)
 
 
 def begin_epoch(loader: Any) -> None:

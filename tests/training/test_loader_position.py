@@ -26,7 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_smartinfinity.resume.loader_position import begin_epoch, is_exact, keeping_position
+from lightning_smartinfinity.resume.loader_position import begin_epoch, keeping_position
 from lightning_smartinfinity.resume.typed_json import decode, encode
 
 NUM_SAMPLES = 11
@@ -502,13 +502,6 @@ def test_a_state_is_plain(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "state.pt")
     for found in (torch.load(tmp_path / "state.pt", weights_only=True), decode(encode(state))):
         assert rest(DataLoader(Plain(), 3, shuffle=True, generator=generator(1)), found) == left
-
-
-@pytest.mark.parametrize(("num_workers", "expected"), [(0, True), (1, False)])
-def test_workers_are_told_not_to_be_exact(num_workers: int, expected: bool) -> None:
-    """The caller can warn that augmentations of workers are drawn anew."""
-    assert is_exact(DataLoader(Plain(), num_workers=num_workers)) == expected
-    assert is_exact([])
 
 
 def test_indices_that_a_sampler_draws_one_by_one() -> None:

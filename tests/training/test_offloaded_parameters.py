@@ -19,7 +19,7 @@ from lightning_smartinfinity.zero3.parameters import param_swapper
 from tests.helpers import native_testing as testing
 from tests.helpers.attacks import Attack
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import fit, quiet_trainer
 from tests.training.test_lives import Evaluated
 from tests.training.worker import Recorder, Run, train
 
@@ -228,6 +228,47 @@ def test_the_life_of_a_model_on_storage(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.bin"))
     with pytest.raises(StorageError, match="removed from storage when its strategy was closed"):
         quiet_trainer(tmp_path, SmartInfinityStrategy(tmp_path / "s", zero=NVME)).test(module, verbose=False)
+
+
+class Closing(pl.Callback):
+    """Closes another strategy between two steps."""
+
+    def __init__(self, other: SmartInfinityStrategy) -> None:
+        self.other = other
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.other.close()
+
+
+@pytest.mark.parametrize("does", ["fit", "validate"])
+def test_closing_an_earlier_strategy_leaves_a_later_training_alone(does: str, tmp_path: Path, plain: Any) -> None:
+    """A training goes on to the same bits when a strategy is closed that used the same storage before it."""
+    recipe = Recipe(precision="bf16-mixed", max_steps=3)
+    earlier = SmartInfinityStrategy(tmp_path / "storage", zero=NVME)
+    getattr(quiet_trainer(tmp_path, earlier, max_steps=1, limit_val_batches=1), does)(Evaluated(recipe))
+    later = SmartInfinityStrategy(tmp_path / "storage", zero=NVME)
+    module = Evaluated(recipe)
+    fit(module, tmp_path, later, max_steps=3, limit_val_batches=0, callbacks=[Closing(earlier)])
+    assert module.losses == plain(recipe)[0]
+    assert list(tmp_path.rglob("parameters.bin"))
+    later.close()
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_closing_a_later_strategy_leaves_an_earlier_one_alone(tmp_path: Path) -> None:
+    """A model stays on storage when a strategy is closed that evaluated another one there."""
+    recipe = Recipe(precision="bf16-mixed", max_steps=1)
+    module = Evaluated(recipe)
+    first = quiet_trainer(tmp_path, SmartInfinityStrategy(tmp_path / "s", zero=NVME), max_steps=1, limit_val_batches=1)
+    first.fit(module)
+    expected = first.validate(module, verbose=False)
+    second = quiet_trainer(tmp_path, SmartInfinityStrategy(tmp_path / "s", zero=NVME), limit_val_batches=1)
+    second.validate(Evaluated(recipe), verbose=False)
+    second.strategy.close()
+    assert first.validate(module, verbose=False) == expected
+    first.strategy.close()
+    assert not list(tmp_path.rglob("*.bin"))
 
 
 def test_buffers_do_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

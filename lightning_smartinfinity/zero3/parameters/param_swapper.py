@@ -56,17 +56,21 @@ class _Held:
 class ParameterSwapper:
     """Keeps this rank's parameters on storage, and the host memory that they are read into.
 
-    Parameters refer to it. It lives, with its files, as long as a parameter or a strategy refers to it, or until
-    :meth:`close` or the interpreter's exit.
+    Parameters refer to it. It lives, with its files, as long as a parameter or a strategy refers to it, or until its
+    last user calls :meth:`leave`, or until the interpreter's exit.
 
     All ranks make the same calls in the same order. A failure on one rank raises on all.
 
     Args:
         settings: Folders and buffers.
+
+    Attributes:
+        users: The strategies that build, train or evaluate models with it.
     """
 
     def __init__(self, settings: ParameterSettings) -> None:
         self.settings = settings
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
         self._memory = native.MemoryPool()
         self._store: TensorStore | None = None
         self._parts: PartTransfers | None = None
@@ -151,8 +155,11 @@ class ParameterSwapper:
             self.parts.put(stored, 0, values.contiguous().view(torch.uint8))
             self.parts.synchronize()
 
-    def close(self) -> None:
-        """Remove the parameters from storage; idempotent. Later uses of them raise an error."""
+    def leave(self, user: object) -> None:
+        """End a strategy's use. The last one's end removes the parameters: later uses of them raise an error."""
+        self.users.discard(user)
+        if self.users:
+            return
         self.closed = True
         if self._store is not None:
             self._store.close()
@@ -353,13 +360,19 @@ def _close_in(process: int, store: TensorStore) -> None:
 _SWAPPERS: weakref.WeakValueDictionary[tuple[tuple[Path, ...], str], ParameterSwapper] = weakref.WeakValueDictionary()
 
 
-def swapper_for(settings: ParameterSettings) -> ParameterSwapper:
-    """Return the process's swapper for these folders and this job, and create it if there is none."""
+def swapper_for(settings: ParameterSettings, user: object) -> ParameterSwapper:
+    """Return the process's swapper for these folders and this job, and create it if there is none.
+
+    Args:
+        settings: Folders and buffers.
+        user: The strategy that uses it until it calls :meth:`ParameterSwapper.leave`, or no longer exists.
+    """
     key = (settings.folders, settings.job)
     swapper = _SWAPPERS.get(key)
     if swapper is None or swapper.closed:
         swapper = _SWAPPERS[key] = ParameterSwapper(settings)
     swapper.settings = settings
+    swapper.users.add(user)
     return swapper
 
 
