@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_smartinfinity import SmartInfinityFabricStrategy, SmartInfinityStrategy, TransferConfig
-from lightning_smartinfinity.store import StateStore, state_store
+from lightning_smartinfinity.store import StateStore, in_time, state_store
 from lightning_smartinfinity.store.tensor_files import TensorFiles
 from tests.helpers.models import Recipe
 from tests.helpers.plain import Everything
@@ -49,6 +49,11 @@ def _let_no_disk_answer() -> None:
     StateStore._close = TensorFiles.close = _never_return  # type: ignore[method-assign,assignment]
 
 
+def _let_nothing_be_flushed() -> None:
+    os.fsync = os.fdatasync = _never_return
+    in_time.completed_requests = lambda _: 0  # other disks, and other processes, may be at work
+
+
 def _never_return(*_: Any, **__: Any) -> Any:
     time.sleep(100 * IO_TIMEOUT)
 
@@ -58,6 +63,7 @@ CAUSES: dict[str, Callable[[], None]] = {
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "failed": _fail,
     "dead-disk": _let_no_disk_answer,
+    "dead-disk-in-save": _let_nothing_be_flushed,
 }
 
 
@@ -77,6 +83,8 @@ class Happening(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         happen(trainer.global_step, rank=trainer.global_rank, folder=self.folder, cause=self.cause)
+        if self.cause == "dead-disk-in-save" and trainer.global_step == 3:
+            trainer.save_checkpoint(self.folder / "last.ckpt")
 
     def on_validation_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
         happen(batch_idx, rank=trainer.global_rank, folder=self.folder, cause=self.cause)

@@ -186,3 +186,23 @@ def test_a_rank_whose_disk_does_not_answer(asked: int | None, ranks: Ranks, atta
     assert seconds < IO_TIMEOUT + (lenient(12) if asked is None else 0), ranks.said(1)
     assert "commit.bin' did not return within" in ranks.said(1)
     assert ("StorageTimeoutError" if asked is None else "received SIGTERM") in ranks.said(0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [("dead-disk-in-save",)], indirect=True)
+@pytest.mark.parametrize("asked", [(), (0,), (1,), (0, 1)], ids=str)
+def test_a_rank_whose_disk_does_not_answer_in_a_save(asked: tuple[int, ...], ranks: Ranks, attack: Attack) -> None:
+    """Both ranks end with the disk's error, and nothing has the checkpoint's name."""
+    attack("a disk of one of two ranks stops answering", tries=1, outcome="both end in time, and say which one and why")
+    ranks.await_work()
+    began = time.monotonic()
+    if asked:
+        time.sleep(1)  # until it waits for its disk
+    for rank in asked:
+        ranks.processes[rank].send_signal(signal.SIGTERM)
+    for rank in range(2):
+        assert ranks.status(rank) != 0, ranks.said(rank)
+    assert time.monotonic() - began < IO_TIMEOUT + (0 if asked else lenient(12)), ranks.said(1)
+    for rank in range(2):
+        assert "StorageTimeoutError" in ranks.said(rank) and "did not return" in ranks.said(rank), ranks.said(rank)
+    assert not (ranks.folder / "last.ckpt").exists()
