@@ -15,7 +15,7 @@ import stat
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.open_folder import kind_of
 from lightning_smartinfinity.zero3.checkpoints.harmless import harmless_types, with_arrays
 from lightning_smartinfinity.zero3.untyped import Pickled
@@ -81,6 +82,10 @@ def load_file(file: str | Path, **options: Any) -> Pickled:
 
 def load_by(load: Callable[..., Pickled], file: str | Path) -> Pickled:
     """Load a file like :func:`load_file` by another function, which takes its path and ``weights_only``."""
+    return _unless_idle(partial(_load_by, load, file), file)
+
+
+def _load_by(load: Callable[..., Pickled], file: str | Path) -> Pickled:
     require_file(file)
     with _naming_types(file), harmless_types():
         return with_arrays(load(file, weights_only=_restricts()))
@@ -93,8 +98,17 @@ def load_without_memory(file: Path, *, written_here: bool = False) -> Pickled:
         file: Path of the file.
         written_here: Whether this process has just written it: then it names no code of anybody else.
     """
-    with FakeTensorMode(), door(False, consent="") if written_here else nullcontext():
-        return load_file(file)
+
+    def load() -> Pickled:
+        with FakeTensorMode(), door(False, consent="") if written_here else nullcontext():
+            return load_file(file)
+
+    return _unless_idle(load, file)
+
+
+def _unless_idle(load: Callable[[], Pickled], file: str | Path) -> Pickled:
+    # What a user has consented to is in the context.
+    return unless_idle(partial(copy_context().run, load), doing="Reading", path=Path(file))
 
 
 def require_file(path: str | Path) -> None:
