@@ -41,8 +41,7 @@ from lightning_smartinfinity.recording import (
     STORAGE,
     go_on_after_batch,
     loop_state,
-    metrics_of,
-    restore_metrics,
+    restore_loop,
     watch_steps,
 )
 from lightning_smartinfinity.resume.loader_position import keeping_position
@@ -246,9 +245,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         trainer = self.lightning_module.trainer
         loop = {
             "after_batch": after_batch,
-            "metrics": metrics_of(trainer),
             RNG_KEY: capture(self.root_device, world_size=self.world_size),
-            "checkpoint": loop_state(trainer),
+            **loop_state(trainer),
         }
         self._recorder.record(loop, step=trainer.global_step)
 
@@ -261,9 +259,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         with raising_together():
             loop = resume_engine(self._training_engine)
         self._goes_on_after_batch, self._random_state = loop["after_batch"], loop[RNG_KEY]
-        restore_metrics(self.lightning_module.trainer, loop["metrics"])
-        checkpoint: ClientState = loop["checkpoint"]
-        return checkpoint
+        return restore_loop(self.lightning_module.trainer, loop)
 
     @contextmanager
     @override
@@ -439,6 +435,9 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     def teardown(self) -> None:
         super().teardown()
         self._become_idle(completed=not self._was_interrupted)
+        if self._was_interrupted and self._recorder is not None and self.is_global_zero:
+            self._recorder.say_how_to_resume(self._settings)
+        self._recorder = None
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
