@@ -45,7 +45,12 @@ from lightning_smartinfinity.recording import (
     watch_steps,
 )
 from lightning_smartinfinity.resume.loader_position import keeping_position
-from lightning_smartinfinity.resume.loops import continue_epoch, load_loader_states, passed_to_run
+from lightning_smartinfinity.resume.loops import (
+    begin_first_epoch,
+    continue_epoch,
+    load_loader_states,
+    passed_to_run,
+)
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_TRAINER
@@ -228,10 +233,13 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
                 go_on_after_batch(self.lightning_module.trainer)
             else:
                 continue_epoch(self.lightning_module.trainer)
+                if self._resumes:
+                    begin_first_epoch(self.lightning_module.trainer)
         if self._settings.transfer.is_resumable:
             assert self._training_engine is not None
             self._recorder = TrainingRecorder(self._training_engine)
-            self._record(after_batch=False)
+            if not self._resumes:  # else the record that the fit resumes from holds until the next step
+                self._record(after_batch=False)
 
     def _record(self, *, after_batch: bool) -> None:
         """Write a training record.

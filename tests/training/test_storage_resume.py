@@ -36,6 +36,7 @@ def assert_same(folder: Path, straight: Path, *, devices: int = 1) -> None:
     [
         ("kill at batch end", 8, {"options": {"overlap": "none"}, "trainer": {"val_check_interval": 3}}),
         ("kill at validation", 6, {"options": {"overlap": "forward"}, "trainer": {"val_check_interval": 3}}),
+        ("kill at batch start", 0, {}),  # at the record of the fit's beginning
         ("kill at step", 9, {"options": {"overlap": "backward"}, "trainer": {"precision": "32-true"}}),
         ("kill at batch start", 8, {"trainer": {"limit_train_batches": 4}}),
         ("error at epoch end", 12, {"options": {"state_format": "int8"}, "module": {"plateau": True}}),
@@ -104,6 +105,19 @@ def test_every_home_of_the_state(
     code, output = run(tmp_path / "broken", resume=True, seed=9, **settings)
     assert code == 0, output[-4000:]
     assert_same(tmp_path / "broken", tmp_path / "straight", devices=devices)
+
+
+def test_killed_again_before_its_first_batch(tmp_path: Path) -> None:
+    """A resumed fit that is killed before its first batch leaves the point behind a validation that it began at."""
+    settings: dict[str, Any] = {"trainer": {"val_check_interval": 3}, "module": {"plateau": True}}
+    assert run(tmp_path / "straight", **settings)[0] == 0
+    for resume in (False, True, True):
+        moment = {"kill_at": "kill at batch start", "kill_step": 6}
+        code, output = run(tmp_path / "broken", resume=resume, seed=9 if resume else 1, **moment, **settings)
+        assert code == -signal.SIGKILL, output[-4000:]
+    code, output = run(tmp_path / "broken", resume=True, seed=9, **settings)
+    assert code == 0, output[-4000:]
+    assert_same(tmp_path / "broken", tmp_path / "straight")
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:
