@@ -354,8 +354,9 @@ class NearStorage(ABC):
         end_watch()
         optimizer = self._near_storage_optimizer
         if optimizer is not None:
+            if optimizer.rank_state.in_fit:  # an evaluation afterwards says nothing about the training
+                optimizer.rank_state.keeping.completed = completed
             optimizer.rank_state.in_fit = False
-            optimizer.rank_state.keeping.completed = completed
             # After an error, which may have come on this rank alone, a step may still be in progress.
             optimizer.update.training_over()
         return_freed_memory()  # no step will use it again

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.resume.typed_json import UnwritableError, decode, encode
+from lightning_smartinfinity.settings import StrategySettings
 from lightning_smartinfinity.zero3.untyped import ClientState
 
 if TYPE_CHECKING:
+    from lightning_smartinfinity.store.training_record import TrainingRecord
     from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 
 __all__ = ["TrainingRecorder", "resume_engine"]
+
+_log = logging.getLogger(__name__)
 
 _ENGINE, _LOOP = "engine", "loop"
 
@@ -31,6 +36,7 @@ class TrainingRecorder:
         self._frozen = frozen_checksum(engine.module)
         self._warned = False
         self._is_off = False
+        self._recorded: int | None = None
         engine.optimizer.outside_writes.frozen_written = False
 
     def record(self, loop: ClientState, *, step: int) -> None:
@@ -62,12 +68,37 @@ class TrainingRecorder:
                 f"the training's state{error.where} is a {error.type_name}, which a training record cannot hold"
             )
             return
+        handler = optimizer.rank_state.handler
         try:
-            optimizer.rank_state.handler.record_training(step=step, content=content)
+            handler.record_training(step=step, content=content)
             optimizer.rank_state.keeping.resumable = True
+            self._warn_of_gap(handler.training)
         except StorageError as error:
             optimizer.rank_state.keeping.resumable = False
             self._warn(f"a training record could not be written. {error}")
+
+    def _warn_of_gap(self, record: TrainingRecord | None) -> None:
+        assert record is not None
+        before, self._recorded = self._recorded, record.generation
+        if before is not None and record.generation > before + 1:
+            self._warn(
+                "training_step takes several optimizer steps, and a record is written at the end of a batch only. A "
+                "kill between these steps leaves nothing to resume from."
+            )
+
+    def say_how_to_resume(self, settings: StrategySettings) -> None:
+        """Log how to resume the training that was interrupted, if its state stays on storage."""
+        if not self._engine.optimizer.rank_state.keeping.stays:
+            return
+        folders, job = " ".join(map(str, settings.storage or ())), settings.transfer.job
+        _log.warning(
+            "The fit was interrupted, and its state stays in %s (job %r). To go on where it stopped, run it again with "
+            "trainer.fit(..., ckpt_path='storage'). To remove the state, run: smart-infinity jobs %s --remove %s",
+            folders,
+            job,
+            folders,
+            job,
+        )
 
     def _turn_off(self, reason: str) -> None:
         self._is_off = True

@@ -12,7 +12,7 @@ from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.resume.loops import begin_epoch_after_last
 from lightning_smartinfinity.zero3.untyped import ClientState
 
-__all__ = ["STORAGE", "go_on_after_batch", "loop_state", "metrics_of", "restore_metrics", "watch_steps"]
+__all__ = ["STORAGE", "go_on_after_batch", "loop_state", "restore_loop", "watch_steps"]
 
 STORAGE = "storage"
 """The ``ckpt_path`` with which an interrupted fit resumes from its state on storage."""
@@ -32,21 +32,24 @@ _LEFT_OUT = frozenset(
 
 
 def loop_state(trainer: pl.Trainer) -> ClientState:
-    """Return what a checkpoint of Lightning holds beside weights, optimizer state and hyperparameters."""
+    """Return what a checkpoint of Lightning holds beside weights, optimizer state and hyperparameters, and metrics.
+
+    The metrics are those that callbacks and schedulers see of what was logged so far.
+    """
     connector = trainer._checkpoint_connector
     with replaced(connector, "_get_lightning_module_state_dict", dict):
         checkpoint: ClientState = connector.dump_checkpoint(weights_only=False)
-    return {key: value for key, value in checkpoint.items() if key not in _LEFT_OUT}
+    return {
+        "checkpoint": {key: value for key, value in checkpoint.items() if key not in _LEFT_OUT},
+        "metrics": dict(trainer.callback_metrics),
+    }
 
 
-def metrics_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what callbacks and schedulers see of the metrics that were logged so far."""
-    return dict(trainer.callback_metrics)
-
-
-def restore_metrics(trainer: pl.Trainer, metrics: dict[str, Any]) -> None:
-    """Let callbacks and schedulers see these metrics."""
-    trainer._logger_connector._callback_metrics.update(metrics)
+def restore_loop(trainer: pl.Trainer, state: ClientState) -> ClientState:
+    """Restore the metrics of a :func:`loop_state`; return what Lightning restores from a checkpoint."""
+    trainer._logger_connector._callback_metrics.update(state["metrics"])
+    checkpoint: ClientState = state["checkpoint"]
+    return checkpoint
 
 
 def watch_steps(trainer: pl.Trainer, note: Callable[[], None]) -> None:

@@ -41,12 +41,16 @@ from lightning_smartinfinity.recording import (
     STORAGE,
     go_on_after_batch,
     loop_state,
-    metrics_of,
-    restore_metrics,
+    restore_loop,
     watch_steps,
 )
 from lightning_smartinfinity.resume.loader_position import keeping_position
-from lightning_smartinfinity.resume.loops import continue_epoch, load_loader_states, passed_to_run
+from lightning_smartinfinity.resume.loops import (
+    begin_first_epoch,
+    continue_epoch,
+    load_loader_states,
+    passed_to_run,
+)
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_TRAINER
@@ -229,10 +233,13 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
                 go_on_after_batch(self.lightning_module.trainer)
             else:
                 continue_epoch(self.lightning_module.trainer)
+                if self._resumes:
+                    begin_first_epoch(self.lightning_module.trainer)
         if self._settings.transfer.is_resumable:
             assert self._training_engine is not None
             self._recorder = TrainingRecorder(self._training_engine)
-            self._record(after_batch=False)
+            if not self._resumes:  # else the record that the fit resumes from holds until the next step
+                self._record(after_batch=False)
 
     def _record(self, *, after_batch: bool) -> None:
         """Write a training record.
@@ -246,9 +253,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         trainer = self.lightning_module.trainer
         loop = {
             "after_batch": after_batch,
-            "metrics": metrics_of(trainer),
             RNG_KEY: capture(self.root_device, world_size=self.world_size),
-            "checkpoint": loop_state(trainer),
+            **loop_state(trainer),
         }
         self._recorder.record(loop, step=trainer.global_step)
 
@@ -261,9 +267,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         with raising_together():
             loop = resume_engine(self._training_engine)
         self._goes_on_after_batch, self._random_state = loop["after_batch"], loop[RNG_KEY]
-        restore_metrics(self.lightning_module.trainer, loop["metrics"])
-        checkpoint: ClientState = loop["checkpoint"]
-        return checkpoint
+        return restore_loop(self.lightning_module.trainer, loop)
 
     @contextmanager
     @override
@@ -439,6 +443,9 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     def teardown(self) -> None:
         super().teardown()
         self._become_idle(completed=not self._was_interrupted)
+        if self._was_interrupted and self._recorder is not None and self.is_global_zero:
+            self._recorder.say_how_to_resume(self._settings)
+        self._recorder = None
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:

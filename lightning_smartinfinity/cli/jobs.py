@@ -22,8 +22,8 @@ __all__ = ["add_to"]
 
 _DESCRIPTION = """\
 List the jobs whose optimizer state or parameters lie in storage folders: who uses them, how large they are, when they
-were last written, and the newest generation that all ranks have. Exit status 1 if --verify finds damage or cannot read
-all of a dead job's state, or if a job cannot be removed.
+were last written, the newest generation that all ranks have, and whether a training can resume from them. Exit status 1
+if --verify finds damage or cannot read all of a dead job's state, or if a job cannot be removed.
 """
 _DEFAULT = "smart_infinity"
 _TABLE = "{job:40}  {owner:16}  {size:>11}  {written:>12}  {generation:>10}  {remark}"
@@ -119,6 +119,7 @@ def _as_json(job: Job, found: Found | None) -> dict[str, object]:
         "written": job.written,
         "generation": job.generation,
         "kept": job.kept,
+        "resumable_step": job.resumable_step,
         "problems": job.problems,
         "damaged": None if found is None else found.damaged,
         "unknown": None if found is None else found.unknown,
@@ -155,6 +156,8 @@ def _owner(job: Job) -> str:
 
 def _remark(job: Job, found: Found | None) -> str:
     remarks = ["kept"] if job.kept else []
+    if job.resumable_step is not None:
+        remarks.append(f"resumable, step {job.resumable_step}")
     if job.damaged or (found is not None and found.damaged):
         remarks.append("damaged")
     elif job.problems:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-__all__ = ["begin_epoch", "keeping_position"]
+__all__ = ["begin_epoch", "draw_as_saved", "keeping_position"]
 
 _KEPT = "_kept_position"  # Lightning ignores attributes with an underscore when it makes a loader again
 _OPTIONS = (
@@ -62,6 +62,24 @@ def begin_epoch(loader: Any) -> None:
     """
     if _KEPT in getattr(loader, "__dict__", {}) and (state := _kept(loader).pending) is not None:
         loader.load_state_dict(_state_between_epochs(state["generators"], state["is_alive"]))
+
+
+def draw_as_saved(loader: Any, state: Any) -> None:
+    """Let a loader whose first epoch has begun, without a batch yet, draw its order as the one that was saved there.
+
+    Args:
+        loader: Result of :func:`keeping_position`; other objects are left alone.
+        state: The saved loader's state.
+    """
+    if isinstance(loader, DataLoader) and isinstance(state, dict) and "generators" in state:
+        _take_seed(loader, state)
+        _restore_generators(loader, state["generators"])
+
+
+def _take_seed(loader: Any, state: dict[str, Any]) -> None:
+    sampler = _distributed_sampler(loader)
+    if sampler is not None and state.get("seed") is not None:
+        sampler.seed = state["seed"]  # Lightning has made it with the seed of seed_everything
 
 
 @functools.cache
@@ -112,9 +130,7 @@ class _Position:
 
     def load(self, loader: Any, state: dict[str, Any]) -> None:
         self.pending, self.progress = state, None
-        sampler = _distributed_sampler(loader)
-        if sampler is not None and state.get("seed") is not None:
-            sampler.seed = state["seed"]  # Lightning has made it with the seed of seed_everything
+        _take_seed(loader, state)
 
     def state(self, loader: Any) -> dict[str, Any]:
         sampler = _distributed_sampler(loader)

@@ -10,9 +10,9 @@ import inspect
 import warnings
 from typing import Any
 
-from lightning_smartinfinity.resume.loader_position import begin_epoch
+from lightning_smartinfinity.resume.loader_position import begin_epoch, draw_as_saved
 
-__all__ = ["begin_epoch_after_last", "continue_epoch", "load_loader_states", "passed_to_run"]
+__all__ = ["begin_epoch_after_last", "begin_first_epoch", "continue_epoch", "load_loader_states", "passed_to_run"]
 
 _LIGHTNING_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
 
@@ -84,6 +84,21 @@ def continue_epoch(trainer: Any) -> None:
             f"and schedulers are exact. For the rest, {', or '.join(remedies)}.",
             stacklevel=2,
         )
+
+
+def begin_first_epoch(trainer: Any) -> None:
+    """Let loaders draw the first epoch of a fit that was interrupted before its first batch as that fit did.
+
+    Lightning restores loaders within an epoch only, and gives them the seed of this process.
+
+    Args:
+        trainer: Trainer whose fit is about to begin its first epoch.
+    """
+    fit_loop = trainer.fit_loop
+    if not fit_loop.restarting:
+        states, fit_loop._combined_loader_states_to_load = fit_loop._combined_loader_states_to_load, []
+        for loader, state in zip(_loaders(fit_loop), states, strict=False):
+            draw_as_saved(loader, state)
 
 
 def begin_epoch_after_last(fit_loop: Any) -> None:

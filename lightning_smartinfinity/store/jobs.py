@@ -16,6 +16,7 @@ from lightning_smartinfinity.config import JOB_NAME
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.store.folders import COMMIT_NAME, RankFolder, open_rank_folder
 from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.store.leftovers import resumable_record
 from lightning_smartinfinity.store.lock import KEPT, LOCK_NAME, is_locked, read_lock
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder, Trust
@@ -46,6 +47,7 @@ class JobFolder:
         generation: Newest committed generation, -1 before the first; None if the records are elsewhere, unreadable or
             another user's.
         kept: Whether the state is to be kept (``TransferConfig.keep``).
+        resumable_step: Step after which a training can go on from the state; None if it cannot, or as ``generation``.
         world_size: Number of ranks of the job, as the manifest says; 0 if unknown.
         problem: Why the folder cannot be read, or None.
         damaged: Whether that is damage, and not a folder that is refused or another user's.
@@ -60,6 +62,7 @@ class JobFolder:
     written: float = 0.0
     generation: int | None = None
     kept: bool = False
+    resumable_step: int | None = None
     world_size: int = 0
     problem: str | None = None
     damaged: bool = False
@@ -109,6 +112,14 @@ class Job:
     def kept(self) -> bool:
         """Whether the state is to be kept."""
         return any(folder.kept for folder in self.folders)
+
+    @property
+    def resumable_step(self) -> int | None:
+        """Step after which a training can go on from here; None if it cannot, or if a rank's records are elsewhere."""
+        records = [folder for folder in self.folders if folder.generation is not None]
+        steps = [folder.resumable_step for folder in records if folder.resumable_step is not None]
+        complete = len(steps) == len(records) == max((folder.world_size for folder in records), default=0)
+        return min(steps) if complete and steps and not self.in_use else None
 
     @property
     def damaged(self) -> bool:
@@ -258,7 +269,9 @@ def _with_generation(seen: JobFolder, folder: OpenFolder) -> JobFolder:
     try:
         manifest = read_manifest(folder)
         seen = replace(seen, kept=seen.kept or manifest.keep, world_size=manifest.world_size)
-        return replace(seen, generation=_generation(folder, manifest))
+        seen = replace(seen, generation=_generation(folder, manifest))
+        record = None if seen.generation is None else resumable_record(folder, manifest)
+        return seen if record is None else replace(seen, resumable_step=record.step)
     except StorageError as error:
         return _failed(seen, error)
 

@@ -23,7 +23,7 @@ from lightning_smartinfinity.store.direct import open_state_file
 from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, TRAINING_NAMES, RankFolder
 from lightning_smartinfinity.store.in_time import in_time, unless_idle
-from lightning_smartinfinity.store.manifest import Manifest, StoreDescription
+from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, StoreDescription
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.record import CommitRecord, erase_record, flush_records, no_record, write_record
 from lightning_smartinfinity.store.recovery import (
@@ -217,6 +217,12 @@ class StateStore:
             with ExitStack() as claims:
                 claimed = claim_folders(folders, job=job, rank=rank, create=False, undo=claims)
                 inside = [folder.inside for folder in claimed]
+                for folder in inside:
+                    if folder.status(MANIFEST_NAME) is None:
+                        raise StorageError(
+                            f"There is no training to resume in {str(folder.path)!r}: it ended within its set-up.",
+                            "Leave ckpt_path='storage' out to begin anew, or pass a checkpoint.",
+                        )
                 manifest = common_manifest(inside, rank=rank)
                 records = read_training_records(inside[0], identity=manifest.identity)
                 if records:

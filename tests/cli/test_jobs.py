@@ -60,6 +60,21 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert live.split()[1:3] == ["alive", str(os.getpid())] and live.split()[-1] == "-1"
 
 
+def test_a_job_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The remark names the step after which a training goes on; while a process uses the state, there is none."""
+    store = create([tmp_path], world_size=1, keep="on-failure")
+    commit_generation(store, 0)
+    assert main(["jobs", str(tmp_path)]) == 0
+    store.record_training(generation=0, step=7, content=b"")
+    assert main(["jobs", str(tmp_path)]) == 0
+    assert "resumable" not in capsys.readouterr().out
+    store.close(remove=False)
+    assert main(["jobs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(" 0  resumable, step 7")
+    assert main(["jobs", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["resumable_step"] == 7
+
+
 def test_no_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The default is the Trainer's folder, and a folder without jobs is said to have none."""
     monkeypatch.chdir(tmp_path)

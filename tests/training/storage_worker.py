@@ -13,7 +13,6 @@ import random
 import signal
 import sys
 import threading
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_smartinfinity import SmartInfinityStrategy
+from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TopK
 from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
+from tests.xrt.builds import build
+from tests.xrt.cards import EmulatedCards
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,18 @@ class StorageRun:
     """A fit, and how it is interrupted."""
 
     out: str
-    storage: str
+    storage: str | list[str]
     devices: int = 1
+    cards: bool = False  # whether emulated SmartSSDs update, one for each folder
     resume: bool = False
     seed: int = 1
     epochs: int = 3
-    kill_at: str = ""  # a moment of MOMENTS
+    kill_at: str = ""  # how and when: "kill at step"; see die
     kill_step: int = 0
     kill_rank: int = 0
-    kill_after: float | None = None  # seconds after the training has begun
+    kill_after: float = 0.0  # seconds after that moment
+    save_every: int = 0  # steps between checkpoints
+    spread_every: int = 0  # steps between moves of all but one tasklet from folder to folder
     trainer: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     transfer: dict[str, Any] = field(default_factory=dict)
@@ -155,6 +159,9 @@ class Watch(pl.Callback):
         values = [module.last_loss.hex(), self.count, module.seen, trainer.optimizers[0].param_groups[0]["lr"].hex()]
         with open(Path(self.run.out) / f"steps-{trainer.global_rank}.txt", "a") as file:
             file.write(" ".join(map(str, [trainer.global_step, *values])) + "\n")
+        if self.run.save_every and trainer.global_step % self.run.save_every == 0:
+            die(self.run, "save", trainer)
+            trainer.save_checkpoint(Path(self.run.out) / "last.ckpt")
 
     def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
         die(self.run, "validation", trainer)
@@ -167,14 +174,33 @@ class Watch(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         die(self.run, "batch start", trainer)
+        if self.run.spread_every and trainer.global_step % self.run.spread_every == 0:
+            handler = trainer.strategy._near_storage_optimizer.update.drained_handler()  # type: ignore[attr-defined]
+            die(self.run, "growth", trainer)
+            spread(handler._store, last=trainer.global_step % (2 * self.run.spread_every) == 0)
+
+
+def spread(store: Any, *, last: bool) -> None:
+    """Give all tasklets but one of each folder to the first folder, or to the last one: its file grows."""
+    counts = [1] * len(store.counts)
+    counts[-1 if last else 0] += sum(store.counts) - sum(counts)
+    store.spread(counts)
 
 
 def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
-    """End in the way that the run asks for, if this is the moment."""
+    """End in the way that the run asks for, if this is the moment.
+
+    The moments are ``start`` (of the set-up), ``batch start``, ``step``, ``batch end``, ``validation``, ``epoch end``,
+    ``save`` and ``growth`` (of the state files).
+    """
     how, _, when = run.kill_at.partition(" at ")
     if when != moment or trainer.global_step != run.kill_step or trainer.global_rank != run.kill_rank:
         return
-    if how == "kill":
+    if how == "kill" and run.kill_after:
+        timer = threading.Timer(run.kill_after, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+    elif how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "term":
         os.kill(os.getpid(), signal.SIGTERM)
@@ -184,16 +210,25 @@ def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
         raise KeyboardInterrupt
 
 
+def strategy_of(run: StorageRun) -> SmartInfinityStrategy:
+    """Return the strategy that a run asks for."""
+    options = dict(run.options)
+    if "compression" in options:  # as JSON has it
+        options["compression"] = TopK(**options["compression"])
+    if run.cards:
+        cards = EmulatedCards(build())
+        cards.reset()
+        options |= {"update_device": "smartssd", "smartssd": SmartSSDConfig(xclbin=cards.build.xclbin)}
+    transfer = {"tasklet_bytes": 64 * 1024, "num_buffers": 2, **run.transfer}
+    return SmartInfinityStrategy(run.storage, transfer=transfer, **options)
+
+
 def main(path: str) -> None:
     """Fit as the run says."""
     run = StorageRun(**json.loads(Path(path).read_text()))
     pl.seed_everything(run.seed)
     module, watch = Module(run), Watch(run)
-    strategy = SmartInfinityStrategy(
-        run.storage,
-        transfer={"tasklet_bytes": 64 * 1024, "num_buffers": 2, **run.transfer},
-        **run.options,
-    )
+    strategy = strategy_of(run)
     trainer = quiet_trainer(
         Path(run.out),
         strategy,
@@ -202,14 +237,7 @@ def main(path: str) -> None:
         callbacks=[watch],
         **{"precision": "bf16-mixed", "num_sanity_val_steps": 0, **run.trainer},
     )
-    if run.kill_after is not None and int(os.environ.get("RANK", "0")) == run.kill_rank:
-        started = time.monotonic()
-
-        def kill() -> None:
-            time.sleep(max(0.0, run.kill_after + started - time.monotonic()))  # type: ignore[operator]
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        threading.Thread(target=kill, daemon=True).start()
+    die(run, "start", trainer)
     trainer.fit(module, ckpt_path="storage" if run.resume else None)
     digest = hashlib.sha256()
     optimizer = strategy._near_storage_optimizer

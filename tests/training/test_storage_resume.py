@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_smartinfinity.native.formats import STATE_FORMATS
 from tests.helpers.attacks import Attack
+from tests.helpers.runif import RunIf
 from tests.training.storage_worker import StorageRun, end_of, launch, steps_of
 
 KEEP = {"keep": "on-failure"}
@@ -16,7 +20,15 @@ KEEP = {"keep": "on-failure"}
 def run(folder: Path, **settings: Any) -> tuple[int, str]:
     """Fit in processes of their own."""
     settings["transfer"] = {**KEEP, **settings.get("transfer", {})}
-    return launch(StorageRun(out=str(folder), storage=str(folder / "storage"), **settings))
+    storage = [str(folder / f"storage{number}") for number in range(settings.pop("folders", 1))]
+    return launch(StorageRun(out=str(folder), storage=storage, **settings))
+
+
+def assert_same(folder: Path, straight: Path, *, devices: int = 1) -> None:
+    """Assert that a fit and one that never stopped have the same losses, state, buffers and random numbers."""
+    for rank in range(devices):
+        assert steps_of(folder, rank) == steps_of(straight, rank)
+        assert end_of(folder, rank) == end_of(straight, rank)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +36,7 @@ def run(folder: Path, **settings: Any) -> tuple[int, str]:
     [
         ("kill at batch end", 8, {"options": {"overlap": "none"}, "trainer": {"val_check_interval": 3}}),
         ("kill at validation", 6, {"options": {"overlap": "forward"}, "trainer": {"val_check_interval": 3}}),
+        ("kill at batch start", 0, {}),  # at the record of the fit's beginning
         ("kill at step", 9, {"options": {"overlap": "backward"}, "trainer": {"precision": "32-true"}}),
         ("kill at batch start", 8, {"trainer": {"limit_train_batches": 4}}),
         ("error at epoch end", 12, {"options": {"state_format": "int8"}, "module": {"plateau": True}}),
@@ -39,12 +52,72 @@ def test_every_interruption(how: str, step: int, settings: dict[str, Any], tmp_p
     last = settings.get("devices", 1) - 1
     code, output = run(tmp_path / "broken", kill_at=how, kill_step=step, kill_rank=last, **settings)
     assert not (tmp_path / "broken" / "end-0.json").exists(), output[-2000:]
+    killed = how.startswith("kill")
+    assert output.count("run it again with trainer.fit(..., ckpt_path='storage')") == (0 if killed else 1)
     code, output = run(tmp_path / "broken", resume=True, seed=9, **settings)
     assert code == 0, output[-4000:]
-    for rank in range(settings.get("devices", 1)):
-        assert steps_of(tmp_path / "broken", rank) == steps_of(tmp_path / "straight", rank)
-        assert end_of(tmp_path / "broken", rank) == end_of(tmp_path / "straight", rank)
-    assert not (tmp_path / "broken" / "storage").exists() or not list((tmp_path / "broken" / "storage").iterdir())
+    assert_same(tmp_path / "broken", tmp_path / "straight", devices=settings.get("devices", 1))
+    assert not (tmp_path / "broken" / "storage0").exists() or not list((tmp_path / "broken" / "storage0").iterdir())
+
+
+WIDE = {"module": {"width": 128}}  # several tasklets
+NVME = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
+COMPRESSION = {"compression": {"ratio": 0.1}}
+WHERE: dict[str, dict[str, Any]] = {
+    "parameters on storage": {"options": {"zero": NVME}},
+    "DRAM tier": {"transfer": {"dram_cache_bytes": 100_000}},
+    "compressed gradients": {"options": COMPRESSION},
+    "cards": {"cards": True, "folders": 2},
+    "compressed gradients on cards": {"cards": True, "folders": 2, "options": COMPRESSION},
+    "several folders": {"folders": 3},
+}
+USUAL = {
+    ("parameters on storage", "int8_remainder", "forward", 1),
+    ("DRAM tier", "bf16", "backward", 1),
+    ("compressed gradients", "int8", "forward", 2),
+    ("cards", "fp32", "backward", 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is small for SmartSSDs")
+@pytest.mark.parametrize(
+    ("where", "state_format", "overlap", "devices"),
+    [
+        pytest.param(
+            *case,
+            marks=[RunIf(xrt="cards" in case[0]), *([] if case in USUAL else [pytest.mark.long])],
+            id="-".join(map(str, case)).replace(" ", "-"),
+        )
+        for case in itertools.product(WHERE, STATE_FORMATS, ("none", "forward", "backward"), (1, 2))
+    ],
+)
+def test_every_home_of_the_state(
+    where: str, state_format: str, overlap: str, devices: int, tmp_path: Path, attack: Attack
+) -> None:
+    """Wherever state and parameters live, in whatever format, a killed fit goes on to the bits of one that was not."""
+    attack("kill in a fit, then ckpt_path='storage'", tries=1, outcome="resumed to the bit")
+    settings = {**WIDE, "devices": devices, **WHERE[where]}
+    settings["options"] = {"overlap": overlap, "state_format": state_format, **settings.get("options", {})}
+    assert run(tmp_path / "straight", **settings)[0] == 0
+    moment = {"kill_at": "kill at step", "kill_step": 8, "kill_rank": devices - 1, "kill_after": 0.005}
+    code, output = run(tmp_path / "broken", **moment, **settings)
+    assert code == -signal.SIGKILL, output[-2000:]
+    code, output = run(tmp_path / "broken", resume=True, seed=9, **settings)
+    assert code == 0, output[-4000:]
+    assert_same(tmp_path / "broken", tmp_path / "straight", devices=devices)
+
+
+def test_killed_again_before_its_first_batch(tmp_path: Path) -> None:
+    """A resumed fit that is killed before its first batch leaves the point behind a validation that it began at."""
+    settings: dict[str, Any] = {"trainer": {"val_check_interval": 3}, "module": {"plateau": True}}
+    assert run(tmp_path / "straight", **settings)[0] == 0
+    for resume in (False, True, True):
+        moment = {"kill_at": "kill at batch start", "kill_step": 6}
+        code, output = run(tmp_path / "broken", resume=resume, seed=9 if resume else 1, **moment, **settings)
+        assert code == -signal.SIGKILL, output[-4000:]
+    code, output = run(tmp_path / "broken", resume=True, seed=9, **settings)
+    assert code == 0, output[-4000:]
+    assert_same(tmp_path / "broken", tmp_path / "straight")
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of, numbers_of
+from lightning_smartinfinity.zero3.checkpoints.weight_source import persistent_buffers
 from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.untyped import SavedState, ZeroParameter
 
@@ -36,7 +37,7 @@ def describe_engine(engine: SmartInfinityEngine) -> SavedState:
         "dynamic_loss_scale": optimizer.dynamic_loss_scale,
         "overflow": optimizer.overflow,
         "residual": None if compressed is None else compressed.residual,
-        "buffers": dict(_buffers(engine.module)),
+        "buffers": {name: value.detach() for name, value in persistent_buffers(engine.module)},
     }
 
 
@@ -53,7 +54,7 @@ def restore_engine(engine: SmartInfinityEngine, saved: SavedState) -> None:
             "storage holds none of theirs.",
             "Build the model with the weights that it had, for instance from the same pretrained ones.",
         )
-    buffers = dict(_buffers(engine.module))
+    buffers = {name: value.detach() for name, value in persistent_buffers(engine.module)}
     differing = sorted(
         name
         for name in buffers.keys() | saved["buffers"].keys()
@@ -97,16 +98,6 @@ def _partition_of(param: ZeroParameter) -> torch.Tensor:
     real = max(0, min(numel, int(param.ds_numel) - dist.get_rank() * numel))
     held: torch.Tensor = param.ds_tensor.detach().reshape(-1)[: min(real, _CHECKED_NUMEL)].cpu().contiguous()
     return held
-
-
-def _buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the buffers that a checkpoint holds."""
-    return [
-        (f"{prefix}.{name}" if prefix else name, buffer.detach())
-        for prefix, child in module.named_modules()
-        for name, buffer in child.named_buffers(recurse=False)
-        if name not in child._non_persistent_buffers_set
-    ]
 
 
 def _without_parameters(group: SavedState) -> SavedState:

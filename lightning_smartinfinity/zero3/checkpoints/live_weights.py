@@ -15,7 +15,12 @@ from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.transfer.layout import ParameterSlice
 from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import WINDOW_NUMEL, Put
-from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents, TensorSpec, WeightSource
+from lightning_smartinfinity.zero3.checkpoints.weight_source import (
+    Contents,
+    TensorSpec,
+    WeightSource,
+    persistent_buffers,
+)
 from lightning_smartinfinity.zero3.collectives import raise_together, sum_over_ranks
 from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.release import trainings_of
@@ -47,7 +52,7 @@ class LiveWeights(WeightSource):
         return Contents(
             parameters={name: _spec(param) for name, param in self._params.items()},
             aliases={name: first_names[param] for name, param in names if first_names[param] != name},
-            buffers={name: value.detach().cpu() for name, value in _persistent_buffers(self._module)},
+            buffers={name: value.detach().cpu() for name, value in persistent_buffers(self._module)},
             others=[name for name, child in self._module.named_modules() if _has_extra_state(child)],
         )
 
@@ -164,14 +169,6 @@ class _OtherRankFailed(Exception):
 
 def _spec(param: ZeroParameter) -> TensorSpec:
     return TensorSpec(torch.Size(getattr(param, "ds_shape", param.shape)), param.dtype, trained=param.requires_grad)
-
-
-def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    # state_dict() is not asked, since it would meet partitioned parameters.
-    for prefix, child in module.named_modules():
-        for name, value in child._buffers.items():
-            if value is not None and name not in child._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, value
 
 
 def _has_extra_state(module: torch.nn.Module) -> bool:

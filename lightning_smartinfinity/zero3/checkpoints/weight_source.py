@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put
 
-__all__ = ["Contents", "Part", "TensorSpec", "WeightSource"]
+__all__ = ["Contents", "Part", "TensorSpec", "WeightSource", "persistent_buffers"]
 
 
 class TensorSpec(NamedTuple):
@@ -121,3 +121,12 @@ class Part(WeightSource):
 
         origins = {origin for origin, name in self._first_names.items() if name in names}
         self._whole.read(origins, put_here, masters=masters)
+
+
+def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that a checkpoint holds, by name."""
+    # state_dict() is not asked, since it would meet partitioned parameters.
+    for prefix, child in module.named_modules():
+        for name, value in child._buffers.items():
+            if value is not None and name not in child._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, value
