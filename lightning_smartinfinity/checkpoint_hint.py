@@ -58,5 +58,5 @@ def _note_of(error: BaseException) -> str | None:
     path = os.path.join(os.fspath(error.filename), NOTE_NAME)
     if not os.path.isfile(path):
         return None
-    with open(path, encoding="utf-8") as note:
+    with open(path, encoding="utf-8", errors="backslashreplace") as note:
         return note.read(_LONGEST)

@@ -136,8 +136,8 @@ def _print(jobs: Sequence[Job], folders: Sequence[Path], verified: dict[Path, Fo
         row = {
             "job": str(job.storage / job.name),
             "owner": _owner(job),
-            "size": _size(job.num_bytes),
-            "written": f"{_age(time.time() - job.written)} ago" if job.listed else "-",
+            "size": "-" if job.written is None else _size(job.num_bytes),
+            "written": "-" if job.written is None else f"{_age(time.time() - job.written)} ago",
             "generation": "-" if job.generation is None else str(job.generation),
             "remark": _remark(job, verified.get(job.storage / job.name)),
         }
@@ -149,9 +149,9 @@ def _print(jobs: Sequence[Job], folders: Sequence[Path], verified: dict[Path, Fo
 
 
 def _owner(job: Job) -> str:
-    if not job.listed:
-        return "unknown"
-    return f"alive {','.join(map(str, job.pids))}" if job.in_use else "dead"
+    if job.in_use:
+        return f"alive {','.join(map(str, job.pids))}"
+    return "dead" if job.looked_at else "unknown"
 
 
 def _remark(job: Job, found: Found | None) -> str:

@@ -73,5 +73,6 @@ def has_adapters(model: torch.nn.Module) -> bool:
 def job_of(output_dir: str | Path) -> str:
     """Return a job's name for an output folder, so that two trainings may share a storage folder."""
     path = os.path.realpath(output_dir)
-    digest = hashlib.sha256(path.encode()).hexdigest()[:8]
-    return f"{os.path.basename(path) or 'root'}-{digest}"
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
+    name = os.fsencode(os.path.basename(path)).decode(errors="replace")  # a job's name is text, a path need not be
+    return f"{name or 'root'}-{digest}"

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import warnings
+from pathlib import Path
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import StorageError
@@ -14,7 +15,7 @@ from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.scheduling import scheduler_of
 
-__all__ = ["choose_direct", "open_state_file"]
+__all__ = ["adopt_descriptor", "choose_direct", "open_state_file"]
 
 # f_type (from fstatfs) of file systems that live in memory; recent kernels accept O_DIRECT even on tmpfs.
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
@@ -75,7 +76,36 @@ def open_state_file(
     with storage_errors("Opening", path):
         direct = choose_direct(folder, name, direct_io)
         descriptor = folder.open(name, access | (os.O_DIRECT if direct else 0))
-        return native.StateFile(str(path), direct=direct, descriptor=descriptor, scheduler=scheduler_of(descriptor))
+        return adopt_descriptor(path, descriptor, direct=direct, scheduler=scheduler_of(descriptor))
+
+
+def adopt_descriptor(
+    path: Path, descriptor: int, *, direct: bool, scheduler: native.IoScheduler | None = None
+) -> native.StateFile:
+    """Return a file for the native core, which closes it.
+
+    Args:
+        path: Path of the file, which need not be text.
+        descriptor: Its open descriptor.
+        direct: Whether that was opened with O_DIRECT.
+        scheduler: Where its transfers take turns.
+    """
+    return _File(path, descriptor=descriptor, direct=direct, scheduler=scheduler)
+
+
+class _File(native.StateFile):
+    """A file whose name need not be text. The core has the path for its messages only, where it has to be."""
+
+    def __init__(
+        self, path: Path, *, descriptor: int, direct: bool, scheduler: native.IoScheduler | None = None
+    ) -> None:
+        text = os.fsencode(path).decode(errors="backslashreplace")
+        super().__init__(text, direct=direct, descriptor=descriptor, scheduler=scheduler)
+        self._path = str(path)
+
+    @property
+    def path(self) -> str:
+        return self._path
 
 
 def _refusal(folder: OpenFolder, name: str) -> str | None:

@@ -39,6 +39,7 @@ OUR_NAMES = (STATE_NAME, COMMIT_NAME, *TRAINING_NAMES, MANIFEST_NAME, PARAMETERS
 """Names of the files in a rank's folder, beside its lock. The last is that of a manifest until it is complete."""
 
 _SET_ASIDE = re.compile(rf"({re.escape(MANIFEST_NAME)}|{LOCK_NAME})\.[0-9]+{re.escape(ASIDE)}")
+_PARAMETER_FOLDER = re.compile(r"parameters-[0-9]{5,}")
 _MAKE_ATTEMPTS = 16
 
 _log = logging.getLogger(__name__)
@@ -162,12 +163,16 @@ class RankFolder:
     def remove_leftover(self) -> None:
         """Delete the store of an earlier process, if there is one; a damaged manifest of it is set aside.
 
+        So is a parameter file whose lock has lost its notes: no process needs it, but it may be somebody else's.
+
         Raises:
             StorageError: Something lies there that this package did not make, or a file cannot be deleted.
         """
         manifest = self._earlier_manifest()
         with storage_errors("Removing the leftover of an earlier job in", self.path):
             owned = owned_names(self.inside, self._lock.notes, manifest)
+            if PARAMETERS_NAME not in owned and self._holds_parameters_alone():
+                self._set_aside_parameters()
             self._refuse_foreign(owned)
             if manifest is None and MANIFEST_NAME in owned:
                 self._set_aside(MANIFEST_NAME)
@@ -368,10 +373,28 @@ class RankFolder:
             return None
 
     def _holds_leftover(self) -> bool:
-        """Return whether a readable manifest says that the store there need not be kept."""
+        """Return whether what lies there need not be kept: a readable manifest says so, or these are parameters."""
         with suppress(OSError, StorageError):
-            return not read_manifest(self.inside).keep
+            return self._holds_parameters_alone() or not read_manifest(self.inside).keep
         return False
+
+    def _holds_parameters_alone(self) -> bool:
+        """Return whether this is a folder of parameters, which end with their process, and holds nothing else."""
+        if _PARAMETER_FOLDER.fullmatch(self.path.name) is None:
+            return False
+        return all(name in (LOCK_NAME, PARAMETERS_NAME) or name.endswith(ASIDE) for name in self.inside.names())
+
+    def _set_aside_parameters(self) -> None:
+        if self.inside.status(PARAMETERS_NAME) is None:
+            return
+        aside = self.inside.aside(PARAMETERS_NAME)
+        self.inside.rename(PARAMETERS_NAME, aside)
+        _log.warning(
+            "%r is not named by the lock beside it, which was damaged or removed. It was renamed to %r: remove it if "
+            "it is no longer needed.",
+            str(self.path / PARAMETERS_NAME),
+            aside,
+        )
 
     def _refuse_foreign(self, owned: Iterable[str]) -> None:
         for name in OUR_NAMES:

@@ -43,7 +43,8 @@ class JobFolder:
         pid: Process that uses the folder, or used it last, as that process saw its number; None if unknown.
         in_use: Whether that process still uses it.
         num_bytes: Bytes allocated on storage.
-        written: Time of the last write, in seconds since the epoch.
+        written: Time of the last write, in seconds since the epoch; None if the folder or its lock cannot be read: then
+            pid, use and size are unknown, too.
         generation: Newest committed generation, -1 before the first; None if the records are elsewhere, unreadable or
             another user's.
         kept: Whether the state is to be kept (``TransferConfig.keep``).
@@ -59,7 +60,7 @@ class JobFolder:
     pid: int | None = None
     in_use: bool = False
     num_bytes: int = 0
-    written: float = 0.0
+    written: float | None = None
     generation: int | None = None
     kept: bool = False
     resumable_step: int | None = None
@@ -98,9 +99,14 @@ class Job:
         return sum(folder.num_bytes for folder in self.folders)
 
     @property
-    def written(self) -> float:
-        """Time of the last write, in seconds since the epoch."""
-        return max(folder.written for folder in self.folders)
+    def written(self) -> float | None:
+        """Time of the last write, in seconds since the epoch; None if no folder can be read."""
+        return max((folder.written for folder in self.folders if folder.written is not None), default=None)
+
+    @property
+    def looked_at(self) -> bool:
+        """Whether it is known of all its folders if a process uses them."""
+        return all(folder.written is not None for folder in self.folders)
 
     @property
     def generation(self) -> int | None:

@@ -32,8 +32,8 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _OTHER_REMEDY = "Check the file system and the device, or choose another folder."
 _REMEDIES = {
-    errno.EACCES: "Give this user write permission there, or choose another folder.",
-    errno.EPERM: "Give this user write permission there, or choose another folder.",
+    errno.EACCES: "Give this user read and write permission there, or choose another folder.",
+    errno.EPERM: "Give this user read and write permission there, or choose another folder.",
     errno.EROFS: "The file system is mounted read-only: remount it, or choose another folder.",
     errno.ENOTDIR: "A file stands where a folder should be: remove it, or choose another folder.",
     errno.EEXIST: "A file stands where a folder should be: remove it, or choose another folder.",

@@ -43,7 +43,7 @@ _NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 def beside(target: Path) -> Path:
     """Return the path under which a new ``target`` is written until it is complete."""
     # The target's name is left out: Lightning takes every entry with "last" in its name for a checkpoint.
-    return target.with_name(f"{_STAGING}-{hashlib.sha256(target.name.encode()).hexdigest()[:16]}")
+    return target.with_name(f"{_STAGING}-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}")
 
 
 def put_in_place(new: Path, old: Path) -> None:

@@ -120,6 +120,25 @@ def test_verify_of_what_cannot_be_read(
     assert "Only the user who owns the folder" in capsys.readouterr().err
 
 
+def test_folders_that_may_not_be_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a rank's folder that this user may not open nobody knows use, size and age: none of them is made up."""
+    left(tmp_path)
+    monkeypatch.setattr(jobs, "open_rank_folder", refuse)
+    assert main(["jobs", str(tmp_path)]) == 0
+    _, line, sentence = capsys.readouterr().out.splitlines()
+    assert line.split()[1:] == ["unknown", "-", "-", "-", "unreadable"]
+    assert "rank-00000" in sentence and "Permission denied" in sentence
+    assert main(["jobs", str(tmp_path), "--json"]) == 0
+    (job,) = json.loads(capsys.readouterr().out)
+    assert job["written"] is None and job["folders"][0]["written"] is None
+
+
+def refuse(path: Path, **_: object) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
 def test_verify_over_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Damage in one folder is told for the job in both, once; a single folder of two is not called whole."""
     folders = [tmp_path / "a", tmp_path / "b"]

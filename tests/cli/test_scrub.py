@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import re
@@ -154,7 +156,7 @@ def refusing_above(folder: Path) -> Any:
 
     def scandir(path: Any = ".") -> Any:
         if Path(str(path)) == folder:
-            raise PermissionError(str(path))
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return real(path)
 
     return scandir
@@ -195,6 +197,68 @@ def test_a_universal_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[st
     file.unlink()
     assert main(["scrub", str(path), "--quiet"]) == 1
     assert f"has no file {file}." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("universal", [False, True])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
+def test_a_checkpoint_that_may_not_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, universal: bool, number: int
+) -> None:
+    """Files that another user's checkpoint keeps from this one are not called damaged: the status is 2."""
+    path = checkpoint(tmp_path)
+    path = convert_by_command(path, tmp_path / "universal") if universal else path
+    capsys.readouterr()
+    files = sorted(path.rglob("*.pt"))
+    files += [] if universal else [path / "latest"]
+    for file in files:
+        with monkeypatch.context() as patched:
+            patched.setattr(io, "open", refusing_to_open(file, number))
+            assert main(["scrub", str(path), "--quiet"]) == 2
+        said = capsys.readouterr()
+        assert str(file) in said.err and os.strerror(number) in said.err and "permission" in said.err
+        assert "amaged" not in said.out and "Whole" not in said.out
+
+
+def test_damage_is_told_beside_a_file_that_may_not_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is damaged is told with status 1, and what may not be read beside it."""
+    path = checkpoint(tmp_path)
+    secret, damaged = sorted(path.rglob("*.pt"))[:2]
+    before = damaged.read_bytes()
+    flip_bit_behind(before[: len(before) // 2], damaged)
+    monkeypatch.setattr(io, "open", refusing_to_open(secret, errno.EACCES))
+    assert main(["scrub", str(path), "--quiet"]) == 1
+    said = capsys.readouterr()
+    assert str(damaged) in said.out and str(secret) not in said.out and f"{secret} cannot be read" in said.err
+
+
+def test_a_folder_of_a_checkpoint_that_may_not_be_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files in a folder that this user may not list are not called missing."""
+    path = convert_by_command(checkpoint(tmp_path), tmp_path / "universal")
+    capsys.readouterr()
+    monkeypatch.setattr(os, "scandir", refusing_above(path / "zero/a"))
+    assert main(["scrub", str(path), "--quiet"]) == 2
+    said = capsys.readouterr()
+    assert (
+        str(path / "zero/a") in said.err
+        and "Give this user permission" in said.err
+        and said.out.endswith("files read\n")
+    )
+
+
+def refusing_to_open(file: Path, number: int) -> Callable[..., Any]:
+    """Return an ``io.open`` that may not open a file: the user of a test may be root, who may open all."""
+    real = io.open
+
+    def opened(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(path, int) and Path(path) == file:
+            raise PermissionError(number, os.strerror(number), str(path))
+        return real(path, *args, **kwargs)
+
+    return opened
 
 
 def rewrite(file: Path, change: Callable[[Any], object]) -> None:

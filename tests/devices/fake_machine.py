@@ -27,7 +27,7 @@ class Machine:
     def system(self) -> System:
         mountinfo = self.root / "mountinfo"
         root = "1 0 252:0 / / rw,relatime shared:1 - ext4 /dev/vda1 rw"
-        mountinfo.write_text("\n".join([root, *self.mounts]) + "\n")
+        mountinfo.write_text("\n".join([root, *self.mounts]) + "\n", errors="surrogateescape")
         return System(
             sysfs=self.sysfs,
             mountinfo=mountinfo,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,14 @@ def test_later_and_deeper_mounts_cover_earlier_ones(machine: Machine) -> None:
     assert ssd_of(system, Path("/mnt/a/x")).name == "nvme0n1"
     assert ssd_of(system, Path("/mnt/a/b/x")).name == "nvme1n1"
     assert "tmpfs, which is in memory" in refusal(machine, "/mnt/ab")
+
+
+def test_a_mount_whose_name_is_no_text(machine: Machine) -> None:
+    """A folder below bytes that are not UTF-8 is found on its own mount, and not on the one above."""
+    machine.ssd(CONTROLLER, "nvme0", device="259:0")
+    machine.mount("/mnt", "0:33", kind="tmpfs", source="tmpfs")
+    point = machine.mount(os.fsdecode(b"/mnt/caf\xe9"), "259:0")
+    assert ssd_of(machine.system(), point / "state").name == "nvme0n1"
 
 
 def test_links_are_followed(machine: Machine, tmp_path: Path) -> None:

@@ -125,7 +125,9 @@ def without_space(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize(("number", "remedy"), [(errno.EROFS, "mounted read-only"), (errno.EACCES, "write permission")])
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.EROFS, "mounted read-only"), (errno.EACCES, "and write permission")]
+)
 def test_a_folder_in_which_nothing_can_be_created(
     number: int, remedy: str, tmp_path: Path, without_space: pytest.MonkeyPatch
 ) -> None:

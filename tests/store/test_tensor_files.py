@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_smartinfinity.errors import StorageFullError, StorageLockedError
+from lightning_smartinfinity.errors import StorageCorruptError, StorageFullError, StorageLockedError
 from lightning_smartinfinity.store import TensorFiles, measure_parameter_space, require_space
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.store.makers import create
@@ -73,6 +74,43 @@ def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
     files = make(tmp_path)
     assert sizes_of(tmp_path) == [0]
     files.close()
+
+
+@pytest.mark.parametrize("how", ["noise", "zeros", "removed"])
+def test_a_lock_that_lost_its_notes(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Parameters that a killed process left beside a damaged lock stop no job; they are set aside, and not deleted."""
+    folder = tmp_path / "default/parameters-00000"
+    folder.mkdir(mode=0o700, parents=True)
+    folder.parent.chmod(0o700)
+    noise = b"\xff123\nparameters.bin\n"
+    if how != "removed":
+        (folder / "lock").write_bytes(noise if how == "noise" else bytes(len(noise)))
+    for number in (1, 2):
+        (folder / "parameters.bin").write_bytes(b"%d" % number)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            files = make(tmp_path)
+        aside = f"parameters.bin.{number}.aside"
+        assert sizes_of(tmp_path) == [0] and (folder / aside).read_bytes() == b"%d" % number
+        message = caplog.records[-1].getMessage()
+        assert str(folder / "parameters.bin") in message and aside in message
+        files.close()
+    assert not (folder / "lock").exists() and not (folder / "parameters.bin").exists()
+    if how == "noise":
+        assert (folder / "lock.1.aside").read_bytes() == noise
+
+
+def test_a_damaged_lock_beside_something_else(tmp_path: Path) -> None:
+    """A damaged lock in a folder of parameters that holds other files too is refused, and all of it stays."""
+    folder = tmp_path / "default/parameters-00000"
+    folder.mkdir(mode=0o700, parents=True)
+    for name in ("lock", "parameters.bin", "thesis.txt"):
+        (folder / name).write_bytes(b"precious")
+    with pytest.raises(StorageCorruptError, match="is not a lock of this package"):
+        make(tmp_path)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == dict.fromkeys(
+        ("lock", "parameters.bin", "thesis.txt"), b"precious"
+    )
 
 
 def test_too_little_space_for_the_parameters(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.store.direct import adopt_descriptor
 from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
@@ -45,4 +46,4 @@ def _create(folder: Path, nbytes: int) -> native.StateFile:
         except BaseException:
             os.close(descriptor)
             raise
-        return native.StateFile(str(path), direct=True, descriptor=descriptor)
+        return adopt_descriptor(path, descriptor, direct=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +15,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.discovery.cards import Card
 from lightning_smartinfinity.devices.smartssd.opening import remedy_for
 from lightning_smartinfinity.errors import DeviceError, StorageError
+from lightning_smartinfinity.store.direct import adopt_descriptor
 from lightning_smartinfinity.store.os_errors import storage_error, storage_errors
 from lightning_smartinfinity.store.replacement import flush
 
@@ -44,7 +46,8 @@ class Scratch:
     def open(self, name: str) -> native.StateFile:
         """Open a file for P2P and the native core."""
         with self._errors("opening a file in"):
-            return native.StateFile(str(self._path / name), direct=True)
+            path = self._path / name
+            return adopt_descriptor(path, os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC), direct=True)
 
     def read(self, name: str) -> bytes:
         """Read a file from storage or the page cache."""

@@ -60,7 +60,8 @@ def write_note(folder: Path, saved: Collection[str], *, path: str | Path) -> Non
         if os.path.lexists(present) and not _is_ours(present):
             warnings.warn(f"{present} is not what this package writes there, and stays.", stacklevel=2)
             return
-        (folder / NOTE_NAME).write_text(note_for(path, saved), encoding="utf-8")
+        # The path need not be text.
+        (folder / NOTE_NAME).write_text(note_for(path, saved), encoding="utf-8", errors="surrogateescape")
 
 
 def _is_ours(note: Path) -> bool:

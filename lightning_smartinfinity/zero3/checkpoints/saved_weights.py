@@ -17,7 +17,7 @@ import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
+from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, refused
 from lightning_smartinfinity.zero3.checkpoints.trust import load_file
 from lightning_smartinfinity.zero3.untyped import Pickled, SavedState
 
@@ -257,6 +257,8 @@ class SavedWeights(ABC):
             return load_file(file, map_location="cpu", mmap=True)
         except CheckpointError:
             raise
+        except PermissionError as error:
+            raise refused(file, error) from error
         except DAMAGE as error:
             raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}.", self.remedy) from error
 

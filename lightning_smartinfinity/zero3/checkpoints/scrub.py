@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
@@ -9,9 +10,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from lightning_smartinfinity.errors import CheckpointError, StorageTimeoutError
+from lightning_smartinfinity.errors import CheckpointError, StorageError
 from lightning_smartinfinity.progress import Show
 from lightning_smartinfinity.store.in_time import doing_now, unless_idle
+from lightning_smartinfinity.store.os_errors import storage_error
 from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMS_NAME
 from lightning_smartinfinity.zero3.checkpoints.folder_check import (
     optimizer_files,
@@ -20,7 +22,7 @@ from lightning_smartinfinity.zero3.checkpoints.folder_check import (
     tagged_folder,
 )
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE
-from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, check_records
+from lightning_smartinfinity.zero3.checkpoints.tensor_file import PERMISSION_REMEDY, TensorFile, check_records, refused
 from lightning_smartinfinity.zero3.checkpoints.trust import check_plain, door
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import MASTER_FILE, UniversalFolder
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
@@ -37,8 +39,8 @@ class ScrubbedCheckpoint:
     Args:
         files: Files that were read.
         damaged: A sentence about everything that is damaged or missing, or that belongs to another save.
-        unknown: Sentences about files that were not read or not loaded, so that nobody knows whether they belong
-            together.
+        unknown: Sentences about files that were not read or not loaded, so that nobody knows whether they are whole
+            and belong together.
     """
 
     files: list[Path] = field(default_factory=list)
@@ -62,7 +64,9 @@ def scrub_checkpoint(path: Path, *, weights_only: bool = True, show: Show) -> Sc
     found = ScrubbedCheckpoint()
     try:
         unless_idle(partial(_scrub, path, found, weights_only, show), doing="Reading", path=path)
-    except StorageTimeoutError as error:  # what was found before is told all the same
+    except OSError as error:
+        found.unknown.append(str(_unreadable(error, path)))
+    except StorageError as error:  # what was found before is told all the same
         found.unknown.append(str(error))
     return found
 
@@ -70,6 +74,7 @@ def scrub_checkpoint(path: Path, *, weights_only: bool = True, show: Show) -> Sc
 def _scrub(path: Path, found: ScrubbedCheckpoint, weights_only: bool, show: Show) -> None:
     universal = (path / "zero").is_dir()
     folder = path if universal else tagged_folder(path)
+    _require_listable(folder)
     files = sorted(folder.rglob("*.pt"))
     if not files or not (universal or optimizer_files(folder)):
         raise CheckpointError(f"{path} holds no checkpoint of ZeRO-3.", "Pass the folder that was saved.")
@@ -86,17 +91,36 @@ def _scrub(path: Path, found: ScrubbedCheckpoint, weights_only: bool, show: Show
                 found.damaged.append(sentence)
 
 
+def _require_listable(folder: Path) -> None:
+    """Check that all folders can be read: ``rglob`` leaves others out, and their files would be called missing.
+
+    Raises:
+        StorageError: One cannot be read.
+    """
+
+    def fail(error: OSError) -> None:
+        raise _unreadable(error, folder) from error
+
+    for _ in os.walk(folder, onerror=fail):
+        pass
+
+
 def _read_through(file: Path, found: ScrubbedCheckpoint, damaged: set[Path]) -> None:
     try:
         check_records(file, tensors=True)
     except CheckpointError as error:
-        damaged.add(file)
-        found.damaged.append(error.problem)
+        if isinstance(error.__cause__, PermissionError):
+            found.unknown.append(str(error))
+        else:
+            damaged.add(file)
+            found.damaged.append(error.problem)
         return
     try:
         check_plain(file)
     except CheckpointError as error:  # it needs consent
         found.unknown.append(str(error))
+    except PermissionError as error:
+        found.unknown.append(str(refused(file, error)))
     except DAMAGE as error:
         damaged.add(file)
         found.damaged.append(f"{file} is damaged: {type(error).__name__}: {error}.")
@@ -147,11 +171,25 @@ def _require_array(saved: UniversalFolder, name: str, array: str, numel: int) ->
 
 
 def _raised_by(check: Callable[[], object], path: Path) -> Iterator[str]:
+    """Yield what a check finds damaged.
+
+    Raises:
+        StorageError: This user may not read a file, so nobody knows whether it is damaged.
+    """
     try:
         with reading_checkpoint(path), doing_now("Reading", path):
             check()
     except CheckpointError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise _unreadable(error.__cause__, path) from error
         yield error.problem
+
+
+def _unreadable(error: OSError, path: Path) -> StorageError:
+    problem = f"Reading {str(error.filename or path)!r} failed: {error.strerror or error}."
+    if isinstance(error, PermissionError):
+        return StorageError(problem, PERMISSION_REMEDY)
+    return storage_error(error.errno or 0, problem=problem)
 
 
 def _missing(files: Sequence[Path]) -> Iterator[str]:

@@ -29,7 +29,9 @@ from lightning_smartinfinity.zero3.checkpoints.flushed_file import create
 from lightning_smartinfinity.zero3.checkpoints.trust import load_without_memory, require_file
 from lightning_smartinfinity.zero3.untyped import Pickled
 
-__all__ = ["TensorFile", "TensorStream", "check_records", "room_for", "saved_with_room"]
+__all__ = ["PERMISSION_REMEDY", "TensorFile", "TensorStream", "check_records", "refused", "room_for", "saved_with_room"]
+
+PERMISSION_REMEDY = "Give this user permission to read it."
 
 _CACHED_BYTES = 32 * 1024 * 1024
 _READ_BYTES = 1024 * 1024
@@ -288,7 +290,7 @@ def check_records(path: Path, *, tensors: bool, remedy: str = "Use another check
         remedy: Remedy for a damaged file, for the error.
 
     Raises:
-        CheckpointError: A checksum is wrong, or ``torch.save`` did not write the file.
+        CheckpointError: A checksum is wrong, ``torch.save`` did not write the file, or this user may not read it.
     """
     require_file(path)
     try:
@@ -297,8 +299,15 @@ def check_records(path: Path, *, tensors: bool, remedy: str = "Use another check
                 if tensors or _RECORD_FOLDER not in info.filename:
                     with doing_now("Reading", path):
                         _read_through(archive, info)
+    except PermissionError as error:
+        raise refused(path, error) from error
     except (OSError, EOFError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} is damaged: {error}.", remedy) from error
+
+
+def refused(path: Path, error: PermissionError) -> CheckpointError:
+    """Return the error for a file that this user may not read, of which nobody knows whether it is damaged."""
+    return CheckpointError(f"{path} cannot be read: {error.strerror or error}.", PERMISSION_REMEDY)
 
 
 def _read_through(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:

@@ -77,7 +77,7 @@ def load_file(file: str | Path, **options: Any) -> Pickled:
         CheckpointError: It holds types that need consent; the message lists them. Nothing was loaded.
         Exception: It is damaged, or cannot be read.
     """
-    return load_by(partial(torch.load, **options), file)
+    return load_by(partial(_load, **options), file)
 
 
 def load_by(load: Callable[..., Pickled], file: str | Path) -> Pickled:
@@ -89,6 +89,26 @@ def _load_by(load: Callable[..., Pickled], file: str | Path) -> Pickled:
     require_file(file)
     with _naming_types(file), harmless_types():
         return with_arrays(load(file, weights_only=_restricts()))
+
+
+def _load(file: str | Path, **options: Any) -> Pickled:
+    with _path_in_text(file) as path:
+        return torch.load(path, **options)
+
+
+@contextmanager
+def _path_in_text(file: str | Path) -> Iterator[str | Path]:
+    """Yield a path of the file that is text: torch maps no others into memory."""
+    try:
+        os.fspath(file).encode()
+    except UnicodeEncodeError:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield f"/proc/self/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+    else:
+        yield file
 
 
 def load_without_memory(file: Path, *, written_here: bool = False) -> Pickled:

@@ -111,7 +111,8 @@ def _write_rest(source: ZeroFolder, folder: Path, into: str | Path) -> None:
     for rank in range(source.num_saved):
         with doing_now("Copying", source.model_file(rank)):
             shutil.copy2(source.model_file(rank), folder)
-    (folder / NOTE_NAME).write_text(note_for(into, source.model_states_of(0)), encoding="utf-8")
+    note = note_for(into, source.model_states_of(0))
+    (folder / NOTE_NAME).write_text(note, encoding="utf-8", errors="surrogateescape")
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def mount_of(system: System, folder: Path) -> Mount | None:
 
 def _mounts(system: System) -> list[Mount]:
     mounts = []
-    for line in (text_of(system.mountinfo) or "").splitlines():
+    for line in (text_of(system.mountinfo, errors="surrogateescape") or "").splitlines():
         # Any number of optional fields stands between the fixed fields and the separator.
         fixed, separator, rest = line.partition(" - ")
         fields, described = fixed.split(" "), rest.split(" ")

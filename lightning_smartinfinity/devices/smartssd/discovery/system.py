@@ -38,10 +38,15 @@ class System:
         return bool(self.environment.get("XCL_EMULATION_MODE"))
 
 
-def text_of(path: Path) -> str | None:
-    """Return a small file's text without surrounding white space; ``None`` if it cannot be read."""
+def text_of(path: Path, *, errors: str = "replace") -> str | None:
+    """Return a small file's text without surrounding white space; ``None`` if it cannot be read.
+
+    Args:
+        path: Path of the file.
+        errors: What becomes of bytes that are no text, as in :func:`open`.
+    """
     try:
-        return path.read_text(errors="replace").strip()
+        return path.read_text(errors=errors).strip()
     except OSError:
         return None
 
