@@ -122,6 +122,14 @@ class _SkipWatch:
                 self._forbidden.append(f"{report.nodeid}: {reason}")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let xdist send what a test has written about paths that are not UTF-8."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     stash = session.config.stash
