@@ -13,13 +13,14 @@ from pathlib import Path
 import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
 import deepspeed.runtime.zero.stage3 as stage3
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from lightning_smartinfinity.checks import shown
-from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
 from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.store.in_time import io_limit, unless_idle
 from lightning_smartinfinity.transformers_models import describe_models
@@ -29,12 +30,15 @@ from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
 from lightning_smartinfinity.zero3.checkpoints.folder_check import (
     check_checkpoint,
     check_same_save,
+    folder_to_resume,
     reading_checkpoint,
 )
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import LATEST, replacing, writing
 from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_loading
 from lightning_smartinfinity.zero3.checkpoints.note import write_note
+from lightning_smartinfinity.zero3.checkpoints.resharding import load_resharded
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import SAVE_ID
+from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
@@ -300,16 +304,20 @@ class SmartInfinityEngine(PortableEngine):
         load_dir: str | Path,
         tag: str | None = None,
         load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
         *args: object,
         needed: Collection[str] = (),
         **kwargs: object,
     ) -> tuple[str, ClientState]:
-        """Load like the base class, after every rank has checked the folder.
+        """Load like the base class, after every rank has checked the folder. Any number of processes may have saved it.
 
         Args:
             load_dir: The folder that :meth:`save_checkpoint` wrote.
             tag: The subfolder; None means the one that ``latest`` names.
             load_module_strict: Whether names of parameters and buffers have to match.
+            load_optimizer_states: Whether to load moments and the like, too.
+            load_lr_scheduler_states: Whether to load the engine's scheduler, too.
             *args: Further arguments of the base class.
             needed: Keys that must have been saved beside the model.
             **kwargs: Further arguments of the base class.
@@ -322,10 +330,24 @@ class SmartInfinityEngine(PortableEngine):
                 rank.
         """
         path = load_dir if tag is None else Path(load_dir) / tag
-        folder = check_checkpoint(path, engine=self, strict=load_module_strict, needed=needed)
+        folder, same_number = folder_to_resume(path, engine=self)
+        if not same_number:
+            _refuse_parts(folder, load_optimizer_states, *args, *kwargs.values())
+            saved = ZeroFolder(folder, rank=dist.get_rank(), world_size=dist.get_world_size())
+            client_state = load_resharded(self, saved, strict=load_module_strict, needed=needed)
+            if load_lr_scheduler_states and self.lr_scheduler is not None:
+                self.lr_scheduler.load_state_dict(saved.model_states["lr_scheduler"])
+            return str(folder), client_state
+        check_checkpoint(folder, engine=self, strict=load_module_strict, needed=needed)
         with reading_checkpoint(path):
             loaded, client_state = super().load_checkpoint(
-                str(folder.parent), folder.name, load_module_strict, *args, **kwargs
+                str(folder.parent),
+                folder.name,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                *args,
+                **kwargs,
             )
         check_same_save(self, client_state)
         return loaded, client_state
@@ -356,6 +378,16 @@ def _cast_statistics(norm: torch.nn.modules.batchnorm._BatchNorm) -> None:
         statistic = getattr(norm, name)
         if statistic is not None and norm.weight is not None:
             setattr(norm, name, statistic.to(norm.weight.dtype))
+
+
+def _refuse_parts(folder: Path, load_optimizer_states: bool, *others: object) -> None:
+    """Refuse arguments by which the base class loads a part of a checkpoint, of another number of processes."""
+    if not load_optimizer_states or any(others):
+        raise CheckpointError(
+            f"{folder} was saved by another number of processes, and load_checkpoint was asked for a part of it.",
+            "Leave load_optimizer_states, load_module_only and custom_load_fn as they are, or run on as many processes "
+            "as saved it.",
+        )
 
 
 def _computes_fp16() -> bool:

@@ -22,6 +22,8 @@ from safetensors.torch import load_file
 from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
+from lightning_smartinfinity.zero3 import engine
+from lightning_smartinfinity.zero3.checkpoints.folder_check import folder_to_resume
 from tests.fabric.worker import quiet_fabric
 from tests.helpers import trainers
 from tests.helpers.hostile import assert_plain, files_in
@@ -86,18 +88,30 @@ def resume(root: Path, recipe: Recipe, checkpoint: Path, *callbacks: pl.Callback
 
 
 THROUGH_UNIVERSAL = ["fp32", "adagrad", "sgd", "sgd without momentum"]
+RESHARDED = ["adagrad", "sgd without momentum", "fp16"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "universal"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in THROUGH_UNIVERSAL)]
+    ("kind", "way"),
+    [
+        *((kind, "as it is") for kind in KINDS),
+        *((kind, "universal") for kind in THROUGH_UNIVERSAL),
+        *((kind, "resharded") for kind in RESHARDED),
+    ],
 )
-def test_a_stock_checkpoint_is_resumed(kind: str, universal: bool, saved: Path, tmp_path: Path) -> None:
+def test_a_stock_checkpoint_is_resumed(
+    kind: str, way: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Arrays, steps, loss scale and learning rates equal stock's bit for bit, and training then gives its losses.
 
     torch's SGD keeps no number of updates. The count becomes one if it has a momentum buffer, and zero if it has none.
     """
     recipe, look, checkpoint = KINDS[kind][0], Look(), saved / f"{kind}.ckpt"
-    if universal:
+    if way == "resharded":  # as if another number of processes had saved it
+        monkeypatch.setattr(
+            engine, "folder_to_resume", lambda path, engine: (folder_to_resume(path, engine=engine)[0], False)
+        )
+    if way == "universal":
         checkpoint = convert_by_command(checkpoint, tmp_path / "universal", "--no-weights-only")
     module = resume(tmp_path, recipe, checkpoint, look)
     state = optimizer_state(saved / f"{kind}.ckpt")

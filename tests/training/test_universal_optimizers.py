@@ -1,4 +1,4 @@
-"""Universal checkpoints of Adagrad, SGD and RMSprop resume on any number of processes."""
+"""Checkpoints of Adagrad, SGD and RMSprop, universal or not, resume on any number of processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Known:
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Known]:
-    """Train every recipe on one process, and save and continue it on two."""
+    """Train every recipe on one process, save it on two, and continue it there from the ordinary checkpoint."""
     root = tmp_path_factory.mktemp("universal")
     straight, one = {}, {}
     for name, recipe in RECIPES.items():
@@ -61,7 +61,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Known]:
         one[name] = convert_by_command(root / name / f"step-{SAVE_AT}.ckpt")
     passing = [passing_through(root / name / "two", name, one[name], 2, 3000) for name in RECIPES]
     on = [
-        Run(out=str(root / name / "on"), recipe=recipe, devices=2, resume=str(one[name]))
+        Run(out=str(root / name / "on"), recipe=recipe, devices=2, resume=str(root / name / f"step-{SAVE_AT}.ckpt"))
         for name, recipe in RECIPES.items()
     ]
     outcomes = dict(zip(RECIPES, launch(*passing, *on)[len(passing) :], strict=True))

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3.checkpoints.block_checksums import BlockChecksums, verified
+from lightning_smartinfinity.zero3.checkpoints.block_checksums import BlockChecksums, SavedArray, VerifiedBlocks
 
 BLOCK = 65536
-FILE = Path("zero/weight/fp32.pt")
+ARRAY = SavedArray("weight/fp32.pt", "fp32")
 
 
 def checksums_of(values: np.ndarray, part: int) -> list[int]:
@@ -32,16 +31,38 @@ def test_parts_of_any_length_have_the_same_checksums() -> None:
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 1), (5, BLOCK), (BLOCK - 1, BLOCK + 1), (3, 2 * BLOCK + 77)])
 def test_any_part_is_verified(begin: int, end: int) -> None:
-    """The part is returned as it is; a bit that was flipped within its blocks raises with the file's name."""
+    """The part is copied as it is; a bit that was flipped within its blocks raises with the file's name."""
     values = np.random.default_rng(0).standard_normal(2 * BLOCK + 77, np.float32)
-    checksums, tensor = checksums_of(values, 4096), torch.from_numpy(values)
+    checksums = checksums_of(values, 4096)
 
-    def read() -> np.ndarray:
-        return verified(tensor, begin, end, checksums, file=FILE, remedy="Convert it again.")
+    def read(checksums: list[int]) -> bytes:
+        copy = np.empty(end - begin, np.float32)
+        saved = {ARRAY: checksums}
+        blocks = VerifiedBlocks(
+            lambda array, begin, end: values[begin:end].copy(), saved, folder=Path("zero"), remedy="Convert it again."
+        )
+        blocks.copy(ARRAY, begin, copy)
+        return copy.tobytes()
 
-    assert read().tobytes() == values[begin:end].tobytes()
+    assert read(checksums) == values[begin:end].tobytes()
     values.view(np.uint32)[end - 1] ^= 1
-    with pytest.raises(CheckpointError, match=r"weight/fp32\.pt is damaged"):
-        read()
+    with pytest.raises(CheckpointError, match=r"zero/weight/fp32\.pt is damaged"):
+        read(checksums)
     with pytest.raises(CheckpointError, match="is damaged"):
-        verified(tensor, begin, end, [], file=FILE, remedy="Convert it again.")
+        read([])
+
+
+def test_a_block_is_read_once_for_neighbouring_parameters() -> None:
+    """Parts of one block, as of many small parameters, cost one read, and no read is longer than a block."""
+    values, reads = np.arange(2 * BLOCK, dtype=np.float32), []
+
+    def read(array: SavedArray, begin: int, end: int) -> np.ndarray:
+        reads.append((begin, end))
+        return values[begin:end].copy()
+
+    blocks = VerifiedBlocks(read, None, folder=Path("zero"), remedy="Convert it again.")
+    copy = np.empty(2 * BLOCK, np.float32)
+    for begin in range(0, 2 * BLOCK, 1000):
+        blocks.copy(ARRAY, begin, copy[begin : begin + 1000])
+    assert copy.tobytes() == values.tobytes()
+    assert reads == [(0, BLOCK), (BLOCK, 2 * BLOCK)]

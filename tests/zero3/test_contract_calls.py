@@ -377,7 +377,7 @@ def test_names_in_deepspeeds_checkpoints_are_those_that_we_refuse(seen: Observed
 
 
 def test_engine_counts_steps_and_samples(seen: Observed) -> None:
-    """The engine counts in attributes that are saved under their names; checkpoints/universal.py sets them."""
+    """The engine counts in attributes that are saved under their names; checkpoints/resharding.py sets them."""
     saved = torch.load(seen.model_states, weights_only=False, mmap=True)
     for name, count in {"global_steps": 2, "global_samples": 2, "skipped_steps": 0}.items():
         assert saved[name] == getattr(seen.engine, name) == count, name
@@ -390,7 +390,7 @@ def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -
     assert seen.in_order("DeepSpeedEngine.load_checkpoint", prologue, "DeepSpeedEngine._load_checkpoint", epilogue)
     assert seen.in_order("DeepSpeedEngine.save_checkpoint", prologue, "DeepSpeedEngine._save_checkpoint", epilogue)
     assert seen.has(base, f"{STEPPING}._partition_all_parameters"), (
-        "checkpoints/universal.py would load into gathered ones"
+        "checkpoints/resharding.py would load into gathered ones"
     )
     # Ours wraps the method that zero.Init installs (step/update_in_flight.py).
     assert seen.has(epilogue, "_Awaited.__call__"), "zero3/storage_optimizer.py, skipped step"

@@ -97,4 +97,4 @@ def test_engine_loads_buffers_and_frozen_fragments() -> None:
     checkpoint = {"module": saved, "frozen_param_fragments": {"weight": torch.tensor([5.0, 6.0])}}
     DeepSpeedEngine.load_module_state_dict(engine, checkpoint=checkpoint, strict=True)
     assert module.running_mean is not None and module.running_mean.tolist() == [3.0, 4.0]
-    assert weight.ds_tensor.tolist() == [5.0, 6.0], "checkpoints/universal.py hands frozen slices over so"
+    assert weight.ds_tensor.tolist() == [5.0, 6.0], "checkpoints/resharding.py hands frozen slices over so"

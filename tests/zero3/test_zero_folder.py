@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -12,9 +15,12 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3.checkpoints import saved_weights
+from lightning_smartinfinity.zero3.checkpoints import saved_weights, zero_folder
+from lightning_smartinfinity.zero3.checkpoints.block_checksums import SavedArray
 from lightning_smartinfinity.zero3.checkpoints.folder_check import tagged_folder
+from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
+from tests.helpers.universal import save_of_two
 
 SHAPES = {"one": torch.Size([1]), "three": torch.Size([3]), "many": torch.Size([5, 7]), "even": torch.Size([2, 6])}
 FROZEN = {"base": torch.Size([11])}
@@ -126,6 +132,58 @@ def test_a_shape_that_is_none(changes: dict[str, object], tmp_path: Path) -> Non
     folder = ZeroFolder(tmp_path, rank=0, world_size=1)
     with pytest.raises(CheckpointError, match=r"says that '(one|base)' has the shape"):
         _ = folder.shapes, folder.frozen_shapes()
+
+
+ARRAYS = {"exp_avg": 0.25, "exp_avg_sq": 0.5}
+LARGE = OrderedDict(large=torch.Size([3, 100_001])), OrderedDict(one=torch.Size([1]), small=torch.Size([7]))
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 5])
+def test_the_arrays_of_a_training_are_read_in_blocks_and_no_more_than_they_must(
+    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each element goes to the process that keeps it; all processes together read the checkpoint about twice.
+
+    They share one pass that verifies it. Then each reads its own elements, rounded up to blocks of 65536.
+    """
+    monkeypatch.setattr(zero_folder, "WINDOW_NUMEL", 1 << 16)
+    monkeypatch.setattr(saved_weights, "WINDOW_NUMEL", 1 << 16)
+    reads: list[int] = []
+    read_at = TensorFile.read_at
+
+    def counting(self: TensorFile, offset: int, content: memoryview) -> None:
+        reads.append(content.nbytes)
+        read_at(self, offset, content)
+
+    monkeypatch.setattr(TensorFile, "read_at", counting)
+    whole = {
+        name: torch.arange(shape.numel(), dtype=torch.float32) + 1000 * len(name)
+        for shapes in LARGE
+        for name, shape in shapes.items()
+    }
+    folder = save_of_two(tmp_path / "two.ckpt", LARGE, whole, ARRAYS) / "checkpoint"
+    ranks = [ZeroFolder(folder, rank=rank, world_size=world_size) for rank in range(world_size)]
+    checksums: dict[SavedArray, Sequence[int]] = {}
+    for saved in ranks:
+        saved.check_states()
+        checksums.update(saved.check_arrays(["fp32", *ARRAYS]))
+    nbytes = 4 * sum(values.numel() for values in whole.values()) * (1 + len(ARRAYS))
+    assert nbytes <= sum(reads) < 1.01 * nbytes
+    for saved in ranks:
+        saved.begin_reading(checksums)
+    for name, values in whole.items():
+        for array, offset in {"fp32": 0.0, **ARRAYS}.items():
+            numel = -(-len(values) // world_size)
+            parts = [np.empty(max(0, min(numel, len(values) - rank * numel)), np.float32) for rank in range(world_size)]
+            for rank, (saved, part) in enumerate(zip(ranks, parts, strict=True)):
+                for begin in range(0, len(part), 70_000):  # as windows cut it
+                    saved.read(name, array, rank * numel + begin, part[begin : begin + 70_000])
+            assert torch.equal(torch.from_numpy(np.concatenate(parts)), values + offset), (name, array)
+    rounding = 4 * 2 * 65536 * (1 + len(ARRAYS)) * (1 + world_size)
+    assert sum(reads) < 2.01 * nbytes + rounding
+    assert max(reads) <= 4 * 65536
+    for saved in ranks:
+        saved.close()
 
 
 def change(folder: Path, **changes: object) -> None:

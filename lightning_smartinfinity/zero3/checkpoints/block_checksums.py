@@ -1,21 +1,23 @@
-"""CRC-32Cs of blocks of the values in a universal checkpoint.
+"""CRC-32Cs of blocks of the values in a checkpoint.
 
-A file of ``torch.save`` has one checksum of all of its values, which tells nothing of the part that a rank reads.
+A file of ``torch.save`` has one checksum of each tensor, which tells nothing of the part that a rank reads. A universal
+checkpoint has those of blocks in a file; for an ordinary one they are computed when its files are verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import CheckpointError
 
-__all__ = ["CHECKSUMMED", "CHECKSUMS_NAME", "BlockChecksums", "verified"]
+__all__ = ["CHECKSUMMED", "CHECKSUMS_NAME", "BlockChecksums", "Checksums", "SavedArray", "VerifiedBlocks"]
 
 CHECKSUMS_NAME = "crc32c.pt"
 """File in ``zero/``: of each file below it, by its relative path, a tensor of the checksums of its blocks in order."""
@@ -24,6 +26,23 @@ CHECKSUMMED = "smart_infinity_checksums"
 """Key in ``optimizer_state.pt`` that says that the folder was written with that file: DeepSpeed's has none."""
 
 _BLOCK_NUMEL = 1 << 16
+_NUM_KEPT = 64  # blocks in memory: 16 MiB
+
+
+class SavedArray(NamedTuple):
+    """A run of fp32 values in a file.
+
+    Args:
+        file: Name of the file in the checkpoint, the same on all ranks.
+        name: Name of the optimizer's array.
+    """
+
+    file: str
+    name: str
+
+
+Checksums = Mapping[SavedArray, Sequence[int]]
+"""The checksums of every array's blocks, in order."""
 
 
 class BlockChecksums:
@@ -49,27 +68,58 @@ class BlockChecksums:
             part = part[now.size :]
 
 
-def verified(
-    values: torch.Tensor, begin: int, end: int, checksums: Sequence[int], *, file: Path, remedy: str
-) -> NDArray[np.float32]:
-    """Return a copy of some values of a mapped file, of whose blocks the copy has the right checksums.
+class VerifiedBlocks:
+    """Reads saved arrays block by block, and compares each block with its checksum. The latest blocks stay in memory.
 
     Args:
-        values: All values of the file, flat, in fp32.
-        begin: Index of the first value.
-        end: Index behind the last value.
-        checksums: The checksum of each block of the file.
-        file: Path of the file, for the error.
+        read: Returns a copy of elements ``[begin, end)`` of an array, or of those before the array's end.
+        checksums: The checksums; None in a checkpoint that has none, where nothing is compared.
+        folder: The folder with the files, for the error.
         remedy: Remedy for a damaged file, for the error.
-
-    Raises:
-        CheckpointError: A checksum is wrong, or there is another number of them.
     """
-    first = begin // _BLOCK_NUMEL * _BLOCK_NUMEL
-    copy = np.array(values[first : -(-end // _BLOCK_NUMEL) * _BLOCK_NUMEL].numpy())
-    found = BlockChecksums()
-    found.add(copy)
-    at = first // _BLOCK_NUMEL
-    if list(checksums[at : at + len(found.values)]) != found.values:
-        raise CheckpointError(f"{file} is damaged: the checksum of a block from value {first} on is wrong.", remedy)
-    return copy[begin - first : end - first]
+
+    def __init__(
+        self,
+        read: Callable[[SavedArray, int, int], NDArray[np.float32]],
+        checksums: Checksums | None,
+        *,
+        folder: Path,
+        remedy: str,
+    ) -> None:
+        self._read = read
+        self._checksums = checksums
+        self._folder = folder
+        self._remedy = remedy
+        self._block = lru_cache(_NUM_KEPT)(self._verified)
+
+    def copy(self, array: SavedArray, begin: int, values: NDArray[np.float32]) -> None:
+        """Fill ``values`` with consecutive elements of an array.
+
+        Args:
+            array: The array.
+            begin: Index of the first element.
+            values: Takes the elements.
+
+        Raises:
+            CheckpointError: A checksum is wrong or missing.
+        """
+        while values.size:
+            index, skipped = divmod(begin, _BLOCK_NUMEL)
+            part = self._block(array, index)[skipped : skipped + values.size]
+            assert part.size, "the caller knows how many elements an array has"
+            values[: part.size] = part
+            begin, values = begin + part.size, values[part.size :]
+
+    def _verified(self, array: SavedArray, index: int) -> NDArray[np.float32]:
+        first = index * _BLOCK_NUMEL
+        block = self._read(array, first, first + _BLOCK_NUMEL)
+        if self._checksums is not None:
+            found = BlockChecksums()
+            found.add(block)
+            if found.values != list(self._checksums.get(array, ())[index : index + 1]):
+                raise CheckpointError(
+                    f"{self._folder / array.file} is damaged: the checksum of a block of {array.name!r} from value "
+                    f"{first} on is wrong.",
+                    self._remedy,
+                )
+        return block

@@ -33,6 +33,7 @@ __all__ = [
     "check_needed",
     "check_same_save",
     "check_weights",
+    "folder_to_resume",
     "optimizer_files",
     "reading_checkpoint",
     "require_latest",
@@ -44,44 +45,59 @@ _MAX_TAG_BYTES = 255  # of a name in a file system
 _OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
 
 
-def check_checkpoint(
-    path: str | Path, *, engine: PortableEngine, strict: bool = True, needed: Collection[str] = ()
-) -> Path:
-    """Check that a folder is an undamaged ZeRO-3 checkpoint from which an engine can resume.
+def folder_to_resume(path: str | Path, *, engine: PortableEngine) -> tuple[Path, bool]:
+    """Find the folder with the processes' files in a checkpoint from which an engine is to resume.
 
     This is a collective: if one rank finds a fault, every rank raises.
 
     Args:
         path: The folder that Lightning or DeepSpeed saved, or the folder in it that holds the files.
         engine: DeepSpeed engine that trains and will load the checkpoint.
-        strict: Whether names of parameters and buffers have to match.
-        needed: Keys that must have been saved beside the model.
 
     Returns:
-        The folder with the files; its name is DeepSpeed's tag.
+        The folder with the files, whose name is DeepSpeed's tag, and whether as many processes saved it as there are.
+
+    Raises:
+        CheckpointError: There is none, it is not whole, or it was saved in another precision.
+    """
+    folder, same = Path(path), True
+    with raising_together(), reading_checkpoint(path):
+        folder = _checked_folder(path, engine)
+        require_latest(folder)
+        same = len(optimizer_files(folder)) == dist.get_world_size()
+    return folder, all(gather(same, None))
+
+
+def check_checkpoint(
+    folder: Path, *, engine: PortableEngine, strict: bool = True, needed: Collection[str] = ()
+) -> None:
+    """Check that an engine can resume from what as many processes saved, each from its own files.
+
+    This is a collective: if one rank finds a fault, every rank raises.
+
+    Args:
+        folder: The folder with the files.
+        engine: DeepSpeed engine that trains and will load the checkpoint.
+        strict: Whether names of parameters and buffers have to match.
+        needed: Keys that must have been saved beside the model.
 
     Raises:
         CheckpointError: There is a fault; the message names the folder or file.
     """
-    folder = Path(path)
-    with raising_together(), reading_checkpoint(path):
-        folder = _checked_folder(path, engine)
-        require_latest(folder)
-        _check_world_size(folder)
+    with raising_together(), reading_checkpoint(folder):
         _check_own_share(folder)
         states = _own_model_states(folder, engine)
         _check_same_world_size(states, folder)
-        check_needed(states, needed, path)
+        check_needed(states, needed, folder)
         _check_parameters(states, engine)
         if strict:
-            check_frozen(engine.module, states, path)
-    return folder
+            check_frozen(engine.module, states, folder)
 
 
 def check_weights(path: str | Path, *, engine: PortableEngine) -> Path:
     """Check that a folder is an undamaged ZeRO-3 checkpoint of this precision.
 
-    This is :func:`check_checkpoint` for weights alone, which any number of processes may have saved.
+    This is for weights alone, which any number of processes may have saved.
 
     Returns:
         The folder with the files.
@@ -254,16 +270,6 @@ def _check_precision(files: list[Path], engine: PortableEngine) -> None:
         )
 
 
-def _check_world_size(folder: Path) -> None:
-    num_saved, world_size = len(optimizer_files(folder)), dist.get_world_size()
-    if num_saved != world_size:
-        raise CheckpointError(
-            f"{folder} was saved by {num_saved} processes, this run has {world_size}.",
-            f"Run on {num_saved} processes, or convert it by `{_conversion_command(folder)}` and pass the folder that "
-            "this writes.",
-        )
-
-
 def _check_same_world_size(states: SavedState, folder: Path) -> None:
     num_saved, num_files = states["dp_world_size"], dist.get_world_size()
     if num_saved != num_files:
@@ -271,11 +277,6 @@ def _check_same_world_size(states: SavedState, folder: Path) -> None:
             f"{folder} holds files of {num_files} processes, and says that {num_saved} saved it.",
             "Use another checkpoint.",
         )
-
-
-def _conversion_command(folder: Path) -> str:
-    converted = folder.parent.with_name(folder.parent.name + ".universal")
-    return shlex.join(["smart-infinity", "universal", str(folder), "--into", str(converted)])
 
 
 def _check_own_share(folder: Path) -> None:

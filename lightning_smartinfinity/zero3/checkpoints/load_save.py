@@ -6,10 +6,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from lightning_smartinfinity.zero3.checkpoints.client_state import user_state
 from lightning_smartinfinity.zero3.checkpoints.full_weights import load_full_weights
-from lightning_smartinfinity.zero3.checkpoints.universal import load_universal
-from lightning_smartinfinity.zero3.checkpoints.universal_folder import is_universal
+from lightning_smartinfinity.zero3.checkpoints.resharding import load_resharded
+from lightning_smartinfinity.zero3.checkpoints.universal_folder import UniversalFolder, is_universal
 from lightning_smartinfinity.zero3.checkpoints.weight_loading import load_saved_weights
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
@@ -46,7 +48,8 @@ def load_engine(
     if not with_optimizer:
         return load_saved_weights(engine, path, strict=strict)
     if is_universal(path):
-        return load_universal(engine, path, strict=strict, needed=needed)
+        universal = UniversalFolder(Path(path), rank=dist.get_rank(), world_size=dist.get_world_size())
+        return load_resharded(engine, universal, strict=strict, needed=needed)
     _, client_state = engine.load_checkpoint(
         path, load_module_strict=strict, load_lr_scheduler_states=False, needed=needed
     )

@@ -34,7 +34,18 @@ from lightning_smartinfinity.zero3.parameter_groups import saved_numbers
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, ParamGroup, SavedState
 
-__all__ = ["EXTRA_KEY", "FILE", "is_described", "load_state_dict", "loading_state", "state_dict", "write_arrays"]
+__all__ = [
+    "EXTRA_KEY",
+    "FILE",
+    "check_extra",
+    "is_described",
+    "load_state_dict",
+    "loading_state",
+    "require_resumable",
+    "restore_groups",
+    "state_dict",
+    "write_arrays",
+]
 
 FILE = "smart_infinity_file"
 """Key of the path from which a state was read."""
@@ -122,7 +133,7 @@ def load_state_dict(optimizer: StorageOptimizer, state_dict: SavedState, *, load
         with together():
             file = TensorFile(Path(path))
             opened.callback(file.close)
-            extra = _checked(optimizer, state_dict, ds_config=file.state.get("ds_config", {}))
+            extra = _checked(optimizer, state_dict, path, ds_config=file.state.get("ds_config", {}))
             with_arrays = load_optimizer_states and not extra.get(WITHOUT_ARRAYS)
             streams = _streams(optimizer, file, with_arrays=with_arrays)
             residual = SavedResidual(optimizer, file, _saved_extra(file), wanted=load_optimizer_states)
@@ -132,11 +143,55 @@ def load_state_dict(optimizer: StorageOptimizer, state_dict: SavedState, *, load
         with together():
             residual.restore()
     if load_optimizer_states:
-        _restore_groups(optimizer, state_dict[OPTIMIZER_STATE_DICT]["param_groups"], ours=EXTRA_KEY in state_dict)
+        restore_groups(optimizer, state_dict[OPTIMIZER_STATE_DICT]["param_groups"], ours=EXTRA_KEY in state_dict)
     optimizer.save_id = extra["save_id"]
     optimizer.loss_scaler = loss_scaler_of(state_dict[LOSS_SCALER])
     optimizer.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
     optimizer.overflow = state_dict["overflow"]
+
+
+def require_resumable(extra: SavedState | None, path: str | Path) -> None:
+    """Raise if a checkpoint holds weights only.
+
+    Args:
+        extra: What this strategy added to DeepSpeed's format; None if stock DeepSpeed saved the checkpoint.
+        path: Path of the checkpoint, for the error.
+    """
+    if extra is not None and extra["weights_only"]:
+        raise CheckpointError(
+            f"{path} holds weights only (save_weights_only=True): no training can be resumed from it.",
+            "Evaluate with it, or start a new fit from the file that lightning.pytorch.utilities.deepspeed's "
+            "convert_zero_checkpoint_to_fp32_state_dict makes of it.",
+        )
+
+
+def check_extra(optimizer: StorageOptimizer, extra: SavedState, path: str | Path) -> None:
+    """Check that an optimizer can go on from what this strategy has saved, on any number of processes.
+
+    Args:
+        optimizer: Optimizer of this strategy.
+        extra: What this strategy added to DeepSpeed's format.
+        path: Path of the checkpoint, for the error.
+
+    Raises:
+        CheckpointError: The format, the optimizer or the precision is another one, or it holds weights only.
+    """
+    if extra["version"] != _VERSION:
+        raise CheckpointError(
+            f"{path} has format version {extra['version']}; this version reads {_VERSION}.",
+            "Use the version of lightning-smartinfinity that saved it.",
+        )
+    require_resumable(extra, path)
+    if extra["optimizer"] != optimizer.rule.name:
+        raise CheckpointError(
+            f"{path} was saved with {extra['optimizer']}, the model is configured with {optimizer.rule.name}.",
+            "Train with the same optimizer.",
+        )
+    if extra["dtype"] != str(optimizer.dtype):
+        raise CheckpointError(
+            f"The parameters of {path} are {extra['dtype']}, this run's are {optimizer.dtype}.",
+            "Use the precision that it was saved with.",
+        )
 
 
 @contextmanager
@@ -232,45 +287,34 @@ def _groups_with_sub_groups(optimizer: StorageOptimizer) -> list[ParamGroup]:
     return groups
 
 
-def _restore_groups(optimizer: StorageOptimizer, saved: Sequence[SavedState], *, ours: bool) -> None:
+def restore_groups(optimizer: StorageOptimizer, saved: Sequence[SavedState], *, ours: bool) -> None:
+    """Restore the settings of the parameter groups.
+
+    Args:
+        optimizer: Optimizer of this strategy.
+        saved: The checkpoint's groups.
+        ours: Whether this strategy saved them, or stock DeepSpeed.
+    """
     for number, values in zip(saved_numbers(optimizer, saved), saved, strict=True):
         group = optimizer.optimizer.param_groups[number]
         # DeepSpeed's own optimizers have settings that torch's lack.
         group.update({key: value for key, value in values.items() if key != "params" and (ours or key in group)})
 
 
-def _checked(optimizer: StorageOptimizer, state_dict: SavedState, *, ds_config: DeepSpeedConfig) -> SavedState:
+def _checked(
+    optimizer: StorageOptimizer, state_dict: SavedState, path: str | Path, *, ds_config: DeepSpeedConfig
+) -> SavedState:
     extra: SavedState | None = state_dict.get(EXTRA_KEY)
     if extra is None:
         extra = describe_stock(optimizer, state_dict, ds_config=ds_config)
     else:
-        _check_ours(optimizer, extra)
+        check_extra(optimizer, extra, path)
+        _check_layout(optimizer, extra)
     saved_numbers(optimizer, state_dict[OPTIMIZER_STATE_DICT]["param_groups"])
     return extra
 
 
-def _check_ours(optimizer: StorageOptimizer, extra: SavedState) -> None:
-    if extra["version"] != _VERSION:
-        raise CheckpointError(
-            f"The checkpoint has format version {extra['version']}; this version reads {_VERSION}.",
-            "Use the version of lightning-smartinfinity that saved it.",
-        )
-    if extra["weights_only"]:
-        raise CheckpointError(
-            "The checkpoint holds weights only (save_weights_only=True): no training can be resumed from it.",
-            "Evaluate with it, or start a new fit from the file that lightning.pytorch.utilities.deepspeed's "
-            "convert_zero_checkpoint_to_fp32_state_dict makes of it.",
-        )
-    if extra["optimizer"] != optimizer.rule.name:
-        raise CheckpointError(
-            f"The checkpoint was saved with {extra['optimizer']}, the model is configured with {optimizer.rule.name}.",
-            "Train with the same optimizer.",
-        )
-    if extra["dtype"] != str(optimizer.dtype):
-        raise CheckpointError(
-            f"The checkpoint's parameters are {extra['dtype']}, this run's are {optimizer.dtype}.",
-            "Use the precision that it was saved with.",
-        )
+def _check_layout(optimizer: StorageOptimizer, extra: SavedState) -> None:
     expected = [(parameter.name, parameter.numel) for parameter in optimizer.partition.layout.parameters]
     saved = [tuple(item) for item in extra["parameters"]]
     if saved != expected:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from lightning_smartinfinity.errors import CheckpointError, StorageError
 from lightning_smartinfinity.progress import Show
 from lightning_smartinfinity.store.in_time import doing_now, unless_idle
@@ -21,10 +23,11 @@ from lightning_smartinfinity.zero3.checkpoints.folder_check import (
     require_latest,
     tagged_folder,
 )
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE
+from lightning_smartinfinity.zero3.checkpoints.saved_training import MASTERS
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE, windows
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import PERMISSION_REMEDY, TensorFile, check_records, refused
 from lightning_smartinfinity.zero3.checkpoints.trust import check_plain, door
-from lightning_smartinfinity.zero3.checkpoints.universal_folder import MASTER_FILE, UniversalFolder
+from lightning_smartinfinity.zero3.checkpoints.universal_folder import UniversalFolder
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 
 __all__ = ["ScrubbedCheckpoint", "scrub_checkpoint"]
@@ -162,12 +165,14 @@ def _of_universal(folder: Path, files: Sequence[Path], damaged: Collection[Path]
 def _arrays_of(saved: UniversalFolder) -> Iterator[tuple[str, str, int]]:
     """Yield parameter, array and number of elements of all files that there have to be."""
     for name, shape in saved.shapes.items():
-        for array in (MASTER_FILE, *saved.arrays):
+        for array in (MASTERS, *saved.arrays):
             yield name, array, shape.numel()
 
 
 def _require_array(saved: UniversalFolder, name: str, array: str, numel: int) -> None:
-    saved.values(saved.tensor(name, array, numel=numel), name, array, 0, numel)
+    saved.require_array(name, array, numel=numel)
+    for begin, end in windows(0, numel):
+        saved.read(name, array, begin, np.empty(end - begin, np.float32))
 
 
 def _raised_by(check: Callable[[], object], path: Path) -> Iterator[str]:

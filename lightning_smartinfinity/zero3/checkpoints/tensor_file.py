@@ -11,10 +11,11 @@ import os
 import struct
 import zipfile
 import zlib
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ __all__ = ["PERMISSION_REMEDY", "TensorFile", "TensorStream", "check_records", "
 PERMISSION_REMEDY = "Give this user permission to read it."
 
 _CACHED_BYTES = 32 * 1024 * 1024
+_FP32_BYTES = 4
 _READ_BYTES = 1024 * 1024
 _RECORD_FOLDER = "/data/"
 _DIRECTORY_ENTRY = struct.Struct("<28xHHH12x")  # lengths of the name, extra field and comment that follow
@@ -60,6 +62,7 @@ class TensorStream:
     def __init__(self, file: TensorFile, records: Sequence[_Record]) -> None:
         self._file = file
         self._records = [record for record in records if record.nbytes]
+        self._ends = list(accumulate(record.nbytes for record in self._records))
         self._index = self._done = self._checksum = 0
 
     def write(self, values: NDArray[np.float32]) -> None:
@@ -83,6 +86,27 @@ class TensorStream:
             if self._done == record.nbytes:
                 self._file.check(record, self._checksum)
                 self._next()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return self._ends[-1] if self._ends else 0
+
+    def values(self, begin: int, end: int) -> NDArray[np.float32]:
+        """Return a copy of elements ``[begin, end)``, or of those before the end of the run, unverified.
+
+        Raises:
+            CheckpointError: The file ends too early.
+        """
+        at, last = (min(edge * _FP32_BYTES, self.nbytes) for edge in (begin, end))
+        values = np.empty((last - at) // _FP32_BYTES, np.float32)
+        content, index = values.data.cast("B"), bisect_right(self._ends, at)
+        while content.nbytes:
+            record, left = self._records[index], self._ends[index] - at
+            part = content[:left]
+            self._file.read_at(record.offset + record.nbytes - left, part)
+            content, at, index = content[part.nbytes :], at + part.nbytes, index + 1
+        return values
 
     def _parts(self, content: memoryview) -> Iterator[tuple[_Record, memoryview]]:
         while content.nbytes:

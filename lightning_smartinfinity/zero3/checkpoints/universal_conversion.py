@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
@@ -34,25 +34,20 @@ from lightning_smartinfinity.progress import Show, hidden
 from lightning_smartinfinity.store.in_time import doing_now, unless_idle
 from lightning_smartinfinity.store.replacement import beside, flush_names, flush_tree
 from lightning_smartinfinity.store.staging_folder import locked, remove_content
-from lightning_smartinfinity.update_rules import optimizer_names
 from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMMED, CHECKSUMS_NAME, BlockChecksums
 from lightning_smartinfinity.zero3.checkpoints.flushed_file import save_flushed
 from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint, tagged_folder
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import writing
 from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of, numbers_of
 from lightning_smartinfinity.zero3.checkpoints.note import note_for
-from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import WINDOW_NUMEL, SavedSlice, slices_of, windows
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import STEP
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import (
-    TensorFile,
     TensorStream,
-    check_records,
     room_for,
     saved_with_room,
 )
 from lightning_smartinfinity.zero3.checkpoints.trust import door
-from lightning_smartinfinity.zero3.checkpoints.universal_folder import MASTER_FILE
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 from lightning_smartinfinity.zero3.untyped import SavedState
 
@@ -85,9 +80,10 @@ def convert_checkpoint(
 def _convert(checkpoint: str | Path, into: str | Path, show: Show) -> None:
     with reading_checkpoint(checkpoint):
         source = _read(partial(_checked_source, checkpoint), Path(checkpoint))
-    with _staged_folder(into) as folder, ExitStack() as opened:
+    with _staged_folder(into) as folder, closing(source):
         with reading_checkpoint(source.path):
-            streams = _read(partial(_streams, source, opened), source.path)
+            by_rank = _read(lambda: [source.streams(rank) for rank in range(source.num_saved)], source.path)
+        streams = {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
         _write_arrays(source, streams, folder / "zero", show)
         state = _read(partial(_optimizer_state, source), source.path)
         save_flushed(state, folder / "zero" / "optimizer_state.pt")
@@ -103,7 +99,7 @@ def _read(read: Callable[[], T], path: Path) -> T:
 
 def _checked_source(checkpoint: str | Path) -> ZeroFolder:
     source = ZeroFolder(tagged_folder(Path(checkpoint)), rank=0, world_size=1)
-    _check(source)
+    source.check_states()
     return source
 
 
@@ -137,57 +133,7 @@ def _prepare(staging: Path, new: Path, target: Path) -> None:
     (new / "zero").mkdir(parents=True)
 
 
-# ---- checks of the source
-
-
-def _check(source: ZeroFolder) -> None:
-    source.require_whole()
-    extra = source.optimizer_states.get(EXTRA_KEY)
-    if extra is not None and extra["weights_only"]:
-        raise CheckpointError(
-            f"{source.path} holds weights only (save_weights_only=True): no training can be resumed from it.",
-            "Evaluate with it, which any number of processes can.",
-        )
-    for rank in range(source.num_saved):
-        check_records(source.optimizer_file(rank), tensors=False)  # its tensors are verified when they are read
-        check_records(source.model_file(rank), tensors=True)
-    source.require_one_save()
-
-
 # ---- masters and other arrays
-
-
-def _streams(source: ZeroFolder, opened: ExitStack) -> dict[str, list[TensorStream]]:
-    """Return streams over all processes' slices of every array, by the name of the array's files."""
-    streams: dict[str, list[TensorStream]] = {}
-    for rank in range(source.num_saved):
-        file = TensorFile(source.optimizer_file(rank))
-        opened.callback(file.close)
-        for name, tensors in _arrays_in(file, source.masters(file, rank)).items():
-            streams.setdefault(name, []).append(file.stream(tensors))
-    if {len(slices) for slices in streams.values()} != {source.num_saved}:
-        raise CheckpointError(
-            f"The processes that saved {source.path} kept different states of the optimizer.", "Use another checkpoint."
-        )
-    return streams
-
-
-def _arrays_in(file: TensorFile, masters: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Return the tensors of every array, one for each sub-group."""
-    states = file.state[OPTIMIZER_STATE_DICT][OPTIMIZER_STATE_DICT]["state"]
-    names = sorted({name for state in states.values() for name in state} - {STEP})
-    if not all(map(str.isidentifier, names)):  # they become names of files
-        raise CheckpointError(f"The optimizer keeps arrays of the names {names}.", "Use another checkpoint.")
-    arrays = {name: [states[index].get(name) for index in range(len(masters))] for name in names}
-    for name, tensors in arrays.items():
-        for tensor, master in zip(tensors, masters, strict=True):
-            if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tensor.numel()) != (master.dtype, master.numel()):
-                raise CheckpointError(
-                    f"The optimizer's {name!r} is no array in float32 of every element of every parameter.",
-                    f"Convert checkpoints of {optimizer_names()} in which all parameter groups keep the same arrays: "
-                    "momentum, for example, in all of them or in none.",
-                )
-    return {MASTER_FILE: masters, **arrays}
 
 
 def _write_arrays(source: ZeroFolder, arrays: Mapping[str, Sequence[TensorStream]], folder: Path, show: Show) -> None:

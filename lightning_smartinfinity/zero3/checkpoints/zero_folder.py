@@ -2,40 +2,116 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Collection
+from contextlib import ExitStack, closing
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARTITION_COUNT
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.progress import Advance, showing_progress
+from lightning_smartinfinity.update_rules import optimizer_names
+from lightning_smartinfinity.zero3.checkpoints.block_checksums import (
+    BlockChecksums,
+    Checksums,
+    SavedArray,
+    VerifiedBlocks,
+)
 from lightning_smartinfinity.zero3.checkpoints.folder_check import optimizer_files
-from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
+from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY, require_resumable
+from lightning_smartinfinity.zero3.checkpoints.saved_training import MASTERS, SavedTraining
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import (
     SAVE_ID,
+    WINDOW_NUMEL,
     Put,
-    SavedWeights,
     Wanted,
     holds,
     read_saved,
     slices_of,
+    windows,
 )
-from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
+from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import STEP
+from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, TensorStream, check_records
 from lightning_smartinfinity.zero3.untyped import SavedState
 
 __all__ = ["ZeroFolder"]
 
 
-class ZeroFolder(SavedWeights):
-    """The weights of an ordinary checkpoint, which any number of processes saved.
+class ZeroFolder(SavedTraining):
+    """An ordinary checkpoint, which any number of processes saved.
 
-    A process reads every file that holds a part of its slices, and reads it whole. If as many processes saved the
-    checkpoint, this is only its own file.
+    :meth:`read_masters` reads every file that holds a part of a process's slices, and reads it whole. If as many
+    processes saved the checkpoint, this is only its own file. For :meth:`read` the processes share the work of
+    verifying all files, and exchange checksums of blocks; then each reads the blocks that hold its slices.
     """
 
     remedy = "Use another checkpoint."
+
+    def __init__(self, path: Path, *, rank: int, world_size: int) -> None:
+        super().__init__(path, rank=rank, world_size=world_size)
+        self._share = slice(rank, None, world_size)
+        self._opened = ExitStack()
+        self._streams: dict[str, dict[str, TensorStream]] = {}
+        self._blocks: VerifiedBlocks | None = None
+
+    @override
+    def check_states(self) -> None:
+        self.require_whole()
+        require_resumable(self.optimizer_states.get(EXTRA_KEY), self.path)
+        for rank in range(self.num_saved)[self._share]:
+            check_records(self.optimizer_file(rank), tensors=False)  # its tensors are verified when they are read
+            check_records(self.model_file(rank), tensors=True)
+        self.require_one_save()
+
+    @override
+    def check_arrays(self, names: Collection[str]) -> Checksums:
+        share = [(rank, name) for rank in range(self.num_saved) for name in names][self._share]
+        streams = {self._array(rank, name): self.streams(rank)[name] for rank, name in share}
+        nbytes = sum(stream.nbytes for stream in streams.values())
+        with showing_progress("Verifying the optimizer state", nbytes, shown=self._share.start == 0) as advance:
+            return {array: _checksums_of(stream, advance) for array, stream in streams.items()}
+
+    @override
+    def begin_reading(self, checksums: Checksums) -> None:
+        def read(array: SavedArray, begin: int, end: int) -> NDArray[np.float32]:
+            return self._streams[array.file][array.name].values(begin, end)
+
+        self._blocks = VerifiedBlocks(read, checksums, folder=self.path, remedy=self.remedy)
+
+    @override
+    def read(self, name: str, array: str, begin: int, values: NDArray[np.float32]) -> None:
+        assert self._blocks is not None, "begin_reading comes first"
+        offset, per_rank = self._places[name]
+        while values.size:
+            rank, skipped = divmod(begin, per_rank)
+            self.streams(rank)
+            part = values[: per_rank - skipped]
+            self._blocks.copy(self._array(rank, array), offset + skipped, part)
+            begin, values = begin + part.size, values[part.size :]
+
+    def _array(self, rank: int, name: str) -> SavedArray:
+        return SavedArray(self.optimizer_file(rank).name, name)
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int]]:
+        """Where the slices of every parameter begin in the processes' arrays, and how long they are with padding."""
+        places, offset = {}, 0
+        for each in slices_of(self.shapes, rank=0, world_size=self.num_saved):
+            numel = each.end - each.begin + each.padding
+            places[each.name] = (offset, numel)
+            offset += numel
+        return places
+
+    @override
+    def close(self) -> None:
+        self._opened.close()
+        self._streams.clear()
+        self._blocks = None
 
     @property
     @override
@@ -50,7 +126,7 @@ class ZeroFolder(SavedWeights):
         if found != saved:
             raise CheckpointError(
                 f"{self.path} holds the optimizer states of {found} processes; {saved} saved the checkpoint.",
-                self.remedy,
+                "Copy checkpoints as whole folders, or use another one.",
             )
 
     @override
@@ -64,16 +140,15 @@ class ZeroFolder(SavedWeights):
 
     def optimizer_file(self, rank: int) -> Path:
         """Return the path of the optimizer state that a process saved."""
-        prefix = optimizer_files(self.path)[0].name.partition("zero_pp_rank_")[0]
-        return self.path / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        return self.path / f"{self._prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
     @cached_property
-    def optimizer_states(self) -> SavedState:
-        """The optimizer state that the first process saved.
+    def _prefix(self) -> str:
+        return optimizer_files(self.path)[0].name.partition("zero_pp_rank_")[0]
 
-        Raises:
-            CheckpointError: The file holds none.
-        """
+    @cached_property
+    @override
+    def optimizer_states(self) -> SavedState:
         file = self.optimizer_file(0)
         states: SavedState = self._load(file)[OPTIMIZER_STATE_DICT]
         flat = states.get(OPTIMIZER_STATE_DICT)
@@ -83,6 +158,24 @@ class ZeroFolder(SavedWeights):
                 "Use another checkpoint.",
             )
         return states
+
+    def streams(self, rank: int) -> dict[str, TensorStream]:
+        """Return streams over a process's slices of every array, by its name. :meth:`close` closes the file.
+
+        Raises:
+            CheckpointError: The process kept other arrays than the first one, or they are no arrays of its slices.
+        """
+        path = self.optimizer_file(rank)
+        if path.name not in self._streams:
+            file = TensorFile(path)
+            self._opened.callback(file.close)
+            arrays = _arrays_in(file, self.masters(file, rank))
+            if arrays.keys() != {MASTERS, *self.arrays}:
+                raise CheckpointError(
+                    f"The processes that saved {self.path} kept different states of the optimizer.", self.remedy
+                )
+            self._streams[path.name] = {name: file.stream(tensors) for name, tensors in arrays.items()}
+        return self._streams[path.name]
 
     def masters(self, file: TensorFile, rank: int) -> list[torch.Tensor]:
         """Return the masters in a process's :meth:`optimizer_file`, one after another.
@@ -113,3 +206,33 @@ class ZeroFolder(SavedWeights):
         if saves and EXTRA_KEY in state and saves != {state[EXTRA_KEY]["save_id"]}:
             raise self._different_saves()
         return masters
+
+
+def _arrays_in(file: TensorFile, masters: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors of every array, one for each sub-group."""
+    states = file.state[OPTIMIZER_STATE_DICT][OPTIMIZER_STATE_DICT]["state"]
+    names = sorted({name for state in states.values() for name in state} - {STEP})
+    if not all(map(str.isidentifier, names)):  # a conversion makes names of files of them
+        raise CheckpointError(f"The optimizer keeps arrays of the names {names}.", "Use another checkpoint.")
+    arrays = {name: [states[index].get(name) for index in range(len(masters))] for name in names}
+    for name, tensors in arrays.items():
+        for tensor, master in zip(tensors, masters, strict=True):
+            if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tensor.numel()) != (master.dtype, master.numel()):
+                raise CheckpointError(
+                    f"The optimizer's {name!r} is no array in float32 of every element of every parameter.",
+                    f"Use checkpoints of {optimizer_names()} in which all parameter groups keep the same arrays: "
+                    "momentum, for example, in all of them or in none.",
+                )
+    return {MASTERS: masters, **arrays}
+
+
+def _checksums_of(stream: TensorStream, advance: Advance) -> list[int]:
+    """Verify a stream to its end, and return the checksums of its blocks."""
+    checksums, numel = BlockChecksums(), stream.nbytes // np.dtype(np.float32).itemsize
+    buffer = np.empty(min(WINDOW_NUMEL, numel), np.float32)
+    for begin, end in windows(0, numel):
+        values = buffer[: end - begin]
+        stream.read(values)
+        checksums.add(values)
+        advance(values.nbytes)
+    return checksums.values
