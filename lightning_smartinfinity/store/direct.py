@@ -94,7 +94,7 @@ def adopt_descriptor(
 
 
 class _File(native.StateFile):
-    """A file whose name need not be text. The core has the path for its messages only, where it has to be."""
+    """A file whose name need not be text. The core has the path for its messages only, which are text."""
 
     def __init__(
         self, path: Path, *, descriptor: int, direct: bool, scheduler: native.IoScheduler | None = None

@@ -184,6 +184,7 @@ class OpenFolder:
     def close(self) -> None:
         """Close the descriptor; idempotent."""
         self._close()
+        self.descriptor = -1  # its number may become another folder's
 
     def _require_file(self, name: str, status: os.stat_result) -> None:
         path = str(self.path / name)

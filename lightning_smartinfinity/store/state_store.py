@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,8 @@ from lightning_smartinfinity.store.claiming import claim_folders, clear_folders,
 from lightning_smartinfinity.store.direct import open_state_file
 from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, TRAINING_NAMES, RankFolder
-from lightning_smartinfinity.store.in_time import in_time, unless_idle
+from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.store.limited_calls import LimitedCalls
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, StoreDescription
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.record import CommitRecord, erase_record, flush_records, no_record, write_record
@@ -34,16 +34,9 @@ from lightning_smartinfinity.store.recovery import (
 )
 from lightning_smartinfinity.store.space import measure_space, require_space
 from lightning_smartinfinity.store.spread import Placement, next_placement, places_needed
-from lightning_smartinfinity.store.training_record import (
-    TrainingRecord,
-    erase_training_record,
-    read_training_records,
-    write_training_record,
-)
+from lightning_smartinfinity.store.training_record import TrainingRecord, TrainingRecords, read_training_records
 
 __all__ = ["StateStore"]
-
-T = TypeVar("T")
 
 
 class StateStore:
@@ -56,7 +49,6 @@ class StateStore:
         identity: The mark that every extent carries.
         manifest: The content of manifest.json.
         control_bytes: Bytes of the commit records and training records written so far.
-        training: The training record written or recovered last; None if there is none.
     """
 
     def __init__(
@@ -75,12 +67,13 @@ class StateStore:
         self._folders = tuple(folders)
         self._unusable: StorageError | None = None
         self.control_bytes = 0
-        self.training: TrainingRecord | None = None
         self._homes = manifest.extents.first_homes if record.generation < 0 else record.placement.devices
         self._capacities = Capacities(folders, manifest.extents, ranks=manifest.world_size)
         self.files = tuple(open_state_file(folder.inside, STATE_NAME, direct_io) for folder in folders)
-        self._direct = all(file.direct for file in self.files)
         self._io_timeout = io_timeout
+        self._in_time = LimitedCalls(self.files, seconds=io_timeout)
+        flush = manifest.durability == "power"
+        self._training = TrainingRecords(folders[0].inside, identity=self.identity, flush=flush, in_time=self._in_time)
 
     @classmethod
     def create(
@@ -191,7 +184,7 @@ class StateStore:
                 store = cls(claimed, manifest, record, direct_io=direct_io, io_timeout=io_timeout)
                 store._restore_places()
                 if training is not None:
-                    store._resume_from(training)
+                    store._training.resume_from(training)
                 undo.pop_all()
                 return store
 
@@ -287,6 +280,11 @@ class StateStore:
     def steps(self) -> NDArray[np.int64]:
         """int64[num_parameters]: updates of each parameter so far."""
         return self._record.steps
+
+    @property
+    def training(self) -> TrainingRecord | None:
+        """The training record written or recovered last; None if there is none."""
+        return self._training.current
 
     def next_placement(self) -> Placement:
         """Return the places of the next generation: with two for each tasklet, none that this generation occupies."""
@@ -399,15 +397,7 @@ class StateStore:
         Raises:
             StorageError: It could not be written. The record before it is intact.
         """
-        number = 0 if self.training is None else self.training.number + 1
-        record = TrainingRecord(number=number, generation=generation, step=step, content=content)
-        inside, flush = self._folders[0].inside, self.manifest.durability == "power"
-        self.control_bytes += self._in_time(
-            lambda: write_training_record(inside, record, identity=self.identity, flush=flush),
-            doing="Writing the training record",
-            path=self._folders[0].path / TRAINING_NAMES[0],
-        )
-        self.training = record
+        self.control_bytes += self._training.write(generation=generation, step=step, content=content)
 
     def forget_training(self) -> None:
         """Erase the training record if its generation was not committed: a later one may become another state.
@@ -415,23 +405,7 @@ class StateStore:
         Raises:
             StorageError: It could not be erased.
         """
-        record = self.training
-        if record is not None and record.generation > self.generation:
-            self._in_time(
-                lambda: erase_training_record(self._folders[0].inside, record.number),
-                doing="Erasing the training record",
-                path=self._folders[0].path / TRAINING_NAMES[0],
-            )
-
-    def _resume_from(self, number: int) -> None:
-        """Take over the training record of this number. A newer one is erased: its generation will be another one."""
-        inside = self._folders[0].inside
-        for record in read_training_records(inside, identity=self.identity):
-            if record.number > number:
-                erase_training_record(inside, record.number)
-            elif record.number == number:
-                self.training = record
-        assert self.training is not None
+        self._training.forget_behind(self.generation)
 
     def keep(self) -> None:
         """Flush the current generation, and let later jobs leave this store alone as ``TransferConfig.keep`` does.
@@ -465,11 +439,6 @@ class StateStore:
         for folder in self._folders:
             folder.close(remove=remove)
         self._folders = ()
-
-    def _in_time(self, function: Callable[[], T], *, doing: str, path: Path) -> T:
-        # Flushing what lies in the page cache takes as long as there is data.
-        call = in_time if self._direct else unless_idle
-        return call(function, doing=doing, path=path, seconds=self._io_timeout)
 
     def _flush_files(self) -> None:
         for file in self.files:

@@ -9,7 +9,8 @@ from typing import Protocol, TypeVar
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.config import IO_TIMEOUT
-from lightning_smartinfinity.store.in_time import in_time, unless_idle
+from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.store.limited_calls import LimitedCalls
 from lightning_smartinfinity.store.os_errors import (
     failure_error,
     in_milliseconds,
@@ -88,7 +89,6 @@ class TensorStore:
     ) -> None:
         require_io_engine(io_engine)
         self._what = what
-        self._io_timeout = io_timeout
         self._files = unless_idle(
             partial(TensorFiles, folders, job=job, rank=rank, direct_io=direct_io),
             doing="Creating files in",
@@ -109,6 +109,7 @@ class TensorStore:
         except BaseException:
             self._files.close()
             raise
+        self._calls = LimitedCalls(self._files.files, seconds=io_timeout)
         # The memory of transfers that may be in progress, by ticket; it must stay alive until they have ended.
         self._unfinished: dict[int, Memory] = {}
         self._interrupted: set[int] = set()  # tickets that nobody may ever finish
@@ -212,9 +213,7 @@ class TensorStore:
         self._in_time(self._files.close, doing="Closing")
 
     def _in_time(self, function: Callable[[], T], *, doing: str) -> T:
-        # What lies in the page cache may take long.
-        call = in_time if all(file.direct for file in self._files.files) else unless_idle
-        return call(function, doing=doing, path=Path(self.path), seconds=self._io_timeout)
+        return self._calls(function, doing=doing, path=Path(self.path))
 
     def _start(
         self, begin: Callable[..., int], stored: StoredTensor, memory: Memory, offset: int, io_class: native.IoClass

@@ -25,15 +25,17 @@ import os
 import struct
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.store.folders import TRAINING_NAMES
+from lightning_smartinfinity.store.limited_calls import LimitedCalls
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
 
-__all__ = ["TrainingRecord", "erase_training_record", "read_training_records", "write_training_record"]
+__all__ = ["TrainingRecord", "TrainingRecords", "read_training_records"]
 
 _MAGIC = b"LSITRN01"
 _VERSION = 1
@@ -59,21 +61,79 @@ class TrainingRecord:
     content: bytes
 
 
-def write_training_record(folder: OpenFolder, record: TrainingRecord, *, identity: native.Identity, flush: bool) -> int:
-    """Write a record over the last but one.
+class TrainingRecords:
+    """The training records of a store that this process owns.
 
     Args:
         folder: The rank's first folder, with both files.
-        record: The record to write.
         identity: The mark of the store's extents.
-        flush: Whether to flush the device afterwards.
+        flush: Whether to flush the device after each record.
+        in_time: Makes calls to the disk.
 
-    Returns:
-        Size of the record in bytes.
-
-    Raises:
-        StorageError: The record could not be written. The one before it is intact.
+    Attributes:
+        current: The record written or resumed from last; None if there is none.
     """
+
+    def __init__(self, folder: OpenFolder, *, identity: native.Identity, flush: bool, in_time: LimitedCalls) -> None:
+        self.current: TrainingRecord | None = None
+        self._folder = folder
+        self._identity = identity
+        self._flush = flush
+        self._in_time = in_time
+
+    def write(self, *, generation: int, step: int, content: bytes) -> int:
+        """Write a record over the last but one, and make it the current one.
+
+        Args:
+            generation: The newest generation, or the next one if its step is in flight.
+            step: Optimizer steps of the training so far, for messages.
+            content: What the training needs.
+
+        Returns:
+            Size of the record in bytes.
+
+        Raises:
+            StorageError: The record could not be written. The one before it is intact.
+        """
+        number = 0 if self.current is None else self.current.number + 1
+        record = TrainingRecord(number=number, generation=generation, step=step, content=content)
+        nbytes = self._in_time(
+            partial(_write, self._folder, record, identity=self._identity, flush=self._flush),
+            doing="Writing the training record",
+            path=self._folder.path / TRAINING_NAMES[0],
+        )
+        self.current = record
+        return nbytes
+
+    def forget_behind(self, generation: int) -> None:
+        """Erase the current record if its generation comes behind this one: a later one may become another state.
+
+        Raises:
+            StorageError: It could not be erased.
+        """
+        record = self.current
+        if record is not None and record.generation > generation:
+            self._in_time(
+                partial(_erase, self._folder, record.number),
+                doing="Erasing the training record",
+                path=self._folder.path / TRAINING_NAMES[0],
+            )
+
+    def resume_from(self, number: int) -> None:
+        """Take over the record of this number. A newer one is erased: its generation will be another one.
+
+        Raises:
+            StorageError: A file cannot be read or emptied.
+        """
+        for record in read_training_records(self._folder, identity=self._identity):
+            if record.number > number:
+                _erase(self._folder, record.number)
+            elif record.number == number:
+                self.current = record
+        assert self.current is not None
+
+
+def _write(folder: OpenFolder, record: TrainingRecord, *, identity: native.Identity, flush: bool) -> int:
     name = _name_of(record.number)
     header = _HEADER.pack(
         _MAGIC,
@@ -98,12 +158,7 @@ def write_training_record(folder: OpenFolder, record: TrainingRecord, *, identit
     return written
 
 
-def erase_training_record(folder: OpenFolder, number: int) -> None:
-    """Empty the file that a record of this number has, and flush it.
-
-    Raises:
-        StorageError: It could not be emptied.
-    """
+def _erase(folder: OpenFolder, number: int) -> None:
     name = _name_of(number)
     with storage_errors("Erasing the training record", folder.path / name):
         descriptor = folder.open(name, os.O_WRONLY)

@@ -84,7 +84,7 @@ def test_a_commit_record_that_is_not_written(
 ) -> None:
     """The commit fails, and no generation can be written any more; closing returns, too."""
     store = create([tmp_path], io_timeout=lenient(0.2))
-    monkeypatch.setattr(store, "_direct", True)
+    monkeypatch.setattr(store._in_time, "_are_direct", True)
     commit_generation(store, 0)
     placement = write_generation(store, 1)
     monkeypatch.setattr(state_store, "write_record", lambda *_, **__: answer.wait())
