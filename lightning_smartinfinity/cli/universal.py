@@ -1,4 +1,4 @@
-"""``smart-infinity universal``: converts a checkpoint so that any number of processes can resume it."""
+"""``smart-infinity universal``: writes a checkpoint anew, every parameter in files of its own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from lightning_smartinfinity.update_rules import optimizer_names
 __all__ = ["add_to"]
 
 _DESCRIPTION = f"""\
-Write a universal checkpoint: every parameter as a whole, with what the optimizer keeps of it. fit(ckpt_path=INTO) and
-Fabric.load go on from it on any number of processes. Takes checkpoints of this strategy, and of stock DeepSpeed with
+Write a universal checkpoint: every parameter as a whole, with what the optimizer keeps of it, in files of its own, for
+stock DeepSpeed (load_universal) and other tools. fit(ckpt_path=INTO) and Fabric.load take it like any checkpoint; they
+need no conversion for another number of processes. Takes checkpoints of this strategy, and of stock DeepSpeed with
 ZeRO-3, of {optimizer_names()}. The old checkpoint stays. Ctrl-C removes partial output.
 After a kill, the next run removes it.
 """
@@ -22,7 +23,7 @@ After a kill, the next run removes it.
 def add_to(commands: Any) -> None:
     """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
     parser = commands.add_parser(
-        "universal", help="a checkpoint for another number of processes", description=_DESCRIPTION
+        "universal", help="a checkpoint with every parameter in files of its own", description=_DESCRIPTION
     )
     parser.add_argument("checkpoint", type=Path, help="the folder that was saved")
     parser.add_argument("--into", type=Path, required=True, help="folder for the new one, which does not exist yet")

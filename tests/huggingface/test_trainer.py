@@ -14,6 +14,7 @@ import transformers
 from lightning_smartinfinity import UnsupportedError
 from lightning_smartinfinity.huggingface import SmartInfinityTraining
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
+from tests.helpers.resharding import as_of_another_number
 from tests.huggingface.trained import (
     LENGTH,
     STEPS,
@@ -117,14 +118,23 @@ def test_a_model_from_pretrained_is_partitioned_as_it_is_loaded(model_folder: Pa
         assert args.deepspeed and all(param.numel() == 0 and param.ds_numel > 0 for param in model.parameters())
 
 
-def test_a_resumed_training_equals_one_that_never_stopped(model_folder: Path, tmp_path: Path) -> None:
-    """From a checkpoint in the middle, the remaining losses and the weights are equal bit for bit."""
+def test_a_resumed_training_equals_one_that_never_stopped(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a checkpoint in the middle, the remaining losses and the weights are equal bit for bit.
+
+    So they are if it is loaded like one of another number of processes.
+    """
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 3}
     whole = train(model_folder, tmp_path / "whole", **settings)
     shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "copy" / "checkpoint-2")
     resumed = train(model_folder, tmp_path / "copy", resume=True, **settings)
     assert resumed.losses == whole.losses[2:]
     assert same(resumed.weights, whole.weights)
+    as_of_another_number(monkeypatch)
+    resharded = train(model_folder, tmp_path / "resharded", resume=tmp_path / "whole" / "checkpoint-2", **settings)
+    assert resharded.losses == whole.losses[2:]
+    assert same(resharded.weights, whole.weights)
 
 
 def test_a_saved_model_is_written_by_windows_and_loads_by_transformers_alone(
@@ -269,8 +279,13 @@ def test_a_trainer_trains_twice(model_folder: Path, tmp_path: Path) -> None:
     assert same(twice.weights, again.weights) and not same(twice.weights, first[0])
 
 
-def test_adapters_train_with_an_empty_group_and_resume(model_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("resharded", [False, True])
+def test_adapters_train_with_an_empty_group_and_resume(
+    resharded: bool, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """LoRA leaves the group without decay empty. The checkpoint holds the adapters only; a resume is exact."""
+    if resharded:
+        as_of_another_number(monkeypatch)
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "wrap": adapters}
     whole = train(model_folder, tmp_path / "whole", **settings)
     model = whole.trainer.model

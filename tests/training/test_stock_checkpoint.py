@@ -22,13 +22,12 @@ from safetensors.torch import load_file
 from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
-from lightning_smartinfinity.zero3 import engine
-from lightning_smartinfinity.zero3.checkpoints.folder_check import folder_to_resume
 from tests.fabric.worker import quiet_fabric
 from tests.helpers import trainers
 from tests.helpers.hostile import assert_plain, files_in
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
+from tests.helpers.resharding import as_of_another_number
 from tests.helpers.universal import convert_by_command
 from tests.stock.checkpoint_worker import KINDS, NUM_STEPS, SAVE_AT
 from tests.training.test_parity import LOSS_TOLERANCE
@@ -107,10 +106,8 @@ def test_a_stock_checkpoint_is_resumed(
     torch's SGD keeps no number of updates. The count becomes one if it has a momentum buffer, and zero if it has none.
     """
     recipe, look, checkpoint = KINDS[kind][0], Look(), saved / f"{kind}.ckpt"
-    if way == "resharded":  # as if another number of processes had saved it
-        monkeypatch.setattr(
-            engine, "folder_to_resume", lambda path, engine: (folder_to_resume(path, engine=engine)[0], False)
-        )
+    if way == "resharded":
+        as_of_another_number(monkeypatch)
     if way == "universal":
         checkpoint = convert_by_command(checkpoint, tmp_path / "universal", "--no-weights-only")
     module = resume(tmp_path, recipe, checkpoint, look)

@@ -94,7 +94,13 @@ def test_engine_loads_buffers_and_frozen_fragments() -> None:
     weight.ds_id, weight.ds_tensor = 0, torch.zeros(2)
     engine = mock.MagicMock(module=module, param_names={weight: "weight"})
     saved = {**module.state_dict(), "running_mean": torch.tensor([3.0, 4.0])}
-    checkpoint = {"module": saved, "frozen_param_fragments": {"weight": torch.tensor([5.0, 6.0])}}
+
+    class ReadWhenAskedFor:
+        def __getitem__(self, name: str) -> torch.Tensor:
+            assert name == "weight"
+            return torch.tensor([5.0, 6.0])
+
+    checkpoint = {"module": saved, "frozen_param_fragments": ReadWhenAskedFor()}
     DeepSpeedEngine.load_module_state_dict(engine, checkpoint=checkpoint, strict=True)
     assert module.running_mean is not None and module.running_mean.tolist() == [3.0, 4.0]
     assert weight.ds_tensor.tolist() == [5.0, 6.0], "checkpoints/resharding.py hands frozen slices over so"

@@ -194,7 +194,7 @@ def reading_checkpoint(path: str | Path) -> Iterator[None]:
             raise _not_found(path) from error
         raise CheckpointError(
             f"The checkpoint {path} could not be loaded: {type(error).__name__}: {error}.",
-            "Use an undamaged checkpoint of the same model, configuration and number of processes.",
+            "Use an undamaged checkpoint of the same model and configuration.",
         ) from error
 
 

@@ -320,7 +320,7 @@ def _check_layout(optimizer: StorageOptimizer, extra: SavedState) -> None:
     if saved != expected:
         raise CheckpointError(
             f"The checkpoint's parameters differ from the model's: {_first_difference(saved, expected)}.",
-            "Build the model, its parameter groups and the number of processes as they were when it was saved.",
+            "Build the model and its parameter groups as they were when it was saved.",
         )
 
 

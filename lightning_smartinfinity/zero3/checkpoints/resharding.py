@@ -73,15 +73,14 @@ def load_resharded(
             updates = saved.steps
             steps = np.array([updates[parameter.name] for parameter in optimizer.partition.layout.parameters], np.int64)
             numbers = _numbers_of(optimizer, saved)
-            frozen = _frozen_slices(engine, saved)
-            checksums = saved.check_arrays(numbers)
-        for found in gather(checksums, optimizer.dp_process_group):
-            checksums = {**checksums, **found}
-        saved.begin_reading(checksums)
+            share = saved.check_arrays(numbers)
+        shares = gather(share, optimizer.dp_process_group)
+        saved.begin_reading({array: checksums for found in shares for array, checksums in found.items()})
         optimizer.checkpoint_event_prologue()
         with loading_state(optimizer, _filler(optimizer, saved, numbers)) as fill:
             optimizer.update.drained_handler().state.replace(fill, steps=steps, together=together)
     begin_residual(optimizer)
+    frozen = None if saved.frozen_shapes() is None else _FrozenSlices(engine, saved)
     checkpoint = {"module": saved.module, FROZEN_PARAM_FRAGMENTS: frozen}
     with together():
         engine.load_module_state_dict(checkpoint=checkpoint, strict=strict)
@@ -129,19 +128,22 @@ def _parameters_in(layout: PartitionLayout, window: Window) -> list[tuple[Parame
     return [(parameter, begin, end) for parameter, begin, end in ranges if begin < end]
 
 
-def _frozen_slices(engine: SmartInfinityEngine, saved: SavedTraining) -> dict[str, torch.Tensor] | None:
-    """Return this rank's slice of every frozen parameter, padded as ZeRO-3 pads it."""
-    shapes = saved.frozen_shapes()
-    if shapes is None:
-        return None
-    rank, slices = dist.get_rank(), {}
-    for param, name in engine.param_names.items():
-        if name in shapes:
-            numel = param.partition_numel()
-            begin, end = (min(edge * numel, param.ds_numel) for edge in (rank, rank + 1))
-            values = saved.frozen(name, begin, end)
-            slices[name] = torch.nn.functional.pad(values, (0, numel - len(values)))
-    return slices
+class _FrozenSlices:
+    """This rank's slice of every frozen parameter, padded as ZeRO-3 pads it; each is read when it is asked for.
+
+    Args:
+        engine: Engine of this strategy.
+        saved: The checkpoint.
+    """
+
+    def __init__(self, engine: SmartInfinityEngine, saved: SavedTraining) -> None:
+        self._saved = saved
+        self._params: dict[str, ZeroParameter] = {name: param for param, name in engine.param_names.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        rank, numel, whole = dist.get_rank(), self._params[name].partition_numel(), self._params[name].ds_numel
+        values = self._saved.frozen(name, *(min(edge * numel, whole) for edge in (rank, rank + 1)))
+        return torch.nn.functional.pad(values, (0, numel - len(values)))
 
 
 def _restore_optimizer(optimizer: StorageOptimizer, saved: SavedTraining) -> None:
@@ -178,6 +180,8 @@ def _check_model(engine: SmartInfinityEngine, saved: SavedTraining) -> None:
     frozen = saved.frozen_shapes()
     if frozen is not None:
         check_names(engine._get_zero_frozen_param_attributes(engine._get_param_shape_func), frozen, saved.path)
+        for name in frozen:
+            saved.frozen(name, 0, 0)  # raises if no values are there
 
 
 def _check_buffers(module: torch.nn.Module, saved: SavedTraining) -> None:

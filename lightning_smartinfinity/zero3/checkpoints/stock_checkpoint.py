@@ -44,7 +44,7 @@ def describe_stock(optimizer: StorageOptimizer, state_dict: SavedState, *, ds_co
     if sum(numels) != layout.numel or state_dict[PARTITION_COUNT] != optimizer.partition_count:
         raise CheckpointError(
             f"The checkpoint holds {sum(numels)} elements per process, the model has {layout.numel}.",
-            "Build the model, its parameter groups and the number of processes as they were when it was saved.",
+            "Build the model and its parameter groups as they were when it was saved.",
         )
     _check_precision(optimizer, ds_config)
     states = [state_dict[OPTIMIZER_STATE_DICT]["state"].get(index, {}) for index in range(len(masters))]
