@@ -327,6 +327,20 @@ def test_a_save_of_a_training_on_a_disk_that_does_not_answer(
     assert (path / "checkpoint" / "notes.txt").read_text() == "mine"
 
 
+def test_a_description_that_is_not_written(tmp_path: Path, disk: Disk) -> None:
+    """Torch writes to a disk that does not answer without holding Python up."""
+    path, state = tmp_path / "pipe", {"names": [f"name {number}" for number in range(50_000)]}
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with refused(path, "Writing"), io_limit(SECONDS):
+        tensor_file.saved_with_room(state, path)
+    os.set_blocking(reader, True)
+    while os.read(reader, 1 << 20):
+        pass
+    os.close(reader)
+    disk.answer()
+
+
 def test_a_checkpoint_that_is_not_read(tmp_path: Path, disk: Disk, attack: Attack) -> None:
     """A scrub gives it up, and tells what it found before."""
     attack("a disk stops answering while a checkpoint or state is scrubbed", tries=1, outcome=SAID)
