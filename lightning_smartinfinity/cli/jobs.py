@@ -57,13 +57,14 @@ def _run(options: argparse.Namespace) -> int:
 
     folders = list(dict.fromkeys(options.folders)) or [_default_folder()]
     jobs, unknown = [], False
-    for folder in folders:
+    for folder in tuple(folders):
         try:
             jobs += [job for job in find_jobs(folder) if options.job in (None, job.name)]
         except StorageTimeoutError as error:
             if len(folders) == 1:
                 raise
             print(f"smart-infinity: {error}", file=sys.stderr)
+            folders.remove(folder)
             unknown = True
     if options.remove:
         return max(unknown, _remove(jobs, folders, options))

@@ -394,6 +394,27 @@ def test_jobs_that_are_not_looked_at(
     disk.answer()
 
 
+def test_jobs_beside_a_disk_that_does_not_answer(
+    tmp_path: Path, disk: Disk, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The jobs of the other folders are listed, and the exit status says that some are unknown."""
+    folders = [tmp_path / name for name in ("dead", "works")]
+    for folder in folders:
+        folder.mkdir()
+        store = create([folder], world_size=1)
+        commit_generation(store, 0)
+        store.close(remove=False)
+    (tmp_path / "mounts").write_text(f"/dev/a {folders[0]} ext4 rw 0 0\n")
+    monkeypatch.setattr(in_time, "_MOUNTS", tmp_path / "mounts")
+    disk.hang(os, "scandir", when=lambda path, *_: path == folders[0])
+    with io_limit(SECONDS):
+        assert main(["jobs", *map(str, folders), "--quiet"]) == 1
+    out, err = capsys.readouterr()
+    assert f"'{folders[0]}' did not return" in err
+    assert str(folders[1] / "default") in out
+    disk.answer()
+
+
 @pytest.mark.parametrize(
     ("call", "doing"),
     [("posix_fallocate", r"Allocating \d+ bytes for"), ("pwrite", "Writing"), ("fdatasync", "Flushing")],
