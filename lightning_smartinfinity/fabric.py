@@ -35,6 +35,7 @@ from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_FABRIC
+from lightning_smartinfinity.store.in_time import io_limit
 from lightning_smartinfinity.watching import begin_watch
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
@@ -299,7 +300,8 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             )
         engine, rest = self._split(state)
         with_optimizer = len(rest) + 1 < len(state)
-        with door(weights_only, consent="weights_only=False to fabric.load"):
+        limit = io_limit(self._settings.transfer.io_timeout)
+        with limit, door(weights_only, consent="weights_only=False to fabric.load"):
             if self.load_full_weights:
                 refuse_optimizer(with_optimizer)
                 loaded = self._load_full(path, state, engine, strict=strict)

@@ -54,6 +54,7 @@ from lightning_smartinfinity.resume.loops import (
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_TRAINER
+from lightning_smartinfinity.store.in_time import io_limit
 from lightning_smartinfinity.update_rules import optimizer_names
 from lightning_smartinfinity.watching import begin_watch, saving
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
@@ -387,7 +388,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             return self._resume_from_storage()
         if weights_only is None:
             weights_only = passed_to_run(trainer, "weights_only")
-        with door(weights_only, consent=f"weights_only=False to Trainer.{doing.value if doing else 'fit'}"):
+        consent = f"weights_only=False to Trainer.{doing.value if doing else 'fit'}"
+        with io_limit(self._settings.transfer.io_timeout), door(weights_only, consent=consent):
             if self.load_full_weights:
                 with raising_together(), reading_checkpoint(checkpoint_path):
                     loaded: ClientState = load_by(super().load_checkpoint, checkpoint_path)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_smartinfinity.cli.option_types import add_quiet, show_of, storage_folder
 from lightning_smartinfinity.cli.scrub import Found, scrub_jobs
-from lightning_smartinfinity.errors import SmartInfinityError, StorageError
+from lightning_smartinfinity.errors import SmartInfinityError, StorageError, StorageTimeoutError
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.store.jobs import Job
@@ -23,7 +23,8 @@ __all__ = ["add_to"]
 _DESCRIPTION = """\
 List the jobs whose optimizer state or parameters lie in storage folders: who uses them, how large they are, when they
 were last written, the newest generation that all ranks have, and whether a training can resume from them. Exit status 1
-if --verify finds damage or cannot read all of a dead job's state, or if a job cannot be removed.
+if --verify finds damage or cannot read all of a dead job's state, if a job cannot be removed, or if the disk of one of
+several folders does not answer.
 """
 _DEFAULT = "smart_infinity"
 _TABLE = "{job:40}  {owner:16}  {size:>11}  {written:>12}  {generation:>10}  {remark}"
@@ -55,15 +56,24 @@ def _run(options: argparse.Namespace) -> int:
     from lightning_smartinfinity.store.jobs import find_jobs
 
     folders = list(dict.fromkeys(options.folders)) or [_default_folder()]
-    jobs = [job for folder in folders for job in find_jobs(folder) if options.job in (None, job.name)]
+    jobs, unknown = [], False
+    for folder in tuple(folders):
+        try:
+            jobs += [job for job in find_jobs(folder) if options.job in (None, job.name)]
+        except StorageTimeoutError as error:
+            if len(folders) == 1:
+                raise
+            print(f"smart-infinity: {error}", file=sys.stderr)
+            folders.remove(folder)
+            unknown = True
     if options.remove:
-        return _remove(jobs, folders, options)
+        return max(unknown, _remove(jobs, folders, options))
     verified = _verify(jobs, options) if options.verify else {}
     if options.json:
         print(json.dumps([_as_json(job, verified.get(job.storage / job.name)) for job in jobs], indent=2))
     else:
         _print(jobs, folders, verified)
-    return 1 if any(found.damaged or found.unknown for found in verified.values()) else 0
+    return 1 if unknown or any(found.damaged or found.unknown for found in verified.values()) else 0
 
 
 def _default_folder() -> Path:

@@ -21,7 +21,7 @@ from lightning_smartinfinity.config import IO_TIMEOUT
 from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.store.disk_activity import completed_requests, counters_of
 
-__all__ = ["doing_now", "in_time", "io_limit", "unless_idle"]
+__all__ = ["doing_now", "in_time", "io_limit", "unless_idle", "when_returned"]
 
 T = TypeVar("T")
 
@@ -63,6 +63,7 @@ class _Call(Generic[T]):
         try:
             _own.call = self
             self.step(*self.now)
+            self.require_wanted()
             self._result.append(self.function())
         except BaseException as error:
             self._error = error
@@ -131,6 +132,7 @@ def doing_now(doing: str, path: str | Path) -> Iterator[None]:
     before = call.now
     call.require_wanted()
     call.step(doing, Path(path))
+    call.require_wanted()
     try:
         yield
     finally:
@@ -184,6 +186,28 @@ def unless_idle(
         StorageTimeoutError: The disk does not answer.
     """
     return _made(_Call(function, doing=doing, path=path, renews=True, undo=undo), seconds)
+
+
+def when_returned(function: Callable[[], object]) -> None:
+    """Call a function once every call that was given up has returned, which is now if there is none.
+
+    This is for releasing what such a call may still use: a lock, a descriptor whose number another file would get.
+
+    Args:
+        function: The function. If it has to wait, what it raises is lost.
+    """
+    behind = [call.returned for call in _given_up if not call.returned.is_set()]
+    if not behind:
+        function()
+        return
+
+    def wait() -> None:
+        for returned in behind:
+            returned.wait()
+        with suppress(OSError):
+            function()
+
+    _thread.start_new_thread(wait, ())
 
 
 def _made(call: _Call[T], seconds: float | None) -> T:

@@ -9,25 +9,37 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from lightning_smartinfinity.errors import CheckpointError, StorageLockedError, StorageTimeoutError
-from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.store.in_time import doing_now, unless_idle, when_returned
 from lightning_smartinfinity.store.lock import acquire
 from lightning_smartinfinity.store.replacement import flush
 
-__all__ = ["locked", "mark_of", "remove_content", "remove_leftover"]
+__all__ = ["StagingLock", "locked", "mark_of", "remove_content", "remove_leftover"]
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP})  # what some network file systems answer
 
 
+class StagingLock:
+    """The lock of a staging folder.
+
+    Attributes:
+        leaves_content: Whether the folder stays when it is unlocked; who locks it next finds what is in it.
+    """
+
+    def __init__(self) -> None:
+        self.leaves_content = False
+
+
 @contextmanager
-def locked(staging: Path, target: str | Path) -> Iterator[None]:
+def locked(staging: Path, target: str | Path) -> Iterator[StagingLock]:
     """Make and lock a staging folder, and remove it in the end.
+
+    If the disk does not answer, the folder stays, and its lock too, until no call is at work in it any more.
 
     Args:
         staging: The folder, which may be left over from a dead process.
@@ -40,15 +52,20 @@ def locked(staging: Path, target: str | Path) -> Iterator[None]:
         OSError: The folder cannot be made or locked.
     """
     descriptor = unless_idle(partial(_acquire, staging, target), doing="Locking", path=staging, undo=os.close)
+    lock = StagingLock()
     try:
-        yield
+        yield lock
+    except StorageTimeoutError:
+        lock.leaves_content = True
+        raise
     finally:
         # The file goes before the lock: after unlocking, the name may already be another process's lock.
         try:
-            with suppress(StorageTimeoutError):
-                unless_idle(partial(_remove, staging), doing="Removing", path=staging)
+            if not lock.leaves_content:
+                with suppress(StorageTimeoutError):
+                    unless_idle(partial(_remove, staging), doing="Removing", path=staging)
         finally:
-            os.close(descriptor)
+            when_returned(partial(os.close, descriptor))
 
 
 def remove_leftover(staging: Path) -> None:
@@ -68,13 +85,29 @@ def mark_of(staging: Path) -> Path:
 
 
 def remove_content(staging: Path) -> None:
-    """Remove what lies in a staging folder beside its mark, as far as possible."""
+    """Remove what lies in a staging folder beside its mark, as far as possible.
+
+    Raises:
+        StorageTimeoutError: The call that this belongs to was given up, so the rest stays.
+    """
     with suppress(OSError):
         for entry in staging.iterdir():
             if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
+                _remove_tree(entry)
             elif entry != mark_of(staging):
                 entry.unlink()
+
+
+def _remove_tree(root: Path) -> None:
+    """Remove a folder step by step, as ``shutil.rmtree`` does at once."""
+    for path, folders, files, descriptor in os.fwalk(root, topdown=False):
+        for name in (*folders, *files):
+            with doing_now("Removing", os.path.join(path, name)), suppress(OSError):
+                try:
+                    os.unlink(name, dir_fd=descriptor)
+                except IsADirectoryError:
+                    os.rmdir(name, dir_fd=descriptor)
+    root.rmdir()
 
 
 def _acquire(staging: Path, target: str | Path) -> int:

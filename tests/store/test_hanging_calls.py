@@ -327,6 +327,20 @@ def test_a_save_of_a_training_on_a_disk_that_does_not_answer(
     assert (path / "checkpoint" / "notes.txt").read_text() == "mine"
 
 
+def test_a_description_that_is_not_written(tmp_path: Path, disk: Disk) -> None:
+    """Torch writes to a disk that does not answer without holding Python up."""
+    path, state = tmp_path / "pipe", {"names": [f"name {number}" for number in range(50_000)]}
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with refused(path, "Writing"), io_limit(SECONDS):
+        tensor_file.saved_with_room(state, path)
+    os.set_blocking(reader, True)
+    while os.read(reader, 1 << 20):
+        pass
+    os.close(reader)
+    disk.answer()
+
+
 def test_a_checkpoint_that_is_not_read(tmp_path: Path, disk: Disk, attack: Attack) -> None:
     """A scrub gives it up, and tells what it found before."""
     attack("a disk stops answering while a checkpoint or state is scrubbed", tries=1, outcome=SAID)
@@ -377,6 +391,27 @@ def test_jobs_that_are_not_looked_at(
         assert main(["jobs", str(tmp_path), "--quiet", *options]) != 0
     assert disk.hung == 1
     assert f"did nothing for {SECONDS} s" in capsys.readouterr().err
+    disk.answer()
+
+
+def test_jobs_beside_a_disk_that_does_not_answer(
+    tmp_path: Path, disk: Disk, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The jobs of the other folders are listed, and the exit status says that some are unknown."""
+    folders = [tmp_path / name for name in ("dead", "works")]
+    for folder in folders:
+        folder.mkdir()
+        store = create([folder], world_size=1)
+        commit_generation(store, 0)
+        store.close(remove=False)
+    (tmp_path / "mounts").write_text(f"/dev/a {folders[0]} ext4 rw 0 0\n")
+    monkeypatch.setattr(in_time, "_MOUNTS", tmp_path / "mounts")
+    disk.hang(os, "scandir", when=lambda path, *_: path == folders[0])
+    with io_limit(SECONDS):
+        assert main(["jobs", *map(str, folders), "--quiet"]) == 1
+    out, err = capsys.readouterr()
+    assert f"'{folders[0]}' did not return" in err
+    assert str(folders[1] / "default") in out
     disk.answer()
 
 

@@ -14,7 +14,7 @@ import pytest
 from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.store import in_time as calls
 from lightning_smartinfinity.store import state_store
-from lightning_smartinfinity.store.in_time import in_time
+from lightning_smartinfinity.store.in_time import in_time, unless_idle, when_returned
 from tests.helpers.waiting import LIMIT, await_that, lenient
 from tests.native.test_interrupt import interrupted
 from tests.store.makers import commit_generation, create, write_generation
@@ -53,6 +53,24 @@ def test_what_does_not_return(tmp_path: Path, answer: threading.Event) -> None:
             return False
 
     await_that(answers)
+
+
+def test_what_was_given_up_before_it_began(
+    tmp_path: Path, answer: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that waits for its disk's numbers when it is given up does nothing later, and holds what it may use."""
+    monkeypatch.setattr(calls, "counters_of", lambda path: answer.wait() and None)
+    done, released = [], []
+    with pytest.raises(StorageTimeoutError):
+        unless_idle(lambda: done.append(1), doing="Writing", path=tmp_path / "a" / "file", seconds=0.2)
+    when_returned(lambda: released.append(1))
+    time.sleep(0.1)
+    assert not released
+    answer.set()
+    await_that(lambda: bool(released))
+    assert not done
+    when_returned(lambda: released.append(2))
+    assert released == [1, 2]
 
 
 def test_a_thread_that_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

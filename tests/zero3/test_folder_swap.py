@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -17,14 +18,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_smartinfinity.errors import CheckpointError, StorageLockedError
-from lightning_smartinfinity.store import replacement
+from lightning_smartinfinity.errors import CheckpointError, StorageLockedError, StorageTimeoutError
+from lightning_smartinfinity.store import in_time, replacement
+from lightning_smartinfinity.store.in_time import io_limit
 from lightning_smartinfinity.store.replacement import beside, exchange, flush, flush_tree
 from lightning_smartinfinity.store.staging_folder import locked, mark_of
 from lightning_smartinfinity.zero3.checkpoints import folder_swap
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import FILES_BESIDE, replacing, restore_interrupted
 from tests.helpers.attacks import Attack
 from tests.helpers.power_loss import RecordedDisk, observed
+from tests.helpers.waiting import await_that
 
 TAG = "checkpoint"
 FILES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
@@ -383,6 +386,105 @@ def delayed(call: Callable[..., Any], chance: random.Random) -> Callable[..., An
 
 
 # ---- paths
+
+
+@pytest.mark.usefixtures("_file_system")
+@pytest.mark.parametrize("call", ["rename", "replace", "fsync", "unlink", "rmdir"])
+def test_a_swap_that_fails(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Attack) -> None:
+    """Whichever call of a swap fails, the path has a whole checkpoint, and the next save succeeds."""
+    original, tries = getattr(os, call), 0
+    for number in range(50):
+        path = tmp_path / str(number) / "a.ckpt"
+        save(path, "old")
+        calls, failed = 0, False
+
+        def failing(*args: Any, number: int = number, **kwargs: Any) -> Any:
+            nonlocal calls, failed
+            calls += 1
+            if calls > number and not failed:
+                failed = True
+                raise OSError(errno.EIO, "Input/output error")
+            return original(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing)
+            with suppress(CheckpointError):
+                save(path, "new")
+        if not failed:
+            break
+        tries += 1
+        assert saved(path) in ({"old"}, {"new"})
+        save(path, "newest")
+        assert saved(path) == {"newest"}
+        assert sorted(entry.name for entry in path.iterdir()) == [TAG, "latest"]
+    assert tries or call == "rename"  # of which an exchange needs none
+    attack("a call of a checkpoint's swap fails", tries=tries, outcome="CheckpointError; a whole checkpoint is there")
+
+
+def test_a_removal_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A removal that was given up holds the lock until it has returned, and removes nothing of the next save."""
+    path, answers = tmp_path / "a.ckpt", threading.Event()
+    save(path, "old")
+    fwalk = os.fwalk
+
+    def hanging(*args: Any, **kwargs: Any) -> Any:
+        answers.wait()
+        return fwalk(*args, **kwargs)
+
+    monkeypatch.setattr(os, "fwalk", hanging)
+    monkeypatch.setattr(in_time, "completed_requests", lambda _: 0)
+    monkeypatch.setattr(in_time, "counters_of", lambda _: tmp_path)
+
+    def fail() -> None:
+        with replacing(path, TAG, local_rank=0) as new:
+            (new / TAG).mkdir()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), io_limit(0.2):
+        fail()
+    with pytest.raises((StorageLockedError, StorageTimeoutError)):
+        save(path, "new")
+    assert (path / ".saving" / "new" / TAG).exists()
+    answers.set()
+    await_that(lambda: not is_held(path / ".saving"))
+    save(path, "new")
+    assert saved(path) == {"new"}
+
+
+def is_held(staging: Path) -> bool:
+    """Return whether a staging folder is locked."""
+    try:
+        with mark_of(staging).open() as mark:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def test_what_somebody_removes_within_a_save(tmp_path: Path) -> None:
+    """A save of which something is gone is not reported as saved."""
+    save(tmp_path / "a.ckpt", "old")
+
+    def lose() -> None:
+        with replacing(tmp_path / "a.ckpt", TAG, local_rank=0) as new:
+            (new / TAG).mkdir()
+            for entry in new.parent.iterdir():
+                if entry.is_file():
+                    entry.unlink()
+
+    with pytest.raises(CheckpointError, match="somebody has removed what was written"):
+        lose()
+    assert saved(tmp_path / "a.ckpt") == {"old"}
+
+
+@pytest.mark.parametrize("tag", ["a/b", "", "..", "/a"])
+def test_a_tag_that_is_no_name(tag: str, tmp_path: Path) -> None:
+    """It is refused before anything is written."""
+    with pytest.raises(CheckpointError, match="is not the name of a folder"):
+        save(tmp_path / "a.ckpt", "new", tag)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:

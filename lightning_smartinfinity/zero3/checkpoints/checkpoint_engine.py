@@ -42,7 +42,7 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
         """Write one file and flush it to the device. Collective: a failure on one rank raises on every rank."""
         file = Path(path)
         with raising_together(), writing(path):
-            unless_idle(partial(file.parent.mkdir, parents=True, exist_ok=True), doing="Creating", path=file.parent)
+            unless_idle(partial(file.parent.mkdir, exist_ok=True), doing="Creating", path=file.parent)
             if optimizer_state.is_described(state_dict.get(OPTIMIZER_STATE_DICT)):
                 self._save_optimizer(state_dict, file)
             else:

@@ -12,9 +12,9 @@ import torch
 from typing_extensions import Buffer, override
 
 from lightning_smartinfinity.progress import Advance
-from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.store.in_time import unless_idle, when_returned
 
-__all__ = ["create", "save_flushed"]
+__all__ = ["save_flushed"]
 
 _BUFFERED_BYTES = 1024 * 1024
 
@@ -45,8 +45,7 @@ def save_flushed(state: object, path: Path, *, advance: Advance = lambda _: None
         unless_idle(partial(os.fsync, output.fileno()), doing="Flushing", path=path)
 
 
-def create(path: Path) -> int:
-    """Create an empty file, or empty it, and return a descriptor to write to it."""
+def _create(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
 
@@ -66,7 +65,7 @@ class _Output(io.RawIOBase):
         self._path = path
         self._advance = advance
         self._left = total_bytes
-        self._descriptor = unless_idle(partial(create, path), doing="Creating", path=path, undo=os.close)
+        self._descriptor = unless_idle(partial(_create, path), doing="Creating", path=path, undo=os.close)
         self.error: BaseException | None = None
 
     @override
@@ -95,5 +94,5 @@ class _Output(io.RawIOBase):
     @override
     def close(self) -> None:
         if not self.closed:
-            os.close(self._descriptor)
+            when_returned(partial(os.close, self._descriptor))
         super().close()

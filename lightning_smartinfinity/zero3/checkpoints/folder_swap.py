@@ -10,10 +10,11 @@ the device. One process, or one group of ranks, saves to a path at a time.
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
+from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.replacement import (
@@ -32,7 +34,7 @@ from lightning_smartinfinity.store.replacement import (
     put_back,
     put_in_place,
 )
-from lightning_smartinfinity.store.staging_folder import locked, mark_of, remove_content, remove_leftover
+from lightning_smartinfinity.store.staging_folder import StagingLock, locked, mark_of, remove_content, remove_leftover
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 
 __all__ = ["FILES_BESIDE", "LATEST", "replacing", "restore_interrupted", "writing"]
@@ -66,18 +68,20 @@ def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
         StorageLockedError: Another process is saving to the same path; raised on every rank.
         StorageTimeoutError: The disk does not answer; raised on every rank.
     """
+    if Path(tag).name != tag or tag in ("", ".."):
+        raise CheckpointError(f"The tag {shown(tag)} is not the name of a folder.", "Pass a tag without slashes.")
     name = gather(uuid.uuid4().hex, None)[0]  # of a file by which the ranks find the folder that is written now
     with ExitStack() as leading:
         with raising_together(), writing(path):
             target = unless_idle(partial(_resolved, path), doing="Looking at", path=Path(path))
-            leads = dist.get_rank() == 0
+            leads, lock = dist.get_rank() == 0, StagingLock()
             if leads:
-                leading.enter_context(_staged(path, target, tag, name))
+                lock = leading.enter_context(_staged(path, target, tag, name))
         with raising_together(), writing(path):
             # Global rank zero has made it, unless this node does not see its file system.
             if local_rank == 0 and _found(target, name) is None:
                 leads = True
-                leading.enter_context(_staged(path, target, tag, name))
+                lock = leading.enter_context(_staged(path, target, tag, name))
         with raising_together(), writing(path):
             staging = _found(target, name)
             if staging is None:
@@ -95,9 +99,12 @@ def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
         with raising_together(), writing(path):
             if local_rank == 0:
                 flush_tree(new)  # on every node: what a node has written to a shared file system is in its own memory
-        with raising_together(), writing(path):
+        with raising_together(), _swapping(path):
             if leads:
-                unless_idle(partial(_put_in_place, staging, target, tag), doing="Replacing", path=target)
+                lock.leaves_content = staging.parent == target  # it may hold what the path held before
+                put = partial(_put_in_place, staging, target, tag, name)
+                unless_idle(put, doing="Replacing", path=target)
+                lock.leaves_content = False
 
 
 def restore_interrupted(path: str | Path, tag: str) -> None:
@@ -120,22 +127,34 @@ def writing(path: str | Path) -> Iterator[None]:
         yield
     except SmartInfinityError:
         raise
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+    except Exception as error:  # torch reports a full disk as a RuntimeError, and the other ranks must hear of any
         raise CheckpointError(
-            f"The checkpoint {path} could not be written: {error}.",
+            f"The checkpoint {path} could not be written: {str(error) or type(error).__name__}.",
             "Free space there, check the folder, or save to another one. What the path held before is still whole.",
         ) from error
 
 
 @contextmanager
-def _staged(path: str | Path, target: Path, tag: str, name: str) -> Iterator[None]:
+def _swapping(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"The checkpoint {path} was written, but could not be put in place: {error}.",
+            "Look for the disk in the kernel log. The path holds the checkpoint of before or the new one, whole; if it "
+            "has neither, loading it or saving to it puts the former back.",
+        ) from error
+
+
+@contextmanager
+def _staged(path: str | Path, target: Path, tag: str, name: str) -> Iterator[StagingLock]:
     """Lock the folder in which a save is written, and make in it what all ranks look for."""
     while True:
         staging = unless_idle(partial(_staging_for, target, tag), doing="Looking at", path=target)
-        with locked(staging, path):
+        with locked(staging, path) as lock:
             prepare = partial(_prepare, staging, target, tag, name)
             if unless_idle(prepare, doing="Preparing", path=target):
-                yield
+                yield lock
                 return
 
 
@@ -198,11 +217,18 @@ def _link_others(old: Path, new: Path) -> None:
         link_others(old, new, replaced=_OF_DEEPSPEED)
 
 
-def _put_in_place(staging: Path, target: Path, tag: str) -> None:
+def _put_in_place(staging: Path, target: Path, tag: str, name: str) -> None:
     new = staging / _NEW
+    if not (staging / name).exists():
+        raise FileNotFoundError(errno.ENOENT, "somebody has removed what was written", str(staging))
     if staging.parent == target:
         beside_tag = [entry.name for entry in new.iterdir() if entry.name != tag]
-        put_in_place(new / tag, target / tag)
+        try:
+            put_in_place(new / tag, target / tag)
+        except OSError:
+            with suppress(OSError):
+                put_back(new, target / tag)
+            raise
         flush(target)
         for name in beside_tag:
             os.replace(new / name, target / name)

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.store.in_time import doing_now, unless_idle
-from lightning_smartinfinity.zero3.checkpoints.flushed_file import create
+from lightning_smartinfinity.store.in_time import doing_now, unless_idle, when_returned
 from lightning_smartinfinity.zero3.checkpoints.trust import load_without_memory, require_file
 from lightning_smartinfinity.zero3.untyped import Pickled
 
@@ -154,7 +153,7 @@ class TensorFile:
         """Close the file; idempotent."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            os.close(descriptor)
+            when_returned(partial(os.close, descriptor))
 
     def stream(self, tensors: Sequence[torch.Tensor]) -> TensorStream:
         """Return a stream over consecutive contiguous fp32 tensors of :attr:`state`."""
@@ -300,9 +299,9 @@ def saved_with_room(state: object, path: Path) -> TensorFile:
 
 
 def _save_without_data(state: object, path: Path) -> None:
-    os.close(create(path))  # torch would keep the interpreter's lock while a disk does not answer
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(state, path)
+    # Given the path, torch would keep the interpreter's lock while a disk does not answer.
+    with torch.serialization.skip_data(materialize_fake_tensors=True), open(path, "wb") as file:
+        torch.save(state, file)
 
 
 def check_records(path: Path, *, tensors: bool, remedy: str = "Use another checkpoint.") -> None:
@@ -315,7 +314,12 @@ def check_records(path: Path, *, tensors: bool, remedy: str = "Use another check
 
     Raises:
         CheckpointError: A checksum is wrong, ``torch.save`` did not write the file, or this user may not read it.
+        StorageTimeoutError: The disk does not answer.
     """
+    unless_idle(partial(_check_records, path, tensors=tensors, remedy=remedy), doing="Reading", path=path)
+
+
+def _check_records(path: Path, *, tensors: bool, remedy: str) -> None:
     require_file(path)
     try:
         with zipfile.ZipFile(path) as archive:

@@ -77,15 +77,11 @@ def load_file(file: str | Path, **options: Any) -> Pickled:
         CheckpointError: It holds types that need consent; the message lists them. Nothing was loaded.
         Exception: It is damaged, or cannot be read.
     """
-    return load_by(partial(_load, **options), file)
+    return _unless_idle(partial(load_by, partial(_load, **options), file), file)
 
 
 def load_by(load: Callable[..., Pickled], file: str | Path) -> Pickled:
     """Load a file like :func:`load_file` by another function, which takes its path and ``weights_only``."""
-    return _unless_idle(partial(_load_by, load, file), file)
-
-
-def _load_by(load: Callable[..., Pickled], file: str | Path) -> Pickled:
     require_file(file)
     with _naming_types(file), harmless_types():
         return with_arrays(load(file, weights_only=_restricts()))
