@@ -53,6 +53,7 @@ def test_name_is_known_without_autoload_once_the_package_is_imported(tmp_path: P
     assert fresh_python(IS_REGISTERED, *imports, cwd=tmp_path, autoload=False).strip() == REGISTERED_LAZILY
 
 
+@pytest.mark.long
 def test_without_autoload_the_import_of_the_package_registers_the_name(tmp_path: Path) -> None:
     """Where torch may not load plugins, the name is unknown until the package is imported, even after Lightning."""
     code = "import lightning" + IS_REGISTERED + "import lightning_smartinfinity" + IS_REGISTERED

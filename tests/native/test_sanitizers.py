@@ -19,7 +19,7 @@ ALL_PROGRAMS = (*PROGRAMS, "stress_card", "stress_formats")
 @pytest.mark.parametrize(
     ("sanitizers", "programs", "num_seeds"),
     [
-        pytest.param("thread", PROGRAMS, 20, id="thread"),
+        pytest.param("thread", PROGRAMS, 20, id="thread", marks=pytest.mark.long),
         # There are no threads in stress_formats, but its scenarios take no time.
         pytest.param("thread", ALL_PROGRAMS, 200, id="thread, all", marks=pytest.mark.long),
         pytest.param("address,undefined", ALL_PROGRAMS, 200, id="address, all", marks=pytest.mark.long),

@@ -96,7 +96,7 @@ def main() -> None:
     except BaseException as error:
         if file == "all":
             assert strategy._parameters is not None
-            for close in (lambda: strategy._close_state(since="the end"), strategy._parameters.close):
+            for close in (lambda: strategy._close_state(since="the end"), lambda: strategy._parameters.leave(strategy)):
                 with suppress(StorageTimeoutError):
                     close()
         told = {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - disk.since}

@@ -49,9 +49,8 @@ SHORT = {
     (Place("state", "threads", "backward"), "lost"),
     (Place("state", "plain", "forward"), "torn write"),
     (Place("state", "threads", "none", crowded=True), "hung write"),
-    (Place("gradients", CARD, "none"), "lost"),
 }
-"""The cases that `make test` runs: each fault that could be silent, and each engine and overlap once."""
+"""The cases that `make test` runs: each fault that could be silent, and each engine and overlap of the host once."""
 
 
 def _case(place: Place, fault: str) -> Any:

@@ -49,6 +49,7 @@ from lightning_smartinfinity.zero3.checkpoints.scrub import scrub_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
 from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import save_of_two
@@ -276,8 +277,9 @@ def test_a_conversion_waits_for_no_disk_without_a_limit(tmp_path: Path, disk: Di
     disk.answer()
 
 
+@pytest.mark.parametrize("long", long_but([False], [False, True]), ids=["last calls", "first and last calls"])
 def test_a_save_of_a_training_on_a_disk_that_does_not_answer(
-    trained: Any, tmp_path: Path, disk: Disk, attack: Attack, monkeypatch: pytest.MonkeyPatch
+    trained: Any, tmp_path: Path, disk: Disk, attack: Attack, monkeypatch: pytest.MonkeyPatch, long: bool
 ) -> None:
     """Whichever call hangs, the first or the last of its kind, the save ends in time with path and seconds.
 
@@ -305,7 +307,8 @@ def test_a_save_of_a_training_on_a_disk_that_does_not_answer(
     before, met = names_of_whole(path), []
     assert all(counts[f"{module.__name__}.{name}"] for module, name in FILE_CALLS), " ".join(sorted(counts))
     for module, name in FILE_CALLS:
-        for number in sorted({1, called[f"{module.__name__}.{name}"]} if called[f"{module.__name__}.{name}"] else ()):
+        last = called[f"{module.__name__}.{name}"]
+        for number in sorted({1, last} if long else {last}) if last else ():
             with monkeypatch.context() as patch:
                 hanging, calls = Disk(patch, tmp_path / "stat"), itertools.count(1)
                 hanging.hang(module, name, when=lambda *_, calls=calls, number=number: next(calls) == number)

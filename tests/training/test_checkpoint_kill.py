@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers.attacks import Attack
 from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.long_cases import long_but
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.training.killed_save_worker import CODEC, RECIPE, TRANSFER
 from tests.training.worker import REPOSITORY, Run, train
@@ -40,7 +41,7 @@ def content(checkpoint: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.filterwarnings("ignore:.*is predicted to bring no gain")
-@pytest.mark.parametrize(("devices", "when"), [(1, "removing"), (2, "writing")])
+@pytest.mark.parametrize(("devices", "when"), long_but([(2, "writing")], [(1, "removing"), (2, "writing")]))
 def test_a_killed_save_leaves_a_whole_checkpoint(devices: int, when: str, tmp_path: Path, attack: Attack) -> None:
     """A kill during writing leaves the old checkpoint byte for byte.
 

@@ -28,6 +28,7 @@ from torch.utils.data import (
 
 from lightning_smartinfinity.resume.loader_position import begin_epoch, keeping_position
 from lightning_smartinfinity.resume.typed_json import decode, encode
+from tests.helpers.long_cases import long_but
 
 NUM_SAMPLES = 11
 NUM_EPOCHS = 3
@@ -279,7 +280,7 @@ def check_every_stop(make: Callable[[], DataLoader[Any]], *, drains: bool, every
 
 
 @pytest.mark.parametrize("drains", [False, True], ids=["by length", "to the end"])
-@pytest.mark.parametrize("data", [Plain, Noisy])
+@pytest.mark.parametrize("data", long_but([Noisy], [Plain, Noisy]))
 @pytest.mark.parametrize("name", LOADERS)
 def test_goes_on_after_every_batch(name: str, data: type[Plain], drains: bool) -> None:
     """The rest of the epoch and the next epochs are those of a run that never stopped, as are all random draws."""

@@ -13,6 +13,7 @@ import pytest
 from lightning.pytorch import callbacks
 from torch.optim import lr_scheduler
 
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 
@@ -101,7 +102,7 @@ def states_of(trainer: pl.Trainer) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("kind", long_but(["LambdaLR of an object"], SCHEDULERS))
 def test_a_resume_restores_what_callbacks_and_schedulers_keep(kind: str, tmp_path: Path) -> None:
     """A fit that resumes by default ends in the states of callbacks, rates and losses of one that ran through."""
     whole, module = trainer_of(tmp_path / "whole", 3), Scheduled(kind, rate=np.float32(0.5))

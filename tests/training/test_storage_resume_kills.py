@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "compressed": {"options": {"compression": {"ratio": 0.1}, "overlap": "backward", "state_format": "int8"}},
     "DRAM tier": {"options": {"overlap": "forward"}, "transfer": {"dram_cache_bytes": 100_000, "durability": "power"}},
 }
-SHORT = {"forward": 10, "two processes": 10}
+SHORT = {"forward": 16, "two processes": 4}
 NUM_LONG = 25  # kills of each case: 200 in all
 MOMENTS = {"start": 1.2, "batch start": 0.03, "step": 0.03, "batch end": 0.03, "save": 0.1, "growth": 0.01}
 """Moments, and how many seconds later a kill comes at most."""

@@ -14,6 +14,7 @@ from lightning_smartinfinity.transfer import submissions
 from lightning_smartinfinity.transfer.step_plan import StepPlan
 from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.interrupts import Interrupt
+from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
 from tests.transfer.harness import Case, Run, running
 from tests.xrt.cards import EmulatedCards
@@ -24,7 +25,7 @@ CASE = Case(dtype=torch.bfloat16, num_devices=2, shapes=((9_000, 0, 0, 0), (6_00
 MODULES = (device, worker, host, submissions)
 
 
-@pytest.mark.parametrize(("incremental", "goes_on"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("incremental", "goes_on"), long_but([(True, False)], [(False, True), (True, False)]))
 def test_on_every_line(tmp_path: Path, emulated_cards: EmulatedCards, incremental: bool, goes_on: bool) -> None:
     """An interrupted step is continued, or rolled back and redone; then every byte is as on the host."""
     with (

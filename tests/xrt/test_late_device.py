@@ -16,6 +16,7 @@ from lightning_smartinfinity.devices.smartssd import SmartSSDDevice
 from lightning_smartinfinity.devices.smartssd import worker as worker_module
 from lightning_smartinfinity.native import Pipeline
 from tests.helpers.card_runs import cards, same_as_host, settled_host
+from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import Hold
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that, lenient
@@ -169,7 +170,7 @@ def test_a_hundred_writes_that_do_not_return(
     both.fail(LateWrite(emulated_cards), work)
 
 
-@pytest.mark.parametrize("route", ["host", "storage"])
+@pytest.mark.parametrize("route", long_but(["storage"], ["host", "storage"]))
 def test_a_hundred_allocations_that_fail(tmp_path: Path, emulated_cards: EmulatedCards, route: str) -> None:
     """A failed allocation stops the training and leaves nothing allocated; a new one then gives the host's bits."""
     device = cards(emulated_cards.build.xclbin, gradient_route=route)

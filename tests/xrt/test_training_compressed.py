@@ -11,6 +11,7 @@ import pytest
 from lightning_smartinfinity import BlockScaled, SmartInfinityStrategy, TopK
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.update_rules import RULES
+from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import fit
 from tests.training.test_compression import select_on_cpu
@@ -35,13 +36,16 @@ def compressed_on_host(root: Path, codec: GradientCodec) -> SmartInfinityStrateg
 @pytest.mark.parametrize("route", ["host", "storage"])
 @pytest.mark.parametrize(
     ("name", "precision", "codec"),
-    [
-        ("AdamW", "bf16-mixed", "top"),
-        ("AdamW", "16-mixed", "top"),
-        *((rule.optimizers[0], "32-true", "top") for rule in RULES),
-        ("AdamW", "bf16-mixed", "8 bits"),
-        ("SGD", "32-true", "8 bits alone"),
-    ],
+    long_but(
+        [("AdamW", "bf16-mixed", "top"), ("AdamW", "bf16-mixed", "8 bits"), ("SGD", "32-true", "8 bits alone")],
+        [
+            ("AdamW", "bf16-mixed", "top"),
+            ("AdamW", "16-mixed", "top"),
+            *((rule.optimizers[0], "32-true", "top") for rule in RULES),
+            ("AdamW", "bf16-mixed", "8 bits"),
+            ("SGD", "32-true", "8 bits alone"),
+        ],
+    ),
 )
 def test_trains_as_on_the_host(
     emulated_cards: EmulatedCards, tmp_path: Path, name: str, precision: str, codec: str, route: str

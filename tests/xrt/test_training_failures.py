@@ -98,7 +98,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Failing:
     return on_host(tmp_path_factory.mktemp("host"))
 
 
-USUAL = {("lost", "backward"), ("hang", "forward"), ("error", "none")}
+USUAL = {("lost", "backward"), ("hang", "forward")}
 
 
 @pytest.mark.parametrize(
