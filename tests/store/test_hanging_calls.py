@@ -130,6 +130,7 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Disk]:
+    native.take_back_ask_to_end()  # which an earlier test's interrupt has left
     disk = Disk(monkeypatch, tmp_path / "stat")
     yield disk
     disk.answer()

@@ -58,7 +58,8 @@ def test_every_interruption(how: str, step: int, settings: dict[str, Any], tmp_p
     code, output = run(tmp_path / "broken", kill_at=how, kill_step=step, kill_rank=last, **settings)
     assert not (tmp_path / "broken" / "end-0.json").exists(), output[-2000:]
     killed = how.startswith("kill")
-    assert output.count("run it again with trainer.fit(..., ckpt_path='storage')") == (0 if killed else 1)
+    told = output.count("run it again with trainer.fit(..., ckpt_path='storage')")
+    assert told == (0 if killed else 1) or (killed and last and told == 1)  # by a rank that misses the killed one
     code, output = run(tmp_path / "broken", resume=True, seed=9, **settings)
     assert code == 0, output[-4000:]
     assert_same(tmp_path / "broken", tmp_path / "straight", devices=settings.get("devices", 1))

@@ -225,9 +225,7 @@ def test_what_a_killed_conversion_left_is_removed(
         raise RuntimeError("killed")
 
     with monkeypatch.context() as patched:
-        patched.setattr(
-            "lightning_smartinfinity.zero3.checkpoints.universal_conversion.shutil.rmtree", lambda *_, **__: None
-        )
+        patched.setattr("lightning_smartinfinity.store.staging_folder._remove_tree", lambda _: None)
         patched.setattr("lightning_smartinfinity.zero3.checkpoints.universal_conversion._write_rest", killed)
         with pytest.raises(CheckpointError, match="killed"):
             convert_checkpoint(checkpoint, tmp_path / "new")

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, PARAM_SHAPES
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, SmartInfinityError
+from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import restore_interrupted
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE, SAVE_ID
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import check_records
@@ -60,12 +62,16 @@ def folder_to_resume(path: str | Path, *, engine: PortableEngine) -> tuple[Path,
     Raises:
         CheckpointError: There is none, it is not whole, or it was saved in another precision.
     """
-    folder, same = Path(path), True
+    folder, num_saved = Path(path), 0
+
+    def look() -> tuple[Path, int]:
+        found = _checked_folder(path, engine)
+        require_latest(found)
+        return found, len(optimizer_files(found))
+
     with raising_together(), reading_checkpoint(path):
-        folder = _checked_folder(path, engine)
-        require_latest(folder)
-        same = len(optimizer_files(folder)) == dist.get_world_size()
-    return folder, all(gather(same, None))
+        folder, num_saved = unless_idle(look, doing="Looking at", path=folder)
+    return folder, all(gather(num_saved == dist.get_world_size(), None))
 
 
 def check_checkpoint(
@@ -104,7 +110,7 @@ def check_weights(path: str | Path, *, engine: PortableEngine) -> Path:
     """
     folder = Path(path)
     with raising_together(), reading_checkpoint(path):
-        folder = _checked_folder(path, engine)
+        folder = unless_idle(partial(_checked_folder, path, engine), doing="Looking at", path=folder)
         _check_own_share(folder)
     return folder
 
@@ -281,7 +287,8 @@ def _check_same_world_size(states: SavedState, folder: Path) -> None:
 
 def _check_own_share(folder: Path) -> None:
     # One rank verifies each file, but not the tensors of optimizer states, which are verified when they are read.
-    for file in sorted(folder.glob("*.pt"))[dist.get_rank() :: dist.get_world_size()]:
+    files = unless_idle(lambda: sorted(folder.glob("*.pt")), doing="Looking at", path=folder)
+    for file in files[dist.get_rank() :: dist.get_world_size()]:
         check_records(file, tensors=not file.match(_OPTIMIZER_FILES))
         check_plain(file)
 
