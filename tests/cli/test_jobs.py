@@ -123,7 +123,7 @@ def test_verify_of_what_cannot_be_read(
 def test_folders_that_may_not_be_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a rank's folder that this user may not open nobody knows use, size and age: none of them is made up."""
+    """The list makes up no use, size or age for a rank's folder that this user may not open."""
     left(tmp_path)
     monkeypatch.setattr(jobs, "open_rank_folder", refuse)
     assert main(["jobs", str(tmp_path)]) == 0

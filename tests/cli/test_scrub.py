@@ -222,7 +222,7 @@ def test_a_checkpoint_that_may_not_be_read(
 def test_damage_is_told_beside_a_file_that_may_not_be_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is damaged is told with status 1, and what may not be read beside it."""
+    """The status is 1, and the command names the damaged file and the unreadable one."""
     path = checkpoint(tmp_path)
     secret, damaged = sorted(path.rglob("*.pt"))[:2]
     before = damaged.read_bytes()

@@ -408,7 +408,7 @@ def test_other_loaders_are_left_alone(loader: Any) -> None:
 
 @pytest.mark.parametrize("kind", [DataLoader, Doubling])
 def test_a_loader_looks_as_before(kind: type[DataLoader[Any]]) -> None:
-    """Its class has the same name and is a subclass, which is made once. Its length and options stay."""
+    """The loader keeps its length and options. Its class becomes a subclass of the same name, which is made once."""
     loader, other = kind(Plain(), 3), kind(Plain(), 3)
     assert keeping_position(keeping_position(loader)) is loader
     assert isinstance(loader, kind)

@@ -202,7 +202,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_loaded(
 def test_a_value_that_is_read_wrongly_when_it_is_loaded(
     two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Attack
 ) -> None:
-    """What a load reads is compared with the checksums that were found when the whole file was verified."""
+    """A load compares what it reads with the checksums that it found when it verified the whole file."""
     attack("bit flip in a checkpoint between check and load", tries=1, outcome="CheckpointError")
     folder = shutil.copytree(two, tmp_path / "copy")
     check = ZeroFolder.check_arrays

@@ -313,7 +313,7 @@ def test_a_folder_that_another_save_made_meanwhile(tmp_path: Path, monkeypatch: 
 
 
 def test_a_leftover_without_a_mark_of_two_saves_at_once(tmp_path: Path) -> None:
-    """What saves of older versions have left is removed if it holds files of checkpoints only; else it is refused."""
+    """A save removes leftovers of older versions that hold files of checkpoints only, and refuses others."""
     path = tmp_path / "a.ckpt"
     save(path, "old")
     leftover = path / ".saving" / "new" / TAG
