@@ -10,9 +10,10 @@ from __future__ import annotations
 import _thread
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -46,6 +47,7 @@ class _Call(Generic[T]):
         undo: Callable[[T], object] | None = None,
     ) -> None:
         self.function = function
+        self._context = copy_context()  # io_limit, and what a user has consented to
         self.renews = renews
         self._undo = undo
         self._lock = threading.Lock()
@@ -53,6 +55,7 @@ class _Call(Generic[T]):
         self._error: BaseException | None = None
         self._given_up = False
         self.path = path
+        self.began = time.monotonic()
         self.returned = threading.Event()
         self.num_steps = 0
         self.now = (doing, path)
@@ -64,7 +67,7 @@ class _Call(Generic[T]):
             _own.call = self
             self.step(*self.now)
             self.require_wanted()
-            self._result.append(self.function())
+            self._result.append(self._context.run(self.function))
         except BaseException as error:
             self._error = error
         with self._lock:
@@ -188,15 +191,16 @@ def unless_idle(
     return _made(_Call(function, doing=doing, path=path, renews=True, undo=undo), seconds)
 
 
-def when_returned(function: Callable[[], object]) -> None:
+def when_returned(function: Callable[[], object], *, since: float) -> None:
     """Call a function once every call that was given up has returned, which is now if there is none.
 
     This is for releasing what such a call may still use: a lock, a descriptor whose number another file would get.
 
     Args:
         function: The function. If it has to wait, what it raises is lost.
+        since: When that was acquired, by ``time.monotonic()``. A call that began earlier cannot use it.
     """
-    behind = [call.returned for call in _given_up if not call.returned.is_set()]
+    behind = [call.returned for call in _given_up if call.began >= since and not call.returned.is_set()]
     if not behind:
         function()
         return

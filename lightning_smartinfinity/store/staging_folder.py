@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -51,6 +52,7 @@ def locked(staging: Path, target: str | Path) -> Iterator[StagingLock]:
         StorageTimeoutError: The disk does not answer.
         OSError: The folder cannot be made or locked.
     """
+    before = time.monotonic()
     descriptor = unless_idle(partial(_acquire, staging, target), doing="Locking", path=staging, undo=os.close)
     lock = StagingLock()
     try:
@@ -65,7 +67,7 @@ def locked(staging: Path, target: str | Path) -> Iterator[StagingLock]:
                 with suppress(StorageTimeoutError):
                     unless_idle(partial(_remove, staging), doing="Removing", path=staging)
         finally:
-            when_returned(partial(os.close, descriptor))
+            when_returned(partial(os.close, descriptor), since=before)
 
 
 def remove_leftover(staging: Path) -> None:

@@ -42,6 +42,7 @@ from lightning_smartinfinity.store import (
 )
 from lightning_smartinfinity.store.in_time import doing_now, io_limit, unless_idle
 from lightning_smartinfinity.store.replacement import flush_tree
+from lightning_smartinfinity.store.staging_folder import locked
 from lightning_smartinfinity.zero3 import engine
 from lightning_smartinfinity.zero3.checkpoints import folder_swap, tensor_file
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing, restore_interrupted
@@ -502,6 +503,17 @@ def test_another_disk_beside_one_that_does_not_answer(
     assert unless_idle(lambda: 7, doing="Looking at", path=second) == 7
     with pytest.raises(StorageTimeoutError, match="has not answered an earlier call"):
         unless_idle(lambda: 7, doing="Looking at", path=first)
+
+
+def test_a_save_after_a_disk_that_does_not_answer(tmp_path: Path, disk: Disk) -> None:
+    """A call that was given up on another disk keeps no lock of a later save."""
+    with pytest.raises(StorageTimeoutError):
+        unless_idle(disk.answers.wait, doing="Reading", path=tmp_path / "other" / "a", seconds=SECONDS)
+    with locked(tmp_path / "staging", tmp_path / "target") as lock:
+        lock.leaves_content = True
+    with locked(tmp_path / "staging", tmp_path / "target"):
+        pass
+    assert not (tmp_path / "staging").exists()
 
 
 def test_what_comes_too_late_is_undone(tmp_path: Path, disk: Disk) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from functools import partial
 from pathlib import Path
 from typing import IO, cast
@@ -65,6 +66,7 @@ class _Output(io.RawIOBase):
         self._path = path
         self._advance = advance
         self._left = total_bytes
+        self._before = time.monotonic()
         self._descriptor = unless_idle(partial(_create, path), doing="Creating", path=path, undo=os.close)
         self.error: BaseException | None = None
 
@@ -94,5 +96,5 @@ class _Output(io.RawIOBase):
     @override
     def close(self) -> None:
         if not self.closed:
-            when_returned(partial(os.close, self._descriptor))
+            when_returned(partial(os.close, self._descriptor), since=self._before)
         super().close()

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 import zipfile
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextvars import copy_context
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -137,8 +137,8 @@ class TensorFile:
         self._path = path
         self._writable = writable
         self._cached_bytes, self._descriptor = 0, -1
-        # What a user has consented to is in the context.
-        unless_idle(partial(copy_context().run, self._open), doing="Opening", path=path, undo=lambda _: self.close())
+        self._before = time.monotonic()
+        unless_idle(self._open, doing="Opening", path=path, undo=lambda _: self.close())
 
     def _open(self) -> None:
         self.state: Pickled = load_without_memory(self._path, written_here=self._writable)
@@ -153,7 +153,7 @@ class TensorFile:
         """Close the file; idempotent."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            when_returned(partial(os.close, descriptor))
+            when_returned(partial(os.close, descriptor), since=self._before)
 
     def stream(self, tensors: Sequence[torch.Tensor]) -> TensorStream:
         """Return a stream over consecutive contiguous fp32 tensors of :attr:`state`."""

@@ -15,7 +15,7 @@ import stat
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +77,7 @@ def load_file(file: str | Path, **options: Any) -> Pickled:
         CheckpointError: It holds types that need consent; the message lists them. Nothing was loaded.
         Exception: It is damaged, or cannot be read.
     """
-    return _unless_idle(partial(load_by, partial(_load, **options), file), file)
+    return unless_idle(partial(load_by, partial(_load, **options), file), doing="Reading", path=Path(file))
 
 
 def load_by(load: Callable[..., Pickled], file: str | Path) -> Pickled:
@@ -119,12 +119,7 @@ def load_without_memory(file: Path, *, written_here: bool = False) -> Pickled:
         with FakeTensorMode(), door(False, consent="") if written_here else nullcontext():
             return load_file(file)
 
-    return _unless_idle(load, file)
-
-
-def _unless_idle(load: Callable[[], Pickled], file: str | Path) -> Pickled:
-    # What a user has consented to is in the context.
-    return unless_idle(partial(copy_context().run, load), doing="Reading", path=Path(file))
+    return unless_idle(load, doing="Reading", path=Path(file))
 
 
 def require_file(path: str | Path) -> None:

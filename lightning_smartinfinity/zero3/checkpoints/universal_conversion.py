@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -88,13 +87,12 @@ def _convert(checkpoint: str | Path, into: str | Path, show: Show) -> None:
         state = _read(partial(_optimizer_state, source), source.path)
         save_flushed(state, folder / "zero" / "optimizer_state.pt")
         note = partial(_write_rest, source, folder, into)
-        unless_idle(partial(copy_context().run, note), doing="Writing", path=folder)
+        unless_idle(note, doing="Writing", path=folder)
 
 
 def _read(read: Callable[[], T], path: Path) -> T:
     """Return what a function reads from the source, unless its disk does not answer."""
-    # What a user has consented to is in the context.
-    return unless_idle(partial(copy_context().run, read), doing="Reading", path=path)
+    return unless_idle(read, doing="Reading", path=path)
 
 
 def _checked_source(checkpoint: str | Path) -> ZeroFolder:
