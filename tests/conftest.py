@@ -14,6 +14,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 
 from tests.helpers.attacks import PROPERTY, Attack
+from tests.helpers.processes import start_server
 from tests.helpers.runif import is_allowed
 
 # This precedes every import of a library that would look for files or versions on the network.
@@ -43,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_FORBIDDEN_SKIPS] = []
     config.stash[_SHARED_BEFORE] = _shared_buffers()
     config.pluginmanager.register(_SkipWatch(config.stash[_FORBIDDEN_SKIPS]))
+    if config.getoption("numprocesses", None):
+        start_server()  # one for all workers
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,9 +1,13 @@
-"""Forks processes that have everything imported: ``python -m tests.helpers.fork_server DESCRIPTOR``.
+"""Forks processes that have everything imported: ``python -m tests.helpers.fork_server SOCKET``.
 
 Importing torch, Lightning and DeepSpeed takes several seconds, most of the time of a small training in its own process.
-The server imports them once, does nothing else, and forks for every job that arrives on its socket (a line of JSON,
-answered by the exit status). A forked process starts with the server's memory, in which nothing was computed. It runs
-the module as ``python -m`` does and ends as an interpreter does.
+The server imports them once, does nothing else, and forks for every process that connects to its socket. This fork
+first sends its number, and then forks for every job that arrives (a line of JSON, answered by the exit status). The
+server ends when its standard input does.
+
+The process of a job starts with the server's memory, in which nothing was computed. It runs the module as ``python -m``
+does. In the end it waits for threads and calls what ``atexit`` has, as an interpreter does, but takes no module apart,
+which would take as long as a small training and copy the server's memory.
 
 Ranks learn their numbers from the environment, as under torchrun. They share one hash seed, unlike interpreters that
 Lightning starts.
@@ -11,15 +15,18 @@ Lightning starts.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
-from typing import Any
+import threading
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -46,17 +53,38 @@ PRELOADED = (
 
 
 def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
-    for name in PRELOADED:
-        importlib.import_module(name)
-    # Garbage collection in the forked processes then leaves these pages alone, so they stay shared.
-    gc.collect()
-    gc.freeze()
-    job = _serve(control)
+    # Clients may connect from now on; they are answered when everything is imported.
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(sys.argv[1])
+        listener.listen()
+        for name in PRELOADED:
+            importlib.import_module(name)
+        # Garbage collection in the forked processes then leaves these pages alone, so they stay shared.
+        gc.collect()
+        gc.freeze()
+        control = _accept(listener)
+    job = None if control is None else _serve(control)
     if job is not None:
-        control.close()
         sys.argv[1:] = job["arguments"]
         runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
+    _end()
+
+
+def _accept(listener: socket.socket) -> socket.socket | None:
+    """Fork for each client. Return its socket in the forked process, and None in the server when it is to end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those processes
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
+            return None
+        client, _ = listener.accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            client.sendall(f"{os.getpid()}\n".encode())
+            return client
+        client.close()
 
 
 def _serve(control: socket.socket) -> dict[str, Any] | None:
@@ -67,6 +95,7 @@ def _serve(control: socket.socket) -> dict[str, Any] | None:
             ranks = set()
             for environment in job["environments"]:
                 if (rank := os.fork()) == 0:
+                    control.close()
                     _become(job, environment)
                     return job
                 ranks.add(rank)
@@ -83,6 +112,14 @@ def _become(job: dict[str, Any], environment: dict[str, str]) -> None:
     rank_zero_only.rank = int(environment.get("RANK", "0"))  # as Lightning finds it when it is imported
     np.random.seed()
     torch.seed()
+
+
+def _end() -> NoReturn:
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _wait(ranks: set[int]) -> int:

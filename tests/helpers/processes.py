@@ -6,24 +6,29 @@ import atexit
 import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
-
 from tests.helpers.fresh_python import fresh_environment
-from tests.helpers.waiting import LIMIT, PROCESS_LIMIT
+from tests.helpers.waiting import PROCESS_LIMIT, await_that
 
-__all__ = ["REPOSITORY", "environments_of", "run_module"]
+__all__ = ["REPOSITORY", "environments_of", "run_module", "start_server"]
+
+_SOCKET = "SMART_INFINITY_TEST_FORK_SERVER"  # in the environment: the path of the server's socket
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def run_module(module: str, *arguments: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+def run_module(
+    module: str, *arguments: str | Path, ranks: int = 1, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run ``python -m module arguments`` in forked processes (see :mod:`tests.helpers.fork_server`).
 
     This is for runs on the CPU that test neither the imports nor the launcher.
@@ -32,17 +37,18 @@ def run_module(module: str, *arguments: str | Path, ranks: int = 1) -> subproces
         module: A module of the repository.
         *arguments: Its arguments.
         ranks: Processes; more than one find each other as if torchrun had started them.
+        env: Further environment variables, which nothing reads as it is imported.
     """
     command = [module, *map(str, arguments)]
     with tempfile.NamedTemporaryFile("r") as stdout, tempfile.NamedTemporaryFile("r") as stderr:
         job = {
             "module": module,
             "arguments": command[1:],
-            "environments": environments_of(ranks),
+            "environments": [{**of_rank, **(env or {})} for of_rank in environments_of(ranks)],
             "stdout": stdout.name,
             "stderr": stderr.name,
         }
-        status = _server().run(job)
+        status = _client().run(job)
         return subprocess.CompletedProcess(command, status, stdout.read(), stderr.read())
 
 
@@ -50,51 +56,70 @@ def environments_of(ranks: int) -> list[dict[str, str]]:
     """Return the environments of ranks that find each other as if torchrun had started them."""
     if ranks == 1:
         return [fresh_environment()]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port()), "WORLD_SIZE": str(ranks)}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     return [
         {**fresh_environment(), **group, "NODE_RANK": "0", "RANK": str(rank), "LOCAL_RANK": str(rank)}
         for rank in range(ranks)
     ]
 
 
-class _Server:
-    """A fork server and the socket to it; ends with this process."""
+def start_server() -> None:
+    """Start the server from which this process, and those that it starts, fork; it ends with this process."""
+    folder = tempfile.mkdtemp(prefix="fork-server-")
+    path = Path(folder, "socket")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.helpers.fork_server", path],
+        cwd=REPOSITORY,
+        # Before a fork there may be no threads, and DeepSpeed chooses an accelerator as it is imported.
+        env={**fresh_environment(), "OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        stdin=subprocess.PIPE,
+    )
+    os.environ[_SOCKET] = str(path)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(process.kill)
+
+
+class _Client:
+    """A connection to the server; what was forked for it ends with this process."""
 
     def __init__(self) -> None:
-        self._control, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.fork_server", str(theirs.fileno())],
-            cwd=REPOSITORY,
-            # Before a fork there may be no threads, and DeepSpeed chooses an accelerator as it is imported.
-            env={**fresh_environment(), "OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
+        if _SOCKET not in os.environ:
+            start_server()
+        self._control = socket.socket(socket.AF_UNIX)
+        await_that(self._connects)
+        self._control.settimeout(PROCESS_LIMIT)
+        self._lines = self._control.makefile("rw")
+        self._group = int(self._lines.readline())
         atexit.register(self.kill)
 
-    def run(self, job: dict[str, object]) -> int:
-        """Run a job and return its exit status. If it takes too long, kill the server and all that it forked."""
-        self._control.settimeout(PROCESS_LIMIT)
+    def _connects(self) -> bool:
         try:
-            with self._control.makefile("rw") as lines:
-                print(json.dumps(job), file=lines, flush=True)
-                return int(lines.readline())
+            self._control.connect(os.environ[_SOCKET])
+        except (FileNotFoundError, ConnectionRefusedError):  # the server has just been started
+            return False
+        return True
+
+    def run(self, job: dict[str, object]) -> int:
+        """Run a job and return its exit status. If it takes too long, kill all that was forked."""
+        try:
+            print(json.dumps(job), file=self._lines, flush=True)
+            return int(self._lines.readline())
         except BaseException:
             self.kill()
-            _server.cache_clear()
+            _client.cache_clear()
             raise
 
     def kill(self) -> None:
-        """Kill the server and all that it forked at once."""
+        """Kill all that was forked for this process."""
         atexit.unregister(self.kill)
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(LIMIT)
+        with suppress(ProcessLookupError):
+            os.killpg(self._group, signal.SIGKILL)
         self._control.close()
 
 
 @functools.cache
-def _server() -> _Server:
-    """Return the server of this process, which is started when first needed."""
-    return _Server()
+def _client() -> _Client:
+    """Return the connection of this process, which is made when first needed."""
+    return _Client()

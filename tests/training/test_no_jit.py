@@ -14,8 +14,9 @@ def test_training_compiles_nothing(tmp_path: Path) -> None:
     cache.mkdir()
     tools = dict.fromkeys(("CC", "CXX", "CUDAHOSTCXX"), "/nonexistent")
     (outcome,) = launch(
-        Run(out=str(tmp_path / "run"), recipe=Recipe(precision="bf16-mixed", max_steps=2), devices=2),
+        Run(out=str(tmp_path / "run"), recipe=Recipe(precision="bf16-mixed", max_steps=2)),
         env={**tools, "TORCH_EXTENSIONS_DIR": str(cache)},
+        anew=True,
     )
     assert len(outcome.losses) == 2
     assert not list(cache.iterdir())

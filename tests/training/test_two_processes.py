@@ -86,7 +86,7 @@ def trained(root: Path) -> dict[str, Outcome]:
     recipes = {**SCENARIOS, **NOT_FINITE}
     runs = [_run(root / name, recipe) for name, recipe in recipes.items()]
     straight = dataclasses.replace(_run(root / "straight", RESUMED), save_at=(3,))
-    outcomes = launch(*runs, straight, env={"PYTHONHASHSEED": "random"})
+    outcomes = launch(*runs, straight, env={"PYTHONHASHSEED": "random"}, anew=True)
     return dict(zip([*recipes, "straight"], outcomes, strict=True))
 
 

@@ -55,25 +55,28 @@ class Outcome:
     output: str
 
 
-def launch(*runs: Any, env: dict[str, str] | None = None, worker: str = "tests.training.worker") -> list[Outcome]:
+def launch(
+    *runs: Any, env: dict[str, str] | None = None, anew: bool = False, worker: str = "tests.training.worker"
+) -> list[Outcome]:
     """Train runs in turn in fresh processes and return rank 0's result of each.
 
     All runs must use the same number of devices.
 
     Args:
         *runs: Runs of the dataclass that the worker parses.
-        env: Further environment variables. With any, and on a GPU, every process is a new interpreter and Lightning
-            starts the other ranks. Otherwise the processes are forked.
+        env: Further environment variables.
+        anew: Whether every process is a new interpreter and Lightning starts the other ranks, as always on a GPU.
+            Otherwise the processes are forked.
         worker: Module to run.
     """
     assert len({run.devices for run in runs}) == 1
     config = Path(runs[0].out) / "runs.json"
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(json.dumps([dataclasses.asdict(run) for run in runs]))
-    if env or runs[0].accelerator != "cpu":
+    if anew or runs[0].accelerator != "cpu":
         done = _run_anew(worker, config, env or {})
     else:
-        done = run_module(worker, config, ranks=runs[0].devices)
+        done = run_module(worker, config, ranks=runs[0].devices, env=env)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     return [_outcome(Path(run.out), output) for run in runs]
