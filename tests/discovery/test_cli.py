@@ -134,6 +134,7 @@ def test_wrong_setting_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "storages" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_name_without_importing_the_package(tmp_path: Path) -> None:
     """A command that does not import this package trains by the strategy's name alone."""
     code = """

@@ -95,6 +95,7 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Settings of ZeRO-3 go into zero={...}" in answer_to(bf16=True)
 
 
+@pytest.mark.long
 def test_transformers_is_imported_for_wrong_options_only(tmp_path: Path) -> None:
     """It takes seconds, and settings need none of it. DeepSpeed is not imported for either."""
     code = """

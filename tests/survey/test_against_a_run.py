@@ -23,6 +23,8 @@ from tests.helpers.waiting import PROCESS_LIMIT
 BENCHMARK = REPOSITORY / "benchmarks" / "plan.py"
 BATCH, SEQ = 1, 256
 SIZE = "60M"
+pytestmark = pytest.mark.long
+
 MISSING = 40e6  # bytes that a plan may leave out; a 16-bit copy of the model has 120e6
 SPARE = 140e6  # bytes that a plan may count without need: not all buffers are full in every phase
 IMPORTS = 120e6  # bytes; builds of Python differ by 80e6 in what a process maps
@@ -31,7 +33,7 @@ IMPORTS = 120e6  # bytes; builds of Python differ by 80e6 in what a process maps
 RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 17)}
 
 
-@pytest.fixture(scope="module", params=["none", pytest.param("nvme", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["none", "nvme"])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Training, Any, Any, Any]:
     """Return the training, the model, the plan and the figures of a run."""
     folder = tmp_path_factory.mktemp("run")

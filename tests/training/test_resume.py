@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import Recipe
 from tests.training.worker import Outcome, Run, launch
 
 PRECISIONS = ["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
+FEW = ["16-true", "bf16-mixed"]
 # Some precisions use a state format, since the format must not affect the resume.
 FORMATS = {"16-true": "int8", "bf16-true": "int8_remainder", "16-mixed": "bf16"}
 
@@ -27,14 +30,16 @@ def assert_same(resumed: Outcome, straight: Outcome, *, first_loss: int) -> None
         assert resumed.extra[key] == straight.extra[key], key
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_resume_is_bit_exact_in_every_precision(devices: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("devices", "precisions"), long_but([(1, PRECISIONS), (2, FEW)], [(1, PRECISIONS), (2, FEW), (2, PRECISIONS)])
+)
+def test_resume_is_bit_exact_in_every_precision(devices: int, precisions: Sequence[str], tmp_path: Path) -> None:
     """A run that stops after three of six steps and resumes in new processes with another ring changes no bit.
 
     The run has parameter groups, a scheduler, clipping, accumulation, a parameter unused for some steps and, in fp16, a
     dynamic loss scale that skips the first steps.
     """
-    runs = [_run(tmp_path / "straight" / precision, precision, devices, save_at=(3,)) for precision in PRECISIONS]
+    runs = [_run(tmp_path / "straight" / precision, precision, devices, save_at=(3,)) for precision in precisions]
     straight = launch(*runs)
     resumed = launch(
         *(
@@ -48,7 +53,7 @@ def test_resume_is_bit_exact_in_every_precision(devices: int, tmp_path: Path) ->
             for run in runs
         )
     )
-    for precision, a, b in zip(PRECISIONS, resumed, straight, strict=True):
+    for precision, a, b in zip(precisions, resumed, straight, strict=True):
         assert_same(a, b, first_loss=3 * runs[0].recipe.accumulate)
         if precision.startswith("16"):
             assert b.extra["skipped"], "no step overflowed"
@@ -69,6 +74,7 @@ def _run(out: Path, precision: str, devices: int, *, save_at: tuple[int, ...]) -
     return Run(out=str(out), recipe=recipe, devices=devices, save_at=save_at, options=options)
 
 
+@pytest.mark.long  # as tests/training/test_two_processes.py has it for fewer precisions
 def test_two_processes_train_like_one_torch_process(tmp_path: Path) -> None:
     """Two ranks equal plain torch on the batches of both."""
     from tests.helpers import reference

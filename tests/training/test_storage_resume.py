@@ -42,12 +42,19 @@ def assert_same(folder: Path, straight: Path, *, devices: int = 1) -> None:
             marks=pytest.mark.long,
         ),
         ("kill at batch start", 0, {}),  # at the record of the fit's beginning
-        ("kill at step", 9, {"options": {"overlap": "backward"}, "trainer": {"precision": "32-true"}}),
+        pytest.param(
+            "kill at step",
+            9,
+            {"options": {"overlap": "backward"}, "trainer": {"precision": "32-true"}},
+            marks=pytest.mark.long,
+        ),
         pytest.param("kill at batch start", 8, {"trainer": {"limit_train_batches": 4}}, marks=pytest.mark.long),
         ("error at epoch end", 12, {"options": {"state_format": "int8"}, "module": {"plateau": True}}),
         pytest.param("interrupt at batch start", 7, {"transfer": {"durability": "power"}}, marks=pytest.mark.long),
         ("term at batch end", 3, {"trainer": {"accumulate_grad_batches": 2}}),
-        ("kill at batch start", 5, {"devices": 2, "options": {"overlap": "forward"}}),
+        pytest.param(
+            "kill at batch start", 5, {"devices": 2, "options": {"overlap": "forward"}}, marks=pytest.mark.long
+        ),
     ],
 )
 def test_every_interruption(how: str, step: int, settings: dict[str, Any], tmp_path: Path, attack: Attack) -> None:

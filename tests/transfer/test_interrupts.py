@@ -13,6 +13,7 @@ import torch
 from lightning_smartinfinity import StorageError, TopK
 from lightning_smartinfinity.transfer import compressed_gradients, handler, staging, step, step_batches, submissions
 from tests.helpers.interrupts import Interrupt
+from tests.helpers.long_cases import long_but
 from tests.transfer.harness import Case, Run, assert_equal, running
 
 MODULES = (compressed_gradients, handler, submissions, staging, step, step_batches)
@@ -23,9 +24,7 @@ CASE = Case(
 )
 
 
-@pytest.mark.parametrize(
-    ("staged", "goes_on"), [(False, False), (True, True)], ids=["direct, made again", "staged, gone on with"]
-)
+@pytest.mark.parametrize(("staged", "goes_on"), long_but([(True, True)], [(False, False), (True, True)]))
 def test_on_every_line(tmp_path: Path, staged: bool, goes_on: bool) -> None:
     """After an interrupt, parameters, state and residual are those of an undisturbed step."""
     case = CASE.but(staged=staged)

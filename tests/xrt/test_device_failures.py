@@ -17,6 +17,7 @@ from lightning_smartinfinity import DeviceError, StorageCorruptError, StorageErr
 from lightning_smartinfinity.devices.smartssd import SmartSSDDevice, unreturned
 from lightning_smartinfinity.devices.smartssd import worker as worker_module
 from tests.helpers.card_runs import cards, same_as_host, settled_host, state_files
+from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import LIMIT, await_that, lenient
@@ -61,7 +62,9 @@ def failures(log: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in log.records if "failed: " in record.getMessage()]
 
 
-@pytest.mark.parametrize("kind", ["error", "abort", "corrupt", "submit", "sync", "lost", "hang"])
+@pytest.mark.parametrize(
+    "kind", long_but(["abort", "corrupt", "hang"], ["error", "abort", "corrupt", "submit", "sync", "lost", "hang"])
+)
 @pytest.mark.usefixtures("patient")
 def test_a_hundred_failures(
     tmp_path: Path, emulated_cards: EmulatedCards, expected: Result, log: pytest.LogCaptureFixture, kind: str
@@ -91,7 +94,7 @@ STORAGE = {
 }
 
 
-@pytest.mark.parametrize("kind", STORAGE)
+@pytest.mark.parametrize("kind", long_but(["write"], STORAGE))
 @pytest.mark.usefixtures("patient")
 def test_a_hundred_failures_of_storage(
     tmp_path: Path, emulated_cards: EmulatedCards, expected: Result, log: pytest.LogCaptureFixture, kind: str

@@ -121,7 +121,7 @@ def both(request: pytest.FixtureRequest, tmp_path: Path, emulated_cards: Emulate
         yield Both(run, host)
 
 
-@pytest.mark.parametrize("kind", [LateSync, LateRead])
+@pytest.mark.parametrize("kind", long_but([LateRead], [LateSync, LateRead]))
 def test_a_hundred_that_the_host_takes_over(both: Both, emulated_cards: EmulatedCards, kind: type[Late]) -> None:
     """The host takes over for a late sync or read, and the card works again once the request has returned."""
 

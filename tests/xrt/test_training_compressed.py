@@ -33,7 +33,7 @@ def compressed_on_host(root: Path, codec: GradientCodec) -> SmartInfinityStrateg
     return strategy
 
 
-@pytest.mark.parametrize("route", ["host", "storage"])
+@pytest.mark.parametrize("route", long_but(["storage"], ["host", "storage"]))
 @pytest.mark.parametrize(
     ("name", "precision", "codec"),
     long_but(
