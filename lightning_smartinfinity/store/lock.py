@@ -17,7 +17,7 @@ from lightning_smartinfinity.errors import StorageCorruptError, StorageError, St
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
 
-__all__ = ["KEPT", "LOCK_NAME", "FolderLock", "acquire", "is_locked", "read_lock", "reading"]
+__all__ = ["KEPT", "LOCK_NAME", "FolderLock", "acquire", "is_locked", "read_lock", "reading", "try_lock"]
 
 LOCK_NAME = "lock"
 KEPT = "keep"
@@ -118,7 +118,7 @@ def reading(folder: OpenFolder) -> Iterator[None]:
         return
     descriptor = folder.open(LOCK_NAME, os.O_RDONLY)
     try:
-        if not _try_lock(descriptor, fcntl.LOCK_SH):
+        if not try_lock(descriptor, fcntl.LOCK_SH):
             raise _locked_error(folder.path / LOCK_NAME, descriptor)
         yield
     finally:
@@ -156,9 +156,9 @@ def acquire(path: Path, *, mode: int, in_use: Callable[[int], StorageLockedError
     while True:
         descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode, dir_fd=parent)
         try:
-            if not _try_lock(descriptor):
+            if not try_lock(descriptor):
                 time.sleep(_GLANCE)  # somebody may only have looked whether it is locked
-                if not _try_lock(descriptor):
+                if not try_lock(descriptor):
                     raise in_use(descriptor)
             if _is_at(name, parent, descriptor):
                 return descriptor
@@ -221,7 +221,8 @@ def _parsed(path: Path, content: bytes) -> tuple[int | None, frozenset[str]]:
     return int(first), frozenset(notes)
 
 
-def _try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file, and return whether that was possible now."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -241,7 +242,7 @@ def _is_at(name: Path, parent: int | None, descriptor: int) -> bool:
 
 def _locked_error(path: Path, descriptor: int) -> StorageLockedError:
     first = os.pread(descriptor, 32, 0).decode(errors="replace").splitlines()[:1]
-    only_read = _try_lock(descriptor, fcntl.LOCK_SH)
+    only_read = try_lock(descriptor, fcntl.LOCK_SH)
     user = "a process that reads it" if only_read else f"process {''.join(first) or 'unknown'}"
     return StorageLockedError(
         f"The storage folder {str(path.parent)!r} is in use by {user}.",

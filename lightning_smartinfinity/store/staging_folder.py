@@ -8,6 +8,7 @@ killed. The system unlocks what a dead process held, so its leftovers hinder nob
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -17,10 +18,10 @@ from pathlib import Path
 
 from lightning_smartinfinity.errors import CheckpointError, StorageLockedError, StorageTimeoutError
 from lightning_smartinfinity.store.in_time import doing_now, unless_idle, when_returned
-from lightning_smartinfinity.store.lock import acquire
+from lightning_smartinfinity.store.lock import acquire, try_lock
 from lightning_smartinfinity.store.replacement import flush
 
-__all__ = ["StagingLock", "locked", "mark_of", "remove_content", "remove_leftover"]
+__all__ = ["StagingLock", "is_in_use", "locked", "mark_of", "remove_content", "remove_leftover"]
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP})  # what some network file systems answer
 
@@ -79,6 +80,15 @@ def remove_leftover(staging: Path) -> None:
                 _remove(staging)
             finally:
                 os.close(descriptor)
+
+
+def is_in_use(staging: Path) -> bool:
+    """Return whether a process has locked a staging folder."""
+    try:
+        with mark_of(staging).open("rb") as mark:
+            return not try_lock(mark.fileno(), fcntl.LOCK_SH)
+    except OSError:  # there is none, or its file system has no locks
+        return False
 
 
 def mark_of(staging: Path) -> Path:

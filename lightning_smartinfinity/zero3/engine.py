@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
 from lightning_smartinfinity.patches import replaced
+from lightning_smartinfinity.settings import check_save_path
 from lightning_smartinfinity.store.in_time import io_limit, unless_idle
 from lightning_smartinfinity.transformers_models import describe_models
 from lightning_smartinfinity.watching import naming_lost_rank
@@ -269,6 +270,7 @@ class SmartInfinityEngine(PortableEngine):
         Raises:
             CheckpointError: The checkpoint could not be written; raised on every rank.
         """
+        check_save_path(save_dir)
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         # Every file of one save carries the same random name, by which a mixture of two saves is recognised.
         self.optimizer.save_id = gather(uuid.uuid4().hex, None)[0]

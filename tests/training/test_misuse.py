@@ -64,6 +64,9 @@ def test_saving_into_no_folder_of_its_own(path: Any, tmp_path: Path, monkeypatch
     with pytest.raises(CheckpointError) as caught:
         fit(LitTiny(RECIPE), tmp_path, max_steps=1).save_checkpoint(path)
     assert_helpful(caught.value, repr(path))
+    with pytest.raises(CheckpointError) as caught:
+        fit(LitTiny(RECIPE), tmp_path, max_steps=1).strategy.model.save_checkpoint(path)
+    assert_helpful(caught.value, repr(path))
     assert [entry.name for entry in tmp_path.iterdir()] == ["storage"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import queue
 import random
 import shutil
 import signal
@@ -22,12 +23,12 @@ from lightning_smartinfinity.errors import CheckpointError, StorageLockedError, 
 from lightning_smartinfinity.store import in_time, replacement
 from lightning_smartinfinity.store.in_time import io_limit
 from lightning_smartinfinity.store.replacement import beside, exchange, flush, flush_tree
-from lightning_smartinfinity.store.staging_folder import locked, mark_of
+from lightning_smartinfinity.store.staging_folder import is_in_use, locked, mark_of
 from lightning_smartinfinity.zero3.checkpoints import folder_swap
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import FILES_BESIDE, replacing, restore_interrupted
 from tests.helpers.attacks import Attack
 from tests.helpers.power_loss import RecordedDisk, observed
-from tests.helpers.waiting import await_that
+from tests.helpers.waiting import LIMIT, await_that
 
 TAG = "checkpoint"
 FILES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
@@ -446,21 +447,26 @@ def test_a_removal_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         save(path, "new")
     assert (path / ".saving" / "new" / TAG).exists()
     answers.set()
-    await_that(lambda: not is_held(path / ".saving"))
+    await_that(lambda: not is_in_use(path / ".saving"))
     save(path, "new")
     assert saved(path) == {"new"}
 
 
-def is_held(staging: Path) -> bool:
-    """Return whether a staging folder is locked."""
-    try:
-        with mark_of(staging).open() as mark:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
+def test_a_reader_between_the_two_renames_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the new save, and does not put the old one back, by which the save would fail."""
+    monkeypatch.setattr(replacement, "exchange", lambda first, second: False)
+    path, rename, found = tmp_path / "a.ckpt", os.rename, queue.SimpleQueue[set[str]]()
+    save(path, "old")
+
+    def slow_rename(old: Path, new: Path, **where: Any) -> None:
+        rename(old, new, **where)
+        if Path(old) == path / TAG:
+            threading.Thread(target=lambda: found.put(saved(path))).start()
+            time.sleep(0.3)
+
+    monkeypatch.setattr(os, "rename", slow_rename)
+    save(path, "new")
+    assert found.get(timeout=LIMIT) == {"new"}
 
 
 def test_what_somebody_removes_within_a_save(tmp_path: Path) -> None:

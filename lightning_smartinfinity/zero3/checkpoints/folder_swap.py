@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -34,7 +35,14 @@ from lightning_smartinfinity.store.replacement import (
     put_back,
     put_in_place,
 )
-from lightning_smartinfinity.store.staging_folder import StagingLock, locked, mark_of, remove_content, remove_leftover
+from lightning_smartinfinity.store.staging_folder import (
+    StagingLock,
+    is_in_use,
+    locked,
+    mark_of,
+    remove_content,
+    remove_leftover,
+)
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 
 __all__ = ["FILES_BESIDE", "LATEST", "replacing", "restore_interrupted", "writing"]
@@ -47,6 +55,7 @@ FILES_BESIDE = (LATEST, "zero_to_fp32.py", "zero_to_torch.py")
 
 _STAGING = ".saving"
 _NEW = "new"
+_GLANCE, _MOST_GLANCES = 0.05, 200  # ten seconds, for two system calls
 _OF_DEEPSPEED = ("*mp_rank_[0-9]*_states.pt",)
 
 
@@ -110,14 +119,20 @@ def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
 def restore_interrupted(path: str | Path, tag: str) -> None:
     """Roll back a swap that was interrupted between its two renames, on systems that cannot exchange in one call.
 
-    Any number of processes may call it at once.
+    Any number of processes may call it at once. It waits for one that is just between them.
 
     Args:
         path: Path as given to :func:`replacing`.
         tag: The subfolder.
     """
     target = Path(os.path.realpath(path))
-    put_back(target / _STAGING / _NEW, target / tag)
+    for _ in range(_MOST_GLANCES):
+        if os.path.lexists(target / tag):
+            return
+        if not is_in_use(target / _STAGING):
+            _put_back(target, tag)
+            return
+        time.sleep(_GLANCE)
 
 
 @contextmanager
@@ -203,7 +218,7 @@ def _prepare(staging: Path, target: Path, tag: str, name: str) -> bool:
     """Make what is written into a locked folder; return False if another process has made or removed the target."""
     if staging != _staging_for(target, tag):
         return False
-    restore_interrupted(target, tag)
+    _put_back(target, tag)
     remove_content(staging)
     if staging.parent == target:
         remove_leftover(beside(target))
@@ -215,6 +230,10 @@ def _prepare(staging: Path, target: Path, tag: str, name: str) -> bool:
 def _link_others(old: Path, new: Path) -> None:
     if old.exists():
         link_others(old, new, replaced=_OF_DEEPSPEED)
+
+
+def _put_back(target: Path, tag: str) -> None:
+    put_back(target / _STAGING / _NEW, target / tag)
 
 
 def _put_in_place(staging: Path, target: Path, tag: str, name: str) -> None:
