@@ -36,7 +36,6 @@ from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_FABRIC
 from lightning_smartinfinity.store.in_time import io_limit
-from lightning_smartinfinity.watching import begin_watch
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         initialize = super()._initialize_engine
         if optimizer is None:
             refuse_trained(model)
-            begin_watch(self._settings.watchdog_timeout)
+            self._begin_watch()
             self._choose_storage(Path.cwd())
             with self._parameters_on_storage(), evaluation_engine():
                 return initialize(model)

@@ -68,6 +68,7 @@ class NearStorage(ABC):
         self._local_world_size, self._on_cuda = 1, False
         # The engine of the last training. Later runs may replace the strategy's engine, but only this one can save.
         self._training_engine: SmartInfinityEngine | None = None
+        self._watch = 0
         # The swapper of parameters that lie on storage.
         self._parameters: ParameterSwapper | None = None
         # Whether the training that is being set up resumes from the state that an interrupted one has left on storage.
@@ -92,7 +93,7 @@ class NearStorage(ABC):
         if self._parameters is not None:
             self._parameters.leave(self)
             self._parameters = None
-        end_watch()
+        end_watch(self._watch)
 
     def drain(self) -> None:
         """Wait until the last step is done and committed on every rank; with ``overlap`` its update may still run.
@@ -232,7 +233,7 @@ class NearStorage(ABC):
             check_parameters(optimizer, model)
             check_dtype(model, self._engine_config)
             check_state_format(self._settings.state_format, self._engine_config)
-        begin_watch(self._settings.watchdog_timeout)
+        self._begin_watch()
         later = f"a training of {type(model).__name__} that began at {time.strftime('%H:%M:%S')}"
         earlier = self._release_storage(later)
         end_training_of(model, since=f"{later} took its module")
@@ -321,6 +322,10 @@ class NearStorage(ABC):
             folder = resolved_folder(root, setting=setting) / "smart_infinity"
             self._settings = replace(self._settings, storage=(folder,))
 
+    def _begin_watch(self) -> None:
+        """Watch the other ranks until this ends or is closed. This is a collective."""
+        self._watch = begin_watch(self._settings.watchdog_timeout)
+
     def _release_storage(self, later: str) -> set[NearStorage]:
         """Close the storage of an earlier training by this strategy, and by an idle one on the same folders.
 
@@ -351,7 +356,7 @@ class NearStorage(ABC):
         Args:
             completed: Whether it has ended as it should.
         """
-        end_watch()
+        end_watch(self._watch)
         optimizer = self._near_storage_optimizer
         if optimizer is not None:
             if optimizer.rank_state.in_fit:  # an evaluation afterwards says nothing about the training

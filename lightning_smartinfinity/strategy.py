@@ -56,7 +56,7 @@ from lightning_smartinfinity.settings import check_save_path, documents_settings
 from lightning_smartinfinity.stock_options import OF_TRAINER
 from lightning_smartinfinity.store.in_time import io_limit
 from lightning_smartinfinity.update_rules import optimizer_names
-from lightning_smartinfinity.watching import begin_watch, saving
+from lightning_smartinfinity.watching import saving
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
 if TYPE_CHECKING:
@@ -430,7 +430,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         from lightning_smartinfinity.zero3.engine_setup import build_evaluation_engine, refuse_in_fit
 
         refuse_in_fit(model)
-        begin_watch(self._settings.watchdog_timeout)
+        self._begin_watch()
         # DeepSpeedStrategy's own version removes the user's hooks from the module, too.
         with self._parameters_on_storage():
             self.model = build_evaluation_engine(model, self.config, device_index=self.root_device.index)

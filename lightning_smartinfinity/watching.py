@@ -66,36 +66,45 @@ class _Watch:
 
 
 _watch: _Watch | None = None
+_num_begun = 0
 
 
-def begin_watch(silence: float | None) -> None:
+def begin_watch(silence: float | None) -> int:
     """Watch the other ranks from now on, in a training or an evaluation. This is a collective.
 
     Args:
         silence: Seconds after which a rank that does not answer is lost; None or 0 for no watch.
 
+    Returns:
+        The number of this call, for :func:`end_watch`.
+
     Raises:
         RankLostError: A rank is lost already.
     """
-    global _watch
+    global _watch, _num_begun
+    _num_begun += 1
     if dist.get_world_size() == 1:
-        return
+        return _num_begun
     group = dist.group.WORLD
     if _watch is not None and (_watch.group() is not group or _watch.silence != silence):
         _watch.native.close()
         _watch = None
     if _watch is None and silence:
         _watch = _meet(silence)
-    if _watch is None:
-        return
-    _raise_if_lost()
-    _watch.native.begin_training()
-    hear_sigterm()
-
-
-def end_watch() -> None:
-    """Let this rank end, and the others live on, without anybody being missed."""
     if _watch is not None:
+        _raise_if_lost()
+        _watch.native.begin_training()
+        hear_sigterm()
+    return _num_begun
+
+
+def end_watch(number: int) -> None:
+    """Let this rank end, and the others live on, without anybody being missed.
+
+    Args:
+        number: What :func:`begin_watch` has returned. If it was called again since, the watch goes on.
+    """
+    if _watch is not None and number == _num_begun:
         _watch.native.end_training()
 
 

@@ -51,7 +51,6 @@ from lightning_smartinfinity.huggingface.seams import (
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.settings import documents_settings, given_settings
 from lightning_smartinfinity.transformers_models import optional_package
-from lightning_smartinfinity.watching import begin_watch
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
 __all__ = ["SmartInfinityTraining"]
@@ -253,7 +252,7 @@ class SmartInfinityTraining(NearStorage):
         if optimizer is None:
             refuse_in_fit(model)
             check_dtype(model, config)
-            begin_watch(self._settings.watchdog_timeout)
+            self._begin_watch()
             release_module(model)
             with self._parameters_on_storage(), evaluation_engine():
                 return initialize(config=config, **kwargs)

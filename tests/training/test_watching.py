@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import socket
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -89,3 +91,17 @@ def test_a_process_that_ignores_sigterm() -> None:
     give_up_soon_after_sigterm()
     signal.raise_signal(signal.SIGTERM)
     assert ending_seconds() is None
+
+
+def test_the_end_of_an_earlier_training_leaves_the_watch_of_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A strategy that is closed late does not end the watch that another one has begun since."""
+    native, group = Mock(), Mock()
+    native.report.return_value.lost = None
+    monkeypatch.setattr(watching.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(watching.dist, "group", Mock(WORLD=group))
+    monkeypatch.setattr(watching, "_watch", watching._Watch(native, ["a", "b"], weakref.ref(group), 7.0))
+    earlier, later = watching.begin_watch(7.0), watching.begin_watch(7.0)
+    watching.end_watch(earlier)
+    native.end_training.assert_not_called()
+    watching.end_watch(later)
+    native.end_training.assert_called_once()
