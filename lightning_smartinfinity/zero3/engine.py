@@ -253,6 +253,16 @@ class SmartInfinityEngine(PortableEngine):
 
     # ---- checkpoints
 
+    def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
+        names = partial(super()._get_all_ckpt_names, checkpoints_path, tag)
+        found: list[str] = unless_idle(names, doing="Reading", path=Path(checkpoints_path))
+        return found
+
+    def _get_all_zero_checkpoint_names(self, load_dir: str, tag: str, bf16_mode: bool) -> list[str]:
+        names = partial(super()._get_all_zero_checkpoint_names, load_dir, tag, bf16_mode)
+        found: list[str] = unless_idle(names, doing="Reading", path=Path(load_dir))
+        return found
+
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
         self.checkpoint_engine = SmartInfinityCheckpointEngine(self._config, optimizer=self.optimizer)

@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,6 +48,7 @@ from lightning_smartinfinity.zero3 import engine
 from lightning_smartinfinity.zero3.checkpoints import folder_swap, tensor_file
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing, restore_interrupted
 from lightning_smartinfinity.zero3.checkpoints.scrub import scrub_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.trust import ReadWhenUsed, read_mapped
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
 from tests.helpers.attacks import Attack
@@ -255,7 +257,7 @@ FILE_CALLS: list[tuple[Any, str]] = [
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A Trainer that has made one step and can save."""
     trainer = quiet_trainer(tmp_path_factory.mktemp("trained"), max_steps=1)
-    trainer.fit(LitTiny(Recipe(precision="bf16-mixed")))
+    trainer.fit(LitTiny(Recipe(precision="bf16-mixed", frozen=True)))
     yield trainer
     trainer.strategy.close()  # type: ignore[attr-defined]
 
@@ -330,6 +332,42 @@ def test_a_save_of_a_training_on_a_disk_that_does_not_answer(
     trained.save_checkpoint(path)
     assert not (path / ".saving").exists()
     assert (path / "checkpoint" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("entry", ["fit", "validate"])
+def test_a_load_of_a_checkpoint_waits_for_no_disk_without_a_limit(
+    trained: Any, tmp_path: Path, disk: Disk, entry: str
+) -> None:
+    """Each call on a file of the checkpoint that a Trainer loads would be given up, except one of DeepSpeed's.
+
+    It asks whether a file exists that was opened just before.
+    """
+    path = tmp_path / "a.ckpt"
+    trained.save_checkpoint(path)
+    elsewhere = trained.default_root_dir
+    trainer = quiet_trainer(Path(elsewhere, entry), max_steps=2)
+    for module, name in FILE_CALLS:
+        disk.hang(module, name, when=lambda *_: False)
+    module, options = LitTiny(Recipe(precision="bf16-mixed", frozen=True)), {"ckpt_path": path}
+    if entry == "fit":
+        trainer.fit(module, **options)
+    else:
+        trainer.validate(module, module.recipe.validation_loader(), **options)
+    disk.unguarded = [call for call in disk.unguarded if "assert os.path.exists(load_path)" not in call]
+    disk.answer()
+    trainer.strategy.close()  # type: ignore[attr-defined]
+
+
+def test_a_parameter_in_a_mapped_file_that_is_not_read(tmp_path: Path, disk: Disk, attack: Attack) -> None:
+    """What a page fault would wait for is given up, too: parameters that are not trained, and buffers."""
+    attack("a disk stops answering while a checkpoint is loaded", tries=1, outcome=ERROR)
+    mapped = Mock(spec=torch.Tensor, clone=disk.answers.wait)
+    file = tmp_path / "model_states.pt"
+    for read in (lambda: ReadWhenUsed({"weight": mapped}, file)["weight"], lambda: read_mapped({"mean": mapped}, file)):
+        with refused(file, "Reading"), io_limit(SECONDS):
+            read()
+        disk.answer()
+        disk.answers.clear()
 
 
 def test_a_description_that_is_not_written(tmp_path: Path, disk: Disk) -> None:

@@ -42,6 +42,8 @@ OVERRIDDEN_OF_ENGINE = [
     "_check_for_duplicates",
     "_do_sanity_check",
     "_get_param_fragment_func",
+    "_get_all_ckpt_names",
+    "_get_all_zero_checkpoint_names",
     "offload_states",
     "forward",
     "step",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, OPTIMIZER_STATE_DICT
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch.serialization import MAP_LOCATION
 
@@ -18,7 +18,7 @@ from lightning_smartinfinity.zero3.checkpoints import optimizer_state
 from lightning_smartinfinity.zero3.checkpoints.flushed_file import save_flushed
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import writing
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import saved_with_room
-from lightning_smartinfinity.zero3.checkpoints.trust import load_file, warn_of_types
+from lightning_smartinfinity.zero3.checkpoints.trust import ReadWhenUsed, load_file, read_mapped, warn_of_types
 from lightning_smartinfinity.zero3.collectives import raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import Pickled, SavedState
@@ -54,11 +54,15 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
         """Make nothing: :meth:`save` makes its folders, since a failure here would raise on one rank alone."""
 
     def load(self, path: str, map_location: MAP_LOCATION = None) -> Pickled:
-        """Map one file. Its tensors are read when they are used, and those of the optimizer window by window."""
+        """Map one file. Parameters are read when they are used, and the state of the optimizer window by window."""
         state = load_file(path, map_location=map_location, mmap=True)
         saved = state.get(OPTIMIZER_STATE_DICT)
         if saved is not None:
             saved[optimizer_state.FILE] = path
+        if isinstance(state.get("module"), Mapping):
+            state["module"] = read_mapped(state["module"], Path(path))
+        if isinstance(state.get(FROZEN_PARAM_FRAGMENTS), Mapping):
+            state[FROZEN_PARAM_FRAGMENTS] = ReadWhenUsed(state[FROZEN_PARAM_FRAGMENTS], Path(path))
         return state
 
     def _save_optimizer(self, state_dict: SavedState, path: Path) -> None:

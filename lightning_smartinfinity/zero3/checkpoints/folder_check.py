@@ -169,7 +169,7 @@ def check_frozen(module: torch.nn.Module, states: SavedState, path: str | Path) 
 
 def optimizer_files(folder: Path) -> list[Path]:
     """Return the files of optimizer states of all processes; their order has no meaning."""
-    return sorted(folder.glob(_OPTIMIZER_FILES))
+    return unless_idle(lambda: sorted(folder.glob(_OPTIMIZER_FILES)), doing="Reading", path=folder)
 
 
 def check_same_save(engine: SmartInfinityEngine, client_state: SavedState) -> None:

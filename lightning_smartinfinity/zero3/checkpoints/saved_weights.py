@@ -8,7 +8,7 @@ import zipfile
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +17,9 @@ import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, refused
-from lightning_smartinfinity.zero3.checkpoints.trust import load_file
+from lightning_smartinfinity.zero3.checkpoints.trust import load_file, read_mapped
 from lightning_smartinfinity.zero3.untyped import Pickled, SavedState
 
 __all__ = [
@@ -140,7 +141,7 @@ class SavedWeights(ABC):
 
     def __init__(self, path: Path, *, rank: int, world_size: int) -> None:
         self.path = path
-        self.num_saved = len(list(path.glob("zero_pp_rank_*_mp_rank_00_model_states.pt")))
+        self.num_saved = unless_idle(partial(_count, path), doing="Reading", path=path)
         self._rank = rank if self.num_saved == world_size else 0
 
     @cached_property
@@ -210,19 +211,17 @@ class SavedWeights(ABC):
     @property
     def module(self) -> SavedState:
         """The module's state dict: buffers, and empty placeholders for parameters."""
-        module: SavedState = self.model_states["module"]
-        return module
+        return read_mapped(self.model_states["module"], self.path)
 
     def frozen(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Return elements ``[begin, end)`` of a parameter that was not trained, flattened."""
         fragments = [by_name[name].detach().flatten() for by_name in self._frozen_fragments]
         numel = fragments[0].numel()
-        return torch.cat(
-            [
-                fragment[max(0, begin - rank * numel) : max(0, min(numel, end - rank * numel))]
-                for rank, fragment in enumerate(fragments)
-            ]
-        )
+        slices = [
+            fragment[max(0, begin - rank * numel) : max(0, min(numel, end - rank * numel))]
+            for rank, fragment in enumerate(fragments)
+        ]
+        return unless_idle(partial(torch.cat, slices), doing="Reading", path=self.path)
 
     @abstractmethod
     def require_whole(self) -> None:
@@ -251,7 +250,7 @@ class SavedWeights(ABC):
         return CheckpointError(f"The checkpoint {self.path} has no file {file}.", self.remedy)
 
     def _load(self, file: Path) -> Pickled:
-        if not file.is_file():
+        if not unless_idle(file.is_file, doing="Looking at", path=file):
             raise self._absent(file)
         try:
             return load_file(file, map_location="cpu", mmap=True)
@@ -272,3 +271,8 @@ def windows(begin: int, end: int) -> Iterator[tuple[int, int]]:
 def _overlap(name: str, begin: int, end: int, wanted: Wanted) -> range:
     elements = wanted.get(name, range(0))
     return range(max(begin, elements.start), min(end, elements.stop))
+
+
+def _count(path: Path) -> int:
+    """Return the number of processes whose model states lie in a folder."""
+    return len(list(path.glob("zero_pp_rank_*_mp_rank_00_model_states.pt")))

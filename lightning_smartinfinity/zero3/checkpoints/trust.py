@@ -13,12 +13,13 @@ import pickle
 import re
 import stat
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -30,7 +31,19 @@ from lightning_smartinfinity.store.open_folder import kind_of
 from lightning_smartinfinity.zero3.checkpoints.harmless import harmless_types, with_arrays
 from lightning_smartinfinity.zero3.untyped import Pickled
 
-__all__ = ["check_plain", "door", "load_by", "load_file", "load_without_memory", "require_file", "warn_of_types"]
+__all__ = [
+    "ReadWhenUsed",
+    "check_plain",
+    "door",
+    "load_by",
+    "load_file",
+    "load_without_memory",
+    "read_mapped",
+    "require_file",
+    "warn_of_types",
+]
+
+T = TypeVar("T")
 
 _NAMED = 5
 _WARNED: set[str] = set()
@@ -120,6 +133,47 @@ def load_without_memory(file: Path, *, written_here: bool = False) -> Pickled:
             return load_file(file)
 
     return unless_idle(load, doing="Reading", path=Path(file))
+
+
+def read_mapped(tensors: Mapping[str, T], path: Path) -> Mapping[str, T]:
+    """Return a mapping in which tensors of a mapped file are in memory: a disk that does not answer stops no copy.
+
+    Args:
+        tensors: Tensors of the file, and other values, which stay.
+        path: Path of the file, for the error.
+
+    Raises:
+        StorageTimeoutError: The disk does not answer.
+    """
+
+    def read() -> Mapping[str, T]:
+        copied: Any = copy(tensors)  # with the attributes of a state dict
+        for name, value in tensors.items():
+            copied[name] = value.clone() if isinstance(value, torch.Tensor) else value
+        return cast("Mapping[str, T]", copied)
+
+    return unless_idle(read, doing="Reading", path=path)
+
+
+class ReadWhenUsed(Mapping[str, torch.Tensor]):
+    """Tensors of a mapped file, each of which is read as :func:`read_mapped` does when it is asked for.
+
+    Args:
+        tensors: The tensors.
+        path: Path of the file, for the error.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+        self._tensors, self._path = tensors, path
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return unless_idle(self._tensors[name].clone, doing="Reading", path=self._path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def require_file(path: str | Path) -> None:

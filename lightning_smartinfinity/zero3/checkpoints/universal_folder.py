@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from contextlib import closing
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.zero3.checkpoints.block_checksums import (
     CHECKSUMMED,
     CHECKSUMS_NAME,
@@ -46,7 +47,7 @@ from lightning_smartinfinity.zero3.checkpoints.saved_weights import (
     slices_of,
 )
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, check_records
-from lightning_smartinfinity.zero3.collectives import gather
+from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.untyped import SavedState
 
 __all__ = ["UniversalFolder", "is_universal"]
@@ -56,8 +57,10 @@ _NUM_MAPPED = 8  # files: those of all arrays of one parameter
 
 def is_universal(path: str | Path) -> bool:
     """Return whether a folder is a universal checkpoint. This is a collective: all ranks agree."""
-    # Unlike Path, os.path does not raise if a folder is unreadable: a rank that raised would leave the others waiting.
-    return any(gather(os.path.isdir(Path(path) / "zero"), None))
+    folder, found = Path(path) / "zero", False
+    with raising_together():
+        found = unless_idle(partial(os.path.isdir, folder), doing="Looking at", path=folder)
+    return any(gather(found, None))
 
 
 class UniversalFolder(SavedTraining):

@@ -37,6 +37,7 @@ from lightning_smartinfinity.zero3.checkpoints.saved_weights import (
 )
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import STEP
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, TensorStream, check_records
+from lightning_smartinfinity.zero3.checkpoints.trust import read_mapped
 from lightning_smartinfinity.zero3.untyped import SavedState
 
 __all__ = ["ZeroFolder"]
@@ -117,8 +118,7 @@ class ZeroFolder(SavedTraining):
     @override
     def module(self) -> SavedState:
         # All ranks use the first process's, however many processes saved the checkpoint.
-        module: SavedState = self._first_model_states["module"]
-        return module
+        return read_mapped(self._first_model_states["module"], self.path)
 
     @override
     def require_whole(self) -> None:
