@@ -6,6 +6,7 @@ import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.resume.typed_json import UnwritableError, decode, encode
 from lightning_smartinfinity.settings import StrategySettings
@@ -15,11 +16,12 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.store.training_record import TrainingRecord
     from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 
-__all__ = ["TrainingRecorder", "resume_engine"]
+__all__ = ["TrainingRecorder", "resume_engine", "say_if_not_resumable"]
 
 _log = logging.getLogger(__name__)
 
 _ENGINE, _LOOP = "engine", "loop"
+_INSTEAD = "Save checkpoints to resume from, or pass TransferConfig(keep=False) to write no training records."
 
 
 class TrainingRecorder:
@@ -71,14 +73,15 @@ class TrainingRecorder:
         handler = optimizer.rank_state.handler
         try:
             handler.record_training(step=step, content=content)
-            optimizer.rank_state.keeping.resumable = True
-            self._warn_of_gap(handler.training)
+            record = handler.training
+            assert record is not None
+            optimizer.rank_state.keeping.resumable = record.has_steps
+            self._warn_of_gap(record)
         except StorageError as error:
             optimizer.rank_state.keeping.resumable = False
             self._warn(f"a training record could not be written. {error}")
 
-    def _warn_of_gap(self, record: TrainingRecord | None) -> None:
-        assert record is not None
+    def _warn_of_gap(self, record: TrainingRecord) -> None:
         before, self._recorded = self._recorded, record.generation
         if before is not None and record.generation > before + 1:
             self._warn(
@@ -109,10 +112,19 @@ class TrainingRecorder:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"An interrupted training cannot be resumed from storage here: {reason} Save checkpoints to resume "
-                "from, or pass TransferConfig(keep=False) to write no training records.",
-                stacklevel=4,
+                f"An interrupted training cannot be resumed from storage here: {reason} {_INSTEAD}", stacklevel=4
             )
+
+
+def say_if_not_resumable(transfer: TransferConfig) -> None:
+    """Log that an interrupted training cannot be resumed from storage, if its state has one place there."""
+    if transfer.keep is not False and not transfer.is_resumable:
+        _log.warning(
+            "An interrupted training cannot be resumed from storage here: durability=%r leaves its state half written. "
+            "%s",
+            transfer.durability,
+            _INSTEAD,
+        )
 
 
 def resume_engine(engine: SmartInfinityEngine) -> ClientState:

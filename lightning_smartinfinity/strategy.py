@@ -36,7 +36,7 @@ from lightning_smartinfinity.lightning_options import SharedOptions, indexed_dev
 from lightning_smartinfinity.native import take_back_ask_to_end
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityPrecision
-from lightning_smartinfinity.recorder import TrainingRecorder, resume_engine
+from lightning_smartinfinity.recorder import TrainingRecorder, resume_engine, say_if_not_resumable
 from lightning_smartinfinity.recording import (
     STORAGE,
     go_on_after_batch,
@@ -49,7 +49,9 @@ from lightning_smartinfinity.resume.loops import (
     begin_first_epoch,
     continue_epoch,
     load_loader_states,
+    load_only_own_states,
     passed_to_run,
+    without_positions,
 )
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
@@ -208,11 +210,13 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         if self._resumes and not self._settings.transfer.is_resumable:
             raise ConfigError(
                 "fit(ckpt_path='storage') resumes from storage, but the settings ask to keep nothing to resume from.",
-                "Pass transfer={'keep': 'on-failure'}, with durability 'step' or 'power', as in the first run.",
+                "Leave keep=False and durability='none' out of the transfer settings, as in the first run.",
             )
         super().setup(trainer)
         ending.end_together_after_sigterm(trainer)
         watch_steps(trainer, partial(self._record, after_batch=True))
+        if not self._resumes:
+            load_only_own_states(trainer)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -241,6 +245,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             self._recorder = TrainingRecorder(self._training_engine)
             if not self._resumes:  # else the record that the fit resumes from holds until the next step
                 self._record(after_batch=False)
+        elif self.is_global_zero:
+            say_if_not_resumable(self._settings.transfer)
 
     def _record(self, *, after_batch: bool) -> None:
         """Write a training record.
@@ -356,6 +362,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
                 self.drain()
                 take_back_ask_to_end()
                 checkpoint[RNG_KEY] = capture(self.root_device, world_size=self.world_size)
+                if "loops" in checkpoint and self.lightning_module is not None:
+                    checkpoint["loops"] = without_positions(checkpoint["loops"], self.lightning_module.trainer)
                 super().save_checkpoint(checkpoint, filepath, storage_options)
         finally:
             self.model = present

@@ -228,7 +228,8 @@ class TransferHandler:
             StorageError: It could not be written. The record before it is intact.
         """
         follows = self._step is not None and self._step.is_complete
-        self._store.record_training(generation=self._store.generation + follows, step=step, content=content)
+        generation, has_steps = self._store.generation + follows, follows or self._num_steps > 0
+        self._store.record_training(generation=generation, step=step, content=content, has_steps=has_steps)
 
     def roll_back(self) -> None:
         """Roll the step in flight back: its parameters are read back from the current generation.

@@ -24,7 +24,7 @@ class Keeping:
 
     Args:
         setting: ``TransferConfig.keep``.
-        resumable: Whether a training can resume from it: a training record was written.
+        resumable: Whether a training can resume from it: a training record was written after a step.
         completed: Whether the training has ended as it should.
     """
 
