@@ -212,7 +212,7 @@ class StateStore:
                     if folder.status(MANIFEST_NAME) is None:
                         raise StorageError(
                             f"There is no training to resume in {str(folder.path)!r}: it ended within its set-up.",
-                            "Leave ckpt_path='storage' out to begin anew, or pass a checkpoint.",
+                            "Begin anew, without resuming from storage, or pass a checkpoint.",
                         )
                 manifest = common_manifest(inside, rank=rank)
                 records = read_training_records(inside[0], identity=manifest.identity)

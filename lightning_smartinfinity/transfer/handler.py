@@ -215,6 +215,12 @@ class TransferHandler:
         """The training record written last, or the one that the training resumes from."""
         return self._store.training
 
+    @property
+    def is_resumable(self) -> bool:
+        """Whether the generation of the training record is whole on storage: at most one was committed since."""
+        record = self._store.training
+        return record is not None and record.generation >= self._store.generation - 1
+
     def record_training(self, *, step: int, content: bytes) -> None:
         """Write what the training needs beside the state to go on behind the step begun last.
 

@@ -122,7 +122,7 @@ def stores(folder: Path) -> list[str]:
         ({}, 2, [["default"], ["default", "default.aside"], ["default", "default.aside"]]),
         ({}, 0, [[], [], []]),
         ({"durability": "none"}, 2, [[], [], []]),
-        ({"keep": False}, 2, [[], [], []]),
+        pytest.param({"keep": False}, 2, [[], [], []], marks=pytest.mark.long),
     ],
     ids=["after a step", "before any step", "one place", "keep=False"],
 )
