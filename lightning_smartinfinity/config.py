@@ -153,7 +153,7 @@ class TransferConfig:
             system allows it, otherwise threads; plain for all folders if any of them has no direct I/O).
         dram_cache_bytes: Size of the optimizer state per rank that stays in host memory: whole tasklets from the start
             of the partition. They are written to storage as well, which saves only reads; with ``durability="none"``
-            and ``keep=False`` they lie in memory only, which saves writes, too. ``"auto"``: the memory free when
+            they lie in memory only, unless ``keep=True``, which saves writes, too. ``"auto"``: the memory free when
             training begins, less a quarter of all memory, divided among the ranks of a machine. No result depends on
             it.
         durability: ``"none"`` (one place for each tasklet: a failed step cannot be rolled back), ``"step"``
@@ -166,10 +166,10 @@ class TransferConfig:
             StorageTimeoutError: above 0, and at most 2147483. After Ctrl-C or SIGTERM it is at most three seconds.
             Set-up, and flushes of checkpoints, may take longer as long as the disk completes requests.
         job: Name of this job's folder below each storage folder; two jobs on one storage need two names.
-        keep: Whether the state stays on storage after the strategy is closed: True (always; a later training does not
-            replace it), ``"on-failure"`` (if the training did not end as it should) or False (never). With True and
-            ``"on-failure"``, and two places for each tasklet, a Trainer writes training records, and
-            ``fit(ckpt_path="storage")`` resumes the training, also after a kill.
+        keep: Whether the state stays on storage after the strategy is closed: ``"on-failure"`` (if a training can be
+            resumed from it that did not end as it should), True (always; a later training does not replace it) or False
+            (never). With ``"on-failure"`` and True, and two places for each tasklet, a Trainer writes training records,
+            and ``fit(ckpt_path="storage")`` resumes the training, also after a kill.
 
     Raises:
         ConfigError: A setting is unknown, out of range or not one of those above.
@@ -184,7 +184,7 @@ class TransferConfig:
     direct_io: str = "auto"
     io_timeout: float = IO_TIMEOUT
     job: str = "default"
-    keep: bool | str = False
+    keep: bool | str = "on-failure"
 
     def __post_init__(self) -> None:
         require(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +17,7 @@ from lightning.fabric.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.wrappers import is_wrapped
+from lightning.fabric.wrappers import _unwrap_objects, is_wrapped
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
@@ -33,6 +35,14 @@ from lightning_smartinfinity.fabric_state import (
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
+from lightning_smartinfinity.recorder import (
+    STORAGE,
+    TrainingRecorder,
+    log_how_to_resume,
+    require_resumable,
+    resume_engine,
+    say_if_not_resumable,
+)
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_FABRIC
 from lightning_smartinfinity.store.in_time import io_limit
@@ -113,6 +123,83 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         take_options(self, options, known=FabricOptions, answers=OF_FABRIC)
         self._backward_sync_control = _AlwaysSync()
         self._deepspeed_engine = None
+        self._recorder: TrainingRecorder | None = None
+        # Whether fabric.load("storage", state) is still to come, after a set-up that resumes.
+        self._awaits_load = False
+
+    def resume(self) -> None:
+        """Let the next ``fabric.setup`` with an optimizer go on from what an interrupted training left on storage.
+
+        Afterwards ``fabric.load("storage", state)`` restores the rest: what was last passed to :meth:`record`.
+
+        Raises:
+            ConfigError: The settings ask to keep nothing to resume from.
+            UnsupportedError: A training was set up already.
+        """
+        require_resumable(self._settings.transfer, what="fabric.strategy.resume()")
+        self._refuse_second_training("fabric.strategy.resume", "Call it before fabric.setup")
+        self._resumes = True
+
+    def record(self, state: Mapping[str, Any]) -> None:
+        """Write a training record, with which an interrupted training resumes behind the last step.
+
+        Call it on every rank once after each step, when your loop is done with the step. It takes what ``fabric.save``
+        takes, costs milliseconds, and does nothing if ``TransferConfig`` asks to keep nothing to resume from. Without
+        :class:`~lightning_smartinfinity.RandomStates` in the state random generators do not continue. What no record
+        can hold is warned of once.
+
+        Args:
+            state: The model that is trained, its optimizer and what else the loop needs: plain values, tensors, arrays,
+                and objects with ``state_dict`` and ``load_state_dict``.
+
+        Raises:
+            UnsupportedError: The state has no model, or another one than is trained; or the call comes between backward
+                and step, or before ``fabric.load("storage", state)``.
+        """
+        engine, rest = self._split(_unwrap_objects(dict(state)))
+        if self._training_engine is None or engine is not self._training_engine:
+            raise UnsupportedError(
+                "fabric.strategy.record was given a model that was set up without an optimizer.",
+                "Pass the model that is trained.",
+            )
+        self._require_loaded()
+        optimizer = self._training_engine.optimizer
+        if optimizer.arena.active.any():
+            raise UnsupportedError(
+                "fabric.strategy.record was called between backward and step, where no training can resume.",
+                "Call it after optimizer.step().",
+            )
+        if not self._settings.transfer.is_resumable:
+            if self._recorder is None and self.is_global_zero:
+                say_if_not_resumable(self._settings.transfer)
+            return
+        if self._recorder is None:
+            self._recorder = self._begin_recording(self._training_engine)
+        loop = self._convert_stateful_objects_in_state(rest, filter={})
+        self._recorder.record(loop, step=int(self._training_engine.global_steps))
+
+    def _begin_recording(self, engine: SmartInfinityEngine) -> TrainingRecorder:
+        call, gap = "run it again with fabric.strategy.resume() before fabric.setup", "record() follows not every step"
+        keeping = engine.optimizer.rank_state.keeping
+        keeping.says_end = False
+        if self.is_global_zero:
+            keeping.told = partial(log_how_to_resume, self._settings, call)
+        return TrainingRecorder(engine, how_to_resume=call, gap=f"fabric.strategy.{gap}")
+
+    @override
+    def close(self) -> None:
+        if self._rank_state is not None and self._rank_state.is_open:
+            self._rank_state.keeping.completed = sys.exc_info()[0] is None
+        super().close()
+        self._recorder = None
+        self._resumes = self._awaits_load = False
+
+    def _require_loaded(self) -> None:
+        if self._awaits_load:
+            raise UnsupportedError(
+                "A training that resumes from storage lacks what its loop had recorded.",
+                "Call fabric.load('storage', state) after fabric.setup, with the state that was recorded.",
+            )
 
     @property
     @override
@@ -173,7 +260,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
                 f"fabric.setup was given {len(optimizers)} optimizers.",
                 "The smart_infinity strategy trains with one optimizer; use parameter groups.",
             )
-        self._refuse_second_training()
+        self._refuse_second_training("fabric.setup", "One model with one optimizer trains at a time")
         # An earlier Fabric may be garbage whose storage is still open: a Fabric holds references to itself.
         gc.collect()
         self._choose_storage(Path.cwd())
@@ -195,6 +282,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             with self._parameters_on_storage(), evaluation_engine():
                 return initialize(model)
         engine, _ = self._build_engine(model, optimizer, lambda: initialize(model, optimizer)[:2])
+        self._recorder, self._awaits_load = None, self._resumes
         return engine, EngineOptimizer(engine), scheduler
 
     @override
@@ -210,6 +298,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
                 f"{', '.join([*map(repr, args), *kwargs])}) does not work with the smart_infinity strategy.",
                 "Pass a loss of one element, and nothing but retain_graph beside it.",
             )
+        self._require_loaded()
         super().backward(tensor, module, **kwargs)
 
     @override
@@ -298,6 +387,11 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
                 "Pass a dictionary: fabric.load(path, {'model': model, 'optimizer': optimizer}).",
             )
         engine, rest = self._split(state)
+        if self._awaits_load and str(path) == STORAGE and engine is self._training_engine:
+            loaded = self._resume_from_storage()
+            move_into(rest, loaded, path=path, strict=strict)
+            state.update(rest)
+            return loaded
         with_optimizer = len(rest) + 1 < len(state)
         limit = io_limit(self._settings.transfer.io_timeout)
         with limit, door(weights_only, consent="weights_only=False to fabric.load"):
@@ -308,6 +402,17 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
                 loaded = load_engine(path, engine, with_optimizer=with_optimizer, strict=strict)
         move_into(rest, loaded, path=path, strict=strict)
         state.update(rest)
+        return loaded
+
+    def _resume_from_storage(self) -> ClientState:
+        """Restore the engine from the training record; return what the loop had recorded."""
+        from lightning_smartinfinity.zero3.collectives import raising_together
+
+        assert self._training_engine is not None
+        loaded: ClientState = {}
+        with raising_together():
+            loaded = resume_engine(self._training_engine)
+        self._awaits_load = self._resumes = False
         return loaded
 
     def _load_full(self, path: str | Path, state: ClientState, engine: PortableEngine, *, strict: bool) -> ClientState:
@@ -344,12 +449,12 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         set_up = [engine, *optimizers]
         return engine, {key: value for key, value in state.items() if not any(value is one for one in set_up)}
 
-    def _refuse_second_training(self) -> None:
+    def _refuse_second_training(self, call: str, rule: str) -> None:
         if self._rank_state is not None and self._rank_state.is_open:
             raise UnsupportedError(
-                "fabric.setup was called with an optimizer while another model is being trained.",
-                "One model with one optimizer trains at a time: call fabric.strategy.close() to end the first one's "
-                "training, or set up models that only evaluate by fabric.setup_module(model).",
+                f"{call} was called while a model is being trained.",
+                f"{rule}: call fabric.strategy.close() to end the first one's training, or set up models that only "
+                "evaluate by fabric.setup_module(model).",
             )
 
 

@@ -6,7 +6,8 @@ import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from lightning_smartinfinity.errors import StorageCorruptError, StorageError
+from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
 from lightning_smartinfinity.resume.typed_json import UnwritableError, decode, encode
 from lightning_smartinfinity.settings import StrategySettings
 from lightning_smartinfinity.zero3.untyped import ClientState
@@ -15,11 +16,22 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.store.training_record import TrainingRecord
     from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 
-__all__ = ["TrainingRecorder", "resume_engine"]
+__all__ = [
+    "STORAGE",
+    "TrainingRecorder",
+    "log_how_to_resume",
+    "require_resumable",
+    "resume_engine",
+    "say_if_not_resumable",
+]
+
+STORAGE = "storage"
+"""What takes the place of a checkpoint's path where an interrupted training resumes from its state on storage."""
 
 _log = logging.getLogger(__name__)
 
 _ENGINE, _LOOP = "engine", "loop"
+_INSTEAD = "Save checkpoints to resume from, or pass TransferConfig(keep=False) to write no training records."
 
 
 class TrainingRecorder:
@@ -27,12 +39,14 @@ class TrainingRecorder:
 
     Args:
         engine: The engine that trains.
+        how_to_resume: Half a sentence that says what the user calls to go on after an interruption.
+        gap: Half a sentence that says why several steps come between two records, should they come.
     """
 
-    def __init__(self, engine: SmartInfinityEngine) -> None:
+    def __init__(self, engine: SmartInfinityEngine, *, how_to_resume: str, gap: str) -> None:
         from lightning_smartinfinity.zero3.checkpoints.engine_record import frozen_checksum
 
-        self._engine = engine
+        self._engine, self._how_to_resume, self._gap = engine, how_to_resume, gap
         self._frozen = frozen_checksum(engine.module)
         self._warned = False
         self._is_off = False
@@ -71,34 +85,24 @@ class TrainingRecorder:
         handler = optimizer.rank_state.handler
         try:
             handler.record_training(step=step, content=content)
-            optimizer.rank_state.keeping.resumable = True
-            self._warn_of_gap(handler.training)
+            record = handler.training
+            assert record is not None
+            optimizer.rank_state.keeping.resumable = record.has_steps
+            self._warn_of_gap(record)
         except StorageError as error:
             optimizer.rank_state.keeping.resumable = False
             self._warn(f"a training record could not be written. {error}")
 
-    def _warn_of_gap(self, record: TrainingRecord | None) -> None:
-        assert record is not None
+    def _warn_of_gap(self, record: TrainingRecord) -> None:
         before, self._recorded = self._recorded, record.generation
         if before is not None and record.generation > before + 1:
-            self._warn(
-                "training_step takes several optimizer steps, and a record is written at the end of a batch only. A "
-                "kill between these steps leaves nothing to resume from."
-            )
+            self._warn(f"{self._gap}. A kill between these steps leaves nothing to resume from.")
 
     def say_how_to_resume(self, settings: StrategySettings) -> None:
         """Log how to resume the training that was interrupted, if its state stays on storage."""
         if not self._engine.optimizer.rank_state.keeping.stays:
             return
-        folders, job = " ".join(map(str, settings.storage or ())), settings.transfer.job
-        _log.warning(
-            "The fit was interrupted, and its state stays in %s (job %r). To go on where it stopped, run it again with "
-            "trainer.fit(..., ckpt_path='storage'). To remove the state, run: smart-infinity jobs %s --remove %s",
-            folders,
-            job,
-            folders,
-            job,
-        )
+        log_how_to_resume(settings, self._how_to_resume)
 
     def _turn_off(self, reason: str) -> None:
         self._is_off = True
@@ -109,10 +113,46 @@ class TrainingRecorder:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"An interrupted training cannot be resumed from storage here: {reason} Save checkpoints to resume "
-                "from, or pass TransferConfig(keep=False) to write no training records.",
-                stacklevel=4,
+                f"An interrupted training cannot be resumed from storage here: {reason} {_INSTEAD}", stacklevel=4
             )
+
+
+def log_how_to_resume(settings: StrategySettings, call: str) -> None:
+    """Log where an interrupted training's state stays, and ``call``, half a sentence that says how to resume it."""
+    folders, job = " ".join(map(str, settings.storage or ())), settings.transfer.job
+    _log.warning(
+        "The training was interrupted, and its state stays in %s (job %r). To go on where it stopped, %s. To remove "
+        "the state, run: smart-infinity jobs %s --remove %s",
+        folders,
+        job,
+        call,
+        folders,
+        job,
+    )
+
+
+def require_resumable(transfer: TransferConfig, *, what: str) -> None:
+    """Check that the settings let a training resume from storage.
+
+    Raises:
+        ConfigError: They ask to keep nothing; ``what`` names the call that asks to resume.
+    """
+    if not transfer.is_resumable:
+        raise ConfigError(
+            f"{what} resumes from storage, but the settings ask to keep nothing to resume from.",
+            "Leave keep=False and durability='none' out of the transfer settings, as in the first run.",
+        )
+
+
+def say_if_not_resumable(transfer: TransferConfig) -> None:
+    """Log that an interrupted training cannot be resumed from storage, if its state has one place there."""
+    if transfer.keep is not False and not transfer.is_resumable:
+        _log.warning(
+            "An interrupted training cannot be resumed from storage here: durability=%r leaves its state half written. "
+            "%s",
+            transfer.durability,
+            _INSTEAD,
+        )
 
 
 def resume_engine(engine: SmartInfinityEngine) -> ClientState:

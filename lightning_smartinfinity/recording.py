@@ -12,10 +12,7 @@ from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.resume.loops import begin_epoch_after_last
 from lightning_smartinfinity.zero3.untyped import ClientState
 
-__all__ = ["STORAGE", "go_on_after_batch", "loop_state", "restore_loop", "watch_steps"]
-
-STORAGE = "storage"
-"""The ``ckpt_path`` with which an interrupted fit resumes from its state on storage."""
+__all__ = ["go_on_after_batch", "loop_state", "restore_loop", "watch_steps"]
 
 _LEFT_OUT = frozenset(
     {

@@ -31,14 +31,19 @@ from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.compatibility import OptimizerList, accumulates, adapt_callbacks, copy_around_training
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
-from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
 from lightning_smartinfinity.native import take_back_ask_to_end
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityPrecision
-from lightning_smartinfinity.recorder import TrainingRecorder, resume_engine
-from lightning_smartinfinity.recording import (
+from lightning_smartinfinity.recorder import (
     STORAGE,
+    TrainingRecorder,
+    require_resumable,
+    resume_engine,
+    say_if_not_resumable,
+)
+from lightning_smartinfinity.recording import (
     go_on_after_batch,
     loop_state,
     restore_loop,
@@ -49,7 +54,9 @@ from lightning_smartinfinity.resume.loops import (
     begin_first_epoch,
     continue_epoch,
     load_loader_states,
+    load_only_own_states,
     passed_to_run,
+    without_positions,
 )
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
@@ -205,14 +212,13 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         self._random_state, self._recorder = None, None
         self._goes_on_after_batch = self._was_interrupted = False
         self._resumes = trainer.state.fn == TrainerFn.FITTING and passed_to_run(trainer, "ckpt_path") == STORAGE
-        if self._resumes and not self._settings.transfer.is_resumable:
-            raise ConfigError(
-                "fit(ckpt_path='storage') resumes from storage, but the settings ask to keep nothing to resume from.",
-                "Pass transfer={'keep': 'on-failure'}, with durability 'step' or 'power', as in the first run.",
-            )
+        if self._resumes:
+            require_resumable(self._settings.transfer, what="fit(ckpt_path='storage')")
         super().setup(trainer)
         ending.end_together_after_sigterm(trainer)
         watch_steps(trainer, partial(self._record, after_batch=True))
+        if not self._resumes:
+            load_only_own_states(trainer)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -238,9 +244,15 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
                     begin_first_epoch(self.lightning_module.trainer)
         if self._settings.transfer.is_resumable:
             assert self._training_engine is not None
-            self._recorder = TrainingRecorder(self._training_engine)
+            self._recorder = TrainingRecorder(
+                self._training_engine,
+                how_to_resume="run it again with trainer.fit(..., ckpt_path='storage')",
+                gap="training_step takes several optimizer steps, and a record is written at the end of a batch only",
+            )
             if not self._resumes:  # else the record that the fit resumes from holds until the next step
                 self._record(after_batch=False)
+        elif self.is_global_zero:
+            say_if_not_resumable(self._settings.transfer)
 
     def _record(self, *, after_batch: bool) -> None:
         """Write a training record.
@@ -356,6 +368,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
                 self.drain()
                 take_back_ask_to_end()
                 checkpoint[RNG_KEY] = capture(self.root_device, world_size=self.world_size)
+                if "loops" in checkpoint and self.lightning_module is not None:
+                    checkpoint["loops"] = without_positions(checkpoint["loops"], self.lightning_module.trainer)
                 super().save_checkpoint(checkpoint, filepath, storage_options)
         finally:
             self.model = present

@@ -25,9 +25,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-__all__ = ["begin_epoch", "draw_as_saved", "keeping_position"]
+__all__ = ["begin_epoch", "draw_as_saved", "keeping_position", "keeps_position"]
 
 _KEPT = "_kept_position"  # Lightning ignores attributes with an underscore when it makes a loader again
+_MARK = "_keeps_position"
 _OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
     *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
@@ -50,6 +51,11 @@ def keeping_position(loader: Any) -> Any:
     if isinstance(loader, DataLoader) and not any(map(callable, own)):
         loader.__class__ = _keeping_class(cast(Any, type(loader)))
     return loader
+
+
+def keeps_position(loader: Any) -> bool:
+    """Return whether a loader's state is that of :func:`keeping_position`, and not the user's."""
+    return hasattr(type(loader), _MARK)
 
 
 def begin_epoch(loader: Any) -> None:
@@ -103,8 +109,8 @@ def _keeping_class(base: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
         return reduced
 
     names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    methods = {"__iter__": iterate, "__reduce_ex__": reduce_ex}
-    methods |= {"state_dict": state_dict, "load_state_dict": load_state_dict}
+    methods: dict[str, Any] = {"__iter__": iterate, "__reduce_ex__": reduce_ex}
+    methods |= {"state_dict": state_dict, "load_state_dict": load_state_dict, _MARK: True}
     return types.new_class(base.__name__, (base,), exec_body=lambda body: body.update({**names, **methods}))
 
 

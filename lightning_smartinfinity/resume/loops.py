@@ -10,9 +10,17 @@ import inspect
 import warnings
 from typing import Any
 
-from lightning_smartinfinity.resume.loader_position import begin_epoch, draw_as_saved
+from lightning_smartinfinity.resume.loader_position import begin_epoch, draw_as_saved, keeps_position
 
-__all__ = ["begin_epoch_after_last", "begin_first_epoch", "continue_epoch", "load_loader_states", "passed_to_run"]
+__all__ = [
+    "begin_epoch_after_last",
+    "begin_first_epoch",
+    "continue_epoch",
+    "load_loader_states",
+    "load_only_own_states",
+    "passed_to_run",
+    "without_positions",
+]
 
 _LIGHTNING_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
 
@@ -32,6 +40,49 @@ def passed_to_run(trainer: Any, name: str) -> Any:
             return frame.f_locals.get(name)
         frame = frame.f_back
     return None
+
+
+def without_positions(loops: dict[str, Any], trainer: Any) -> dict[str, Any]:
+    """Return the saved loops without the positions of plain loaders, which only training records hold.
+
+    A checkpoint is then as with any other strategy: Lightning replays a plain loader from its first batch, and a
+    sampler that begins at the step by itself loses nothing.
+
+    Args:
+        loops: What a checkpoint of Lightning holds under ``"loops"``.
+        trainer: Trainer that saves.
+    """
+    loader = trainer.fit_loop._combined_loader
+    saved = loops.get("fit_loop", {}).get("state_dict", {})
+    if loader is None or "combined_loader" not in saved:
+        return loops
+    stateful = [one for one in loader.flattened if keeps_position(one) or _is_stateful(one)]
+    states = zip(stateful, saved["combined_loader"], strict=True)
+    own = {"combined_loader": [state for one, state in states if not keeps_position(one)]}
+    rest = {key: value for key, value in saved.items() if key != "combined_loader"}
+    return {**loops, "fit_loop": {**loops["fit_loop"], "state_dict": rest | (own if own["combined_loader"] else {})}}
+
+
+def load_only_own_states(trainer: Any) -> None:
+    """Let Lightning load the states of a checkpoint into the loaders that have states of the user's.
+
+    Args:
+        trainer: Trainer whose fit is being set up, and resumes from a checkpoint or not at all.
+    """
+    fit_loop = trainer.fit_loop
+    load = type(fit_loop)._load_combined_loader_states
+
+    def load_own() -> None:
+        states = fit_loop._combined_loader_states_to_load
+        loaders = [] if fit_loop._combined_loader is None else list(filter(_is_stateful, _loaders(fit_loop)))
+        if fit_loop.restarting and states and len(states) == len(loaders):
+            for loader, state in zip(loaders, states, strict=True):
+                loader.load_state_dict(state)
+            fit_loop._combined_loader_states_to_load = []
+        else:
+            load(fit_loop)
+
+    fit_loop._load_combined_loader_states = load_own
 
 
 def load_loader_states(trainer: Any) -> None:
@@ -128,4 +179,6 @@ def _loaders(fit_loop: Any) -> list[Any]:
 
 
 def _is_stateful(loader: Any) -> bool:
+    if keeps_position(loader):
+        return False
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))

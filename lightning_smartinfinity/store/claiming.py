@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -13,12 +14,11 @@ from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.store.folders import (
     COMMIT_NAME,
     STATE_NAME,
-    TRAINING_NAMES,
     RankFolder,
     rank_folder_path,
     set_aside_path,
 )
-from lightning_smartinfinity.store.leftovers import resumable_record
+from lightning_smartinfinity.store.leftovers import is_resumable, resumable_record, resumable_step
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.record import record_bytes
@@ -26,6 +26,8 @@ from lightning_smartinfinity.store.replacement import flush_names
 from lightning_smartinfinity.store.training_record import TrainingRecord
 
 __all__ = ["claim_folders", "clear_folders", "fill_folders"]
+
+_OF_RANK = re.compile(r"rank-[0-9]{5,}")
 
 _log = logging.getLogger(__name__)
 
@@ -59,33 +61,46 @@ def claim_folders(folders: Sequence[Path], *, job: str, rank: int, create: bool,
     return claimed
 
 
-def clear_folders(folders: Sequence[RankFolder]) -> None:
-    """Make room for a new store: set a leftover aside that a training can resume from, and delete another one.
+def clear_folders(folders: Sequence[RankFolder], *, rank: int, world_size: int) -> None:
+    """Make room for a new store: set a leftover aside whose training has taken a step, and delete another one.
+
+    What was set aside before is replaced. With the leftover of more ranks, each rank looks after some of the others.
 
     Args:
         folders: The rank's locked folders, one in every storage folder.
+        rank: Rank of this process.
+        world_size: Number of processes.
 
     Raises:
         StorageError: A store there is marked ``keep``, or something lies there that this package did not make.
     """
     for folder in folders:
         folder.refuse_kept()
-    record = _resumable(folders[0])
+    path = folders[0].path
+    record, replaced = _resumable(folders[0]), resumable_step(set_aside_path(path))
+    absent = [one for folder in folders for one in _of_absent_ranks(folder.path, rank=rank, world_size=world_size)]
+    resumable = [one for one in absent if is_resumable(one)]
     for folder in folders:
         if record is None:
             folder.remove_leftover()
         else:
             folder.set_aside()
+            _remove_absent(set_aside_path(folder.path), rank=rank, world_size=world_size)
+    for one in resumable:
+        with suppress(StorageError):  # a process uses it
+            other = RankFolder(one, create=False)
+            other.set_aside()
+            other.discard()
     if record is not None:
-        path = folders[0].path
         aside, storage = set_aside_path(path).parent.name, path.parents[1]
         _log.warning(
-            "%r holds a training that was interrupted after step %d. It was moved to the job %r. To resume it, fit with"
-            " ckpt_path='storage' and transfer={'job': %r, 'keep': 'on-failure'};"
+            "%r holds a training that was interrupted after step %d. It was moved to the job %r%s. The next one that is"
+            " moved replaces it. To resume it, fit with ckpt_path='storage' and transfer={'job': %r};"
             " to remove it, run: smart-infinity jobs %s --remove %s",
             str(path),
             record.step,
             aside,
+            "" if replaced is None else f", and replaced the one there, which was interrupted after step {replaced}",
             aside,
             storage,
             aside,
@@ -93,14 +108,29 @@ def clear_folders(folders: Sequence[RankFolder]) -> None:
 
 
 def _resumable(folder: RankFolder) -> TrainingRecord | None:
-    """Return the newest training record of a leftover; None if no training can resume from it."""
+    """Return the newest training record of a leftover; None if resuming from it saves no step."""
     with suppress(StorageCorruptError, OSError):
         if folder.inside.status(MANIFEST_NAME) is not None:
-            return resumable_record(folder.inside, read_manifest(folder.inside))
+            record = resumable_record(folder.inside, read_manifest(folder.inside))
+            return record if record is not None and record.has_steps else None
     return None
 
 
-def fill_folders(folders: Sequence[RankFolder], manifest: Manifest, *, resumable: bool = False) -> None:
+def _of_absent_ranks(path: Path, *, rank: int, world_size: int) -> list[Path]:
+    """Return the folders beside a rank's own that it looks after: of ranks that only a larger training has."""
+    with suppress(OSError):
+        numbers = {beside: int(beside.name[5:]) for beside in path.parent.iterdir() if _OF_RANK.fullmatch(beside.name)}
+        return sorted(one for one, other in numbers.items() if other >= world_size and other % world_size == rank)
+    return []
+
+
+def _remove_absent(path: Path, *, rank: int, world_size: int) -> None:
+    for one in _of_absent_ranks(path, rank=rank, world_size=world_size):
+        with suppress(StorageError):
+            RankFolder(one, create=False).destroy()
+
+
+def fill_folders(folders: Sequence[RankFolder], manifest: Manifest) -> None:
     """Preallocate the files; the manifest comes last, so that a store with a manifest is complete.
 
     Raises:
@@ -111,8 +141,6 @@ def fill_folders(folders: Sequence[RankFolder], manifest: Manifest, *, resumable
         folder.allocate(STATE_NAME, manifest.extents.file_bytes(device))
     num_parameters = len(manifest.description.parameters)
     folders[0].allocate(COMMIT_NAME, 2 * record_bytes(manifest.extents.num_tasklets, num_parameters))
-    for name in TRAINING_NAMES if resumable else ():
-        folders[0].allocate(name, 0)
     for device, folder in enumerate(folders):
         folder.write_manifest(manifest.for_device(device))
         folder.flush()

@@ -235,12 +235,13 @@ class RankFolder:
                 os.close(descriptor)
         return path
 
-    def allocate_missing(self, name: str) -> None:
-        """Create an empty file unless it exists; older versions made stores without it. Raises as :meth:`allocate`."""
-        with storage_errors("Looking for", self.path / name):
-            if self.inside.status(name) is not None:
-                return
-        self.allocate(name, 0)
+    def allocate_missing(self, *names: str) -> None:
+        """Create empty files where they do not exist. Raises as :meth:`allocate`."""
+        with storage_errors("Looking for files in", self.path):
+            missing = [name for name in names if self.inside.status(name) is None]
+        for name in missing:
+            self.allocate(name, 0)
+        self.flush()
 
     def extend(self, name: str, num_bytes: int) -> None:
         """Extend a file, with all its blocks reserved; its length stays as it is if that fails.

@@ -13,7 +13,7 @@ from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.recovery import records_of
 from lightning_smartinfinity.store.training_record import TrainingRecord, read_training_records
 
-__all__ = ["reclaimable_bytes", "resumable_record"]
+__all__ = ["is_resumable", "leftover_bytes", "resumable_record", "resumable_step"]
 
 
 def resumable_record(folder: OpenFolder, manifest: Manifest) -> TrainingRecord | None:
@@ -29,17 +29,30 @@ def resumable_record(folder: OpenFolder, manifest: Manifest) -> TrainingRecord |
     return next((record for record in found if record.generation in committed), None)
 
 
-def reclaimable_bytes(path: Path) -> int:
-    """Return the bytes allocated by the leftover that a new store in this rank's folder deletes.
+def resumable_step(path: Path) -> int | None:
+    """Return the step after which a training can resume from the store in a rank's first folder, or None."""
+    with suppress(OSError, StorageError), closing(open_rank_folder(path)) as folder:
+        record = resumable_record(folder, read_manifest(folder))
+        return None if record is None else record.step
+    return None
 
-    That is the store there, or, if a training can resume from it, the one that was set aside before.
+
+def is_resumable(path: Path) -> bool:
+    """Return whether a rank's folder holds a leftover that a new store sets aside."""
+    return _leftover(path)[1]
+
+
+def leftover_bytes(path: Path) -> tuple[int, int]:
+    """Return the bytes allocated by the leftovers that a new store in this rank's folder deletes, and sets aside.
+
+    It deletes the store there, or, if a training can resume from it, the one that was set aside before.
     """
     nbytes, resumable = _leftover(path)
-    return _leftover(set_aside_path(path))[0] if resumable else nbytes
+    return (_leftover(set_aside_path(path))[0], nbytes) if resumable else (nbytes, 0)
 
 
 def _leftover(path: Path) -> tuple[int, bool]:
-    """Return the bytes of a store that may be deleted, and whether a training can resume from it."""
+    """Return the bytes of a store that may be deleted, and whether a training with steps can resume from it."""
     try:
         with closing(open_rank_folder(path)) as folder:
             notes: frozenset[str] = frozenset()
@@ -58,7 +71,9 @@ def _leftover(path: Path) -> tuple[int, bool]:
 def _is_resumable(folder: OpenFolder, manifest: Manifest) -> bool:
     # Only the first folder has records: the others are as good as it, whose name the manifest has.
     if manifest.device == 0:
-        return resumable_record(folder, manifest) is not None
-    job, rank = folder.path.parent.name, folder.path.name
-    with closing(open_rank_folder(Path(manifest.folders[0]) / job / rank)) as first:
-        return resumable_record(first, read_manifest(first)) is not None
+        record = resumable_record(folder, manifest)
+    else:
+        job, rank = folder.path.parent.name, folder.path.name
+        with closing(open_rank_folder(Path(manifest.folders[0]) / job / rank)) as first:
+            record = resumable_record(first, read_manifest(first))
+    return record is not None and record.has_steps

@@ -14,7 +14,7 @@ from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.folders import parameter_folder_path, rank_folder_path
 from lightning_smartinfinity.store.in_time import unless_idle
-from lightning_smartinfinity.store.leftovers import reclaimable_bytes
+from lightning_smartinfinity.store.leftovers import leftover_bytes
 from lightning_smartinfinity.store.os_errors import FULL, storage_errors
 from lightning_smartinfinity.store.record import record_bytes
 from lightning_smartinfinity.store.tensor_files import deal
@@ -55,6 +55,7 @@ class SpaceRequest:
         needed_bytes: Bytes that this rank will allocate there.
         free_bytes: Bytes available to it there.
         reclaimable_bytes: Bytes of a leftover store there, which the creation of a new one deletes.
+        resumable_bytes: Bytes of an interrupted training there, which the creation of a new store sets aside.
         what: Name of the data that needs the space.
     """
 
@@ -65,6 +66,7 @@ class SpaceRequest:
     needed_bytes: int
     free_bytes: int
     reclaimable_bytes: int = 0
+    resumable_bytes: int = 0
     what: str = "optimizer state"
 
 
@@ -78,6 +80,7 @@ class Shortfall:
         needed_bytes: Bytes that all ranks need together.
         free_bytes: Bytes available, leftover stores that will be deleted included.
         what: Names of the data that needs the space, each once.
+        resumable_bytes: Bytes of interrupted trainings there.
     """
 
     hosts: tuple[str, ...]
@@ -85,6 +88,7 @@ class Shortfall:
     needed_bytes: int
     free_bytes: int
     what: tuple[str, ...] = ("optimizer state",)
+    resumable_bytes: int = 0
 
 
 def measure_space(
@@ -147,7 +151,16 @@ def require_space(requests: Iterable[SpaceRequest]) -> None:
         for item in missing
     )
     further = _REMEDY_OF_GRADIENTS if any(_GRADIENTS in item.what for item in missing) else ""
-    raise StorageFullError(problem, _REMEDY + further)
+    raise StorageFullError(problem, "".join(map(_of_interrupted, missing)) + _REMEDY + further)
+
+
+def _of_interrupted(item: Shortfall) -> str:
+    if not item.resumable_bytes:
+        return ""
+    return (
+        f"{_readable(item.resumable_bytes)} there hold a training that was interrupted: resume it with"
+        f" ckpt_path='storage', or remove it (smart-infinity jobs {item.paths[0]} lists it). "
+    )
 
 
 def has_room(folder: Path, num_bytes: int, *, ranks: int) -> bool:
@@ -210,6 +223,7 @@ def _total(requests: Sequence[SpaceRequest]) -> Shortfall:
         what=tuple(sorted({request.what for request in requests})),
         needed_bytes=sum(request.needed_bytes for request in requests),
         free_bytes=free_bytes + sum(request.reclaimable_bytes for request in requests),
+        resumable_bytes=sum(request.resumable_bytes for request in requests),
     )
 
 
@@ -224,7 +238,7 @@ def _request(
     """
 
     def measure() -> SpaceRequest:
-        reclaimable = 0 if leftover is None else reclaimable_bytes(leftover)
+        reclaimable, resumable = (0, 0) if leftover is None else leftover_bytes(leftover)
         with storage_errors("Looking for free space in", folder):
             existing = _nearest_existing(folder.absolute())
             status = os.statvfs(existing)
@@ -236,6 +250,7 @@ def _request(
                 needed_bytes=needed_bytes,
                 free_bytes=status.f_bavail * status.f_frsize,
                 reclaimable_bytes=reclaimable,
+                resumable_bytes=resumable,
                 what=what,
             )
         if needed_bytes > request.free_bytes + reclaimable:

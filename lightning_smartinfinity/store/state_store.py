@@ -20,7 +20,7 @@ from lightning_smartinfinity.store.capacities import Capacities
 from lightning_smartinfinity.store.claiming import claim_folders, clear_folders, fill_folders
 from lightning_smartinfinity.store.direct import open_state_file
 from lightning_smartinfinity.store.extents import ExtentMap
-from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, TRAINING_NAMES, RankFolder
+from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, RankFolder
 from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.limited_calls import LimitedCalls
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, StoreDescription
@@ -73,7 +73,7 @@ class StateStore:
         self._io_timeout = io_timeout
         self._in_time = LimitedCalls(self.files, seconds=io_timeout)
         flush = manifest.durability == "power"
-        self._training = TrainingRecords(folders[0].inside, identity=self.identity, flush=flush, in_time=self._in_time)
+        self._training = TrainingRecords(folders[0], identity=self.identity, flush=flush, in_time=self._in_time)
 
     @classmethod
     def create(
@@ -123,13 +123,13 @@ class StateStore:
         def make() -> StateStore:
             with ExitStack() as undo:
                 claimed = claim_folders(folders, job=config.job, rank=rank, create=True, undo=undo)
-                clear_folders(claimed)
+                clear_folders(claimed, rank=rank, world_size=world_size)
                 require_space(
                     measure_space(
                         folders, job=config.job, rank=rank, extents=extents, num_parameters=len(description.parameters)
                     )
                 )
-                fill_folders(claimed, manifest, resumable=config.is_resumable)
+                fill_folders(claimed, manifest)
                 record = no_record(extents.num_tasklets, len(description.parameters))
                 store = cls(claimed, manifest, record, direct_io=config.file_access, io_timeout=config.io_timeout)
                 undo.pop_all()
@@ -179,8 +179,6 @@ class StateStore:
                 record = newest_complete(inside, manifest, newest)
                 for device, folder in enumerate(claimed):
                     folder.adopt(manifest.for_device(device))
-                for name in TRAINING_NAMES if training is not None else ():
-                    claimed[0].allocate_missing(name)
                 store = cls(claimed, manifest, record, direct_io=direct_io, io_timeout=io_timeout)
                 store._restore_places()
                 if training is not None:
@@ -214,7 +212,7 @@ class StateStore:
                     if folder.status(MANIFEST_NAME) is None:
                         raise StorageError(
                             f"There is no training to resume in {str(folder.path)!r}: it ended within its set-up.",
-                            "Leave ckpt_path='storage' out to begin anew, or pass a checkpoint.",
+                            "Begin anew, without resuming from storage, or pass a checkpoint.",
                         )
                 manifest = common_manifest(inside, rank=rank)
                 records = read_training_records(inside[0], identity=manifest.identity)
@@ -386,18 +384,21 @@ class StateStore:
         self._previous = None
         self._forget(reverted, flush=self.manifest.durability == "power")
 
-    def record_training(self, *, generation: int, step: int, content: bytes) -> None:
+    def record_training(self, *, generation: int, step: int, content: bytes, has_steps: bool) -> None:
         """Write what a training needs, beside the state of a generation, to go on from there; see ``training_record``.
 
         Args:
             generation: The newest generation, or the next one if its step is in flight.
             step: Optimizer steps of the training so far, for messages.
             content: What the training needs.
+            has_steps: Whether the training has taken a step since it began.
 
         Raises:
             StorageError: It could not be written. The record before it is intact.
         """
-        self.control_bytes += self._training.write(generation=generation, step=step, content=content)
+        self.control_bytes += self._training.write(
+            generation=generation, step=step, content=content, has_steps=has_steps
+        )
 
     def forget_training(self) -> None:
         """Erase the training record if its generation was not committed: a later one may become another state.

@@ -30,7 +30,7 @@ from functools import partial
 import numpy as np
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.store.folders import TRAINING_NAMES
+from lightning_smartinfinity.store.folders import TRAINING_NAMES, RankFolder
 from lightning_smartinfinity.store.limited_calls import LimitedCalls
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
@@ -49,7 +49,7 @@ class TrainingRecord:
     """A record of a training.
 
     Args:
-        number: Number of the record, from 0. The newer of two has the higher one.
+        number: Number of the record, 0 before the training's first step. The newer of two has the higher one.
         generation: Generation of the optimizer state that it belongs to.
         step: Optimizer steps of the training so far, for messages.
         content: What the training wrote.
@@ -60,12 +60,17 @@ class TrainingRecord:
     step: int
     content: bytes
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether the training has taken a step, which would be lost with the record."""
+        return self.number > 0
+
 
 class TrainingRecords:
     """The training records of a store that this process owns.
 
     Args:
-        folder: The rank's first folder, with both files.
+        folder: The rank's first folder. The first record makes both files.
         identity: The mark of the store's extents.
         flush: Whether to flush the device after each record.
         in_time: Makes calls to the disk.
@@ -74,20 +79,21 @@ class TrainingRecords:
         current: The record written or resumed from last; None if there is none.
     """
 
-    def __init__(self, folder: OpenFolder, *, identity: native.Identity, flush: bool, in_time: LimitedCalls) -> None:
+    def __init__(self, folder: RankFolder, *, identity: native.Identity, flush: bool, in_time: LimitedCalls) -> None:
         self.current: TrainingRecord | None = None
         self._folder = folder
         self._identity = identity
         self._flush = flush
         self._in_time = in_time
 
-    def write(self, *, generation: int, step: int, content: bytes) -> int:
+    def write(self, *, generation: int, step: int, content: bytes, has_steps: bool) -> int:
         """Write a record over the last but one, and make it the current one.
 
         Args:
             generation: The newest generation, or the next one if its step is in flight.
             step: Optimizer steps of the training so far, for messages.
             content: What the training needs.
+            has_steps: Whether the training has taken a step.
 
         Returns:
             Size of the record in bytes.
@@ -95,15 +101,20 @@ class TrainingRecords:
         Raises:
             StorageError: The record could not be written. The one before it is intact.
         """
-        number = 0 if self.current is None else self.current.number + 1
+        number = int(has_steps) if self.current is None else self.current.number + 1
         record = TrainingRecord(number=number, generation=generation, step=step, content=content)
         nbytes = self._in_time(
-            partial(_write, self._folder, record, identity=self._identity, flush=self._flush),
+            partial(self._write, record),
             doing="Writing the training record",
             path=self._folder.path / TRAINING_NAMES[0],
         )
         self.current = record
         return nbytes
+
+    def _write(self, record: TrainingRecord) -> int:
+        if self.current is None:
+            self._folder.allocate_missing(*TRAINING_NAMES)
+        return _write(self._folder.inside, record, identity=self._identity, flush=self._flush)
 
     def forget_behind(self, generation: int) -> None:
         """Erase the current record if its generation comes behind this one: a later one may become another state.
@@ -114,7 +125,7 @@ class TrainingRecords:
         record = self.current
         if record is not None and record.generation > generation:
             self._in_time(
-                partial(_erase, self._folder, record.number),
+                partial(_erase, self._folder.inside, record.number),
                 doing="Erasing the training record",
                 path=self._folder.path / TRAINING_NAMES[0],
             )
@@ -125,9 +136,9 @@ class TrainingRecords:
         Raises:
             StorageError: A file cannot be read or emptied.
         """
-        for record in read_training_records(self._folder, identity=self._identity):
+        for record in read_training_records(self._folder.inside, identity=self._identity):
             if record.number > number:
-                _erase(self._folder, record.number)
+                _erase(self._folder.inside, record.number)
             elif record.number == number:
                 self.current = record
         assert self.current is not None

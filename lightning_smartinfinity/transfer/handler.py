@@ -215,6 +215,12 @@ class TransferHandler:
         """The training record written last, or the one that the training resumes from."""
         return self._store.training
 
+    @property
+    def is_resumable(self) -> bool:
+        """Whether the generation of the training record is whole on storage: at most one was committed since."""
+        record = self._store.training
+        return record is not None and record.generation >= self._store.generation - 1
+
     def record_training(self, *, step: int, content: bytes) -> None:
         """Write what the training needs beside the state to go on behind the step begun last.
 
@@ -228,7 +234,8 @@ class TransferHandler:
             StorageError: It could not be written. The record before it is intact.
         """
         follows = self._step is not None and self._step.is_complete
-        self._store.record_training(generation=self._store.generation + follows, step=step, content=content)
+        generation, has_steps = self._store.generation + follows, follows or self._num_steps > 0
+        self._store.record_training(generation=generation, step=step, content=content, has_steps=has_steps)
 
     def roll_back(self) -> None:
         """Roll the step in flight back: its parameters are read back from the current generation.

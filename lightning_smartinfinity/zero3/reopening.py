@@ -46,7 +46,7 @@ def recover_for_training(
         raise CheckpointError(
             f"There is no training to resume in {', '.join(map(str, settings.storage))} (job {transfer.job!r}): no "
             "step was completed on every process.",
-            "Leave ckpt_path='storage' out to begin anew, or pass a checkpoint.",
+            "Begin anew, without resuming from storage, or pass a checkpoint.",
         )
     number, generation = max(common)
     with raising_together(group):
@@ -90,5 +90,5 @@ def _first_difference(saved: Sequence[object], expected: Sequence[object]) -> tu
 def _differs(what: str, before: object, now: object, remedy: str) -> CheckpointError:
     return CheckpointError(
         f"The training on storage cannot be resumed by this one: its {what} was {before!r}, and is {now!r} now.",
-        f"{remedy}, or leave ckpt_path='storage' out to begin anew.",
+        f"{remedy}, or begin anew, without resuming from storage.",
     )

@@ -65,7 +65,7 @@ def test_a_job_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     store = create([tmp_path], world_size=1, keep="on-failure")
     commit_generation(store, 0)
     assert main(["jobs", str(tmp_path)]) == 0
-    store.record_training(generation=0, step=7, content=b"")
+    store.record_training(generation=0, step=7, content=b"", has_steps=True)
     assert main(["jobs", str(tmp_path)]) == 0
     assert "resumable" not in capsys.readouterr().out
     store.close(remove=False)

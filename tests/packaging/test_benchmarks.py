@@ -90,6 +90,10 @@ RUNS = {
         ["--size", "tiny", "--rounds", "1", "--stock-io", "glue"],
         ["| system |", "| ours |", "| aio |", "| raw |"],
     ),
+    "training_record.py": (
+        ["--size", "tiny", "--steps", "5", "--systems", "overlap none"],
+        ["| system | step s | record ms |", "| overlap none |"],
+    ),
     "update.py": (
         ["--tiny", "--formats", "fp32", "int8_remainder", "--json", "figures.json"],
         ["| state format, engine |", "| fp32, io_uring |", "| fp32, plain |", "| int8_remainder, threads |"],
@@ -104,7 +108,7 @@ ON_CARDS = {
 SLOW = {
     *("backward.py", "calibration.py", "checkpoint_memory.py", "checksums.py", "compression_accuracy.py", "csim.py"),
     *("engines.py", "export.py", "formats.py", "import_time.py", "paper_tables.py", "peak_memory.py", "plan.py"),
-    *("scaling.py", "setup.py", "step.py", "tensor_store.py", "xrt_bindings.py"),
+    *("scaling.py", "setup.py", "step.py", "tensor_store.py", "training_record.py", "xrt_bindings.py"),
 }
 # The plots that plots.py makes of these figures, and texts in them.
 PLOTTED = {

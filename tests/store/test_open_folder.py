@@ -63,6 +63,7 @@ def test_folders_and_files_are_private(tmp_path: Path, mask: int) -> None:
     storage.chmod(0o777)
     with umask(mask), created([storage], keep=True) as store:
         commit_generation(store, 0)
+        store.record_training(generation=0, step=0, content=b"", has_steps=True)
         store.keep()
         files = TensorFiles([storage], job="default", rank=0, direct_io="off")
         below = list((storage / "default").rglob("*"))

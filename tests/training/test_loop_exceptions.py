@@ -26,17 +26,17 @@ class Broken(Exception):
 
 
 class Breaking(Everything):
-    """A module that raises at one place of the third step."""
+    """A module that raises at one place of a step, the third one."""
 
-    def __init__(self, place: str | None) -> None:
+    def __init__(self, place: str | None, *, step: int = 2) -> None:
         super().__init__()
-        self.place = place
+        self.place, self.step = place, step
         norm: Any = self.model.blocks[0].norm2
         norm.register_forward_pre_hook(lambda *_: self.at("forward"))
 
     def at(self, place: str) -> None:
         trainer = self._trainer
-        if self.place == place and trainer is not None and trainer.training and trainer.global_step == 2:
+        if self.place == place and trainer is not None and trainer.training and trainer.global_step == self.step:
             raise Broken
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
@@ -111,19 +111,51 @@ def test_an_exception_saves_a_checkpoint(tmp_path: Path) -> None:
     assert_like_plain_lightning(scenario, tmp_path)
 
 
-def test_nothing_is_left_of_a_broken_fit(tmp_path: Path) -> None:
-    """After close() no thread and no file of the storage remains, and the next fit can lock it."""
+def stores(folder: Path) -> list[str]:
+    """Return the jobs whose state lies in a storage folder."""
+    return sorted(path.parents[1].name for path in folder.rglob("state.bin"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "left"),
+    [
+        ({}, 2, [["default"], ["default", "default.aside"], ["default", "default.aside"]]),
+        ({}, 0, [[], [], []]),
+        ({"durability": "none"}, 2, [[], [], []]),
+        pytest.param({"keep": False}, 2, [[], [], []], marks=pytest.mark.long),
+    ],
+    ids=["after a step", "before any step", "one place", "keep=False"],
+)
+def test_what_is_left_of_broken_fits(
+    settings: dict[str, Any], step: int, left: list[list[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After close() no thread remains, and the state only if a fit can resume from it and would save a step.
+
+    Fits that fail again and again leave the state of the last two.
+    """
     before = 0
     for number in range(3):
-        strategy = SmartInfinityStrategy(tmp_path / "storage")
+        strategy = SmartInfinityStrategy(tmp_path / "storage", transfer=settings)
         with pytest.raises(Broken):
-            quiet_trainer(tmp_path, strategy).fit(Breaking("backward"))
+            quiet_trainer(tmp_path, strategy).fit(Breaking("on_after_backward", step=step))
         strategy.close()
-        assert not list((tmp_path / "storage").rglob("*.bin"))
+        assert stores(tmp_path / "storage") == left[number]
         if number == 2:
             assert_threads_end(before)
         before = num_threads()  # the first fits also start threads of libraries, which stay
-    quiet_trainer(tmp_path).fit(Everything())
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("run it again with trainer.fit(..., ckpt_path='storage')" in text for text in told) == 3 * bool(left[0])
+    assert sum("durability='none' leaves" in text for text in told) == 3 * ("durability" in settings)
+
+
+def test_a_fit_after_a_broken_one_leaves_nothing_of_its_own(tmp_path: Path) -> None:
+    """The state of a fit that has come to its end is removed; what an earlier one left is set aside."""
+    with pytest.raises(Broken):
+        quiet_trainer(tmp_path).fit(Breaking("backward"))
+    trainer = quiet_trainer(tmp_path)
+    trainer.fit(Everything())
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    assert stores(tmp_path / "storage") == ["default.aside"]
 
 
 class InterruptTheWait(pl.Callback):

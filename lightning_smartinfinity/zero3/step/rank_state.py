@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,19 +25,31 @@ class Keeping:
 
     Args:
         setting: ``TransferConfig.keep``.
-        resumable: Whether a training can resume from it: a training record was written.
+        resumable: Whether a training can resume from it: a training record was written after a step.
         completed: Whether the training has ended as it should.
+        says_end: Whether somebody says when the training has ended as it should. Otherwise a process that ends without
+            an error does, and so does one that drops the training.
+        told: Function to call after the state was left for another training to resume from.
     """
 
     setting: bool | str
     resumable: bool = False
     completed: bool = False
+    says_end: bool = True
+    told: Callable[[], None] | None = None
 
     @property
     def stays(self) -> bool:
         """Whether the state stays, as things are."""
         on_failure = self.setting == "on-failure" and self.resumable and not self.completed
         return self.setting is True or on_failure
+
+    def leave(self, handler: TransferHandler) -> None:
+        """Close the handler, and remove the state on storage unless it stays."""
+        self.resumable = self.resumable and handler.is_resumable
+        handler.close(remove=not self.stays)
+        if self.told is not None and self.resumable and not self.completed:
+            self.told()
 
 
 class RankState:
@@ -178,7 +191,7 @@ class RankState:
         if self._handler is not None:
             if self._unusable_reason is None:
                 self._commit_or_roll_back(self._handler)
-            self._handler.close(remove=not self.keeping.stays)
+            self.keeping.leave(self._handler)
             self._handler = None
         if self._arena is not None:
             self._arena.close()
@@ -195,10 +208,12 @@ class RankState:
             # A forked child runs exit handlers too; the state is its parent's.
             if os.getpid() != owner:
                 return
+            if not keeping.says_end:
+                keeping.completed = sys.exc_info()[0] is None and not hasattr(sys, "last_value")
             if keeping.stays and handler.in_flight and handler.step.is_complete:
                 with suppress(SmartInfinityError):  # the previous generation stays current
                     handler.commit()
-            handler.close(remove=not keeping.stays)
+            keeping.leave(handler)
 
         return close
 

@@ -1,0 +1,135 @@
+"""A loop of the user's own that records resumes from storage as if it had never stopped."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_smartinfinity.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
+from tests.fabric.storage_worker import FabricRun, launch
+from tests.fabric.worker import quiet_fabric
+from tests.helpers.attacks import Attack
+from tests.training.storage_worker import end_of, steps_of
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.parents[1].name for path in folder.rglob("state.bin"))
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_kills", "options"),
+    [
+        (1, 2, {"overlap": "forward", "state_format": "int8"}),
+        (2, 1, {"overlap": "forward"}),
+        pytest.param(1, 20, {"overlap": "none"}, marks=pytest.mark.long),
+        pytest.param(2, 20, {"overlap": "none"}, marks=pytest.mark.long),
+    ],
+)
+def test_kills_at_random(devices: int, num_kills: int, options: dict[str, Any], tmp_path: Path, attack: Attack) -> None:
+    """However often it is killed, a loop loses at most a step each time, and ends as one that was never killed."""
+    attack(
+        "kill at a random moment of a Fabric loop, then fabric.strategy.resume()",
+        tries=num_kills,
+        outcome="resumed to the bit, at most one step lost",
+    )
+    settings: dict[str, Any] = {"devices": devices, "options": options, "num_steps": 3 * num_kills + 4}
+    assert launch(FabricRun(str(tmp_path / "straight"), **settings))[0] == 0
+    draw, done = random.Random(f"{devices} {num_kills}"), 0
+    for number in range(num_kills):
+        step = max(done, 1) + draw.randrange(1, 3)
+        moment = {"kill_step": step, "kill_after": draw.uniform(1e-6, 0.02)}
+        code, output = launch(FabricRun(str(tmp_path / "killed"), resume=number > 0, **settings, **moment))
+        assert code == -signal.SIGKILL, output[-3000:]
+        done = max(steps_of(tmp_path / "killed", devices - 1))
+    code, output = launch(FabricRun(str(tmp_path / "killed"), resume=True, **settings))
+    assert code == 0, output[-3000:]
+    for rank in range(devices):
+        assert steps_of(tmp_path / "killed", rank).keys() == steps_of(tmp_path / "straight", rank).keys()
+        assert end_of(tmp_path / "killed", rank) == end_of(tmp_path / "straight", rank)
+    assert not files(tmp_path / "killed" / "storage")
+
+
+def test_an_error_leaves_the_state_and_an_end_does_not(tmp_path: Path) -> None:
+    """The end of a loop that failed says how to go on; a resumed loop that came to its end leaves nothing."""
+    code, output = launch(FabricRun(str(tmp_path / "a"), fail_step=3))
+    assert code != 0 and output.count("run it again with fabric.strategy.resume() before fabric.setup") == 1
+    assert files(tmp_path / "a" / "storage") == ["default"]
+    code, output = launch(FabricRun(str(tmp_path / "a"), resume=True))
+    assert code == 0, output[-3000:]
+    assert files(tmp_path / "a" / "storage") == []
+
+
+@pytest.mark.long
+def test_steps_without_a_record(tmp_path: Path) -> None:
+    """Two steps behind the last record there is nothing to resume from, so nothing is left; a warning says so."""
+    code, output = launch(FabricRun(str(tmp_path / "b"), fail_step=6, record_every=4))
+    assert code != 0 and "run it again" not in output and files(tmp_path / "b" / "storage") == []
+    code, output = launch(FabricRun(str(tmp_path / "c"), record_every=2))
+    assert code == 0 and "fabric.strategy.record() follows not every step" in output
+
+
+def test_wrong_uses(tmp_path: Path) -> None:
+    """Each call in the wrong place names what to call instead, and a failed set-up can be repeated."""
+
+    def parts() -> tuple[Any, Any]:
+        module = torch.nn.Linear(4, 2)
+        return module, torch.optim.AdamW(module.parameters())
+
+    fabric: Any = quiet_fabric(tmp_path, options={"overlap": "none"})
+    with pytest.raises(ConfigError, match="ask to keep nothing to resume from"):
+        quiet_fabric(tmp_path, options={"transfer": {"keep": False}}).strategy.resume()  # type: ignore[attr-defined]
+    fabric.strategy.resume()
+    with pytest.raises(StorageError, match="There is no optimizer state"):
+        fabric.setup(*parts())
+    with pytest.raises(StorageError, match="There is no optimizer state"):
+        fabric.setup(*parts())
+    fabric.strategy.close()  # takes resume() back
+    model, optimizer = fabric.setup(*parts())
+    state = {"model": model, "optimizer": optimizer, "step": 1}
+    with pytest.raises(UnsupportedError, match="while a model is being trained"):
+        fabric.strategy.resume()
+    with pytest.raises(CheckpointError):
+        fabric.load("storage", state)
+    fabric.backward(model(torch.ones(1, 4)).sum())
+    with pytest.raises(UnsupportedError, match="between backward and step"):
+        fabric.strategy.record(state)
+    optimizer.step()
+    with pytest.raises(UnsupportedError, match="0 models"):
+        fabric.strategy.record({"step": 1})
+    with pytest.raises(UnsupportedError, match="without an optimizer"):
+        fabric.strategy.record({"model": fabric.setup_module(torch.nn.Linear(4, 2))})
+    fabric.strategy.record(state)
+    with pytest.warns(UserWarning, match="is a object, which a training record cannot hold"):
+        fabric.strategy.record({**state, "step": object()})
+    try:
+        raise RuntimeError
+    except RuntimeError:
+        fabric.strategy.close()
+    assert files(tmp_path) == []  # a training whose last record could not be written
+
+
+def test_after_a_resumed_set_up_comes_the_load(tmp_path: Path) -> None:
+    """Before it, neither backward nor record is possible; afterwards a second one reads a checkpoint."""
+    code, _ = launch(FabricRun(str(tmp_path), fail_step=2))
+    assert code != 0
+    fabric: Any = quiet_fabric(tmp_path / "storage", precision="bf16-mixed")
+    module = torch.nn.Sequential(
+        torch.nn.Linear(8, 128), torch.nn.BatchNorm1d(128), torch.nn.Dropout(0.3), torch.nn.Linear(128, 3)
+    )
+    fabric.strategy.resume()
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.01))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    with pytest.raises(UnsupportedError, match=r"Call fabric.load\('storage', state\)"):
+        fabric.strategy.record(state)
+    with pytest.raises(UnsupportedError, match=r"Call fabric.load\('storage', state\)"):
+        fabric.backward(model(torch.ones(2, 8)).sum())
+    assert sorted(fabric.load("storage", state)) == ["random", "scheduler"] and state["step"] == 2
+    with pytest.raises(CheckpointError):
+        fabric.load("storage", state)
+    fabric.strategy.close()
+    assert files(tmp_path / "storage") == []
