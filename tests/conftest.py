@@ -20,10 +20,6 @@ from tests.helpers.runif import is_allowed
 # This precedes every import of a library that would look for files or versions on the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Several workers share the cores, and two threads on one core would wait long for each other.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 # A busy machine takes as long as it takes: no test fails by the time of an example.
 settings.register_profile("lenient", deadline=None)
 settings.load_profile("lenient")
@@ -45,6 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_SHARED_BEFORE] = _shared_buffers()
     config.pluginmanager.register(_SkipWatch(config.stash[_FORBIDDEN_SKIPS]))
     if config.getoption("numprocesses", None):
+        # Several workers share the cores, and two threads on one core would wait long for each other. The number must
+        # be the same everywhere: sums of floats depend on it.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
         start_server()  # one for all workers
 
 

@@ -60,16 +60,16 @@ def test_what_was_given_up_before_it_began(
 ) -> None:
     """A call that waits for its disk's numbers when it is given up does nothing later, and holds what it may use."""
     monkeypatch.setattr(calls, "counters_of", lambda path: answer.wait() and None)
-    done, released = [], []
+    done, released, before = [], [], time.monotonic()
     with pytest.raises(StorageTimeoutError):
         unless_idle(lambda: done.append(1), doing="Writing", path=tmp_path / "a" / "file", seconds=0.2)
-    when_returned(lambda: released.append(1))
+    when_returned(lambda: released.append(1), since=before)
     time.sleep(0.1)
     assert not released
     answer.set()
     await_that(lambda: bool(released))
     assert not done
-    when_returned(lambda: released.append(2))
+    when_returned(lambda: released.append(2), since=before)
     assert released == [1, 2]
 
 
