@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 STORAGE = "storage"
-"""What takes the place of a checkpoint's path where an interrupted training resumes from its state on storage."""
+"""Takes the place of a checkpoint's path where an interrupted training resumes from its state on storage."""
 
 _log = logging.getLogger(__name__)
 

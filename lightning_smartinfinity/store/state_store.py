@@ -201,7 +201,8 @@ class StateStore:
             io_timeout: ``TransferConfig.io_timeout``.
 
         Raises:
-            StorageLockedError, StorageCorruptError, StorageTimeoutError, StorageError: As for :meth:`recover`.
+            StorageLockedError, StorageCorruptError, StorageTimeoutError: As for :meth:`recover`.
+            StorageError: As there, or several steps came after the last record, and have overwritten its state.
         """
 
         def look() -> tuple[Manifest, list[TrainingRecord]]:
@@ -218,6 +219,12 @@ class StateStore:
                 records = read_training_records(inside[0], identity=manifest.identity)
                 if records:
                     complete = complete_generations(inside, manifest)
+                    if records[0].generation < min(complete, default=0):
+                        raise StorageError(
+                            f"The training in {str(inside[0].path)!r} ended within several optimizer steps that came "
+                            f"after its last record (step {records[0].step}). They have overwritten its state.",
+                            "Begin anew, without resuming from storage, or pass a checkpoint.",
+                        )
                     records = [record for record in records if record.generation in complete]
                 return manifest, records
 

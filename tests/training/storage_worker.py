@@ -97,7 +97,7 @@ class Module(pl.LightningModule):
     def __init__(self, run: StorageRun) -> None:
         super().__init__()
         torch.manual_seed(0)
-        settings = {"width": 24, "batch": 2, "length": 12, "workers": 0, "noise": True, "plateau": False}
+        settings = {"width": 24, "batch": 2, "length": 12, "workers": 0, "noise": True, "plateau": False, "steps": 1}
         self.settings = {**settings, **run.module}
         width = self.settings["width"]
         self.net = nn.Sequential(
@@ -106,11 +106,18 @@ class Module(pl.LightningModule):
         self.frozen = nn.Linear(8, 8)
         self.frozen.requires_grad_(False)
         self.run, self.seen = run, 0
+        self.automatic_optimization = self.settings["steps"] == 1
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        loss = self.net(batch + self.frozen(batch)).float().pow(2).mean()
-        self.log("loss", loss)
-        self.last_loss = float(loss)
+        for _ in range(self.settings["steps"]):
+            loss = self.net(batch + self.frozen(batch)).float().pow(2).mean()
+            self.log("loss", loss)
+            self.last_loss = float(loss)
+            if not self.automatic_optimization:
+                optimizer: Any = self.optimizers()
+                self.manual_backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
         return loss
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:

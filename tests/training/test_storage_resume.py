@@ -131,6 +131,24 @@ def test_killed_again_before_its_first_batch(tmp_path: Path) -> None:
     assert_same(tmp_path / "broken", tmp_path / "straight")
 
 
+def test_several_optimizer_steps_in_a_batch(tmp_path: Path) -> None:
+    """A kill before the second step goes on with the batch from its beginning; behind it, an error says what is lost.
+
+    A warning has said so before.
+    """
+    settings: dict[str, Any] = {"module": {"steps": 2}, "options": {"overlap": "none"}, "epochs": 1}
+    assert run(tmp_path / "straight", **settings)[0] == 0
+    code, output = run(tmp_path / "broken", kill_at="kill at step", kill_step=5, **settings)
+    assert code == -signal.SIGKILL and "training_step takes several optimizer steps" in output, output[-2000:]
+    code, output = run(tmp_path / "broken", resume=True, seed=9, **settings)
+    assert code == 0, output[-4000:]
+    assert_same(tmp_path / "broken", tmp_path / "straight")
+    code, output = run(tmp_path / "lost", kill_at="kill at batch end", kill_step=6, **settings)
+    assert code == -signal.SIGKILL, output[-2000:]
+    code, output = run(tmp_path / "lost", resume=True, **settings)
+    assert code != 0 and "after its last record (step 4). They have overwritten its state" in output, output[-2000:]
+
+
 def test_nothing_to_resume(tmp_path: Path) -> None:
     """Without a training on storage the error says so, and nothing is left."""
     code, output = run(tmp_path / "none", resume=True)

@@ -16,7 +16,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import deepspeed as stock
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
+from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer, _unwrap_objects
 
 from lightning_smartinfinity.fabric import SmartInfinityFabricStrategy
 from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
@@ -87,6 +87,14 @@ def test_no_backward_sync_asks_the_strategys_control() -> None:
     fabric, module = mock.MagicMock(_strategy=strategy, strategy=strategy), torch.nn.Linear(1, 1)
     Fabric.no_backward_sync(fabric, _FabricModule(module, strategy))
     assert strategy._backward_sync_control.no_backward_sync.called, "every user of no_backward_sync would be warned"
+
+
+def test_a_state_is_unwrapped_as_fabric_save_does() -> None:
+    """What Fabric wrapped in a state comes out, the same objects, and other values stay."""
+    module, optimizer = torch.nn.Linear(1, 1), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    strategy = SmartInfinityFabricStrategy()
+    state = {"model": _FabricModule(module, strategy), "optimizer": _FabricOptimizer(optimizer, strategy), "step": 1}
+    assert _unwrap_objects(state) == {"model": module, "optimizer": optimizer, "step": 1}
 
 
 def test_fabric_wraps_optimizers_by_their_class() -> None:
