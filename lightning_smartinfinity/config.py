@@ -169,7 +169,8 @@ class TransferConfig:
         keep: Whether the state stays on storage after the strategy is closed: ``"on-failure"`` (if a training can be
             resumed from it that did not end as it should), True (always; a later training does not replace it) or False
             (never). With ``"on-failure"`` and True, and two places for each tasklet, a Trainer writes training records,
-            and ``fit(ckpt_path="storage")`` resumes the training, also after a kill.
+            and ``fit(ckpt_path="storage")`` resumes the training, also after a kill. ``"auto"``: ``"on-failure"``, but
+            False with compressed gradients that have a residual, which every record would hold: 4 bytes per parameter.
 
     Raises:
         ConfigError: A setting is unknown, out of range or not one of those above.
@@ -184,7 +185,7 @@ class TransferConfig:
     direct_io: str = "auto"
     io_timeout: float = IO_TIMEOUT
     job: str = "default"
-    keep: bool | str = "on-failure"
+    keep: bool | str = "auto"
 
     def __post_init__(self) -> None:
         require(
@@ -198,7 +199,7 @@ class TransferConfig:
             direct_io=one_of("auto", "on", "off"),
             io_timeout=positive(_MAX_TIMEOUT),
             job=JOB_NAME,
-            keep=optional(FLAG, "on-failure"),
+            keep=optional(optional(FLAG, "on-failure"), "auto"),
         )
         if self.io_engine == "plain" and self.direct_io == "on":
             raise ConfigError(
