@@ -137,6 +137,8 @@ class NearStorage(ABC):
         check("save_pretrained", "dtype", dtype, optional(instance(torch.dtype)))
         check("save_pretrained", "module", module, optional(instance(torch.nn.Module)))
         save_module(self._module_to_save(module), Path(folder), dtype=dtype, max_shard_size=max_shard_size)
+        if self._rank_state is not None:
+            self._rank_state.keeping.saved = True
 
     @abstractmethod
     def _module_to_save(self, module: torch.nn.Module | None) -> torch.nn.Module:

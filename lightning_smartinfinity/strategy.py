@@ -39,6 +39,7 @@ from lightning_smartinfinity.precision import SmartInfinityPrecision
 from lightning_smartinfinity.recorder import (
     STORAGE,
     TrainingRecorder,
+    log_how_to_resume,
     require_resumable,
     resume_engine,
     say_if_not_resumable,
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
 __all__ = ["SmartInfinityStrategy"]
 
 
+_HOW_TO_RESUME = "run it again with trainer.fit(..., ckpt_path='storage')"
 _RESUMED_FROM = (LIGHTNING_KEY, "loops", "lr_schedulers")
 
 
@@ -246,7 +248,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             assert self._training_engine is not None
             self._recorder = TrainingRecorder(
                 self._training_engine,
-                how_to_resume="run it again with trainer.fit(..., ckpt_path='storage')",
+                how_to_resume=_HOW_TO_RESUME,
                 gap="training_step takes several optimizer steps, and a record is written at the end of a batch only",
             )
             if not self._resumes:  # else the record that the fit resumes from holds until the next step
@@ -459,8 +461,11 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     def teardown(self) -> None:
         super().teardown()
         self._become_idle(completed=not self._was_interrupted)
-        if self._was_interrupted and self._recorder is not None and self.is_global_zero:
-            self._recorder.say_how_to_resume(self._settings)
+        if self._recorder is not None and self.is_global_zero:
+            if self._was_interrupted:
+                self._recorder.say_how_to_resume(self._settings)
+            elif self._rank_state is not None:  # an error that comes later may leave the state, too
+                self._rank_state.keeping.told = partial(log_how_to_resume, self._settings, _HOW_TO_RESUME)
         self._recorder = None
 
     @override

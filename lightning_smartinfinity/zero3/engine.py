@@ -297,6 +297,7 @@ class SmartInfinityEngine(PortableEngine):
                     latest = tag if save_latest else None
                     write = partial(self._write_beside, staging, latest, client_state, path=save_dir)
                     unless_idle(write, doing="Writing", path=staging)
+        self.optimizer.rank_state.keeping.saved = True
         return saved
 
     def _copy_recovery_script(self, save_path: str) -> None:

@@ -273,6 +273,7 @@ class StorageOptimizer(GradientPath):
 
     def _update(self, *, loss_scale: float, clip_factor: float) -> None:
         plan = self._plan(active=self.arena.active.copy(), loss_scale=loss_scale, clip_factor=clip_factor)
+        self.rank_state.keeping.saved = False
         try:
             self.update.begin(plan)
             if self.overlap.mode == "none":

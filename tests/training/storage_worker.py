@@ -198,7 +198,7 @@ def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
     """End in the way that the run asks for, if this is the moment.
 
     The moments are ``start`` (of the set-up), ``batch start``, ``step``, ``batch end``, ``validation``, ``epoch end``,
-    ``save`` and ``growth`` (of the state files).
+    ``save``, ``growth`` (of the state files), ``end`` (of the fit) and ``saved end``.
     """
     how, _, when = run.kill_at.partition(" at ")
     if when != moment or trainer.global_step != run.kill_step or trainer.global_rank != run.kill_rank:
@@ -246,6 +246,10 @@ def main(path: str) -> None:
     )
     die(run, "start", trainer)
     trainer.fit(module, ckpt_path="storage" if run.resume else None)
+    die(run, "end", trainer)
+    if run.kill_at.endswith("at saved end"):
+        trainer.save_checkpoint(Path(run.out) / "end.ckpt")
+    die(run, "saved end", trainer)
     digest = hashlib.sha256()
     optimizer = strategy._near_storage_optimizer
     assert optimizer is not None

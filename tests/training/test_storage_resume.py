@@ -73,6 +73,21 @@ def test_every_interruption(how: str, step: int, settings: dict[str, Any], tmp_p
     assert not (tmp_path / "broken" / "storage0").exists() or not list((tmp_path / "broken" / "storage0").iterdir())
 
 
+@pytest.mark.parametrize("when", ["end", "saved end"])
+def test_an_error_after_the_fit(when: str, tmp_path: Path) -> None:
+    """A script that fails before it saves what it has trained leaves the state, from which the fit ends at once."""
+    assert run(tmp_path / "straight")[0] == 0
+    last = max(steps_of(tmp_path / "straight"))
+    code, output = run(tmp_path / "broken", kill_at=f"error at {when}", kill_step=last)
+    assert code == 1, output[-2000:]
+    left = list((tmp_path / "broken" / "storage0").iterdir())
+    assert bool(left) == (when == "end") == ("ckpt_path='storage'" in output)
+    if left:
+        code, output = run(tmp_path / "broken", resume=True, seed=9)
+        assert code == 0, output[-4000:]
+        assert_same(tmp_path / "broken", tmp_path / "straight")
+
+
 WIDE = {"module": {"width": 128}}  # several tasklets
 NVME = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
 COMPRESSION = {"compression": {"ratio": 0.1}}

@@ -29,6 +29,7 @@ class Keeping:
         completed: Whether the training has ended as it should.
         says_end: Whether somebody says when the training has ended as it should. Otherwise a process that ends without
             an error does, and so does one that drops the training.
+        saved: Whether a checkpoint or an export was made since the last step.
         told: Function to call after the state was left for another training to resume from.
     """
 
@@ -36,6 +37,7 @@ class Keeping:
     resumable: bool = False
     completed: bool = False
     says_end: bool = True
+    saved: bool = False
     told: Callable[[], None] | None = None
 
     @property
@@ -208,8 +210,11 @@ class RankState:
             # A forked child runs exit handlers too; the state is its parent's.
             if os.getpid() != owner:
                 return
+            failed = sys.exc_info()[0] is not None or hasattr(sys, "last_value")
             if not keeping.says_end:
-                keeping.completed = sys.exc_info()[0] is None and not hasattr(sys, "last_value")
+                keeping.completed = not failed
+            elif failed and not keeping.saved:
+                keeping.completed = False  # the result of a whole training would be lost
             if keeping.stays and handler.in_flight and handler.step.is_complete:
                 with suppress(SmartInfinityError):  # the previous generation stays current
                     handler.commit()
