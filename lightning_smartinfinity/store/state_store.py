@@ -146,6 +146,7 @@ class StateStore:
         rank: int = 0,
         newest: int | None = None,
         training: int | None = None,
+        run: bytes | None = None,
         direct_io: str = "auto",
         state_format: str | None = None,
         io_timeout: float = IO_TIMEOUT,
@@ -158,6 +159,7 @@ class StateStore:
             rank: Rank of this process.
             newest: Largest generation to open (the newest common to all ranks); None means any.
             training: Number of the training record to resume from; a newer one is erased. None: none.
+            run: ``TrainingRecord.run`` of the records that follow, the same on all ranks; None means a random one.
             direct_io: ``TransferConfig.direct_io``.
             state_format: The required format; None means any.
             io_timeout: ``TransferConfig.io_timeout``.
@@ -182,7 +184,7 @@ class StateStore:
                 store = cls(claimed, manifest, record, direct_io=direct_io, io_timeout=io_timeout)
                 store._restore_places()
                 if training is not None:
-                    store._training.resume_from(training)
+                    store._training.resume_from(training, run=run or uuid.uuid4().bytes)
                 undo.pop_all()
                 return store
 

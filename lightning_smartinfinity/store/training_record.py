@@ -8,9 +8,10 @@ both.
 training-0.bin and training-1.bin take turns: record ``n`` goes to file ``n % 2``. A file, little endian::
 
     8 bytes    magic LSITRN01
-    u32        version (1)
+    u32        version (2)
     u32        rank
     16 bytes   job id, as in the extents
+    16 bytes   id of the run: the job id at first, and a new one after each resume
     i64        number of the record
     i64        generation that was the newest, or about to be committed, when the record was written
     i64        optimizer steps of the training so far
@@ -38,8 +39,8 @@ from lightning_smartinfinity.store.os_errors import storage_errors
 __all__ = ["TrainingRecord", "TrainingRecords", "read_training_records"]
 
 _MAGIC = b"LSITRN01"
-_VERSION = 1
-_HEADER = struct.Struct("<8sII16sqqqQ")
+_VERSION = 2
+_HEADER = struct.Struct("<8sII16s16sqqqQ")
 _CHECKSUM = struct.Struct("<I")
 _MOST_BYTES = 1 << 44  # far above what any training has
 
@@ -52,12 +53,15 @@ class TrainingRecord:
         number: Number of the record, 0 before the training's first step. The newer of two has the higher one.
         generation: Generation of the optimizer state that it belongs to.
         step: Optimizer steps of the training so far, for messages.
+        run: 16 bytes that all ranks of a training have in common from its beginning, or its last resume, on. Copies of
+            a store that went on apart from each other differ in it.
         content: What the training wrote.
     """
 
     number: int
     generation: int
     step: int
+    run: bytes
     content: bytes
 
     @property
@@ -77,10 +81,12 @@ class TrainingRecords:
 
     Attributes:
         current: The record written or resumed from last; None if there is none.
+        run: ``TrainingRecord.run`` of the records to write.
     """
 
     def __init__(self, folder: RankFolder, *, identity: native.Identity, flush: bool, in_time: LimitedCalls) -> None:
         self.current: TrainingRecord | None = None
+        self.run = bytes(identity.job)
         self._folder = folder
         self._identity = identity
         self._flush = flush
@@ -102,7 +108,7 @@ class TrainingRecords:
             StorageError: The record could not be written. The one before it is intact.
         """
         number = int(has_steps) if self.current is None else self.current.number + 1
-        record = TrainingRecord(number=number, generation=generation, step=step, content=content)
+        record = TrainingRecord(number=number, generation=generation, step=step, run=self.run, content=content)
         nbytes = self._in_time(
             partial(self._write, record),
             doing="Writing the training record",
@@ -130,8 +136,12 @@ class TrainingRecords:
                 path=self._folder.path / TRAINING_NAMES[0],
             )
 
-    def resume_from(self, number: int) -> None:
+    def resume_from(self, number: int, *, run: bytes) -> None:
         """Take over the record of this number. A newer one is erased: its generation will be another one.
+
+        Args:
+            number: Number of the record.
+            run: The run that begins now.
 
         Raises:
             StorageError: A file cannot be read or emptied.
@@ -141,6 +151,7 @@ class TrainingRecords:
                 _erase(self._folder.inside, record.number)
             elif record.number == number:
                 self.current = record
+        self.run = run
         assert self.current is not None
 
 
@@ -151,6 +162,7 @@ def _write(folder: OpenFolder, record: TrainingRecord, *, identity: native.Ident
         _VERSION,
         identity.rank,
         identity.job,
+        record.run,
         record.number,
         record.generation,
         record.step,
@@ -199,7 +211,7 @@ def _read(folder: OpenFolder, number: int, identity: native.Identity) -> Trainin
             return None
         with closing(folder.reader(name)) as file:
             header = file.read(_HEADER.size)
-            magic, version, rank, job, record, generation, step, length = _HEADER.unpack(header)
+            magic, version, rank, job, run, record, generation, step, length = _HEADER.unpack(header)
             fits = length == status.st_size - _HEADER.size - _CHECKSUM.size
             wanted = (_MAGIC, _VERSION, identity.rank, identity.job, number)
             if (magic, version, rank, job, record % len(TRAINING_NAMES)) != wanted or not fits:
@@ -207,7 +219,7 @@ def _read(folder: OpenFolder, number: int, identity: native.Identity) -> Trainin
             content, checksum = file.read(length), file.read(_CHECKSUM.size)
     if len(content) != length or checksum != _CHECKSUM.pack(_crc(header, content)):
         return None
-    return TrainingRecord(number=record, generation=generation, step=step, content=content)
+    return TrainingRecord(number=record, generation=generation, step=step, run=run, content=content)
 
 
 def _name_of(number: int) -> str:

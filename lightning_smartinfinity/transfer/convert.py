@@ -167,8 +167,13 @@ def _layout(manifest: Manifest, *, tasklet_bytes: int, num_devices: int, state_f
 
 
 def _slice_of(parameter: Mapping[str, Any]) -> ParameterSlice:
-    numbers = {name: int(parameter[name]) for name in ("numel", "real_numel", "group", "sub_group")}
-    return ParameterSlice(name=str(parameter["name"]), **numbers)
+    return ParameterSlice(
+        name=str(parameter["name"]),
+        numel=int(parameter["numel"]),
+        real_numel=int(parameter["real_numel"]),
+        group=int(parameter["group"]),
+        sub_group=int(parameter["sub_group"]),
+    )
 
 
 def _copy(source: StateStore, target: StateStore, layout: PartitionLayout, advance: Advance) -> None:

@@ -39,6 +39,7 @@ class ParameterSlice:
         group: Index of the optimizer's parameter group.
         sub_group: Index of the sub-group that holds it.
         offset: First element in the flat partition; filled in by :func:`build_layout`.
+        shape: Shape of the whole parameter, for those who compare models.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ParameterSlice:
     group: int
     sub_group: int
     offset: int = 0
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

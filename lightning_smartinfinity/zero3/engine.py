@@ -38,7 +38,7 @@ from lightning_smartinfinity.zero3.checkpoints.folder_swap import LATEST, replac
 from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_loading
 from lightning_smartinfinity.zero3.checkpoints.note import write_note
 from lightning_smartinfinity.zero3.checkpoints.resharding import load_resharded
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import SAVE_ID
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import RANK_KEY, SAVE_ID
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.environment import return_freed_memory
@@ -284,7 +284,11 @@ class SmartInfinityEngine(PortableEngine):
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         # Every file of one save carries the same random name, by which a mixture of two saves is recognised.
         self.optimizer.save_id = gather(uuid.uuid4().hex, None)[0]
-        named = {SAVE_ID: self.optimizer.save_id, MODEL_KEY: describe_models(self.module)}
+        named = {
+            SAVE_ID: self.optimizer.save_id,
+            RANK_KEY: self.global_rank,
+            MODEL_KEY: describe_models(self.module),
+        }
         return_freed_memory()  # which the next step on a CPU would use again: a save needs memory of its own
         # DeepSpeed's format has an empty tensor for every partitioned parameter, whose values are in other files.
         limit = io_limit(self._offload.transfer.io_timeout)

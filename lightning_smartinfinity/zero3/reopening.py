@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -34,13 +35,13 @@ def recover_for_training(
         StorageError: The store cannot be opened; raised on every rank.
     """
     rank, transfer = dist.get_rank(group), settings.transfer
-    points: set[tuple[int, int]] = set()
+    points: set[tuple[int, int, bytes]] = set()
     with raising_together(group):
         manifest, records = StateStore.resumable(
             settings.storage, job=transfer.job, rank=rank, io_timeout=transfer.io_timeout
         )
         _check(manifest, layout, description, world_size=dist.get_world_size(group))
-        points = {(record.number, record.generation) for record in records}
+        points = {(record.number, record.generation, record.run) for record in records}
     common = set.intersection(*gather(points, group))
     if not common:
         raise CheckpointError(
@@ -48,7 +49,8 @@ def recover_for_training(
             "step was completed on every process.",
             "Begin anew, without resuming from storage, or pass a checkpoint.",
         )
-    number, generation = max(common)
+    number, generation, _ = max(common)
+    run = gather(uuid.uuid4().bytes, group)[0]
     with raising_together(group):
         store = StateStore.recover(
             settings.storage,
@@ -56,6 +58,7 @@ def recover_for_training(
             rank=rank,
             newest=generation,
             training=number,
+            run=run,
             direct_io=transfer.file_access,
             state_format=settings.state_format,
             io_timeout=transfer.io_timeout,

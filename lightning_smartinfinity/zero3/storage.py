@@ -266,6 +266,7 @@ def _describe(
         parameters=tuple(
             {
                 "name": parameter.name,
+                "shape": list(parameter.shape),
                 "numel": parameter.numel,
                 "real_numel": parameter.real_numel,
                 "group": parameter.group,

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from lightning_smartinfinity import progress
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import SAVE_ID
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import RANK_KEY, SAVE_ID
 from tests.cli.test_jobs import damage, left, parameters_alone, refusing
 from tests.helpers.attacks import Attack
 from tests.helpers.damage import flip_bit_behind
@@ -271,9 +272,10 @@ def named_save(tmp_path: Path) -> Path:
     """Return a checkpoint of two processes whose files name their save, as ours do."""
     path = checkpoint(tmp_path)
     for file in path.rglob("*model_states.pt"):
-        rewrite(file, lambda states: states.update({SAVE_ID: "this"}))
+        named = {SAVE_ID: "this", RANK_KEY: int("rank_1_" in file.name)}
+        rewrite(file, lambda states, named=named: states.update(named))
     for file in path.rglob("*optim_states.pt"):
-        extra = {"save_id": "this", "weights_only": False}
+        extra = {"save_id": "this", "rank": int("rank_1_" in file.name), "weights_only": False}
         rewrite(file, lambda states, extra=extra: states["optimizer_state_dict"].update({EXTRA_KEY: extra}))
     return path
 
@@ -303,6 +305,16 @@ def optimizer_of_another_save(path: Path) -> None:
     rewrite(path / "zero/optimizer_state.pt", lambda states: states[EXTRA_KEY].update(save_id="another"))
 
 
+def rank_1_by_another_name(path: Path, kind: str) -> None:
+    file = next(path.rglob(f"*rank_1_*{kind}_states.pt"))
+    shutil.copy(file, file.with_name(file.name.replace("rank_1_mp", "rank_0_mp")))
+
+
+def rank_above_all(path: Path) -> None:
+    file = next(path.rglob("*rank_1_*optim_states.pt"))
+    shutil.copy(file, file.with_name(file.name.replace("rank_1_mp", f"rank_{10**12}_mp")))
+
+
 INCOMPLETE: dict[str, tuple[bool, Callable[[Path], object], str]] = {
     "no files of a rank": (False, remove_rank_1, "holds the model states of 1 processes; 2 saved"),
     "no optimizer state of a rank": (
@@ -314,6 +326,9 @@ INCOMPLETE: dict[str, tuple[bool, Callable[[Path], object], str]] = {
     "no latest": (False, lambda path: (path / "latest").unlink(), "has no file 'latest'"),
     "optimizer state of another save": (False, of_another_save, "come from different saves"),
     "model states of another save": (False, of_another_model_state, "come from different saves"),
+    "optimizer state of another rank": (False, partial(rank_1_by_another_name, kind="optim"), "was saved by rank 1"),
+    "model states of another rank": (False, partial(rank_1_by_another_name, kind="model"), "was saved by rank 1"),
+    "a rank above all others": (False, rank_above_all, "The optim states of 999999999991 further ranks are missing"),
     "no files of a rank, universal": (True, remove_rank_1, "holds the model states of 1 processes; 2 saved"),
     "no checksums": (True, lambda path: (path / "zero/crc32c.pt").unlink(), r"has no file .*zero/crc32c\.pt"),
     "no parameter": (True, lambda path: shutil.rmtree(path / "zero/a"), r"has no file .*zero/a/fp32\.pt"),

@@ -151,6 +151,14 @@ def without_a_moment(content: dict[str, Any]) -> None:
         del state["exp_avg"]
 
 
+def exchange(checkpoint: Path, kind: str) -> None:
+    first, second = (file_of(checkpoint, rank, kind) for rank in range(2))
+    between = first.with_name("between")
+    first.rename(between)
+    second.rename(first)
+    between.rename(second)
+
+
 def add_a_process(checkpoint: Path) -> None:
     file = file_of(checkpoint, 1)
     shutil.copy(file, file.with_name(file.name.replace("rank_1_mp", "rank_2_mp")))
@@ -163,6 +171,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "optimizer states too many": (add_a_process, "optimizer states of 3 processes; 2 saved"),
     "model states are missing": (lambda c: file_of(c, 1, "model").unlink(), "model states of 1 processes; 2 saved"),
     "a bit of model states": (lambda c: flip(file_of(c, 1, "model")), r"rank_1_.*model_states\.pt is damaged"),
+    "optimizer states exchanged": (lambda c: exchange(c, "optim"), r"rank_0_.*optim_states\.pt was saved by rank 1"),
+    "model states exchanged": (lambda c: exchange(c, "model"), r"rank_0_.*model_states\.pt was saved by rank 1"),
     "of two saves": (lambda c: change(file_of(c, 1, "model"), of_another_save), "different saves"),
     "weights only": (lambda c: change(file_of(c, 0), weights_only), "holds weights only"),
     "a process without a moment": (lambda c: change(file_of(c, 1), without_a_moment), "kept different states"),

@@ -185,11 +185,16 @@ def test_a_new_fit_sets_a_resumable_one_aside(tmp_path: Path) -> None:
 
 
 def test_another_model_is_refused_and_loses_nothing(tmp_path: Path) -> None:
-    """A store of another model is refused by name, and can still be resumed."""
-    folder = tmp_path / "run"
-    assert run(tmp_path / "straight")[0] == 0
-    assert run(folder, kill_at="kill at batch end", kill_step=5)[0] != 0
-    code, output = run(folder, resume=True, module={"width": 32})
-    assert code != 0 and "its model was" in output, output[-3000:]
-    assert run(folder, resume=True)[0] == 0
+    """A store of another model is refused, and can still be resumed. One value that is not trained makes another."""
+    folder, module = tmp_path / "run", {"last": 1.0}
+    assert run(tmp_path / "straight", module=module)[0] == 0
+    assert run(folder, kill_at="kill at batch end", kill_step=5, module=module)[0] != 0
+    for other, told in (
+        ({"width": 32}, "its model was"),
+        ({"turned": True}, "its model was"),
+        ({"last": 2.0}, "The parameters that are not trained have other values"),
+    ):
+        code, output = run(folder, resume=True, module={**module, **other})
+        assert code != 0 and told in output, output[-3000:]
+    assert run(folder, resume=True, module=module)[0] == 0
     assert end_of(folder) == end_of(tmp_path / "straight")

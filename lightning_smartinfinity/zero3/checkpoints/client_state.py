@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import SAVE_ID
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import RANK_KEY, SAVE_ID
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
 __all__ = ["MODEL_KEY", "RESERVED_KEYS", "refuse_reserved", "user_state"]
@@ -34,6 +34,7 @@ RESERVED_KEYS = frozenset(
         "checkpoint_parallel_dimensions",
         "universal_checkpoint_info",
         SAVE_ID,
+        RANK_KEY,
         MODEL_KEY,
     }
 )

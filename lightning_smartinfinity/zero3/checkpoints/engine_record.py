@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["describe_engine", "frozen_checksum", "restore_engine"]
 
-_CHECKED_NUMEL = 1 << 16  # of a parameter: enough to tell one set of weights from another
+_CHUNK_NUMEL = 1 << 22  # elements that are copied from a GPU at a time
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -80,24 +80,25 @@ def restore_engine(engine: SmartInfinityEngine, saved: SavedState) -> None:
 
 
 def frozen_checksum(module: torch.nn.Module) -> int:
-    """Return a checksum of the beginnings of this rank's parts of the parameters that are not trained. Collective."""
+    """Return a checksum of this rank's parts of the parameters that are not trained. Collective."""
     crc = 0
     for param in module.parameters():
         if not param.requires_grad:
-            values = _partition_of(param)[:_CHECKED_NUMEL]
-            crc = native.crc32c(values.data_ptr(), values.nbytes, crc)
+            partition = _partition_of(param)
+            for begin in range(0, partition.numel(), _CHUNK_NUMEL):
+                values = partition[begin : begin + _CHUNK_NUMEL].cpu().contiguous()
+                crc = native.crc32c(values.data_ptr(), values.nbytes, crc)
     return crc
 
 
 def _partition_of(param: ZeroParameter) -> torch.Tensor:
     if stored_parameter(param) is not None:
-        stored: torch.Tensor = param.nvme_swapper.read_partition(param)
-        return stored
+        whole: torch.Tensor = param.nvme_swapper.read_partition(param)
+    else:
+        whole = param.ds_tensor.detach()
     # The padding at the end of the last ranks' partitions was never initialised.
-    numel = int(param.ds_tensor.ds_numel)
-    real = max(0, min(numel, int(param.ds_numel) - dist.get_rank() * numel))
-    held: torch.Tensor = param.ds_tensor.detach().reshape(-1)[: min(real, _CHECKED_NUMEL)].cpu().contiguous()
-    return held
+    numel = int(param.partition_numel())
+    return whole.reshape(-1)[: max(0, min(numel, int(param.ds_numel) - dist.get_rank() * numel))]
 
 
 def _without_parameters(group: SavedState) -> SavedState:

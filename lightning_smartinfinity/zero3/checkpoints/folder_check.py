@@ -20,7 +20,7 @@ from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, SmartInfinityError
 from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import restore_interrupted
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE, SAVE_ID
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE, RANK_KEY, SAVE_ID, require_rank
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import check_records
 from lightning_smartinfinity.zero3.checkpoints.trust import check_plain, load_file
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
@@ -297,6 +297,7 @@ def _own_model_states(folder: Path, engine: PortableEngine) -> SavedState:
     path = engine._get_ckpt_name(str(folder.parent), folder.name)
     with reading_checkpoint(path):
         states: SavedState = load_file(path, map_location="cpu", mmap=True)
+    require_rank(states.get(RANK_KEY), dist.get_rank(), Path(path))
     return states
 
 

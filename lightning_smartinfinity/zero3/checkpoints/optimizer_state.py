@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from deepspeed.checkpoint.constants import (
     FP32_FLAT_GROUPS,
     LOSS_SCALER,
@@ -27,6 +28,7 @@ from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of, numbers_of
 from lightning_smartinfinity.zero3.checkpoints.saved_residual import SavedResidual, describe_residual, write_residual
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import require_rank
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import WITHOUT_ARRAYS, describe_stock
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, TensorStream, room_for
 from lightning_smartinfinity.zero3.collectives import raising_together, show_on_rank_zero
@@ -81,6 +83,7 @@ def state_dict(optimizer: StorageOptimizer) -> SavedState:
             "optimizer": optimizer.rule.name,
             "dtype": str(optimizer.dtype),
             "save_id": optimizer.save_id,
+            "rank": dist.get_rank(optimizer.dp_process_group),
             "weights_only": optimizer.saves_weights_only,
             WITHOUT_ARRAYS: not with_arrays,
             "parameters": [(parameter.name, parameter.numel) for parameter in layout.parameters],
@@ -309,6 +312,7 @@ def _checked(
         extra = describe_stock(optimizer, state_dict, ds_config=ds_config)
     else:
         check_extra(optimizer, extra, path)
+        require_rank(extra.get("rank"), dist.get_rank(optimizer.dp_process_group), Path(path))
         _check_layout(optimizer, extra)
     saved_numbers(optimizer, state_dict[OPTIMIZER_STATE_DICT]["param_groups"])
     return extra

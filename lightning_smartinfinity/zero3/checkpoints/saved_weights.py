@@ -24,6 +24,7 @@ from lightning_smartinfinity.zero3.untyped import Pickled, SavedState
 
 __all__ = [
     "DAMAGE",
+    "RANK_KEY",
     "SAVE_ID",
     "WINDOW_NUMEL",
     "Put",
@@ -56,6 +57,8 @@ DAMAGE = (
 """Errors that torch, pickle and DeepSpeed raise on a damaged file, or on one with other content than a checkpoint's."""
 
 SAVE_ID = "smart_infinity_save"
+RANK_KEY = "smart_infinity_rank"
+"""Key of the rank that saved a file of model states."""
 """Key of the save's random name in the model states."""
 
 WINDOW_NUMEL = 1 << 22
@@ -178,6 +181,7 @@ class SavedWeights(ABC):
                 f"{self.model_file(rank)} is damaged: it holds a {type(states).__name__}, not the states of a process.",
                 self.remedy,
             )
+        require_rank(states.get(RANK_KEY), rank, self.model_file(rank))
         return states
 
     def require_one_save(self) -> None:
@@ -271,6 +275,24 @@ def windows(begin: int, end: int) -> Iterator[tuple[int, int]]:
 def _overlap(name: str, begin: int, end: int, wanted: Wanted) -> range:
     elements = wanted.get(name, range(0))
     return range(max(begin, elements.start), min(end, elements.stop))
+
+
+def require_rank(saved_by: int | None, rank: int, file: Path) -> None:
+    """Check that a file is that of the rank in its name.
+
+    Args:
+        saved_by: The rank that saved it; None: unknown, as in checkpoints of stock DeepSpeed and of older versions.
+        rank: The rank in its name.
+        file: Path of the file, for the error.
+
+    Raises:
+        CheckpointError: It is another rank's, with another part of the parameters.
+    """
+    if saved_by is not None and saved_by != rank:
+        raise CheckpointError(
+            f"{file} was saved by rank {saved_by} under another name.",
+            "Copy checkpoints as whole folders, with the names of their files, or use another one.",
+        )
 
 
 def _count(path: Path) -> int:

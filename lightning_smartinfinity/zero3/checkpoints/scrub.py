@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 
 __all__ = ["ScrubbedCheckpoint", "scrub_checkpoint"]
 
+_NAMED = 8  # missing ranks
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(model|optim)_states\.pt")
 
 
@@ -198,13 +200,17 @@ def _unreadable(error: OSError, path: Path) -> StorageError:
 
 
 def _missing(files: Sequence[Path]) -> Iterator[str]:
-    """Name the ranks below the largest, of which a file is missing."""
+    """Name ranks below the largest of which a file is missing: not all, as there may be billions by an odd name."""
     found: dict[str, set[int]] = {"model": set(), "optim": set()}
     for file in files:
         named = _RANK.search(file.name)
         if named is not None:
             found[named[2]].add(int(named[1]))
-    ranks = range(max((rank for of_kind in found.values() for rank in of_kind), default=-1) + 1)
+    num_ranks = 1 + max((rank for of_kind in found.values() for rank in of_kind), default=-1)
     for kind, of_kind in found.items():
-        if of_kind:
-            yield from (f"The {kind} states of rank {rank} are missing." for rank in ranks if rank not in of_kind)
+        num_missing = num_ranks - len(of_kind) if of_kind else 0
+        missing = (rank for rank in range(num_ranks) if rank not in of_kind)
+        for rank in islice(missing, min(num_missing, _NAMED)):
+            yield f"The {kind} states of rank {rank} are missing."
+        if num_missing > _NAMED:
+            yield f"The {kind} states of {num_missing - _NAMED} further ranks are missing."

@@ -32,6 +32,7 @@ from lightning_smartinfinity.zero3.checkpoints.saved_weights import (
     Wanted,
     holds,
     read_saved,
+    require_rank,
     slices_of,
     windows,
 )
@@ -183,6 +184,7 @@ class ZeroFolder(SavedTraining):
         Raises:
             CheckpointError: They are not exactly the process's slices, or come from another save.
         """
+        require_rank(file.state[OPTIMIZER_STATE_DICT].get(EXTRA_KEY, {}).get("rank"), rank, self.optimizer_file(rank))
         slices = slices_of(self.shapes, rank=rank, world_size=self.num_saved)
         numel = sum(each.end - each.begin + each.padding for each in slices)
         state = file.state[OPTIMIZER_STATE_DICT]

@@ -33,6 +33,7 @@ def describe_partition(optimizer: ZeroOptimizer) -> list[ParameterSlice]:
             real_numel=_real_numel(param, optimizer._get_param_partition_rank(param)),
             group=optimizer.sub_group_to_group_id[sub_group],
             sub_group=sub_group,
+            shape=tuple(param.ds_shape),
         )
         for sub_group, params in enumerate(optimizer.fp16_groups)
         for param in params
