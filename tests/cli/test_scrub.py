@@ -328,7 +328,7 @@ INCOMPLETE: dict[str, tuple[bool, Callable[[Path], object], str]] = {
     "model states of another save": (False, of_another_model_state, "come from different saves"),
     "optimizer state of another rank": (False, partial(rank_1_by_another_name, kind="optim"), "was saved by rank 1"),
     "model states of another rank": (False, partial(rank_1_by_another_name, kind="model"), "was saved by rank 1"),
-    "a rank above all others": (False, rank_above_all, "The optim states of 999999999991 further ranks are missing"),
+    "a rank above all others": (False, rank_above_all, "The optim states of 999999999990 further ranks are missing"),
     "no files of a rank, universal": (True, remove_rank_1, "holds the model states of 1 processes; 2 saved"),
     "no checksums": (True, lambda path: (path / "zero/crc32c.pt").unlink(), r"has no file .*zero/crc32c\.pt"),
     "no parameter": (True, lambda path: shutil.rmtree(path / "zero/a"), r"has no file .*zero/a/fp32\.pt"),
