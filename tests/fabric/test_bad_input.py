@@ -49,7 +49,7 @@ MISUSES: dict[str, tuple[Misuse, tuple[str, ...]]] = {
     ),
     "a second training": (
         lambda fabric, *_: fabric.setup(nn.Linear(2, 2), _other_optimizer()),
-        ("while another model", "fabric.strategy.close()"),
+        ("while a model is being trained", "fabric.strategy.close()"),
     ),
     "the trained module once more": (lambda fabric, model, *_: fabric.setup_module(model.module), ("Linear",)),
     "backward of a model without optimizer": (

@@ -59,7 +59,7 @@ def our_strategy(folder: Path, **settings: Any) -> Any:
 
     return SmartInfinityStrategy(
         folder,
-        transfer=TransferConfig(num_buffers=THREADS, tasklet_bytes=TASKLET_BYTES),
+        transfer=TransferConfig(num_buffers=THREADS, tasklet_bytes=TASKLET_BYTES, keep=False),
         zero={"reduce_bucket_size": 1_000_000},
         **settings,
     )

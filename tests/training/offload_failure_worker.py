@@ -31,7 +31,7 @@ def main() -> None:
     """Train, and record the error and the files left on storage."""
     root = Path(sys.argv[1])
     zero = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
-    strategy = SmartInfinityStrategy(root / "storage", zero=zero)
+    strategy = SmartInfinityStrategy(root / "storage", zero=zero, transfer={"keep": False})
     trainer = quiet_trainer(root, strategy, devices=2, callbacks=[FailOnRankOne()])
     met = "nothing"
     try:

@@ -68,7 +68,7 @@ def main() -> None:
         [folder / "ssd0", folder / "ssd1"],
         update_device=device,
         smartssd=SmartSSDConfig(xclbin=cards.build.xclbin, gradient_route=route) if device == "smartssd" else None,
-        transfer=TransferConfig(tasklet_bytes=64 * 1024, num_buffers=3),
+        transfer=TransferConfig(tasklet_bytes=64 * 1024, num_buffers=3, keep=False),
         overlap=overlap,
     )
     module = Killed(folder, when)
