@@ -170,6 +170,10 @@ class TransferConfig:
             replace it), ``"on-failure"`` (if the training did not end as it should) or False (never). With True and
             ``"on-failure"``, and two places for each tasklet, a Trainer writes training records, and
             ``fit(ckpt_path="storage")`` resumes the training, also after a kill.
+        asynchronous: Whether a Trainer's ModelCheckpoint saves while training goes on, which takes room on storage for
+            a third place of each tasklet; without that room saves wait. With ``durability="none"``, on SmartSSDs, or if
+            compression keeps a residual, they always wait. ``trainer.save_checkpoint`` and saves of Fabric and
+            transformers return when the checkpoint is whole.
 
     Raises:
         ConfigError: A setting is unknown, out of range or not one of those above.
@@ -185,6 +189,7 @@ class TransferConfig:
     io_timeout: float = IO_TIMEOUT
     job: str = "default"
     keep: bool | str = False
+    asynchronous: bool = True
 
     def __post_init__(self) -> None:
         require(
@@ -199,6 +204,7 @@ class TransferConfig:
             io_timeout=positive(_MAX_TIMEOUT),
             job=JOB_NAME,
             keep=optional(FLAG, "on-failure"),
+            asynchronous=FLAG,
         )
         if self.io_engine == "plain" and self.direct_io == "on":
             raise ConfigError(
