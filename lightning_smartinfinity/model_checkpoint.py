@@ -51,7 +51,7 @@ def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
 
 
 class _Beside:
-    """What takes the place of a ModelCheckpoint's methods."""
+    """Holds the methods that a ModelCheckpoint uses in place of its own."""
 
     def __init__(self, saves: BackgroundSaves, finish: Callable[[], None]) -> None:
         self._saves = saves
