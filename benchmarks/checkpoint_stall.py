@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def summary(starts: list[tuple[float, bool]], save_at: int) -> Figures:
         save_at: Number of the batch at whose end the save began.
     """
     times = [time for time, _ in starts]
-    seconds = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    seconds = [later - earlier for earlier, later in pairwise(times)]
     with_save = [number for number in range(len(seconds)) if number == save_at - 1 or starts[number][1]]
     during = [seconds[number] for number in with_save[1:]]
     plain = [each for number, each in enumerate(seconds) if number >= WARMUP and number not in with_save]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.errors import CheckpointError, StorageCorruptError, StorageFullError
 from lightning_smartinfinity.store.capacities import Capacities
 from lightning_smartinfinity.store.pin import Pin
 from lightning_smartinfinity.zero3.checkpoints import folder_swap
+from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.processes import run_module
 from tests.training.asynchronous_worker import (
@@ -26,6 +30,7 @@ from tests.training.asynchronous_worker import (
     save_beside,
     train,
 )
+from tests.training.storage_worker import StorageRun, end_of, launch
 
 NVME = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
 CASES: dict[str, dict[str, Any]] = {
@@ -198,3 +203,40 @@ def test_without_room_training_waits(
     assert watch.seen[3] == {"step=3.ckpt"}
     waits = [warning for warning in recwarn if "Training waits for checkpoints" in str(warning.message)]
     assert len(waits) == (durability == "step")
+
+
+@pytest.mark.parametrize(("devices", "num_kills"), long_but([(1, 3)], [(1, 3), (1, 30), (2, 10)]))
+def test_kills_beside_saves(devices: int, num_kills: int, tmp_path: Path, attack: Attack) -> None:
+    """After each kill the checkpoint is whole, and the training resumes from storage to the same bits."""
+    attack(
+        "kill while a checkpoint is saved beside training", tries=num_kills, outcome="checkpoint and store are whole"
+    )
+
+    def run(name: str, **settings: Any) -> StorageRun:
+        transfer, module = {"keep": "on-failure"}, {"width": 128}
+        storage = str(tmp_path / name / "storage")
+        return StorageRun(
+            out=str(tmp_path / name),
+            storage=storage,
+            devices=devices,
+            save_every=1,
+            transfer=transfer,
+            module=module,
+            **settings,
+        )
+
+    code, output = launch(run("straight"))
+    assert code == 0, output[-4000:]
+    draw = random.Random(num_kills)
+    for kill in range(num_kills):
+        step, after = 3 + kill % 5, draw.uniform(0.001, 0.1)
+        code, output = launch(
+            run(f"{kill}", kill_at="kill at save", kill_step=step, kill_after=after, kill_rank=devices - 1)
+        )
+        assert code in (0, -signal.SIGKILL), output[-4000:]
+        checkpoint = tmp_path / f"{kill}/last.ckpt"
+        assert main(["scrub", str(checkpoint), "--quiet"]) == 0
+        if code != 0:
+            code, output = launch(run(f"{kill}", resume=True))
+            assert code == 0, output[-4000:]
+        assert end_of(tmp_path / f"{kill}")["state"] == end_of(tmp_path / "straight")["state"]
