@@ -171,6 +171,10 @@ class TransferConfig:
             (never). With ``"on-failure"`` and True, and two places for each tasklet, a Trainer writes training records,
             and ``fit(ckpt_path="storage")`` resumes the training, also after a kill. ``"auto"``: ``"on-failure"``, but
             False with compressed gradients that have a residual, which every record would hold: 4 bytes per parameter.
+        asynchronous: Whether a Trainer's ModelCheckpoint saves while training goes on, which takes room on storage for
+            a third place of each tasklet; without that room saves wait. With ``durability="none"``, on SmartSSDs, or if
+            compression keeps a residual, they always wait. ``trainer.save_checkpoint`` and saves of Fabric and
+            transformers return when the checkpoint is whole.
 
     Raises:
         ConfigError: A setting is unknown, out of range or not one of those above.
@@ -186,6 +190,7 @@ class TransferConfig:
     io_timeout: float = IO_TIMEOUT
     job: str = "default"
     keep: bool | str = "auto"
+    asynchronous: bool = True
 
     def __post_init__(self) -> None:
         require(
@@ -200,6 +205,7 @@ class TransferConfig:
             io_timeout=positive(_MAX_TIMEOUT),
             job=JOB_NAME,
             keep=optional(optional(FLAG, "on-failure"), "auto"),
+            asynchronous=FLAG,
         )
         if self.io_engine == "plain" and self.direct_io == "on":
             raise ConfigError(

@@ -24,7 +24,7 @@ from lightning_smartinfinity.settings import StrategySettings, gradients_are_16_
 from lightning_smartinfinity.store.scheduling import IoWait, io_waits, share_devices
 from lightning_smartinfinity.transfer.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.transfer.rules import rule_for
-from lightning_smartinfinity.watching import begin_watch, end_watch
+from lightning_smartinfinity.watching import begin_watch, end_watch, saving
 from lightning_smartinfinity.zero3 import (
     OffloadSettings,
     build_deepspeed_config,
@@ -358,8 +358,13 @@ class NearStorage(ABC):
         Args:
             completed: Whether it has ended as it should.
         """
-        end_watch(self._watch)
         optimizer = self._near_storage_optimizer
+        if optimizer is not None:
+            with saving():
+                failure = optimizer.rank_state.background.join()
+            if failure is not None:  # another error ends the training
+                warnings.warn(f"A checkpoint could not be saved: {failure}", stacklevel=2)
+        end_watch(self._watch)
         if optimizer is not None:
             if optimizer.rank_state.in_fit:  # an evaluation afterwards says nothing about the training
                 optimizer.rank_state.keeping.completed = completed

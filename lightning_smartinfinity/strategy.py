@@ -33,6 +33,7 @@ from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
+from lightning_smartinfinity.model_checkpoint import save_beside_training, save_in_turn
 from lightning_smartinfinity.native import take_back_ask_to_end
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityPrecision
@@ -221,6 +222,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         watch_steps(trainer, partial(self._record, after_batch=True))
         if not self._resumes:
             load_only_own_states(trainer)
+        if self._training_engine is not None:
+            save_beside_training(trainer, self._training_engine.saves, finish=self._finish_saves)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -343,7 +346,21 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def on_train_end(self) -> None:
         self.drain()
+        self._finish_saves()
         super().on_train_end()
+
+    def _finish_saves(self) -> None:
+        assert self._training_engine is not None
+        with saving():
+            self._training_engine.saves.finish()
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        remove = partial(super().remove_checkpoint, filepath)
+        if self._training_engine is None:
+            remove()
+        else:
+            self._training_engine.saves.remove(filepath, remove)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -460,6 +477,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         super().teardown()
+        if self.lightning_module is not None:
+            save_in_turn(self.lightning_module.trainer)
         self._become_idle(completed=not self._was_interrupted)
         if self._recorder is not None and self.is_global_zero:
             if self._was_interrupted:

@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from lightning_smartinfinity.errors import RankLostError
-from lightning_smartinfinity.native import RankNotice, RankWatch
+from lightning_smartinfinity.native import RankNotice, RankWatch, ending_seconds
 
 __all__ = [
     "agree_to_end",
@@ -32,6 +32,7 @@ __all__ = [
     "end_watch",
     "hear_sigterm",
     "is_asked_to_end",
+    "is_ending",
     "is_watching",
     "naming_lost_rank",
     "note_batch",
@@ -170,6 +171,14 @@ def tell_sigterm() -> None:
 def is_asked_to_end() -> bool:
     """Return whether any rank received SIGTERM. Rank 0 is told first."""
     return _watch is not None and _watch.native.report().asked is not None
+
+
+def is_ending() -> bool:
+    """Return whether this process was asked to end, or another rank has failed or is missing."""
+    if _watch is None:
+        return ending_seconds() is not None
+    report = _watch.native.report()
+    return any(notice is not None for notice in (report.asked, report.failed, report.lost, ending_seconds()))
 
 
 def agree_to_end() -> None:

@@ -59,16 +59,25 @@ class Capacities:
             Whether all files have that many places. The log says why not, once.
         """
         try:
-            for device, wanted in enumerate(places):
-                if wanted > self._places[device]:
-                    self._require_room(device, wanted)
-                    self._extend(device, wanted)
+            self.make_room(places)
         except StorageError as error:
             if not self._has_warned:
                 _log.warning("Storage folders keep their shares of the optimizer state. %s", error.problem)
             self._has_warned = True
             return False
         return True
+
+    def make_room(self, places: Sequence[int]) -> None:
+        """Act as :meth:`grow`, but raise an error that says why a file could not be extended.
+
+        Raises:
+            StorageFullError: Less than half of the free space would stay free.
+            StorageError: A file cannot be extended.
+        """
+        for device, wanted in enumerate(places):
+            if wanted > self._places[device]:
+                self._require_room(device, wanted)
+                self._extend(device, wanted)
 
     def _require_room(self, device: int, places: int) -> None:
         folder, num_bytes = self._folders[device].path, self._extents.place_offset(places - self._places[device])

@@ -109,6 +109,7 @@ class _Call(Generic[T]):
 
 
 _given_up: list[_Call[object]] = []
+_given_up_lock = threading.Lock()
 
 
 @contextmanager
@@ -236,7 +237,8 @@ def _made(call: _Call[T], seconds: float | None) -> T:
             interrupt = interrupt or error
     given_up = call.give_up()
     if given_up:
-        _given_up.append(call)  # type: ignore[arg-type]
+        with _given_up_lock:
+            _given_up.append(call)  # type: ignore[arg-type]
         native.note_given_up(limit.waited)
     if interrupt is not None:
         if not given_up:
@@ -295,7 +297,8 @@ class _Limit(Generic[T]):
 
 
 def _refuse_behind(path: Path) -> None:
-    _given_up[:] = [call for call in _given_up if not call.returned.is_set()]
+    with _given_up_lock:
+        _given_up[:] = [call for call in _given_up if not call.returned.is_set()]
     if any(call.path.parent == path.parent and _mount_of(call.path) == _mount_of(path) for call in _given_up):
         raise StorageTimeoutError(f"{str(path.parent)!r} has not answered an earlier call.", StorageTimeoutError.REMEDY)
 

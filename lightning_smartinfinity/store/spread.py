@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Placement", "apportion", "interleave", "next_placement", "places_needed"]
+__all__ = ["Occupied", "Placement", "apportion", "interleave", "next_placement", "places_needed"]
 
 
 class Placement(NamedTuple):
@@ -32,6 +32,18 @@ class Placement(NamedTuple):
         placement.devices[tasklets] = moves.devices[tasklets]
         placement.positions[tasklets] = moves.positions[tasklets]
         return placement
+
+
+class Occupied(NamedTuple):
+    """Places that are not free.
+
+    Args:
+        placement: A place of each tasklet.
+        held: bool[num_tasklets]: for which tasklets it is occupied.
+    """
+
+    placement: Placement
+    held: NDArray[np.bool_]
 
 
 def apportion(weights: Sequence[float], count: int) -> NDArray[np.int64]:
@@ -79,6 +91,7 @@ def next_placement(
     capacities: Sequence[int],
     first: int = 0,
     in_place: bool = False,
+    pinned: Sequence[Occupied] = (),
 ) -> Placement:
     """Assign every tasklet a free place for the next generation: on its home device, or elsewhere if that is full.
 
@@ -90,6 +103,7 @@ def next_placement(
         first: Index of the first tasklet on storage.
         in_place: Whether a tasklet keeps its place and is overwritten there, unless it is away from home and there is
             a free place at home. ``lying`` is then the same for all tasklets.
+        pinned: Further places that are not free; only with ``in_place=False``.
 
     Returns:
         The places. With ``in_place=False``, none of them is occupied now.
@@ -98,7 +112,7 @@ def next_placement(
     on_storage = np.arange(len(homes)) >= first
     at_home = lying & (devices == homes)
     moving = on_storage & ~at_home if in_place else on_storage
-    free = _free_positions(current, on_storage & lying, capacities)
+    free = _free_positions([Occupied(current, on_storage & lying), *pinned], capacities)
     homeless: list[int] = []
     for device, there in enumerate(free):
         (takers,) = np.nonzero(moving & (homes == device))
@@ -136,11 +150,12 @@ def places_needed(
     return needed
 
 
-def _free_positions(current: Placement, held: NDArray[np.bool_], capacities: Sequence[int]) -> list[NDArray[np.uint32]]:
+def _free_positions(occupied: Sequence[Occupied], capacities: Sequence[int]) -> list[NDArray[np.uint32]]:
     """Return the free positions of each device, ascending."""
     free = []
     for device, capacity in enumerate(capacities):
         is_free = np.ones(capacity, np.bool_)
-        is_free[current.positions[held & (current.devices == device)]] = False
+        for placement, held in occupied:
+            is_free[placement.positions[held & (placement.devices == device)]] = False
         free.append(np.flatnonzero(is_free).astype(np.uint32))
     return free

@@ -25,6 +25,7 @@ from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.limited_calls import LimitedCalls
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, StoreDescription
 from lightning_smartinfinity.store.os_errors import storage_errors
+from lightning_smartinfinity.store.pin import Pin
 from lightning_smartinfinity.store.record import CommitRecord, erase_record, flush_records, no_record, write_record
 from lightning_smartinfinity.store.recovery import (
     common_manifest,
@@ -66,6 +67,7 @@ class StateStore:
         self._previous: CommitRecord | None = None
         self._folders = tuple(folders)
         self._unusable: StorageError | None = None
+        self._pins: list[Pin] = []
         self.control_bytes = 0
         self._homes = manifest.extents.first_homes if record.generation < 0 else record.placement.devices
         self._capacities = Capacities(folders, manifest.extents, ranks=manifest.world_size)
@@ -294,7 +296,10 @@ class StateStore:
         return self._training.current
 
     def next_placement(self) -> Placement:
-        """Return the places of the next generation: with two for each tasklet, none that this generation occupies."""
+        """Return the places of the next generation: with two for each tasklet, none that is occupied or pinned.
+
+        No other function chooses places to write to, so a pinned place is not written to.
+        """
         extents = self.extents
         return next_placement(
             self.placement,
@@ -303,6 +308,40 @@ class StateStore:
             capacities=list(self._capacities),
             first=extents.num_in_memory,
             in_place=extents.places_per_tasklet == 1,
+            pinned=[pin.occupied for pin in self._live_pins()],
+        )
+
+    def pin(self) -> Pin:
+        """Let no later generation take the places of this one until they are released. Between generations only.
+
+        Files grow to three places for each tasklet: the pinned ones, and two for what changes meanwhile.
+
+        Raises:
+            StorageFullError: The file systems have no room for the third places.
+            StorageError: A file cannot be extended.
+        """
+        assert self.extents.places_per_tasklet > 1 and self.generation >= 0
+        assert all(pin.generation == self.generation for pin in self._live_pins()), "one generation is pinned at a time"
+        here = np.bincount(self.placement.devices, minlength=self.extents.num_devices)
+        wanted = [both + int(pinned) for both, pinned in zip(self._places_needed(self._homes), here, strict=True)]
+        make_room = partial(self._capacities.make_room, wanted)
+        path = self._folders[0].path / STATE_NAME
+        unless_idle(make_room, doing="Extending", path=path, seconds=self._io_timeout)
+        self._pins.append(Pin(self._record))
+        return self._pins[-1]
+
+    def _live_pins(self) -> list[Pin]:
+        self._pins = [pin for pin in self._pins if pin.occupied.held.any()]
+        return self._pins
+
+    def _places_needed(self, homes: NDArray[np.uint16]) -> list[int]:
+        return places_needed(
+            self.placement,
+            lying=self.tasklet_generations >= 0,
+            homes=homes,
+            num_devices=self.extents.num_devices,
+            first=self.extents.num_in_memory,
+            in_place=self.extents.places_per_tasklet == 1,
         )
 
     def _restore_places(self) -> None:
@@ -316,18 +355,13 @@ class StateStore:
             counts: Number of tasklets of each device; their sum is the number of tasklets on storage.
 
         Returns:
-            Whether the file systems have room for that. If not, homes stay as they are.
+            Whether the file systems have room for that. If not, or while a generation is pinned, homes stay as they
+            are.
         """
-        lying, extents = self.tasklet_generations >= 0, self.extents
-        homes = extents.homes(counts)
-        wanted = places_needed(
-            self.placement,
-            lying=lying,
-            homes=homes,
-            num_devices=extents.num_devices,
-            first=extents.num_in_memory,
-            in_place=extents.places_per_tasklet == 1,
-        )
+        if self._live_pins():
+            return False
+        homes = self.extents.homes(counts)
+        wanted = self._places_needed(homes)
         path = self._folders[0].path / STATE_NAME
         grow = partial(self._capacities.grow, wanted)
         if not unless_idle(grow, doing="Extending", path=path, seconds=self._io_timeout):

@@ -20,6 +20,7 @@ from lightning_smartinfinity.store.training_record import TrainingRecord
 from lightning_smartinfinity.transfer.balance import Balance
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.partitions import ParameterMemory
+from lightning_smartinfinity.transfer.pinned_state import PinnedState
 from lightning_smartinfinity.transfer.rules import UpdateRule
 from lightning_smartinfinity.transfer.staging import StagingBuffer
 from lightning_smartinfinity.transfer.state_access import StateAccess, Together, committing
@@ -89,6 +90,16 @@ class TransferHandler:
         """The committed state on storage, to be read and replaced while no step is in flight."""
         self._require_no_step()
         return self._access
+
+    def pin(self) -> PinnedState:
+        """Return the committed state, which can be read beside later steps. No step may be in flight now.
+
+        Raises:
+            StorageFullError: The file systems have no room for a third place for each tasklet.
+            StorageError: A state file cannot be extended.
+        """
+        self._require_no_step()
+        return PinnedState(self._layout, self._store, self._store.pin())
 
     @property
     def can_roll_back(self) -> bool:

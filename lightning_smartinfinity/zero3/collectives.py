@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import TypeVar, cast
 
 import torch
@@ -15,6 +17,7 @@ from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.progress import Advance, showing_progress
 
 __all__ = [
+    "background_group",
     "failing_together",
     "gather",
     "has_ended",
@@ -32,6 +35,23 @@ def gather(value: T, group: ProcessGroup | None) -> list[T]:
     values: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return cast("list[T]", values)
+
+
+_BACKGROUND_LIMIT = timedelta(days=7)  # a rank that is lost is noticed by the watch
+_background: tuple[weakref.ref[ProcessGroup], ProcessGroup] | None = None
+
+
+def background_group() -> ProcessGroup:
+    """Return the group of all ranks for agreements of their background threads; collective when it is first called.
+
+    Two threads that use one group at a time would receive each other's messages.
+    """
+    global _background
+    world = dist.group.WORLD
+    assert world is not None
+    if _background is None or _background[0]() is not world:
+        _background = weakref.ref(world), dist.new_group(backend="gloo", timeout=_BACKGROUND_LIMIT)
+    return _background[1]
 
 
 def has_ended(group: ProcessGroup) -> bool:

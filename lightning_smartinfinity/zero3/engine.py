@@ -26,6 +26,7 @@ from lightning_smartinfinity.settings import check_save_path
 from lightning_smartinfinity.store.in_time import io_limit, unless_idle
 from lightning_smartinfinity.transformers_models import describe_models
 from lightning_smartinfinity.watching import naming_lost_rank
+from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
 from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
 from lightning_smartinfinity.zero3.checkpoints.folder_check import (
@@ -39,8 +40,9 @@ from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_
 from lightning_smartinfinity.zero3.checkpoints.note import write_note
 from lightning_smartinfinity.zero3.checkpoints.resharding import load_resharded
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import RANK_KEY, SAVE_ID
+from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
-from lightning_smartinfinity.zero3.collectives import gather, raising_together
+from lightning_smartinfinity.zero3.collectives import background_group, gather, raising_together
 from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
@@ -150,9 +152,13 @@ class SmartInfinityEngine(PortableEngine):
         model: The model, as ``deepspeed.initialize`` passes it to ``DeepSpeedEngine``.
         optimizer: The user's optimizer, passed in the same way.
         **kwargs: Further arguments, passed in the same way.
+
+    Attributes:
+        saves: The saves in progress beside the training.
     """
 
     optimizer: SmartInfinityOptimizer
+    saves: BackgroundSaves
 
     def __init__(
         self, *, offload: OffloadSettings, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **kwargs: object
@@ -266,6 +272,7 @@ class SmartInfinityEngine(PortableEngine):
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
         self.checkpoint_engine = SmartInfinityCheckpointEngine(self._config, optimizer=self.optimizer)
+        self.saves = BackgroundSaves(self.optimizer, self._offload)
 
     def save_checkpoint(
         self,
@@ -277,8 +284,11 @@ class SmartInfinityEngine(PortableEngine):
     ) -> bool:
         """Save like the base class; an earlier save under this tag stays whole until the new one is complete.
 
+        If ``saves.wanted``, the optimizer's arrays may be written after the return, and then the save is put in place.
+
         Raises:
-            CheckpointError: The checkpoint could not be written; raised on every rank.
+            CheckpointError: The checkpoint could not be written, or an earlier one that was in progress; raised on
+                every rank.
         """
         check_save_path(save_dir)
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
@@ -290,17 +300,26 @@ class SmartInfinityEngine(PortableEngine):
             MODEL_KEY: describe_models(self.module),
         }
         return_freed_memory()  # which the next step on a CPU would use again: a save needs memory of its own
-        # DeepSpeed's format has an empty tensor for every partitioned parameter, whose values are in other files.
-        limit = io_limit(self._offload.transfer.io_timeout)
-        with limit, replacing(save_dir, tag, local_rank=self.local_rank) as staging, unguarded():
-            saved: bool = super().save_checkpoint(
-                str(staging), tag, {**client_state, **named}, False, exclude_frozen_parameters
-            )
+        with io_limit(self._offload.transfer.io_timeout), ExitStack() as save:
+            pinned = self.saves.begin(save_dir, save)
+            group = background_group() if pinned is not None else None
+            staging = save.enter_context(replacing(save_dir, tag, local_rank=self.local_rank, closing_group=group))
+            left_open: list[TensorFile] = []
+            with ExitStack() as contexts:
+                if pinned is not None:
+                    contexts.enter_context(self.checkpoint_engine.leaving_arrays(left_open, save))
+                # DeepSpeed's format has an empty tensor for every partitioned parameter, whose values are elsewhere.
+                contexts.enter_context(unguarded())
+                saved: bool = super().save_checkpoint(
+                    str(staging), tag, {**client_state, **named}, False, exclude_frozen_parameters
+                )
             with raising_together(), writing(save_dir):
                 if self.global_rank == 0:
                     latest = tag if save_latest else None
                     write = partial(self._write_beside, staging, latest, client_state, path=save_dir)
                     unless_idle(write, doing="Writing", path=staging)
+            if pinned is not None:
+                self.saves.complete(save.pop_all(), save_dir, left_open[0], pinned)
         self.optimizer.rank_state.keeping.saved = True
         return saved
 
@@ -346,6 +365,7 @@ class SmartInfinityEngine(PortableEngine):
             CheckpointError: There is no checkpoint, it is damaged, or it belongs to another model; raised on every
                 rank.
         """
+        self.saves.finish()
         path = load_dir if tag is None else Path(load_dir) / tag
         folder, same_number = folder_to_resume(path, engine=self)
         if not same_number:

@@ -203,6 +203,7 @@ class StorageOptimizer(GradientPath):
             StorageError, DeviceError, CudaError: Reading, checking, updating or writing state failed on some rank, and
                 all ranks rolled the step back. The parameters are those before the step, unless they could not be read
                 back: then saving raises, too.
+            CheckpointError: A checkpoint that was being saved in the background could not be written on some rank.
         """
         if closure is not None:
             raise UnsupportedError(
@@ -211,7 +212,9 @@ class StorageOptimizer(GradientPath):
             )
         self.overlap.step_begins(time.monotonic(), sum_over_ranks=self._sum_over_ranks)
         self._choose_kept_gathered()
-        refused = find_ignored(list(self.partition.params()), self._frozen, names=self.param_names)
+        refused = self.rank_state.background.take_failure() or find_ignored(
+            list(self.partition.params()), self._frozen, names=self.param_names
+        )
         self._pre_step()
         self.retained.release()
         self._partition_all_parameters()

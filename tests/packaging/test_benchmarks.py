@@ -38,6 +38,10 @@ RUNS = {
         ["--numel", "100000", "--where", "init"],
         ["| phase |", "| import |", "| build |", "| set-up, first state |", "| step 4 |", "| save |"],
     ),
+    "checkpoint_stall.py": (
+        ["--size", "tiny", "--steps", "3", "--tokens", "32"],
+        ["| system | step s |", "| beside |", "| waits |", "| stock |"],
+    ),
     "checksums.py": (
         ["--size", "tiny", "--steps", "4", "--rounds", "1"],
         ["| system | step s |", "| state on storage |", "| state and parameters on storage |"],
@@ -106,9 +110,10 @@ ON_CARDS = {
 }
 # Scripts that take longer than five seconds of both cores even so, except update.py, whose figures are plotted.
 SLOW = {
-    *("backward.py", "calibration.py", "checkpoint_memory.py", "checksums.py", "compression_accuracy.py", "csim.py"),
-    *("engines.py", "export.py", "formats.py", "import_time.py", "paper_tables.py", "peak_memory.py", "plan.py"),
-    *("scaling.py", "setup.py", "step.py", "tensor_store.py", "training_record.py", "xrt_bindings.py"),
+    *("backward.py", "calibration.py", "checkpoint_memory.py", "checkpoint_stall.py", "checksums.py"),
+    *("compression_accuracy.py", "csim.py", "engines.py", "export.py", "formats.py", "import_time.py"),
+    *("paper_tables.py", "peak_memory.py", "plan.py", "scaling.py", "setup.py", "step.py", "tensor_store.py"),
+    *("training_record.py", "xrt_bindings.py"),
 }
 # The plots that plots.py makes of these figures, and texts in them.
 PLOTTED = {

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TopK
 from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
+from tests.training.asynchronous_worker import save_beside
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 
@@ -45,7 +46,7 @@ class StorageRun:
     kill_step: int = 0
     kill_rank: int = 0
     kill_after: float = 0.0  # seconds after that moment
-    save_every: int = 0  # steps between checkpoints
+    save_every: int = 0  # steps between checkpoints, which are saved beside the training
     spread_every: int = 0  # steps between moves of all but one tasklet from folder to folder
     trainer: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -173,7 +174,7 @@ class Watch(pl.Callback):
             file.write(" ".join(map(str, [trainer.global_step, *values])) + "\n")
         if self.run.save_every and trainer.global_step % self.run.save_every == 0:
             die(self.run, "save", trainer)
-            trainer.save_checkpoint(Path(self.run.out) / "last.ckpt")
+            save_beside(trainer, Path(self.run.out) / "last.ckpt")
 
     def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
         die(self.run, "validation", trainer)

@@ -18,6 +18,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_smartinfinity.zero3.checkpoints import folder_swap
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
@@ -72,3 +73,15 @@ def test_torch_can_save_without_data() -> None:
     """Torch can save tensors without their data; tests/zero3/test_tensor_file.py tests the rest of torch's format."""
     assert "materialize_fake_tensors" in inspect.signature(torch.serialization.skip_data.__init__).parameters
     assert hasattr(torch.UntypedStorage, "_checkpoint_offset")
+
+
+def test_model_checkpoint_looks_at_its_checkpoints_in_these_methods_only() -> None:
+    """While it saves, it asks for a file in ``file_exists`` and touches one in ``_link_checkpoint`` only."""
+    saving = [name for name in vars(ModelCheckpoint) if name.startswith(("_save", "_update", "_get_metric"))]
+    assert "_save_checkpoint" in saving and "_save_last_checkpoint" in saving
+    for name in saving:
+        source = inspect.getsource(getattr(ModelCheckpoint, name))
+        assert not any(used in source for used in ("self._fs", "os.path.exists", "shutil", ".is_file(", "os.remove"))
+    assert "self._link_checkpoint(" in inspect.getsource(ModelCheckpoint._save_last_checkpoint)
+    assert "trainer.strategy.remove_checkpoint(" in inspect.getsource(ModelCheckpoint._remove_checkpoint)
+    assert "self._fs.exists(" in inspect.getsource(ModelCheckpoint.file_exists)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -13,11 +13,12 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, OPTIMIZER_STA
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch.serialization import MAP_LOCATION
 
+from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.zero3.checkpoints import optimizer_state
 from lightning_smartinfinity.zero3.checkpoints.flushed_file import save_flushed
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import writing
-from lightning_smartinfinity.zero3.checkpoints.tensor_file import saved_with_room
+from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, saved_with_room
 from lightning_smartinfinity.zero3.checkpoints.trust import ReadWhenUsed, load_file, read_mapped, warn_of_types
 from lightning_smartinfinity.zero3.collectives import raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
@@ -37,6 +38,23 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
     def __init__(self, config_params: object, *, optimizer: StorageOptimizer) -> None:
         super().__init__(config_params)
         self._optimizer = optimizer
+        self._leaves: Callable[[TensorFile], None] | None = None
+
+    @contextmanager
+    def leaving_arrays(self, left_open: list[TensorFile], closing_later: ExitStack) -> Iterator[None]:
+        """Leave the optimizer's arrays to the caller within this context.
+
+        Args:
+            left_open: Takes the file of the optimizer's state, in which they belong.
+            closing_later: Closes that file.
+        """
+
+        def leave(file: TensorFile) -> None:
+            closing_later.callback(file.close)
+            left_open.append(file)
+
+        with replaced(self, "_leaves", leave):
+            yield
 
     def save(self, state_dict: SavedState, path: str) -> None:
         """Write one file and flush it to the device. Collective: a failure on one rank raises on every rank."""
@@ -66,9 +84,14 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
         return state
 
     def _save_optimizer(self, state_dict: SavedState, path: Path) -> None:
-        with closing(saved_with_room(state_dict, path)) as file:
-            optimizer_state.write_arrays(self._optimizer, file)
-            file.flush()
+        with ExitStack() as opened:
+            file = opened.enter_context(closing(saved_with_room(state_dict, path)))
+            if self._leaves is None:
+                optimizer_state.write_arrays(self._optimizer, file)
+                file.flush()
+            else:
+                self._leaves(file)
+                opened.pop_all()
 
 
 def _save_model(state_dict: SavedState, path: Path) -> None:

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
 from lightning_smartinfinity.checks import shown
@@ -60,7 +61,9 @@ _OF_DEEPSPEED = ("*mp_rank_[0-9]*_states.pt",)
 
 
 @contextmanager
-def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
+def replacing(
+    path: str | Path, tag: str, *, local_rank: int, closing_group: ProcessGroup | None = None
+) -> Iterator[Path]:
     """Yield a folder to save into, which becomes ``path`` when the body ends; if the body raises, nothing changes.
 
     This is a collective. The processes of one node must see the same file system. On nodes that do not see the
@@ -70,6 +73,7 @@ def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
         path: Final path of the save.
         tag: The subfolder that holds everything that matters.
         local_rank: Rank of this process on its node.
+        closing_group: Process group in which the ranks agree at the end, if another thread leaves the context.
 
     Raises:
         CheckpointError: The folder cannot be created or put in place, or something lies where it is to be written that
@@ -101,14 +105,14 @@ def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
         assert staging is not None
         new = staging / _NEW
         yield new
-        with raising_together(), writing(path):
+        with raising_together(closing_group), writing(path):
             if leads and staging.parent == target:
                 link = partial(_link_others, target / tag, new / tag)
                 unless_idle(link, doing="Linking what is kept of", path=target / tag)
-        with raising_together(), writing(path):
+        with raising_together(closing_group), writing(path):
             if local_rank == 0:
                 flush_tree(new)  # on every node: what a node has written to a shared file system is in its own memory
-        with raising_together(), _swapping(path):
+        with raising_together(closing_group), _swapping(path):
             if leads:
                 lock.leaves_content = staging.parent == target  # it may hold what the path held before
                 put = partial(_put_in_place, staging, target, tag, name)

@@ -39,6 +39,7 @@ from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, ParamGroup, S
 __all__ = [
     "EXTRA_KEY",
     "FILE",
+    "ArrayWriter",
     "check_extra",
     "is_described",
     "load_state_dict",
@@ -100,18 +101,32 @@ def is_described(state: object) -> bool:
 
 def write_arrays(optimizer: StorageOptimizer, file: TensorFile) -> None:
     """Write masters and other arrays into a file in which :func:`state_dict` was saved."""
-    streams = _streams(optimizer, file, with_arrays=_saves_arrays(optimizer))
-    handler = optimizer.update.drained_handler()
-    nbytes = _FP32_BYTES * optimizer.partition.layout.numel * len(streams)
-    with show_on_rank_zero("Saving the optimizer state", nbytes) as advance:
-
-        def write(window: Window) -> None:
-            for number, stream in streams.items():
-                stream.write(window.arrays[number])
-                advance(window.arrays[number].nbytes)
-
-        handler.state.scan(write)
+    write = ArrayWriter(optimizer, file)
+    with show_on_rank_zero("Saving the optimizer state", write.nbytes) as advance:
+        optimizer.update.drained_handler().state.scan(lambda window: advance(write(window)))
     write_residual(optimizer, file, file.state[OPTIMIZER_STATE_DICT][EXTRA_KEY])
+
+
+class ArrayWriter:
+    """Writes windows, given in order, into a file in which :func:`state_dict` was saved. Collective to make.
+
+    Args:
+        optimizer: Optimizer of this strategy.
+        file: The file.
+
+    Attributes:
+        nbytes: Bytes of all windows, as far as they are saved.
+    """
+
+    def __init__(self, optimizer: StorageOptimizer, file: TensorFile) -> None:
+        self._streams = _streams(optimizer, file, with_arrays=_saves_arrays(optimizer))
+        self.nbytes = _FP32_BYTES * optimizer.partition.layout.numel * len(self._streams)
+
+    def __call__(self, window: Window) -> int:
+        """Write a window; return its bytes, as far as they are saved."""
+        for number, stream in self._streams.items():
+            stream.write(window.arrays[number])
+        return sum(window.arrays[number].nbytes for number in self._streams)
 
 
 def load_state_dict(optimizer: StorageOptimizer, state_dict: SavedState, *, load_optimizer_states: bool) -> None:

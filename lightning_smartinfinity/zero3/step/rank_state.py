@@ -14,6 +14,7 @@ from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.handler import TransferHandler
+from lightning_smartinfinity.zero3.background_jobs import BackgroundJobs
 from lightning_smartinfinity.zero3.parameters.partition import Partition
 
 __all__ = ["Keeping", "RankState", "warn_of_rolled_back_step"]
@@ -63,6 +64,7 @@ class RankState:
     Attributes:
         compressed: Compressed gradients; None: gradients are not compressed.
         in_fit: Whether a Trainer's fit with this state is in progress.
+        background: Jobs that read the state beside the training; it is closed when they have ended.
         keeping: Whether the state stays on storage.
     """
 
@@ -75,6 +77,7 @@ class RankState:
         self._closed_since = ""
         self.compressed: CompressedGradients | None = None
         self.in_fit = False
+        self.background = BackgroundJobs()
 
     def hold_arena(self, partition: Partition, arena: GradientArena) -> None:
         """Adopt the partition and its arena."""
@@ -189,6 +192,7 @@ class RankState:
         """
         if since and self._handler is not None:
             self._closed_since = f", since {since}"
+        self.background.join()
         # Close each before dropping its reference, so that this can be called again after an interrupt.
         if self._handler is not None:
             if self._unusable_reason is None:
@@ -204,12 +208,13 @@ class RankState:
 
     def closer(self) -> Callable[[], None]:
         """Return a function for an exit handler; it closes the store and holds no reference to arena or optimizer."""
-        handler, keeping, owner = self.handler, self.keeping, os.getpid()
+        handler, keeping, background, owner = self.handler, self.keeping, self.background, os.getpid()
 
         def close() -> None:
             # A forked child runs exit handlers too; the state is its parent's.
             if os.getpid() != owner:
                 return
+            background.join()
             failed = sys.exc_info()[0] is not None or hasattr(sys, "last_value")
             if not keeping.says_end:
                 keeping.completed = not failed

@@ -1,0 +1,76 @@
+"""Lets Lightning's ModelCheckpoint save beside the training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_smartinfinity.patches import replaced
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
+
+__all__ = ["save_beside_training", "save_in_turn"]
+
+_PATCHES = ("_save_checkpoint", "file_exists", "_link_checkpoint")
+
+
+def save_beside_training(trainer: pl.Trainer, saves: BackgroundSaves, *, finish: Callable[[], None]) -> None:
+    """Let the Trainer's ModelCheckpoints go on before their checkpoints are whole.
+
+    They look at no checkpoint that they have saved. Whoever else saves may do so, such as a subclass with a method of
+    its own, and has to wait.
+
+    Args:
+        trainer: The Trainer.
+        saves: The saves of its training.
+        finish: Waits for the saves in progress.
+    """
+    beside = _Beside(saves, finish)
+    for callback in _model_checkpoints(trainer):
+        if type(callback)._save_checkpoint is ModelCheckpoint._save_checkpoint:
+            callback._save_checkpoint = partial(beside.save, callback)  # type: ignore[method-assign]
+            callback.file_exists = partial(beside.exists, callback)  # type: ignore[method-assign]
+            callback._link_checkpoint = partial(beside.link, callback)  # type: ignore[method-assign]
+
+
+def save_in_turn(trainer: pl.Trainer) -> None:
+    """Reverse :func:`save_beside_training`, since the callbacks may serve another Trainer next."""
+    for callback in _model_checkpoints(trainer):
+        for name in _PATCHES:
+            vars(callback).pop(name, None)
+
+
+def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+class _Beside:
+    """Holds the methods that a ModelCheckpoint uses in place of its own."""
+
+    def __init__(self, saves: BackgroundSaves, finish: Callable[[], None]) -> None:
+        self._saves = saves
+        self._finish = finish
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Beside:
+        return self  # a copy of a callback belongs to the same training
+
+    def save(self, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str) -> None:
+        # After an error nothing would tell of a save that fails later.
+        with replaced(self._saves, "wanted", sys.exc_info()[0] is None):
+            type(callback)._save_checkpoint(callback, trainer, filepath)
+
+    def exists(self, callback: ModelCheckpoint, filepath: str, trainer: pl.Trainer) -> bool:
+        """Return whether a path will exist, by which ModelCheckpoint chooses names. Collective."""
+        will_exist = self._saves.will_exist(filepath)
+        return type(callback).file_exists(callback, filepath, trainer) if will_exist is None else will_exist
+
+    def link(self, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+        """Link ``last.ckpt`` to a checkpoint once it is whole."""
+        self._finish()
+        type(callback)._link_checkpoint(trainer, filepath, linkpath)

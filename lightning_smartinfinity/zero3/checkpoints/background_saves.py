@@ -1,0 +1,170 @@
+"""Saves the optimizer's state in the background, while training goes on from the generation that is saved."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lightning_smartinfinity.devices.host import HostDevice
+from lightning_smartinfinity.errors import StorageFullError
+from lightning_smartinfinity.store.in_time import io_limit
+from lightning_smartinfinity.transfer.pinned_state import PinnedState
+from lightning_smartinfinity.transfer.windows import Window
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import writing
+from lightning_smartinfinity.zero3.checkpoints.optimizer_state import ArrayWriter
+from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
+from lightning_smartinfinity.zero3.collectives import background_group, gather, raise_together, raising_together
+from lightning_smartinfinity.zero3.settings import OffloadSettings
+from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
+
+__all__ = ["BackgroundSaves"]
+
+_NUM_BUFFERS = 2  # so that a window is one tasklet, and the training is not held up for long at a time
+_PAUSE = 6.0
+"""How many times as long a copy pauses as it works. Steps beside it are at most 15 % slower."""
+
+
+class BackgroundSaves:
+    """The saves of a training that are in progress beside it: of one generation at a time, one after the other.
+
+    The folders are put in place in the order in which the saves began, and removals take their turn among them. All
+    ranks call each method at the same time, and as often.
+
+    Args:
+        optimizer: The optimizer whose state is saved.
+        settings: Settings of the storage.
+
+    Attributes:
+        wanted: Whether the next save may return before the checkpoint is whole.
+    """
+
+    def __init__(self, optimizer: StorageOptimizer, settings: OffloadSettings) -> None:
+        self._optimizer = optimizer
+        self._settings = settings
+        self._jobs = optimizer.rank_state.background
+        self._generation = -1
+        self._exists_then: dict[str, bool] = {}
+        self._has_warned = False
+        self.wanted = False
+
+    def will_exist(self, path: str | Path) -> bool | None:
+        """Return whether a path will exist after all jobs; None if none of them concerns it."""
+        return self._exists_then.get(os.path.abspath(path)) if self._jobs.any else None
+
+    def finish(self) -> None:
+        """Return when no save is in progress. Collective.
+
+        Raises:
+            SmartInfinityError: A save failed, on some rank, which no step has reported.
+        """
+        if self._jobs.any:
+            failure = self._jobs.join()
+            self._exists_then.clear()
+            raise_together(failure, None)
+
+    def begin(self, path: str | Path, save: ExitStack) -> PinnedState | None:
+        """Pin the state that is to be saved to a path, or return None if the save has to wait until it is whole.
+
+        A save in progress is waited for if this one does not save the same generation, or saves to the same path.
+
+        Args:
+            path: Path of the save.
+            save: Releases the state in the end.
+
+        Raises:
+            SmartInfinityError: A save that was waited for has failed.
+            StorageError, DeviceError, CudaError: The step in flight failed.
+        """
+        if not self._may_go_on():
+            self.finish()
+            return None
+        handler = self._optimizer.update.drained_handler()
+        if handler.generation != self._generation or self.will_exist(path) is not None:
+            self.finish()
+        pinned, problem = None, ""
+        with raising_together():
+            try:
+                pinned = handler.pin()
+                save.callback(pinned.release)
+            except StorageFullError as error:
+                problem = error.problem
+        problems = [each for each in gather(problem, None) if each]
+        if problems:
+            save.close()
+            self._warn(problems[0])
+            self.finish()
+            return None
+        self._generation = handler.generation
+        return pinned
+
+    def complete(self, save: ExitStack, path: str | Path, file: TensorFile, pinned: PinnedState) -> None:
+        """Write the arrays in the background, and then leave the contexts of the save.
+
+        Args:
+            save: The contexts, which are left in another thread.
+            path: Path of the save.
+            file: The file with room for the arrays.
+            pinned: The state.
+        """
+        write = ArrayWriter(self._optimizer, file)
+        transfer, group = self._settings.transfer, background_group()
+        device = HostDevice(num_buffers=_NUM_BUFFERS, io_engine=transfer.io_engine, io_timeout=transfer.io_timeout)
+
+        def copy() -> None:
+            with io_limit(transfer.io_timeout), save, raising_together(group), writing(path):
+                pinned.scan(device, self._in_turns(write))
+                file.flush()
+
+        self._exists_then[os.path.abspath(path)] = True
+        self._jobs.start(copy)
+
+    def remove(self, path: str | Path, remove: Callable[[], None]) -> None:
+        """Remove a checkpoint, once every save in progress has become one; if one fails, the checkpoint stays.
+
+        Args:
+            path: Path of the checkpoint.
+            remove: Removes it, or does nothing on a rank that is not to do so.
+        """
+        if not self._jobs.any:
+            remove()
+            return
+        self._exists_then[os.path.abspath(path)] = False
+        self._jobs.start(remove, after_success=True)
+
+    def _may_go_on(self) -> bool:
+        transfer = self._settings.transfer
+        return (
+            self.wanted
+            and transfer.asynchronous
+            and transfer.places_per_tasklet > 1
+            and self._settings.cards is None
+            and not self._optimizer.holds_residual
+            and self._optimizer.rank_state.in_fit
+        )
+
+    def _in_turns(self, write: Callable[[Window], object]) -> Callable[[Window], None]:
+        """Return a function that writes a window and then pauses, for the training to have its turn."""
+        since = time.monotonic()
+
+        def write_and_pause(window: Window) -> None:
+            nonlocal since
+            write(window)
+            self._jobs.pause(_PAUSE * (time.monotonic() - since))
+            since = time.monotonic()
+
+        return write_and_pause
+
+    def _warn(self, problem: str) -> None:
+        if not self._has_warned and dist.get_rank() == 0:
+            warnings.warn(
+                f"Training waits for checkpoints, since storage has no room to save them beside it: {problem} Free "
+                "space there, or pass TransferConfig(asynchronous=False) to save so without this warning.",
+                stacklevel=2,
+            )
+        self._has_warned = True

@@ -1,0 +1,167 @@
+"""Saves beside training on several ranks: ``python -m tests.training.asynchronous_worker FOLDER DEVICES CASE``.
+
+CASE is ``equal``, or a moment of a save at which one rank fails. Every rank writes what it saw to ``rank-<n>.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+
+from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy, TransferConfig
+from lightning_smartinfinity.patches import replaced
+from lightning_smartinfinity.zero3 import engine as engine_module
+from lightning_smartinfinity.zero3.background_jobs import BackgroundJobs
+from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
+from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorStream
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import quiet_trainer
+from tests.helpers.waiting import await_that
+
+TRANSFER = {"tasklet_bytes": 64 * 1024, "num_buffers": 2}
+SAVE_AT, NUM_STEPS = 2, 9
+
+
+def saves_of(trainer: pl.Trainer) -> BackgroundSaves:
+    strategy: Any = trainer.strategy
+    return strategy._training_engine.saves  # type: ignore[no-any-return]
+
+
+def save_beside(trainer: pl.Trainer, path: Path) -> None:
+    """Save as a ModelCheckpoint does."""
+    with replaced(saves_of(trainer), "wanted", True):
+        trainer.save_checkpoint(path)
+
+
+class Turns(pl.Callback):
+    """Lets a save write one window in each step, so that every step of the training comes between two windows.
+
+    Attributes:
+        num_windows: Windows that were written before the fit's end.
+    """
+
+    def __init__(self) -> None:
+        self._num_begun = 0
+        self._is_over = False
+        self.num_windows = 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._num_begun += 1
+
+    def on_train_end(self, *_: Any) -> None:
+        self._is_over = True
+
+    def pause(self, jobs: BackgroundJobs, seconds: float) -> None:
+        before = self._num_begun
+        self.num_windows += not self._is_over
+        await_that(lambda: self._num_begun > before or self._is_over or jobs._is_awaited.is_set())
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Let all saves pause so."""
+        with mock.patch.object(BackgroundJobs, "pause", lambda jobs, seconds: self.pause(jobs, seconds)):
+            yield
+
+
+class SaveTwice(pl.Callback):
+    """Saves one step twice, first so that training waits, and then beside it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == SAVE_AT:
+            with one_name():
+                trainer.save_checkpoint(self.root / "waited")
+                save_beside(trainer, self.root / "beside")
+        if trainer.global_step > SAVE_AT:
+            assert saves_of(trainer).will_exist(self.root / "beside")
+
+
+@contextmanager
+def one_name() -> Iterator[None]:
+    """Give all saves the same name, by which their files differ."""
+    with mock.patch.object(engine_module.uuid, "uuid4", return_value=uuid.UUID(int=1)):
+        yield
+
+
+def train(root: Path, *callbacks: pl.Callback, devices: int = 1, **settings: Any) -> list[float]:
+    """Train, save the end to ``end``, and return the losses."""
+    recipe = Recipe(max_steps=NUM_STEPS, **settings.pop("recipe", {}))
+    transfer = TransferConfig(**{**TRANSFER, **settings.pop("transfer", {})})
+    trainer_settings = settings.pop("trainer", {})
+    strategy = SmartInfinityStrategy(root / "storage", transfer=transfer, **settings)
+    module = LitTiny(recipe)
+    trainer = quiet_trainer(
+        root,
+        strategy,
+        devices=devices,
+        max_steps=NUM_STEPS,
+        callbacks=list(callbacks),
+        precision=recipe.precision,
+        **trainer_settings,
+    )
+    trainer.fit(module)
+    with one_name():
+        trainer.save_checkpoint(root / "end")
+    return module.losses
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files of a checkpoint, without its path, which one of them names."""
+    path = str(folder).encode()
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.read_bytes().replace(path, b"") for file in files}
+
+
+def fail_on_last_rank(root: Path, devices: int) -> dict[str, Any]:
+    """Save beside training while the disk of the last rank is full; return what ended the fit."""
+    write, saw = TensorStream.write, dict[str, Any]()
+
+    class SaveOften(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            saw["step"] = trainer.global_step
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(root / "c.ckpt")
+                saw["before"] = contents(root / "c.ckpt")
+            if trainer.global_step == SAVE_AT:
+                save_beside(trainer, root / "c.ckpt")
+
+    def full(stream: TensorStream, values: Any) -> None:
+        if threading.current_thread() is not threading.main_thread() and rank == devices - 1:
+            raise OSError(28, "No space left on device")
+        write(stream, values)
+
+    rank = int(os.environ.get("RANK", "0"))
+    with mock.patch.object(TensorStream, "write", full):
+        try:
+            train(root, SaveOften(), devices=devices)
+        except SmartInfinityError as error:
+            saw["error"] = f"{type(error).__name__}: {error}"
+    saw["whole"] = saw.pop("before") == contents(root / "c.ckpt")
+    return saw
+
+
+def main() -> None:
+    root, devices, case = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    if case == "equal":
+        turns = Turns()
+        with turns.taken():
+            saw = {"losses": train(root, turns, SaveTwice(root), devices=devices), "num_windows": turns.num_windows}
+    else:
+        saw = fail_on_last_rank(root, devices)
+    (root / f"rank-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(saw))
+
+
+if __name__ == "__main__":
+    main()
