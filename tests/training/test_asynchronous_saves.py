@@ -279,6 +279,7 @@ def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Disk]:
 def test_a_disk_that_does_not_answer(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The save is given up, the fit ends with the error of one that it waits for, and the old checkpoint is whole."""
     monkeypatch.setattr(background_saves, "io_limit", lambda _: in_time.io_limit(0.3))
+    disk.works_until_it_hangs()
     path, turns, before = tmp_path / "c.ckpt", Turns(), dict[str, bytes]()
 
     class Save(pl.Callback):
@@ -292,5 +293,5 @@ def test_a_disk_that_does_not_answer(tmp_path: Path, disk: Disk, monkeypatch: py
 
     with turns.taken(), pytest.raises(StorageTimeoutError, match=r"Writing '.*optim_states.pt' did not return"):
         train(tmp_path, turns, Save())
-    assert disk.hung == 1
+    assert disk.hung
     assert {name: content for name, content in contents(path).items() if ".saving" not in name} == before
