@@ -319,7 +319,7 @@ class SmartInfinityEngine(PortableEngine):
                     write = partial(self._write_beside, staging, latest, client_state, path=save_dir)
                     unless_idle(write, doing="Writing", path=staging)
             if pinned is not None:
-                self.saves.complete(save.pop_all(), save_dir, left_open[0], pinned)
+                self.saves.complete(save, save_dir, left_open[0], pinned)
         self.optimizer.rank_state.keeping.saved = True
         return saved
 

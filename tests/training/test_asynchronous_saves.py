@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,22 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.cli import main
-from lightning_smartinfinity.errors import CheckpointError, StorageCorruptError, StorageFullError
+from lightning_smartinfinity.errors import (
+    CheckpointError,
+    StorageCorruptError,
+    StorageFullError,
+    StorageTimeoutError,
+)
+from lightning_smartinfinity.store import in_time
 from lightning_smartinfinity.store.capacities import Capacities
 from lightning_smartinfinity.store.pin import Pin
-from lightning_smartinfinity.zero3.checkpoints import folder_swap
+from lightning_smartinfinity.zero3.checkpoints import background_saves, folder_swap
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.processes import run_module
+from tests.store.test_hanging_calls import Disk
 from tests.training.asynchronous_worker import (
     SAVE_AT,
     SaveTwice,
@@ -240,3 +250,48 @@ def test_kills_beside_saves(devices: int, num_kills: int, tmp_path: Path, attack
             code, output = launch(run(f"{kill}", resume=True))
             assert code == 0, output[-4000:]
         assert end_of(tmp_path / f"{kill}")["state"] == end_of(tmp_path / "straight")["state"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("an error of the user's"), KeyboardInterrupt()])
+def test_what_ends_a_fit_lets_its_save_end(error: BaseException, tmp_path: Path) -> None:
+    """After an error or Ctrl-C the checkpoint that was being saved is whole."""
+    turns = Turns()
+
+    class Fail(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == SAVE_AT + 1:
+                assert not (tmp_path / "beside").exists()
+                raise error
+
+    with turns.taken(), pytest.raises((RuntimeError, SystemExit)):
+        train(tmp_path, turns, SaveTwice(tmp_path), Fail())
+    assert contents(tmp_path / "beside") == contents(tmp_path / "waited")
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Disk]:
+    native.take_back_ask_to_end()  # which an earlier test's interrupt has left
+    disk = Disk(monkeypatch, tmp_path / "stat")
+    yield disk
+    disk.answer()
+
+
+def test_a_disk_that_does_not_answer(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save is given up, the fit ends with the error of one that it waits for, and the old checkpoint is whole."""
+    monkeypatch.setattr(background_saves, "io_limit", lambda _: in_time.io_limit(0.3))
+    disk.works_until_it_hangs()
+    path, turns, before = tmp_path / "c.ckpt", Turns(), dict[str, bytes]()
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(path)
+                before.update(contents(path))
+            if trainer.global_step == SAVE_AT:
+                save_beside(trainer, path)
+                disk.hang(os, "pwrite")
+
+    with turns.taken(), pytest.raises(StorageTimeoutError, match=r"Writing '.*optim_states.pt' did not return"):
+        train(tmp_path, turns, Save())
+    assert disk.hung
+    assert {name: content for name, content in contents(path).items() if ".saving" not in name} == before

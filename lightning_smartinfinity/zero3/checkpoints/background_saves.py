@@ -107,7 +107,7 @@ class BackgroundSaves:
         """Write the arrays in the background, and then leave the contexts of the save.
 
         Args:
-            save: The contexts, which are left in another thread.
+            save: The contexts, which are taken over and left in another thread.
             path: Path of the save.
             file: The file with room for the arrays.
             pinned: The state.
@@ -115,9 +115,10 @@ class BackgroundSaves:
         write = ArrayWriter(self._optimizer, file)
         transfer, group = self._settings.transfer, background_group()
         device = HostDevice(num_buffers=_NUM_BUFFERS, io_engine=transfer.io_engine, io_timeout=transfer.io_timeout)
+        contexts = save.pop_all()
 
         def copy() -> None:
-            with io_limit(transfer.io_timeout), save, raising_together(group), writing(path):
+            with io_limit(transfer.io_timeout), contexts, raising_together(group), writing(path):
                 pinned.scan(device, self._in_turns(write))
                 file.flush()
 
