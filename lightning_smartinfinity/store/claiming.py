@@ -72,12 +72,17 @@ def clear_folders(folders: Sequence[RankFolder], *, rank: int, world_size: int) 
         world_size: Number of processes.
 
     Raises:
-        StorageError: A store there is marked ``keep``, or something lies there that this package did not make.
+        StorageError: A store there is marked ``keep``, or the one that was set aside before is; a leftover to set aside
+            lies in further storage folders; or something lies there that this package did not make. Nothing was moved.
     """
     for folder in folders:
         folder.refuse_kept()
     path = folders[0].path
     record, replaced = _resumable(folders[0]), resumable_step(set_aside_path(path))
+    if record is not None:
+        _require_whole(folders, record.step)
+        for folder in folders:
+            _refuse_kept(set_aside_path(folder.path))
     absent = [one for folder in folders for one in _of_absent_ranks(folder.path, rank=rank, world_size=world_size)]
     resumable = [one for one in absent if is_resumable(one)]
     for folder in folders:
@@ -114,6 +119,28 @@ def _resumable(folder: RankFolder) -> TrainingRecord | None:
             record = resumable_record(folder.inside, read_manifest(folder.inside))
             return record if record is not None and record.has_steps else None
     return None
+
+
+def _require_whole(folders: Sequence[RankFolder], step: int) -> None:
+    """Check that an interrupted training has no parts in further storage folders, from which it would be torn apart."""
+    before = read_manifest(folders[0].inside).folders
+    if len(before) > len(folders):
+        path, job = folders[0].path, folders[0].path.parent.name
+        raise StorageError(
+            f"{str(path)!r} holds a part of a training that was interrupted after step {step}. It lies in "
+            f"{', '.join(map(repr, before))}, of which this one uses {len(folders)}, so it cannot be set aside.",
+            "Resume it in these folders with ckpt_path='storage', or remove it, with smart-infinity jobs "
+            f"{' '.join(map(str, before))} --remove {job}, or choose another TransferConfig(job=...).",
+        )
+
+
+def _refuse_kept(path: Path) -> None:
+    if os.path.lexists(path):
+        before = RankFolder(path, create=False)
+        try:
+            before.refuse_kept()
+        finally:
+            before.discard()
 
 
 def _of_absent_ranks(path: Path, *, rank: int, world_size: int) -> list[Path]:

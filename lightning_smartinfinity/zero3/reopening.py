@@ -45,8 +45,8 @@ def recover_for_training(
     common = set.intersection(*gather(points, group))
     if not common:
         raise CheckpointError(
-            f"There is no training to resume in {', '.join(map(str, settings.storage))} (job {transfer.job!r}): no "
-            "step was completed on every process.",
+            f"There is no training to resume in {', '.join(map(str, settings.storage))} (job {transfer.job!r}): the "
+            "processes have no training record in common, as if none had completed a step.",
             "Begin anew, without resuming from storage, or pass a checkpoint.",
         )
     number, generation, _ = max(common)

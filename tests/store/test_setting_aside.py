@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_smartinfinity.errors import StorageFullError
+from lightning_smartinfinity.errors import StorageError, StorageFullError
 from lightning_smartinfinity.store.leftovers import leftover_bytes, resumable_step
 from lightning_smartinfinity.store.space import SpaceRequest, measure_space, require_space
 from tests.store.makers import commit_generation, create, extents
@@ -64,6 +64,29 @@ def test_fewer_ranks_than_before(tmp_path: Path, num_folders: int) -> None:
             assert ranks(folder) == ["default.aside"]
             assert ranks(folder / "default.aside") == [f"rank-{rank:05d}" for rank in range(before)]
         assert {resumable_step(folders[0] / f"default.aside/rank-{rank:05d}") for rank in range(before)} == {step}
+
+
+def test_what_was_set_aside_and_is_kept(tmp_path: Path) -> None:
+    """It is not replaced, and nothing is moved."""
+    store = create([tmp_path], world_size=1, job="default.aside", keep=True)
+    commit_generation(store, 0)
+    store.close(remove=False)
+    leave([tmp_path], step=7)
+    with pytest.raises(StorageError, match=r"default\.aside/rank-00000' holds .* asked to keep it"):
+        begin([tmp_path])
+    assert ranks(tmp_path) == ["default", "default.aside"]
+    assert resumable_step(tmp_path / "default/rank-00000") == 7
+
+
+def test_fewer_folders_than_before(tmp_path: Path) -> None:
+    """A training is not torn apart: the new one is refused, and the interrupted one can still be resumed."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    leave(folders, step=7)
+    with pytest.raises(StorageError, match=r"step 7\. It lies in .*/a', .*/b', of which this one uses 1"):
+        begin(folders[:1])
+    assert [ranks(folder) for folder in folders] == [["default"], ["default"]]
+    assert resumable_step(folders[0] / "default/rank-00000") == 7
+    begin(folders)
 
 
 def test_a_full_disk_names_the_interrupted_training(tmp_path: Path) -> None:
