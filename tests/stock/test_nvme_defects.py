@@ -20,6 +20,8 @@ from tests.helpers.processes import run_module
 from tests.stock.comparison import OURS, stock_fails
 from tests.stock.worker import ACCUMULATED, SAVE_AT, THREADS, UNUSED
 
+pytestmark = pytest.mark.long  # tests/training has the same of our strategy, beside other references
+
 Outcomes: TypeAlias = "dict[str, dict[str, Any]]"
 LONG = pytest.mark.long
 

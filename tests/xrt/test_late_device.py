@@ -170,7 +170,8 @@ def test_a_hundred_writes_that_do_not_return(
     both.fail(LateWrite(emulated_cards), work)
 
 
-@pytest.mark.parametrize("route", long_but(["storage"], ["host", "storage"]))
+@pytest.mark.long
+@pytest.mark.parametrize("route", ["host", "storage"])
 def test_a_hundred_allocations_that_fail(tmp_path: Path, emulated_cards: EmulatedCards, route: str) -> None:
     """A failed allocation stops the training and leaves nothing allocated; a new one then gives the host's bits."""
     device = cards(emulated_cards.build.xclbin, gradient_route=route)
