@@ -225,6 +225,7 @@ def test_trains_resumes_and_exports(run_example: Run, folder: Path) -> None:
 
 
 @RunIf(package="peft")
+@pytest.mark.long
 def test_adapters_train_resume_and_load(run_example: Run, folder: Path) -> None:
     """PEFT loads the saved adapters, whose loss is the printed one, and the training begins with the model's own."""
     from peft import PeftModel

@@ -24,6 +24,8 @@ from tests.stock.comparison import OURS, stock_fails
 from tests.stock.situations import OWN_BATCHES, SHARED_WEIGHTS
 from tests.training.worker import REPOSITORY
 
+pytestmark = pytest.mark.long  # tests/training has the same of our strategy, beside other references
+
 Outcomes: TypeAlias = "dict[str, dict[str, Any]]"
 LONG = pytest.mark.long
 

@@ -74,6 +74,7 @@ def test_weights_that_are_tied_there_and_not_here(saved: Path, tmp_path: Path) -
     assert_loaded(again, {**expected, "model.tokens.weight": expected["model.head.weight"]})
 
 
+@pytest.mark.long
 def test_other_numbers_of_processes(saved: Path, tmp_path: Path) -> None:
     """Two processes load a checkpoint of one, and one process loads a checkpoint of two."""
     done = subprocess.run(

@@ -20,6 +20,10 @@ from tests.training.test_parity import LOSS_TOLERANCE, MASTER_TOLERANCE
 from tests.training.test_stock_checkpoint import Look
 from tests.training.worker import Outcome, Recorder, Run, launch, train
 
+pytestmark = (
+    pytest.mark.long
+)  # tests/training/test_universal.py has AdamW, test_resharding.py the way without a conversion
+
 # The recipe has parameters smaller than the number of ranks, a frozen one, and one that some steps do not use.
 BASE = Recipe(groups=True, scheduler="step", skip_side_at=(1, 2, 4), frozen=True, odd=True, depth=1, max_steps=6)
 SGD = dataclasses.replace(BASE, optimizer="SGD", lr=0.1, eps=None)
