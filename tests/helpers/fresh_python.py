@@ -10,7 +10,10 @@ from pathlib import Path
 
 from tests.helpers.waiting import PROCESS_LIMIT
 
-__all__ = ["fresh_environment", "fresh_python"]
+__all__ = ["SOCKET", "fresh_environment", "fresh_python"]
+
+SOCKET = "SMART_INFINITY_TEST_FORK_SERVER"
+"""Name of the environment variable with the path of the fork server's socket (see :mod:`tests.helpers.processes`)."""
 
 
 def fresh_python(code: str, *arguments: str, cwd: Path, autoload: bool = True, **environment: str) -> str:
@@ -51,5 +54,6 @@ def fresh_environment() -> dict[str, str]:
         "NODE_RANK",
         "LOCAL_SIZE",
         "DS_ACCELERATOR",
+        SOCKET,
     }
     return {name: value for name, value in os.environ.items() if name not in left and not name.startswith("PL_")}

@@ -16,12 +16,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.fresh_python import SOCKET, fresh_environment
 from tests.helpers.waiting import PROCESS_LIMIT, await_that
 
 __all__ = ["REPOSITORY", "environments_of", "run_module", "start_server"]
-
-_SOCKET = "SMART_INFINITY_TEST_FORK_SERVER"  # in the environment: the path of the server's socket
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -76,7 +74,7 @@ def start_server() -> None:
         env={**fresh_environment(), "OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
         stdin=subprocess.PIPE,
     )
-    os.environ[_SOCKET] = str(path)
+    os.environ[SOCKET] = str(path)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(process.kill)
 
@@ -85,7 +83,7 @@ class _Client:
     """A connection to the server; what was forked for it ends with this process."""
 
     def __init__(self) -> None:
-        if _SOCKET not in os.environ:
+        if SOCKET not in os.environ:
             start_server()
         self._control = socket.socket(socket.AF_UNIX)
         await_that(self._connects)
@@ -96,7 +94,7 @@ class _Client:
 
     def _connects(self) -> bool:
         try:
-            self._control.connect(os.environ[_SOCKET])
+            self._control.connect(os.environ[SOCKET])
         except (FileNotFoundError, ConnectionRefusedError):  # the server has just been started
             return False
         return True
