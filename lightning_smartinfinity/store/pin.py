@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_smartinfinity.store.record import CommitRecord
-from lightning_smartinfinity.store.spread import Occupied, Placement
+from lightning_smartinfinity.store.spread import Occupied
 
 __all__ = ["Pin"]
 
@@ -20,31 +19,19 @@ class Pin:
 
     Args:
         record: What was committed.
+
+    Attributes:
+        record: What was committed: the generation and the places of its extents.
     """
 
     def __init__(self, record: CommitRecord) -> None:
-        self._record = record
+        self.record = record
         self._held = np.ones(len(record.tasklet_generations), np.bool_)
-
-    @property
-    def generation(self) -> int:
-        """The generation."""
-        return self._record.generation
-
-    @property
-    def placement(self) -> Placement:
-        """The places of its extents."""
-        return self._record.placement
-
-    @property
-    def tasklet_generations(self) -> NDArray[np.int64]:
-        """int64[num_tasklets]: generation of each extent."""
-        return self._record.tasklet_generations
 
     @property
     def occupied(self) -> Occupied:
         """The places that are still held."""
-        return Occupied(self._record.placement, self._held.copy())
+        return Occupied(self.record.placement, self._held.copy())
 
     def release(self, tasklets: Iterable[int]) -> None:
         """Give the places of these tasklets up. They may be overwritten from now on."""

@@ -321,7 +321,9 @@ class StateStore:
             StorageError: A file cannot be extended.
         """
         assert self.extents.places_per_tasklet > 1 and self.generation >= 0
-        assert all(pin.generation == self.generation for pin in self._live_pins()), "one generation is pinned at a time"
+        assert all(pin.record.generation == self.generation for pin in self._live_pins()), (
+            "one generation is pinned at a time"
+        )
         here = np.bincount(self.placement.devices, minlength=self.extents.num_devices)
         wanted = [both + int(pinned) for both, pinned in zip(self._places_needed(self._homes), here, strict=True)]
         make_room = partial(self._capacities.make_room, wanted)

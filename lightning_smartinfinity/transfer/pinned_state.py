@@ -31,7 +31,7 @@ class PinnedState:
     @property
     def generation(self) -> int:
         """The generation."""
-        return self._pin.generation
+        return self._pin.record.generation
 
     def scan(self, device: StorageDevice, visit: Callable[[Window], object]) -> None:
         """Pass the whole state to ``visit``, window after window in partition order, and release what was read.
@@ -53,8 +53,9 @@ class PinnedState:
             visit(window)
 
         # Nothing is written, so the places of the next generation are not used.
+        record = self._pin.record
         places = Places(
-            self._pin.placement, self._pin.placement, self._pin.tasklet_generations, self.generation, self._store.blocks
+            record.placement, record.placement, record.tasklet_generations, record.generation, self._store.blocks
         )
         device.open(
             files=self._store.files,

@@ -359,7 +359,7 @@ def test_a_load_of_a_checkpoint_waits_for_no_disk_without_a_limit(
 
 
 def test_a_parameter_in_a_mapped_file_that_is_not_read(tmp_path: Path, disk: Disk, attack: Attack) -> None:
-    """What a page fault would wait for is given up, too: parameters that are not trained, and buffers."""
+    """The read of a mapped parameter or buffer, which a page fault would make, is given up, too."""
     attack("a disk stops answering while a checkpoint is loaded", tries=1, outcome=ERROR)
     mapped = Mock(spec=torch.Tensor, clone=disk.answers.wait)
     file = tmp_path / "model_states.pt"

@@ -44,7 +44,7 @@ def test_no_generation_takes_a_pinned_place(data: st.DataObject) -> None:
         following = next_placement(current, lying=lying, homes=homes, capacities=room, pinned=[pin.occupied])
         assert len(places(following)) == count
         assert not places(following) & places(current)
-        assert not places(following) & places(pin.placement, sorted(held))
+        assert not places(following) & places(pin.record.placement, sorted(held))
         written = data.draw(st.sets(st.integers(0, count - 1)))
         current = current.after(following, np.array(sorted(written), np.intp))
         released = data.draw(st.sets(st.sampled_from(sorted(held)))) if held else set()
@@ -61,12 +61,12 @@ def test_a_pin_grows_the_files_and_keeps_homes(tmp_path: Path) -> None:
         pin = store.pin()
         assert store.storage_bytes == before * 3 // 2
         for generation in range(1, 4):
-            assert not places(store.next_placement()) & places(pin.placement)
+            assert not places(store.next_placement()) & places(pin.record.placement)
             commit_generation(store, generation)
         assert not store.spread([1, store.extents.num_tasklets - 1])
         pin.release_all()
         assert store.spread([1, store.extents.num_tasklets - 1])
-        assert pin.generation == 0 and store.generation == 3
+        assert pin.record.generation == 0 and store.generation == 3
 
 
 def test_a_rollback_of_a_later_generation_leaves_the_pin(tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_a_rollback_of_a_later_generation_leaves_the_pin(tmp_path: Path) -> None
         pin = store.pin()
         commit_generation(store, 1)
         store.revert()
-        assert store.generation == pin.generation
-        assert not places(store.next_placement()) & places(pin.placement)
+        assert store.generation == pin.record.generation
+        assert not places(store.next_placement()) & places(pin.record.placement)
 
 
 def test_a_killed_process_leaves_a_store_that_opens(tmp_path: Path) -> None:

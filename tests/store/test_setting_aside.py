@@ -44,7 +44,7 @@ def test_again_and_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_a_training_without_a_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What was interrupted before its first step is removed, and what was set aside before stays."""
+    """A store that was interrupted before its first step is removed, and one that was set aside before stays."""
     leave([tmp_path], step=7)
     leave([tmp_path], step=0, has_steps=False)
     begin([tmp_path])
@@ -90,7 +90,7 @@ def test_fewer_folders_than_before(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_names_the_interrupted_training(tmp_path: Path) -> None:
-    """Its bytes are not free for a new store, and the error says how to have them back."""
+    """A new store cannot have the bytes of an interrupted training, and the error says how to free them."""
     leave([tmp_path], step=7)
     rank_folder = tmp_path / "default/rank-00000"
     deleted, set_aside = leftover_bytes(rank_folder)

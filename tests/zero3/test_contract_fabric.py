@@ -90,7 +90,7 @@ def test_no_backward_sync_asks_the_strategys_control() -> None:
 
 
 def test_a_state_is_unwrapped_as_fabric_save_does() -> None:
-    """What Fabric wrapped in a state comes out, the same objects, and other values stay."""
+    """Fabric unwraps the objects of a state that it has wrapped, and leaves other values as they are."""
     module, optimizer = torch.nn.Linear(1, 1), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     strategy = SmartInfinityFabricStrategy()
     state = {"model": _FabricModule(module, strategy), "optimizer": _FabricOptimizer(optimizer, strategy), "step": 1}
