@@ -21,7 +21,7 @@ def read_state_dict(load: Callable[..., Pickled], path: str | Path) -> SavedStat
     Raises:
         CheckpointError: It is missing or damaged, needs consent, or holds something else.
     """
-    from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
+    from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
     from lightning_smartinfinity.zero3.checkpoints.trust import load_by
     from lightning_smartinfinity.zero3.collectives import raising_together
 

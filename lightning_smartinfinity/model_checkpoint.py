@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -71,6 +72,7 @@ class _Beside:
         return type(callback).file_exists(callback, filepath, trainer) if will_exist is None else will_exist
 
     def link(self, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
-        """Link ``last.ckpt`` to a checkpoint once it is whole."""
+        """Link ``last.ckpt`` to a checkpoint once it is whole, on one rank for each file system."""
         self._finish()
-        type(callback)._link_checkpoint(trainer, filepath, linkpath)
+        view: Any = SimpleNamespace(is_global_zero=self._saves.leads_at(filepath), strategy=trainer.strategy)
+        type(callback)._link_checkpoint(view, filepath, linkpath)

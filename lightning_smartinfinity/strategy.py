@@ -356,11 +356,10 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        remove = partial(super().remove_checkpoint, filepath)
         if self._training_engine is None:
-            remove()
+            super().remove_checkpoint(filepath)
         else:
-            self._training_engine.saves.remove(filepath, remove)
+            self._training_engine.saves.remove(filepath, partial(self.checkpoint_io.remove_checkpoint, filepath))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -407,7 +406,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> ClientState:
-        from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
+        from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
         from lightning_smartinfinity.zero3.checkpoints.full_weights import full_state_dict
         from lightning_smartinfinity.zero3.checkpoints.load_save import load_engine
         from lightning_smartinfinity.zero3.checkpoints.trust import door, load_by

@@ -20,8 +20,8 @@ from lightning_smartinfinity.export.pretrained import FolderExport, plain_export
 from lightning_smartinfinity.export.routes import DTYPES
 from lightning_smartinfinity.export.shards import SHARD_SIZE
 from lightning_smartinfinity.transformers_models import Model, ModelDescription
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
-from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.trust import door
 from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents, Part
 

@@ -26,6 +26,7 @@ __all__ = [
     "measure_gradient_space",
     "measure_parameter_space",
     "measure_space",
+    "nearest_existing",
     "overhead_bytes",
     "require_space",
     "shortfalls",
@@ -48,7 +49,8 @@ class SpaceRequest:
     """The space that one rank needs in one storage folder. It holds plain values, which all ranks gather as objects.
 
     Args:
-        machine: :func:`~lightning_smartinfinity.machine.machine_identity` of the rank.
+        machine: :func:`~lightning_smartinfinity.machine.machine_identity` of the rank; empty once ``file_system`` is a
+            number by which all machines know the file system.
         host: The rank's own name for its machine, for messages only.
         file_system: ``st_dev`` of the folder (of its nearest existing parent).
         path: The storage folder.
@@ -240,7 +242,7 @@ def _request(
     def measure() -> SpaceRequest:
         reclaimable, resumable = (0, 0) if leftover is None else leftover_bytes(leftover)
         with storage_errors("Looking for free space in", folder):
-            existing = _nearest_existing(folder.absolute())
+            existing = nearest_existing(folder.absolute())
             status = os.statvfs(existing)
             request = SpaceRequest(
                 machine=machine_identity(),
@@ -273,7 +275,8 @@ def _try_to_create(folder: Path) -> None:
             raise
 
 
-def _nearest_existing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
+    """Return a path, or the nearest folder above it that exists."""
     # Without permission a path seems not to exist: its parent is measured, and creating the store raises the error.
     while not os.path.exists(path):
         path = path.parent

@@ -13,7 +13,6 @@ from pathlib import Path
 import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
 import deepspeed.runtime.zero.stage3 as stage3
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -28,13 +27,9 @@ from lightning_smartinfinity.transformers_models import describe_models
 from lightning_smartinfinity.watching import naming_lost_rank
 from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import find_checkpoint, reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
-from lightning_smartinfinity.zero3.checkpoints.folder_check import (
-    check_checkpoint,
-    check_same_save,
-    folder_to_resume,
-    reading_checkpoint,
-)
+from lightning_smartinfinity.zero3.checkpoints.folder_check import check_checkpoint, check_same_save
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import LATEST, replacing, writing
 from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_loading
 from lightning_smartinfinity.zero3.checkpoints.note import write_note
@@ -303,7 +298,8 @@ class SmartInfinityEngine(PortableEngine):
         with io_limit(self._offload.transfer.io_timeout), ExitStack() as save:
             pinned = self.saves.begin(save_dir, save)
             group = background_group() if pinned is not None else None
-            staging = save.enter_context(replacing(save_dir, tag, local_rank=self.local_rank, closing_group=group))
+            staging = save.enter_context(replacing(save_dir, tag, closing_group=group))
+            self.saves.note_leader(save_dir, leads=staging.leads)
             left_open: list[TensorFile] = []
             with ExitStack() as contexts:
                 if pinned is not None:
@@ -311,13 +307,13 @@ class SmartInfinityEngine(PortableEngine):
                 # DeepSpeed's format has an empty tensor for every partitioned parameter, whose values are elsewhere.
                 contexts.enter_context(unguarded())
                 saved: bool = super().save_checkpoint(
-                    str(staging), tag, {**client_state, **named}, False, exclude_frozen_parameters
+                    str(staging.folder), tag, {**client_state, **named}, False, exclude_frozen_parameters
                 )
             with raising_together(), writing(save_dir):
-                if self.global_rank == 0:
+                if staging.leads:
                     latest = tag if save_latest else None
-                    write = partial(self._write_beside, staging, latest, client_state, path=save_dir)
-                    unless_idle(write, doing="Writing", path=staging)
+                    write = partial(self._write_beside, staging.folder, latest, client_state, path=save_dir)
+                    unless_idle(write, doing="Writing", path=staging.folder)
             if pinned is not None:
                 self.saves.complete(save, save_dir, left_open[0], pinned)
         self.optimizer.rank_state.keeping.saved = True
@@ -367,15 +363,16 @@ class SmartInfinityEngine(PortableEngine):
         """
         self.saves.finish()
         path = load_dir if tag is None else Path(load_dir) / tag
-        folder, same_number = folder_to_resume(path, engine=self)
-        if not same_number:
+        found = find_checkpoint(path, engine=self, latest=True)
+        folder = found.folder
+        if not found.is_of_as_many:
             _refuse_parts(folder, load_optimizer_states, *args, *kwargs.values())
-            saved = ZeroFolder(folder, rank=dist.get_rank(), world_size=dist.get_world_size())
+            saved = ZeroFolder.of(found)
             client_state = load_resharded(self, saved, strict=load_module_strict, needed=needed)
             if load_lr_scheduler_states and self.lr_scheduler is not None:
                 self.lr_scheduler.load_state_dict(saved.model_states["lr_scheduler"])
             return str(folder), client_state
-        check_checkpoint(folder, engine=self, strict=load_module_strict, needed=needed)
+        check_checkpoint(found, engine=self, strict=load_module_strict, needed=needed)
         with reading_checkpoint(path):
             loaded, client_state = super().load_checkpoint(
                 str(folder.parent),

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLay
 from lightning_smartinfinity.transfer.partitions import ParameterMemory
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.zero3.collectives import gather, raise_together, raising_together, show_on_rank_zero
+from lightning_smartinfinity.zero3.file_systems import places_of
 from lightning_smartinfinity.zero3.reopening import recover_for_training
 from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
 from lightning_smartinfinity.zero3.untyped import ParamGroup
@@ -218,7 +220,7 @@ def require_parameter_space(
             *_gradient_space(offload, extents),
             *measure_parameter_space(parameters.folders, job=parameters.job, rank=rank, sizes=sizes),
         ]
-    require_space(request for of_rank in gather(requests, None) for request in of_rank)
+    require_space(_of_all_ranks(requests, None))
 
 
 def _create_store(
@@ -254,7 +256,14 @@ def _space_of_all_ranks(
             ),
             *_gradient_space(settings, layout.extents),
         ]
-    return [request for of_rank in gather(requests, group) for request in of_rank]
+    return _of_all_ranks(requests, group)
+
+
+def _of_all_ranks(requests: Sequence[SpaceRequest], group: ProcessGroup | None) -> list[SpaceRequest]:
+    """Return the requests of all ranks, which name file systems as all machines know them. Collective."""
+    places = places_of([Path(request.path) for request in requests], group, by_device=True)
+    named = [replace(each, machine="", file_system=place.number) for each, place in zip(requests, places, strict=True)]
+    return [request for of_rank in gather(named, group) for request in of_rank]
 
 
 def _describe(

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from lightning_smartinfinity.zero3 import engine
-from lightning_smartinfinity.zero3.checkpoints.folder_check import folder_to_resume
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import FoundCheckpoint
 
 
 def as_of_another_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let engines take every checkpoint for one of another number of processes."""
-
-    def found(*args: Any, **kwargs: Any) -> tuple[Path, bool]:
-        return folder_to_resume(*args, **kwargs)[0], False
-
-    monkeypatch.setattr(engine, "folder_to_resume", found)
+    monkeypatch.setattr(FoundCheckpoint, "is_of_as_many", False)

@@ -20,8 +20,8 @@ import torch
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
-from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import UniversalFolder
 from tests.fabric.worker import quiet_fabric

@@ -44,7 +44,7 @@ from lightning_smartinfinity.store import (
 from lightning_smartinfinity.store.in_time import doing_now, io_limit, unless_idle
 from lightning_smartinfinity.store.replacement import flush_tree
 from lightning_smartinfinity.store.staging_folder import locked
-from lightning_smartinfinity.zero3 import engine
+from lightning_smartinfinity.zero3 import engine, file_systems
 from lightning_smartinfinity.zero3.checkpoints import folder_swap, tensor_file
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing, restore_interrupted
 from lightning_smartinfinity.zero3.checkpoints.scrub import scrub_checkpoint
@@ -208,7 +208,7 @@ def test_files_that_do_not_grow(tmp_path: Path, disk: Disk, attack: Attack) -> N
 
 def save_checkpoint(target: Path) -> None:
     """Save as the engine does."""
-    with replacing(target, "tag", local_rank=0) as staging:
+    with replacing(target, "tag") as (staging, _):
         (staging / "tag").mkdir()
         (staging / "tag" / "weights").write_bytes(b"1")
 
@@ -229,9 +229,10 @@ def test_a_folder_that_is_not_flushed(
 ) -> None:
     """The error names what is flushed; nothing has the final name, then or later, and the next attempt succeeds."""
     attack("a disk stops answering while a folder is saved", tries=1, outcome=f"{ERROR}; nothing has the final name")
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(folder_swap, "raising_together", nullcontext)
-    monkeypatch.setattr(folder_swap, "gather", lambda value, group: [value])
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    for module in (folder_swap, file_systems):
+        monkeypatch.setattr(module, "raising_together", lambda group=None: nullcontext())
+        monkeypatch.setattr(module, "gather", lambda value, group: [value])
     shapes, whole = [OrderedDict(a=torch.Size([4]))], {"a": torch.arange(4.0)}
     save_of_two(tmp_path / "two.ckpt", shapes, whole, {"momentum_buffer": 100.0})
     target = tmp_path / "target"

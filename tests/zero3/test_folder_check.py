@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightning_smartinfinity import CheckpointError, ConfigError
-from lightning_smartinfinity.zero3.checkpoints.folder_check import check_frozen, check_needed, reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.folder_check import check_frozen, check_needed
 
 
 def test_what_a_trainer_needs() -> None:

@@ -24,6 +24,7 @@ from lightning_smartinfinity.store import in_time, replacement
 from lightning_smartinfinity.store.in_time import io_limit
 from lightning_smartinfinity.store.replacement import beside, exchange, flush, flush_tree
 from lightning_smartinfinity.store.staging_folder import is_in_use, locked, mark_of
+from lightning_smartinfinity.zero3 import file_systems
 from lightning_smartinfinity.zero3.checkpoints import folder_swap
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import FILES_BESIDE, replacing, restore_interrupted
 from tests.helpers.attacks import Attack
@@ -38,9 +39,10 @@ SYSTEM_CALLS = ("mkdir", "open", "link", "rename", "replace", "fsync", "unlink",
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run as one rank; agreement between ranks is tested elsewhere with real ranks."""
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(folder_swap, "raising_together", nullcontext)
-    monkeypatch.setattr(folder_swap, "gather", lambda value, group: [value])
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    for module in (folder_swap, file_systems):
+        monkeypatch.setattr(module, "raising_together", lambda group=None: nullcontext())
+        monkeypatch.setattr(module, "gather", lambda value, group: [value])
 
 
 @pytest.fixture(params=["exchange", "two renames"])
@@ -52,7 +54,7 @@ def _file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 def save(path: Path, content: str, tag: str = TAG) -> None:
     """Save as DeepSpeed does: a subfolder with files, and files beside it."""
-    with replacing(path, tag, local_rank=0) as staging:
+    with replacing(path, tag) as (staging, _):
         (staging / tag).mkdir(exist_ok=True)
         for name in FILES:
             (staging / tag / name).write_text(content)
@@ -248,7 +250,7 @@ def test_a_save_that_raises_changes_nothing(first: bool, tmp_path: Path) -> None
 
     @contextmanager
     def failing() -> Iterator[None]:
-        with replacing(path, TAG, local_rank=0) as staging:
+        with replacing(path, TAG) as (staging, _):
             (staging / TAG).mkdir()
             yield
 
@@ -281,7 +283,7 @@ def test_a_second_save_to_a_path_that_another_one_writes(first: bool, tmp_path: 
     path = tmp_path / "a.ckpt"
     if not first:
         save(path, "old")
-    with replacing(path, TAG, local_rank=0) as staging:
+    with replacing(path, TAG) as (staging, _):
         (staging / TAG).mkdir()
         for name in FILES:
             (staging / TAG / name).write_text("first")
@@ -437,7 +439,7 @@ def test_a_removal_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(in_time, "counters_of", lambda _: tmp_path)
 
     def fail() -> None:
-        with replacing(path, TAG, local_rank=0) as new:
+        with replacing(path, TAG) as (new, _):
             (new / TAG).mkdir()
             raise ZeroDivisionError
 
@@ -474,7 +476,7 @@ def test_what_somebody_removes_within_a_save(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt", "old")
 
     def lose() -> None:
-        with replacing(tmp_path / "a.ckpt", TAG, local_rank=0) as new:
+        with replacing(tmp_path / "a.ckpt", TAG) as (new, _):
             (new / TAG).mkdir()
             for entry in new.parent.iterdir():
                 if entry.is_file():

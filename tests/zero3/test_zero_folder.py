@@ -17,7 +17,7 @@ import torch
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints import saved_weights, zero_folder
 from lightning_smartinfinity.zero3.checkpoints.block_checksums import SavedArray
-from lightning_smartinfinity.zero3.checkpoints.folder_check import tagged_folder
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import tagged_folder
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 from tests.helpers.universal import save_of_two

@@ -20,6 +20,7 @@ from lightning_smartinfinity.zero3.checkpoints.folder_swap import writing
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import ArrayWriter
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
 from lightning_smartinfinity.zero3.collectives import background_group, gather, raise_together, raising_together
+from lightning_smartinfinity.zero3.file_systems import device_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 
@@ -50,12 +51,24 @@ class BackgroundSaves:
         self._jobs = optimizer.rank_state.background
         self._generation = -1
         self._exists_then: dict[str, bool] = {}
+        self._leads_on: dict[int, bool] = {}
         self._has_warned = False
         self.wanted = False
 
     def will_exist(self, path: str | Path) -> bool | None:
         """Return whether a path will exist after all jobs; None if none of them concerns it."""
         return self._exists_then.get(os.path.abspath(path)) if self._jobs.any else None
+
+    def note_leader(self, path: str | Path, *, leads: bool) -> None:
+        """Remember whether this rank leads on the file system that a save goes to."""
+        self._leads_on[device_of(Path(path))] = leads
+
+    def leads_at(self, path: str | Path) -> bool:
+        """Return whether this rank removes and links checkpoints on the file system of a path, for all that see it.
+
+        Where this training has not saved, rank zero does.
+        """
+        return self._leads_on.get(device_of(Path(path)), dist.get_rank() == 0)
 
     def finish(self) -> None:
         """Return when no save is in progress. Collective.
@@ -130,8 +143,10 @@ class BackgroundSaves:
 
         Args:
             path: Path of the checkpoint.
-            remove: Removes it, or does nothing on a rank that is not to do so.
+            remove: Removes it. It is called on one rank for each file system.
         """
+        if not self.leads_at(path):
+            remove = _nothing
         if not self._jobs.any:
             remove()
             return
@@ -169,3 +184,7 @@ class BackgroundSaves:
                 stacklevel=2,
             )
         self._has_warned = True
+
+
+def _nothing() -> None:
+    pass

@@ -12,12 +12,12 @@ from deepspeed.checkpoint.constants import BUFFER_NAMES, FROZEN_PARAM_FRAGMENTS
 from typing_extensions import override
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY, user_state
-from lightning_smartinfinity.zero3.checkpoints.folder_check import (
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import (
     optimizer_files,
     reading_checkpoint,
     tagged_folder,
 )
+from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY, user_state
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put, SavedWeights, windows
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, check_records
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import UniversalFolder

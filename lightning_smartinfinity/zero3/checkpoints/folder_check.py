@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Collection
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,11 +13,16 @@ import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
-from lightning_smartinfinity.checks import shown
-from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, SmartInfinityError
+from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.store.in_time import unless_idle
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import restore_interrupted
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE, RANK_KEY, SAVE_ID, require_rank
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import (
+    OPTIMIZER_FILES,
+    FoundCheckpoint,
+    find_checkpoint,
+    reading_checkpoint,
+    saved_by,
+)
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import RANK_KEY, SAVE_ID, require_rank
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import check_records
 from lightning_smartinfinity.zero3.checkpoints.trust import check_plain, load_file
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
@@ -35,54 +37,18 @@ __all__ = [
     "check_needed",
     "check_same_save",
     "check_weights",
-    "folder_to_resume",
-    "optimizer_files",
-    "reading_checkpoint",
-    "require_latest",
-    "tagged_folder",
 ]
-
-_NAMED = 3
-_MAX_TAG_BYTES = 255  # of a name in a file system
-_OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
-
-
-def folder_to_resume(path: str | Path, *, engine: PortableEngine) -> tuple[Path, bool]:
-    """Find the folder with the processes' files in a checkpoint from which an engine is to resume.
-
-    This is a collective: if one rank finds a fault, every rank raises.
-
-    Args:
-        path: The folder that Lightning or DeepSpeed saved, or the folder in it that holds the files.
-        engine: DeepSpeed engine that trains and will load the checkpoint.
-
-    Returns:
-        The folder with the files, whose name is DeepSpeed's tag, and whether as many processes saved it as there are.
-
-    Raises:
-        CheckpointError: There is none, it is not whole, or it was saved in another precision.
-    """
-    folder, num_saved = Path(path), 0
-
-    def look() -> tuple[Path, int]:
-        found = _checked_folder(path, engine)
-        require_latest(found)
-        return found, len(optimizer_files(found))
-
-    with raising_together(), reading_checkpoint(path):
-        folder, num_saved = unless_idle(look, doing="Looking at", path=folder)
-    return folder, all(gather(num_saved == dist.get_world_size(), None))
 
 
 def check_checkpoint(
-    folder: Path, *, engine: PortableEngine, strict: bool = True, needed: Collection[str] = ()
+    found: FoundCheckpoint, *, engine: PortableEngine, strict: bool = True, needed: Collection[str] = ()
 ) -> None:
     """Check that an engine can resume from what as many processes saved, each from its own files.
 
     This is a collective: if one rank finds a fault, every rank raises.
 
     Args:
-        folder: The folder with the files.
+        found: The folder with the files.
         engine: DeepSpeed engine that trains and will load the checkpoint.
         strict: Whether names of parameters and buffers have to match.
         needed: Keys that must have been saved beside the model.
@@ -90,8 +56,9 @@ def check_checkpoint(
     Raises:
         CheckpointError: There is a fault; the message names the folder or file.
     """
+    folder = found.folder
     with raising_together(), reading_checkpoint(folder):
-        _check_own_share(folder)
+        _check_own_share(folder, in_parts=found.in_parts)
         states = _own_model_states(folder, engine)
         _check_same_world_size(states, folder)
         check_needed(states, needed, folder)
@@ -100,31 +67,15 @@ def check_checkpoint(
             check_frozen(engine.module, states, folder)
 
 
-def check_weights(path: str | Path, *, engine: PortableEngine) -> Path:
+def check_weights(path: str | Path, *, engine: PortableEngine) -> FoundCheckpoint:
     """Check that a folder is an undamaged ZeRO-3 checkpoint of this precision.
 
     This is for weights alone, which any number of processes may have saved.
-
-    Returns:
-        The folder with the files.
     """
-    folder = Path(path)
+    found = find_checkpoint(path, engine=engine)
     with raising_together(), reading_checkpoint(path):
-        folder = unless_idle(partial(_checked_folder, path, engine), doing="Looking at", path=folder)
-        _check_own_share(folder)
-    return folder
-
-
-def require_latest(folder: Path) -> None:
-    """Check that there is a file ``latest`` beside the folder with the processes' files: it is written last.
-
-    Raises:
-        CheckpointError: There is none.
-    """
-    if not (folder.parent / "latest").is_file():
-        raise CheckpointError(
-            f"{folder.parent} has no file 'latest': the checkpoint is not whole.", "Copy checkpoints as whole folders."
-        )
+        _check_own_share(found.folder, in_parts=found.in_parts)
+    return found
 
 
 def check_needed(states: SavedState, needed: Collection[str], path: str | Path) -> None:
@@ -167,11 +118,6 @@ def check_frozen(module: torch.nn.Module, states: SavedState, path: str | Path) 
         )
 
 
-def optimizer_files(folder: Path) -> list[Path]:
-    """Return the files of optimizer states of all processes; their order has no meaning."""
-    return unless_idle(lambda: sorted(folder.glob(_OPTIMIZER_FILES)), doing="Reading", path=folder)
-
-
 def check_same_save(engine: SmartInfinityEngine, client_state: SavedState) -> None:
     """Check after loading that one and the same save wrote every file that any rank read.
 
@@ -188,94 +134,6 @@ def check_same_save(engine: SmartInfinityEngine, client_state: SavedState) -> No
         )
 
 
-@contextmanager
-def reading_checkpoint(path: str | Path) -> Iterator[None]:
-    """Turn errors that torch or DeepSpeed raise on a missing or damaged checkpoint into a :class:`CheckpointError`."""
-    try:
-        yield
-    except SmartInfinityError:
-        raise
-    except DAMAGE as error:
-        if isinstance(error, FileNotFoundError) and not os.path.exists(path):
-            raise _not_found(path) from error
-        raise CheckpointError(
-            f"The checkpoint {path} could not be loaded: {type(error).__name__}: {error}.",
-            "Use an undamaged checkpoint of the same model and configuration.",
-        ) from error
-
-
-def _not_found(path: str | Path) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(f"The checkpoint {path} does not exist.", "Check the path.")
-
-
-def tagged_folder(path: Path) -> Path:
-    """Return the folder that holds the processes' files: a subfolder of ``path``, or ``path`` itself.
-
-    Raises:
-        CheckpointNotFoundError: There is nothing at ``path``.
-        CheckpointError: There is no such folder.
-    """
-    if not path.exists():
-        raise _not_found(path)
-    if not path.is_dir():
-        raise CheckpointError(
-            f"The checkpoint {path} is a file; the smart_infinity strategy saves folders.",
-            "Load a plain checkpoint's weights with LightningModule.load_from_checkpoint before fit.",
-        )
-    if optimizer_files(path):  # one of several saves that lie in the same folder
-        return path
-    latest = path / "latest"
-    tag = _tag_in(latest) if latest.is_file() else "checkpoint"
-    restore_interrupted(path, tag)
-    if not (path / tag).is_dir():
-        raise CheckpointError(
-            f"{path} has no folder {tag!r}: it is not a ZeRO-3 checkpoint.",
-            _where_else(path),
-        )
-    return path / tag
-
-
-def _tag_in(latest: Path) -> str:
-    """Return the name of the subfolder that ``latest`` names, which lies directly in the checkpoint."""
-    with latest.open("rb") as file:
-        content = file.read(_MAX_TAG_BYTES + 1)
-    tag = content.decode(errors="replace").strip()
-    if len(content) > _MAX_TAG_BYTES or tag in ("", ".", "..") or set(tag) & {"/", "\0"}:
-        raise CheckpointError(
-            f"{latest} names {shown(tag)}, which is not the name of a folder beside it.",
-            "Write the name of the subfolder with the processes' files into it, or use another checkpoint.",
-        )
-    return tag
-
-
-def _where_else(path: Path) -> str:
-    """Say where checkpoints are if a folder that holds some was passed, such as lightning_logs."""
-    found = [folder for levels in range(4) for folder in sorted(path.glob("*/" * levels + "*.ckpt")) if folder.is_dir()]
-    if not found:
-        return "Check the path, or pass the folder in it that holds the files of the processes."
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return f"Pass a checkpoint in it: {', '.join(map(str, found[:_NAMED]))}{more}."
-
-
-def _checked_folder(path: str | Path, engine: PortableEngine) -> Path:
-    folder = tagged_folder(Path(path))
-    files = optimizer_files(folder)
-    if not files:
-        raise CheckpointError(f"{folder} holds no ZeRO-3 optimizer states.", "Pass a ZeRO-3 checkpoint.")
-    _check_precision(files, engine)
-    return folder
-
-
-def _check_precision(files: list[Path], engine: PortableEngine) -> None:
-    saved, wanted = files[0].name.startswith("bf16_"), bool(engine.bfloat16_enabled())
-    if saved != wanted:
-        raise CheckpointError(
-            f"{files[0].parent} was saved {'in' if saved else 'without'} bf16, this run is "
-            f"{'in' if wanted else 'without'} it.",
-            "Use the precision that it was saved with.",
-        )
-
-
 def _check_same_world_size(states: SavedState, folder: Path) -> None:
     num_saved, num_files = states["dp_world_size"], dist.get_world_size()
     if num_saved != num_files:
@@ -285,11 +143,13 @@ def _check_same_world_size(states: SavedState, folder: Path) -> None:
         )
 
 
-def _check_own_share(folder: Path) -> None:
+def _check_own_share(folder: Path, *, in_parts: bool) -> None:
     # One rank verifies each file, but not the tensors of optimizer states, which are verified when they are read.
     files = unless_idle(lambda: sorted(folder.glob("*.pt")), doing="Looking at", path=folder)
-    for file in files[dist.get_rank() :: dist.get_world_size()]:
-        check_records(file, tensors=not file.match(_OPTIMIZER_FILES))
+    rank = dist.get_rank()
+    share = [each for each in files if saved_by(each) == rank] if in_parts else files[rank :: dist.get_world_size()]
+    for file in share:
+        check_records(file, tensors=not file.match(OPTIMIZER_FILES))
         check_plain(file)
 
 

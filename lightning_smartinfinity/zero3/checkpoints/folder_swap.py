@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -45,8 +47,9 @@ from lightning_smartinfinity.store.staging_folder import (
     remove_leftover,
 )
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
+from lightning_smartinfinity.zero3.file_systems import first_seen, places_of
 
-__all__ = ["FILES_BESIDE", "LATEST", "replacing", "restore_interrupted", "writing"]
+__all__ = ["FILES_BESIDE", "LATEST", "Staging", "replacing", "restore_interrupted", "writing"]
 
 LATEST = "latest"
 """Name of DeepSpeed's file that holds the tag."""
@@ -60,19 +63,28 @@ _GLANCE, _MOST_GLANCES = 0.05, 200  # ten seconds, for two system calls
 _OF_DEEPSPEED = ("*mp_rank_[0-9]*_states.pt",)
 
 
+class Staging(NamedTuple):
+    """Where a save is written.
+
+    Args:
+        folder: The folder that becomes the save.
+        leads: Whether this rank writes what each file system has once.
+    """
+
+    folder: Path
+    leads: bool
+
+
 @contextmanager
-def replacing(
-    path: str | Path, tag: str, *, local_rank: int, closing_group: ProcessGroup | None = None
-) -> Iterator[Path]:
+def replacing(path: str | Path, tag: str, *, closing_group: ProcessGroup | None = None) -> Iterator[Staging]:
     """Yield a folder to save into, which becomes ``path`` when the body ends; if the body raises, nothing changes.
 
-    This is a collective. The processes of one node must see the same file system. On nodes that do not see the
-    file system of global rank zero, local rank zero does what global rank zero does elsewhere.
+    This is a collective. One rank on each file system makes the folder and puts it in place: machines need not see
+    the same files under the path, and may remember for some time that something was not there.
 
     Args:
         path: Final path of the save.
         tag: The subfolder that holds everything that matters.
-        local_rank: Rank of this process on its node.
         closing_group: Process group in which the ranks agree at the end, if another thread leaves the context.
 
     Raises:
@@ -83,35 +95,34 @@ def replacing(
     """
     if Path(tag).name != tag or tag in ("", ".."):
         raise CheckpointError(f"The tag {shown(tag)} is not the name of a folder.", "Pass a tag without slashes.")
-    name = gather(uuid.uuid4().hex, None)[0]  # of a file by which the ranks find the folder that is written now
+    name = gather(uuid.uuid4().hex, None)[0]  # of a file that nobody has looked for
+    target, lock = Path(path), StagingLock()
+    made: Path | None = None
+    with writing(path):
+        (place,) = places_of([target])
+    leads = place.leader == dist.get_rank()
     with ExitStack() as leading:
         with raising_together(), writing(path):
-            target = unless_idle(partial(_resolved, path), doing="Looking at", path=Path(path))
-            leads, lock = dist.get_rank() == 0, StagingLock()
             if leads:
-                lock = leading.enter_context(_staged(path, target, tag, name))
-        with raising_together(), writing(path):
-            # Global rank zero has made it, unless this node does not see its file system.
-            if local_rank == 0 and _found(target, name) is None:
-                leads = True
-                lock = leading.enter_context(_staged(path, target, tag, name))
-        with raising_together(), writing(path):
-            staging = _found(target, name)
-            if staging is None:
-                raise CheckpointError(
-                    f"The folder in which {path} is being saved does not exist for every process of its node.",
-                    "Save to a file system that all processes of a node see.",
-                )
+                target = unless_idle(partial(_resolved, path), doing="Looking at", path=target)
+                lock, made = leading.enter_context(_staged(path, target, tag, name))
+        staging = gather(made, None)[place.leader]
         assert staging is not None
+        with raising_together(), writing(path):
+            if first_seen([staging / name], shared=place.num_machines > 1) is None:
+                raise CheckpointError(
+                    f"The folder {staging}, in which {path} is being saved, is not seen on {platform.node()}.",
+                    "Save to a path that is the same on all machines which mount the file system.",
+                )
         new = staging / _NEW
-        yield new
+        yield Staging(new, leads)
         with raising_together(closing_group), writing(path):
             if leads and staging.parent == target:
                 link = partial(_link_others, target / tag, new / tag)
                 unless_idle(link, doing="Linking what is kept of", path=target / tag)
         with raising_together(closing_group), writing(path):
-            if local_rank == 0:
-                flush_tree(new)  # on every node: what a node has written to a shared file system is in its own memory
+            if place.is_first_here:
+                flush_tree(new)  # on every machine: what it has written to a shared file system is in its own memory
         with raising_together(closing_group), _swapping(path):
             if leads:
                 lock.leaves_content = staging.parent == target  # it may hold what the path held before
@@ -166,28 +177,19 @@ def _swapping(path: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def _staged(path: str | Path, target: Path, tag: str, name: str) -> Iterator[StagingLock]:
-    """Lock the folder in which a save is written, and make in it what all ranks look for."""
+def _staged(path: str | Path, target: Path, tag: str, name: str) -> Iterator[tuple[StagingLock, Path]]:
+    """Lock the folder in which a save is written, make in it what all ranks look for, and yield lock and folder."""
     while True:
         staging = unless_idle(partial(_staging_for, target, tag), doing="Looking at", path=target)
         with locked(staging, path) as lock:
             prepare = partial(_prepare, staging, target, tag, name)
             if unless_idle(prepare, doing="Preparing", path=target):
-                yield lock
+                yield lock, staging
                 return
 
 
 def _resolved(path: str | Path) -> Path:
     return Path(os.path.realpath(path))
-
-
-def _found(target: Path, name: str) -> Path | None:
-    """Return the folder in which the leading rank of this node has made a file of this name."""
-
-    def look() -> Path | None:
-        return next((each for each in (target / _STAGING, beside(target)) if (each / name).exists()), None)
-
-    return unless_idle(look, doing="Looking at", path=target)
 
 
 def _staging_for(target: Path, tag: str) -> Path:

@@ -18,12 +18,9 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, LOSS_SCALER
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
 from lightning_smartinfinity.transfer.windows import Window
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.client_state import user_state
-from lightning_smartinfinity.zero3.checkpoints.folder_check import (
-    check_frozen,
-    check_needed,
-    reading_checkpoint,
-)
+from lightning_smartinfinity.zero3.checkpoints.folder_check import check_frozen, check_needed
 from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import check_extra, loading_state, restore_groups
 from lightning_smartinfinity.zero3.checkpoints.saved_residual import begin_residual

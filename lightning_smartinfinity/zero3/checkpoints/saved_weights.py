@@ -138,13 +138,17 @@ class SavedWeights(ABC):
         path: Path of the folder.
         rank: Rank whose model states are wanted.
         world_size: Number of processes now. If another number saved the checkpoint, all use the model states of rank 0.
+        num_saved: Number of processes that saved the checkpoint; None: all of its files are in the folder.
     """
 
     remedy: str
 
-    def __init__(self, path: Path, *, rank: int, world_size: int) -> None:
+    def __init__(self, path: Path, *, rank: int, world_size: int, num_saved: int | None = None) -> None:
         self.path = path
-        self.num_saved = unless_idle(partial(_count, path), doing="Reading", path=path)
+        count = partial(_count, path)
+        self.num_saved = unless_idle(count, doing="Reading", path=path) if num_saved is None else num_saved
+        self._first_states: SavedState | None = None
+        self._fragments: dict[int, Mapping[str, torch.Tensor]] = {}
         self._rank = rank if self.num_saved == world_size else 0
 
     @cached_property
@@ -159,8 +163,25 @@ class SavedWeights(ABC):
             )
         return states
 
+    @property
+    def is_part(self) -> bool:
+        """Whether the folder may lack files of other processes, so that this one may read its own only."""
+        return self._first_states is not None
+
+    def states_for_others(self) -> SavedState:
+        """Return what processes need of this one's model states that do not see its file."""
+        states = self.model_states
+        module = read_mapped(states["module"], self.path)
+        return {"module": module, **{key: states[key] for key in ("shared_params", SAVE_ID) if key in states}}
+
+    def take_first_states(self, states: SavedState) -> None:
+        """Use the :meth:`states_for_others` of the first process, whose file this one may not see."""
+        self._first_states = states
+
     @cached_property
     def _first_model_states(self) -> SavedState:
+        if self._first_states is not None:
+            return self._first_states
         return self.model_states if self._rank == 0 else self.model_states_of(0)
 
     @property
@@ -219,11 +240,10 @@ class SavedWeights(ABC):
 
     def frozen(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Return elements ``[begin, end)`` of a parameter that was not trained, flattened."""
-        fragments = [by_name[name].detach().flatten() for by_name in self._frozen_fragments]
-        numel = fragments[0].numel()
+        numel = self._frozen_fragments(self._rank)[name].numel()  # the same for all processes
         slices = [
-            fragment[max(0, begin - rank * numel) : max(0, min(numel, end - rank * numel))]
-            for rank, fragment in enumerate(fragments)
+            self._frozen_fragments(rank)[name].detach().flatten()[max(0, begin - rank * numel) : end - rank * numel]
+            for rank in range(begin // numel, -(-end // numel))
         ]
         return unless_idle(partial(torch.cat, slices), doing="Reading", path=self.path)
 
@@ -242,9 +262,11 @@ class SavedWeights(ABC):
             for begin, end in windows(elements.start, elements.stop):
                 put(name, begin, self.frozen(name, begin, end))
 
-    @cached_property
-    def _frozen_fragments(self) -> list[Mapping[str, torch.Tensor]]:
-        return [self.model_states_of(rank)[FROZEN_PARAM_FRAGMENTS] for rank in range(self.num_saved)]
+    def _frozen_fragments(self, rank: int) -> Mapping[str, torch.Tensor]:
+        if rank not in self._fragments:
+            states = self.model_states if rank == self._rank else self.model_states_of(rank)
+            self._fragments[rank] = states[FROZEN_PARAM_FRAGMENTS]
+        return self._fragments[rank]
 
     def model_file(self, rank: int) -> Path:
         """Return the path of the model states that a process saved."""

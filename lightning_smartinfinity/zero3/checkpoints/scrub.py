@@ -18,7 +18,7 @@ from lightning_smartinfinity.progress import Show
 from lightning_smartinfinity.store.in_time import doing_now, unless_idle
 from lightning_smartinfinity.store.os_errors import storage_error
 from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMS_NAME
-from lightning_smartinfinity.zero3.checkpoints.folder_check import (
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import (
     optimizer_files,
     reading_checkpoint,
     require_latest,

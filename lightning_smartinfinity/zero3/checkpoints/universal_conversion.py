@@ -34,8 +34,8 @@ from lightning_smartinfinity.store.in_time import doing_now, unless_idle
 from lightning_smartinfinity.store.replacement import beside, flush_names, flush_tree
 from lightning_smartinfinity.store.staging_folder import locked, remove_content
 from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMMED, CHECKSUMS_NAME, BlockChecksums
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint, tagged_folder
 from lightning_smartinfinity.zero3.checkpoints.flushed_file import save_flushed
-from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint, tagged_folder
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import writing
 from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of, numbers_of
 from lightning_smartinfinity.zero3.checkpoints.note import note_for

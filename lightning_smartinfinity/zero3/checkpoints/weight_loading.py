@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.transfer.windows import Window
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.client_state import user_state
-from lightning_smartinfinity.zero3.checkpoints.folder_check import check_frozen, check_weights, reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.folder_check import check_frozen, check_weights
 from lightning_smartinfinity.zero3.checkpoints.renamed_keys import saved_names
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import SavedWeights
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import UniversalFolder, is_universal
@@ -110,7 +111,7 @@ def _shape(shapes: Shapes, name: str) -> str:
 def _opened(engine: PortableEngine, path: str | Path) -> SavedWeights:
     if is_universal(path):
         return UniversalFolder(Path(path), rank=dist.get_rank(), world_size=dist.get_world_size())
-    return ZeroFolder(check_weights(path, engine=engine), rank=dist.get_rank(), world_size=dist.get_world_size())
+    return ZeroFolder.of(check_weights(path, engine=engine))
 
 
 def _saved_shapes(saved: SavedWeights) -> dict[str, torch.Size]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARTITION_COUNT
 from numpy.typing import NDArray
 from typing_extensions import override
@@ -22,7 +23,11 @@ from lightning_smartinfinity.zero3.checkpoints.block_checksums import (
     SavedArray,
     VerifiedBlocks,
 )
-from lightning_smartinfinity.zero3.checkpoints.folder_check import optimizer_files
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import (
+    FoundCheckpoint,
+    optimizer_files,
+    reading_checkpoint,
+)
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY, require_resumable
 from lightning_smartinfinity.zero3.checkpoints.saved_training import MASTERS, SavedTraining
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import (
@@ -39,6 +44,7 @@ from lightning_smartinfinity.zero3.checkpoints.saved_weights import (
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import STEP
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, TensorStream, check_records
 from lightning_smartinfinity.zero3.checkpoints.trust import read_mapped
+from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.untyped import SavedState
 
 __all__ = ["ZeroFolder"]
@@ -54,12 +60,26 @@ class ZeroFolder(SavedTraining):
 
     remedy = "Use another checkpoint."
 
-    def __init__(self, path: Path, *, rank: int, world_size: int) -> None:
-        super().__init__(path, rank=rank, world_size=world_size)
+    def __init__(self, path: Path, *, rank: int, world_size: int, num_saved: int | None = None) -> None:
+        super().__init__(path, rank=rank, world_size=world_size, num_saved=num_saved)
         self._share = slice(rank, None, world_size)
         self._opened = ExitStack()
         self._streams: dict[str, dict[str, TensorStream]] = {}
         self._blocks: VerifiedBlocks | None = None
+
+    @classmethod
+    def of(cls, found: FoundCheckpoint) -> ZeroFolder:
+        """Open a checkpoint that all ranks are to load. Collective if machines have parts of it."""
+        rank = dist.get_rank()
+        saved = cls(found.folder, rank=rank, world_size=dist.get_world_size(), num_saved=found.num_saved)
+        if found.in_parts:
+            first: SavedState | None = None
+            with raising_together(), reading_checkpoint(found.folder):
+                first = saved.states_for_others() if rank == 0 else None
+            (first, *_) = gather(first, None)
+            assert first is not None
+            saved.take_first_states(first)
+        return saved
 
     @override
     def check_states(self) -> None:
@@ -123,6 +143,8 @@ class ZeroFolder(SavedTraining):
 
     @override
     def require_whole(self) -> None:
+        if self.is_part:
+            return
         found, saved = len(optimizer_files(self.path)), self.model_states["dp_world_size"]
         if found != saved:
             raise CheckpointError(

@@ -1,0 +1,215 @@
+"""Finds out which folders of which ranks are the same, or lie on one file system, however each machine mounts it.
+
+A machine tells its own folders apart by numbers, which mean nothing to another machine. Between machines a file
+decides: one rank makes it under a name that nobody has looked up before, and the others look for it. The name must be
+fresh, since network file systems remember for some time that a name was not there.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.machine import machine_identity
+from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.store.os_errors import storage_errors
+from lightning_smartinfinity.store.space import nearest_existing
+from lightning_smartinfinity.zero3.collectives import gather, raising_together
+
+__all__ = ["REMEMBERED", "Place", "device_of", "first_seen", "places_of"]
+
+REMEMBERED = 75.0
+"""Seconds after which every file system has forgotten that a name was not there. NFS takes 60 at most by default."""
+_GLANCE = 0.1
+
+
+class Place(NamedTuple):
+    """Where a folder of this rank lies.
+
+    Args:
+        number: The same for all folders of all ranks that lie in one place.
+        leader: The lowest rank that has a folder there. It decides what happens to paths that ranks share.
+        is_first_here: Whether this rank is the lowest one of its machine that has a folder there.
+        num_machines: Number of machines whose ranks have folders there.
+    """
+
+    number: int
+    leader: int
+    is_first_here: bool
+    num_machines: int
+
+
+class _Spot(NamedTuple):
+    """A folder that exists, as one machine knows it: by the numbers of its file system and of the folder there."""
+
+    machine: str
+    device: int
+    inode: int
+    folder: Path
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.machine, self.device, self.inode
+
+
+def places_of(folders: Sequence[Path], group: ProcessGroup | None = None, *, by_device: bool = False) -> list[Place]:
+    """Return where folders lie that need not exist yet. Collective; where all ranks see the same it writes nothing.
+
+    Folders lie in one place if a rank sees, by the path of the other's folder, what the other rank writes there.
+
+    Args:
+        folders: This rank's folders. Other ranks may pass others, and more or fewer of them.
+        group: Process group of all ranks.
+        by_device: Whether all folders on one file system of a machine lie in one place.
+
+    Raises:
+        StorageError: A folder cannot be looked at; raised on every rank.
+        StorageTimeoutError: A disk does not answer; raised on every rank.
+    """
+    own: list[_Spot] = []
+    with raising_together(group):
+        own = [unless_idle(partial(_spot_of, each), doing="Looking at", path=each) for each in folders]
+    spots = [(rank, spot) for rank, of_rank in enumerate(gather(own, group)) for spot in of_rank]
+    firsts: dict[tuple[str, int, int], tuple[int, _Spot]] = {}
+    for rank, spot in spots:
+        firsts.setdefault(spot.key, (rank, spot))
+    keys, pairs = list(firsts), list[tuple[int, int]]()
+    if len(keys) > 1 and not (by_device and len({spot.machine for _, spot in spots}) == 1):
+        pairs += _pairs(list(firsts.values()), group, by_device=by_device)
+    if by_device:
+        pairs += [(i, j) for j, other in enumerate(keys) for i in range(j) if keys[i][:2] == other[:2]]
+    numbers = dict(zip(keys, _joined(len(keys), pairs), strict=True))
+    return [
+        _place_of(spot, numbers[spot.key], [s for s in spots if numbers[s[1].key] == numbers[spot.key]], group)
+        for spot in own
+    ]
+
+
+def _place_of(own: _Spot, number: int, there: Sequence[tuple[int, _Spot]], group: ProcessGroup | None) -> Place:
+    first_here = next(rank for rank, spot in there if spot.machine == own.machine)
+    num_machines = len({spot.machine for _, spot in there})
+    return Place(number, there[0][0], first_here == dist.get_rank(group), num_machines)
+
+
+def device_of(path: Path) -> int:
+    """Return the number by which this machine knows the file system of a path that need not exist yet.
+
+    Raises:
+        StorageError: The path cannot be looked at.
+        StorageTimeoutError: The disk does not answer.
+    """
+    return unless_idle(partial(_spot_of, path), doing="Looking at", path=path).device
+
+
+def first_seen(paths: Iterable[Path], *, shared: bool) -> Path | None:
+    """Return the first of these paths that this rank sees; None if it sees none.
+
+    Args:
+        paths: Paths, one of which somebody has made.
+        shared: Whether that may have been another machine, so that this one may remember for some time that the path
+            was not there.
+    """
+    paths = list(paths)
+    give_up = time.monotonic() + (REMEMBERED if shared else 0)
+    while True:
+        for path in paths:
+            if unless_idle(partial(_exists, path), doing="Looking at", path=path):
+                return path
+        if time.monotonic() >= give_up:
+            return None
+        time.sleep(_GLANCE)
+
+
+def _exists(path: Path) -> bool:
+    if path.exists():
+        return True
+    with suppress(OSError):  # a list makes some file systems ask again
+        os.listdir(path.parent)
+    return path.exists()
+
+
+def _spot_of(folder: Path) -> _Spot:
+    existing = nearest_existing(Path(os.path.realpath(folder)))
+    with storage_errors("Looking at", existing):
+        status = os.stat(existing)
+    return _Spot(machine_identity(), status.st_dev, status.st_ino, existing)
+
+
+def _pairs(
+    firsts: Sequence[tuple[int, _Spot]], group: ProcessGroup | None, *, by_device: bool
+) -> list[tuple[int, int]]:
+    """Return pairs of spots, by their numbers, of which one shows what was written into the other. Collective.
+
+    Args:
+        firsts: The spots, each with the first rank that has a folder there.
+        group: Process group of all ranks.
+        by_device: Whether it is enough that both are on one file system.
+    """
+    own = [number for number, (first, _) in enumerate(firsts) if first == dist.get_rank(group)]
+    made: dict[int, Path] = {}
+    with ExitStack() as files:
+        with raising_together(group):
+            for number in own:
+                file = files.enter_context(_file_in(firsts[number][1].folder))
+                made |= {number: file} if file else {}
+        everywhere = {number: path for of_rank in gather(made, group) for number, path in of_rank.items()}
+        seen: list[tuple[int, int]] = []
+        with raising_together(group):
+            for number, path in everywhere.items():
+                device = unless_idle(partial(_device_of_file, path), doing="Looking at", path=path)
+                seen += [
+                    (number, other) for other in own if device in _devices_where(firsts[other][1], path, by_device)
+                ]
+        return list(chain.from_iterable(gather(seen, group)))
+
+
+def _devices_where(spot: _Spot, file: Path, by_device: bool) -> tuple[int, ...]:
+    """Return on which devices a file has to be seen to lie in the same place as a spot.
+
+    A rank that looked earlier, or remembers what was not there, knows a folder above that of the other rank.
+    """
+    above = file.parent in (spot.folder, *spot.folder.parents) or spot.folder in file.parents
+    return (spot.device,) if by_device or above else ()
+
+
+def _device_of_file(path: Path) -> int | None:
+    try:
+        return path.stat().st_dev
+    except OSError:
+        return None
+
+
+@contextmanager
+def _file_in(folder: Path) -> Iterator[Path | None]:
+    """Yield the path of a file that others may look for; None if none can be made there."""
+    path = folder / f".smart-infinity-{uuid.uuid4().hex}"
+    try:
+        unless_idle(partial(path.touch, exist_ok=False), doing="Creating a file in", path=folder)
+    except OSError:
+        yield None
+        return
+    try:
+        yield path
+    finally:
+        with suppress(OSError, StorageError):
+            unless_idle(path.unlink, doing="Removing a file from", path=folder)
+
+
+def _joined(num: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
+    """Return for each of some spots the smallest number of those that pairs connect it with."""
+    numbers = list(range(num))
+    for one, other in pairs:
+        low, high = sorted((numbers[one], numbers[other]))
+        numbers = [low if number == high else number for number in numbers]
+    return numbers

@@ -1,0 +1,146 @@
+"""Does something on machines that are made up: ``python -m tests.nodes.node_worker DOING SCRATCH``.
+
+Each rank is a machine of its own. All of them see ``SCRATCH/shared``, where they remember failed look-ups. With own
+mounts, each sees ``SCRATCH/node-<rank>`` as ``SCRATCH/local``. What rank r found is in ``SCRATCH/found-<r>.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_smartinfinity import CheckpointError, SmartInfinityStrategy, StorageFullError, TransferConfig
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
+from lightning_smartinfinity.zero3.file_systems import places_of
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.nodes import RememberedLookups, become_node, mount_own
+from tests.helpers.trainers import quiet_trainer
+
+TAG = "checkpoint"
+RECIPE = Recipe(odd=True, frozen=True, validate=True, epoch_batches=2, max_steps=6)
+
+
+def places(scratch: Path) -> Any:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    named = {"shared": scratch / "shared/new", "local": scratch / "local/a", "other": scratch / f"shared/of-{rank}/b"}
+    each = [list(place) for place in places_of(list(named.values()))]
+    by_device = [list(place) for place in places_of(list(named.values()), by_device=True)]
+    return {**dict(zip(named, each, strict=True)), "by_device": by_device}
+
+
+def space(scratch: Path) -> Any:
+    """Ask for space on a file system that both see; return the error."""
+    storage = scratch / "shared" / f"storage-{os.environ['RANK']}"
+    strategy = SmartInfinityStrategy(storage, transfer=TransferConfig(keep=False))
+    needs = sum(param.numel() for param in RECIPE.build_model().parameters()) * 12 * 2
+    free = os.statvfs
+    os.statvfs = lambda path: SimpleNamespace(f_bavail=needs, f_frsize=1) if "shared" in str(path) else free(path)
+    try:
+        quiet_trainer(scratch, strategy, num_nodes=2).fit(LitTiny(RECIPE))
+    except StorageFullError as error:
+        return str(error)
+
+
+def swaps(scratch: Path) -> Any:
+    """Save again and again to paths that every rank has looked for before; return what lies there."""
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), []
+    for number in range(20):
+        path = scratch / "shared" / f"{number % 4}.ckpt"
+        path.exists()
+        (path / ".saving").exists()
+        dist.barrier()
+        with replacing(path, TAG) as staging:
+            (staging.folder / TAG).mkdir(exist_ok=True)
+            (staging.folder / TAG / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").write_text(str(number))
+            if staging.leads:
+                (staging.folder / "latest").write_text(TAG)
+        dist.barrier()
+        found.append(staging.leads)
+    return found
+
+
+def fit(scratch: Path, folder: Path, *, resume: str | None = None, max_steps: int = 6) -> dict[str, Any]:
+    """Train with a ModelCheckpoint that keeps one checkpoint and links the last; return losses and what is there."""
+    last = ModelCheckpoint(folder, save_top_k=1, save_last="link", every_n_train_steps=2, filename="{step}")
+    trainer = _trainer(scratch, max_steps=max_steps, callbacks=[last])
+    module = LitTiny(RECIPE)
+    trainer.fit(module, ckpt_path=resume)
+    dist.barrier()
+    there = sorted(str(path.relative_to(folder)) for path in folder.glob("*"))
+    tested = _trainer(scratch, max_steps=max_steps)
+    validated = tested.validate(LitTiny(RECIPE), ckpt_path=str(folder / "last.ckpt"), verbose=False)
+    return {"losses": module.losses, "there": there, "validated": validated, "epochs": module.validated}
+
+
+def _trainer(scratch: Path, **settings: Any) -> pl.Trainer:
+    rank = int(os.environ["RANK"])
+    strategy = SmartInfinityStrategy(scratch / f"storage-{rank}", transfer=TransferConfig(keep=False))
+    return quiet_trainer(scratch, strategy, devices=1, num_nodes=2, enable_checkpointing=True, **settings)
+
+
+def fits(scratch: Path, where: str) -> Any:
+    folder = scratch / where
+    whole = fit(scratch, folder / "whole")
+    fit(scratch, folder / "resumed", max_steps=4)
+    resumed = fit(scratch, folder / "resumed", resume=str(folder / "resumed" / "step=4.ckpt"))
+    return {"whole": whole, "resumed": resumed}
+
+
+def missing(scratch: Path) -> Any:
+    """Resume where the second machine has lost its part, and where it has no part at all."""
+    folder, errors = scratch / "local", []
+    fit(scratch, folder)
+    rank = int(os.environ["RANK"])
+    for number, pattern in enumerate((f"*/*zero_pp_rank_{rank}_*", "*")):
+        if rank == 1:
+            for path in (folder / "step=6.ckpt").glob(pattern):
+                _remove(path)
+        dist.barrier()
+        try:
+            _trainer(scratch, max_steps=8).fit(LitTiny(RECIPE), ckpt_path=str(folder / "step=6.ckpt"))
+        except CheckpointError as error:
+            errors.append(str(error))
+        assert len(errors) == number + 1
+    return errors
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        for each in path.iterdir():
+            _remove(each)
+        path.rmdir()
+    else:
+        path.unlink()
+
+
+def main() -> None:
+    doing, scratch, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
+    os.environ |= {"NODE_RANK": str(rank), "LOCAL_RANK": "0"}
+    become_node(rank, scratch=scratch)
+    with suppress(FileNotFoundError):
+        mount_own(scratch / f"node-{rank}", scratch / "local")
+    RememberedLookups(scratch / "shared", seconds=1.5)
+    found = {
+        "places": lambda: places(scratch),
+        "space": lambda: space(scratch),
+        "swaps": lambda: swaps(scratch),
+        "shared": lambda: fits(scratch, "shared"),
+        "local": lambda: fits(scratch, "local"),
+        "missing": lambda: missing(scratch),
+    }[doing]()
+    (scratch / f"found-{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

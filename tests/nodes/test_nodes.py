@@ -1,0 +1,128 @@
+"""Two machines save, load and remove checkpoints on file systems that both see, or that each has for itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.attacks import Attack
+from tests.helpers.nodes import why_no_mounts
+from tests.helpers.processes import run_module
+
+TAG = "checkpoint"
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    """Return a folder with a shared file system, a folder for mounts, and the disks that are mounted there."""
+    for name in ("shared", "local", "node-0", "node-1"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def _own_mounts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    reason = why_no_mounts(tmp_path_factory.mktemp("mounts"))
+    if reason:
+        pytest.skip(reason)
+
+
+def run(doing: str, scratch: Path, *, mounts: bool) -> list[Any]:
+    """Let two machines do something, and return what each found."""
+    if not mounts:
+        (scratch / "local").rmdir()
+    done = run_module("tests.nodes.node_worker", doing, scratch, ranks=2)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return [json.loads((scratch / f"found-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.usefixtures("_own_mounts")
+def test_who_leads(scratch: Path) -> None:
+    """In a folder that both see one rank leads; on its own disk each does. Here all lie on one device."""
+    ours, theirs = run("places", scratch, mounts=True)
+    assert ours["shared"] == [0, 0, True, 2] and theirs["shared"] == [0, 0, True, 2]
+    assert [of_rank["other"][1:] for of_rank in (ours, theirs)] == [[0, True, 2], [0, True, 2]]
+    assert [of_rank["local"][1:] for of_rank in (ours, theirs)] == [[0, True, 1], [1, True, 1]]
+    assert ours["local"][0] != theirs["local"][0]
+    assert ours["by_device"] == theirs["by_device"] == [[0, 0, True, 2]] * 3
+    assert not list((scratch / "shared").iterdir())
+
+
+def test_space_that_both_need(scratch: Path) -> None:
+    """What both machines need on one file system is summed, though each alone would fit; the error names both."""
+    for error in run("space", scratch, mounts=False):
+        assert "/shared/storage-0', '" in error and "/shared/storage-1' on 'node0', 'node1', where" in error
+
+
+def test_saves_where_failed_look_ups_are_remembered(scratch: Path, attack: Attack) -> None:
+    """Every save is whole and replaces the one before, though the other machine remembers that nothing was there."""
+    ours, theirs = run("swaps", scratch, mounts=False)
+    assert ours == [True] * 20 and theirs == [False] * 20
+    for number in range(4):
+        path = scratch / "shared" / f"{number}.ckpt"
+        found = {file.name: file.read_text() for file in (path / TAG).iterdir()}
+        assert found == {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt": str(16 + number) for rank in range(2)}
+        assert sorted(each.name for each in path.iterdir()) == [TAG, "latest"]
+    assert sorted(path.name for path in (scratch / "shared").iterdir()) == [f"{number}.ckpt" for number in range(4)]
+    attack("saves of two machines that remember failed look-ups", tries=20, outcome="whole, the newest is in place")
+
+
+def assert_resumed(found: list[Any]) -> None:
+    for each in found:
+        whole, resumed = each["whole"], each["resumed"]
+        assert whole["there"] == ["last.ckpt", "step=6.ckpt"]
+        assert resumed["there"] == ["last.ckpt", "step=4.ckpt", "step=6.ckpt"]  # Lightning keeps what it resumed from
+        assert whole["losses"][-2:] == resumed["losses"]
+        assert whole["validated"] == resumed["validated"] and whole["epochs"][-1:] == resumed["epochs"]
+
+
+def test_checkpoints_that_both_see(scratch: Path) -> None:
+    """The replaced ones are removed, a resumed training goes on to the same bits, and validation reads the last one."""
+    assert_resumed(run("shared", scratch, mounts=False))
+
+
+@pytest.mark.usefixtures("_own_mounts")
+def test_checkpoints_on_own_disks(scratch: Path) -> None:
+    """Each machine has its own part, of which it removes the replaced ones, and resumes and evaluates from it."""
+    assert_resumed(run("local", scratch, mounts=True))
+    for rank in range(2):
+        files = [path.name for path in (scratch / f"node-{rank}/whole/step=6.ckpt/{TAG}").iterdir()]
+        assert sorted(files) == [
+            f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+            f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
+        ]
+
+
+@pytest.mark.usefixtures("_own_mounts")
+def test_a_part_that_is_gone(scratch: Path) -> None:
+    """The error names the machine, the rank and what is missing there, on both machines."""
+    for part, nothing in run("missing", scratch, mounts=True):
+        assert "step=6.ckpt/checkpoint holds no ZeRO-3 optimizer states" in part
+        assert "It comes from rank 1 on node1." in part
+        assert "step=6.ckpt" in nothing and "It comes from rank 1 on node1." in nothing
+
+
+def test_the_view_forgets(tmp_path: Path) -> None:
+    """The made-up look-ups hide what another process makes, for a while, and what this one makes never."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        from tests.helpers.nodes import RememberedLookups
+
+        RememberedLookups(tmp_path, seconds=60)
+        seen = [(tmp_path / "a/b").exists()]
+        os.write(write, b"1")
+        while not os.path.lexists(tmp_path.parent / f"{tmp_path.name}-made"):
+            pass
+        seen += [(tmp_path / "a/b").exists(), (tmp_path / "c").exists()]
+        (tmp_path / "d").mkdir()
+        os._exit(0 if [*seen, (tmp_path / "d").exists()] == [False, False, True, True] else 1)
+    assert os.read(read, 1)
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "c").mkdir()
+    (tmp_path.parent / f"{tmp_path.name}-made").touch()
+    assert os.waitpid(child, 0)[1] == 0
