@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -308,6 +309,10 @@ def smartssd_config(smartssd: SmartSSDConfig | Mapping[str, Any] | None, *, owne
     return config
 
 
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+_VARIABLE = re.compile(r"\$\w+|\$\{[^}]*\}", re.ASCII)
+
+
 def storage_folders(storage: object, *, owner: str) -> tuple[Path, ...] | None:
     """Resolve the folders that the setting ``storage`` names, or return None if the user chose none.
 
@@ -322,24 +327,41 @@ def storage_folders(storage: object, *, owner: str) -> tuple[Path, ...] | None:
     if given is None:
         return None
     setting = as_passed(owner, "storage", storage)
-    folders = tuple(resolved_folder(folder, setting=setting) for folder in given)
+    folders = tuple(resolved_folder(folder, setting=setting, has_variables=True) for folder in given)
     require_distinct(setting, folders)
     return folders
 
 
-def resolved_folder(folder: str | Path, *, setting: str) -> Path:
+def resolved_folder(folder: str | Path, *, setting: str, has_variables: bool = False) -> Path:
     """Return the absolute path of a folder, in which links and ``~`` (the user's home) are replaced.
 
     Args:
         folder: The folder, which need not exist.
         setting: The setting that names it, with its owner, for the error.
+        has_variables: Whether to replace environment variables (``$SLURM_TMPDIR``), too, and ``{node}`` by the
+            machine's host name, and ``{local_rank}`` by the number that the launcher gave to this process there.
 
     Raises:
-        ConfigError: The path cannot be that of a local folder.
+        ConfigError: The path cannot be that of a local folder, or names a variable that is not set.
     """
     if not LOCAL_FOLDER.holds(folder):
         raise ConfigError(f"{setting} {LOCAL_FOLDER.fault}.", f"{LOCAL_FOLDER.remedy}.")
     try:
-        return Path(folder).expanduser().resolve()
+        path = _filled(os.fspath(folder), setting=setting) if has_variables else folder
+        return Path(path).expanduser().resolve()
     except (OSError, RuntimeError, ValueError) as error:  # no such user, links in a circle, a null byte
         raise ConfigError(f"{setting} cannot be a folder: {error}.", "Pass the path of a folder.") from error
+
+
+def _filled(folder: str, *, setting: str) -> str:
+    """Return a path with the values of the variables that it names."""
+    local_ranks = (os.environ[name] for name in _LOCAL_RANKS if name in os.environ)
+    folder = folder.replace("{node}", platform.node()).replace("{local_rank}", next(local_ranks, "0"))
+    filled = os.path.expandvars(folder)
+    unset = next((name for name in _VARIABLE.findall(folder) if name.strip("${}") not in os.environ), None)
+    if unset is not None:
+        raise ConfigError(
+            f"{setting} names the environment variable {unset}, which is not set on {platform.node()}.",
+            "Set it for every process, or write the path out.",
+        )
+    return filled

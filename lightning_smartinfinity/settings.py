@@ -170,7 +170,7 @@ def nvme_path_of(zero: Mapping[str, Any] | None, *, owner: str) -> Path | None:
     offload = {} if zero is None else zero.get("offload_param")
     path = offload.get("nvme_path") if isinstance(offload, Mapping) else None
     setting = f"{owner}(zero={{'offload_param': {{'nvme_path': {path!r}}}}})"
-    return None if path is None else resolved_folder(str(path), setting=setting)
+    return None if path is None else resolved_folder(str(path), setting=setting, has_variables=True)
 
 
 def is_16_bit(config: Mapping[str, Any]) -> bool:

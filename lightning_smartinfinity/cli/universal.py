@@ -25,7 +25,12 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "universal", help="a checkpoint with every parameter in files of its own", description=_DESCRIPTION
     )
-    parser.add_argument("checkpoint", type=Path, help="the folder that was saved")
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        nargs="+",
+        help="the folder that was saved; if every machine saved its part to a disk of its own, the folders of all",
+    )
     parser.add_argument("--into", type=Path, required=True, help="folder for the new one, which does not exist yet")
     add_weights_only(parser)
     add_quiet(parser)
@@ -38,6 +43,7 @@ def _run(options: argparse.Namespace) -> int:
     prepare_environment("cpu", local_world_size=1)
     from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 
-    convert_checkpoint(options.checkpoint, options.into, weights_only=options.weights_only, show=show_of(options))
-    print(f"Converted {options.checkpoint} to a universal checkpoint: {options.into}")
+    first, *parts = options.checkpoint
+    convert_checkpoint(first, options.into, parts=parts, weights_only=options.weights_only, show=show_of(options))
+    print(f"Converted {', '.join(map(str, options.checkpoint))} to a universal checkpoint: {options.into}")
     return 0

@@ -8,8 +8,10 @@ fresh, since network file systems remember for some time that a name was not the
 from __future__ import annotations
 
 import os
+import platform
 import time
 import uuid
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -20,6 +22,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lightning_smartinfinity.devices.smartssd.discovery.mounts import mount_of
+from lightning_smartinfinity.devices.smartssd.discovery.system import System
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.store.in_time import unless_idle
@@ -27,11 +31,13 @@ from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.space import nearest_existing
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 
-__all__ = ["REMEMBERED", "Place", "device_of", "first_seen", "places_of"]
+__all__ = ["REMEMBERED", "Place", "device_of", "first_seen", "places_of", "warn_of_network"]
 
 REMEMBERED = 75.0
 """Seconds after which every file system has forgotten that a name was not there. NFS takes 60 at most by default."""
 _GLANCE = 0.1
+_OF_NETWORKS = {"9p", "afs", "beegfs", "ceph", "cifs", "fuse.cephfs", "fuse.glusterfs", "fuse.s3fs", "fuse.sshfs"}
+_OF_NETWORKS |= {"gpfs", "lustre", "nfs", "nfs4", "panfs", "smb3"}
 
 
 class Place(NamedTuple):
@@ -110,6 +116,19 @@ def device_of(path: Path) -> int:
         StorageTimeoutError: The disk does not answer.
     """
     return unless_idle(partial(_spot_of, path), doing="Looking at", path=path).device
+
+
+def warn_of_network(folders: Sequence[Path]) -> None:
+    """Warn if folders that are read and written at every step lie on a network file system."""
+    mounts = {folder: mount_of(System(), folder) for folder in folders}
+    remote = {folder: mount for folder, mount in mounts.items() if mount is not None and mount.kind in _OF_NETWORKS}
+    for folder, mount in list(remote.items())[:1]:
+        warnings.warn(
+            f"{str(folder)!r} on {platform.node()} lies on a network file system ({mount.kind}, {mount.source}): the "
+            "optimizer state would cross the network at every step. Pass a folder on a drive of each machine, such as "
+            "storage='/mnt/nvme' or storage='$SLURM_TMPDIR'.",
+            stacklevel=2,
+        )
 
 
 def first_seen(paths: Iterable[Path], *, shared: bool) -> Path | None:

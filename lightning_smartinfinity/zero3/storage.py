@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -39,7 +40,7 @@ from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLay
 from lightning_smartinfinity.transfer.partitions import ParameterMemory
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.zero3.collectives import gather, raise_together, raising_together, show_on_rank_zero
-from lightning_smartinfinity.zero3.file_systems import places_of
+from lightning_smartinfinity.zero3.file_systems import places_of, warn_of_network
 from lightning_smartinfinity.zero3.reopening import recover_for_training
 from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
 from lightning_smartinfinity.zero3.untyped import ParamGroup
@@ -82,6 +83,8 @@ def open_storage(
     """
     settings = replace(settings, gradient_itemsize=gradient_dtype.itemsize, parameter_itemsize=dtype.itemsize)
     description = _describe(layout, rule, dtype, groups)
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        warn_of_network(settings.storage)
     if settings.resumes:
         return _reopen_storage(settings, layout, rule, description, group)
     require_space(_space_of_all_ranks(settings, layout, group))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import re
 import struct
 import zipfile
 import zlib
@@ -57,12 +59,15 @@ DAMAGE = (
 """Errors that torch, pickle and DeepSpeed raise on a damaged file, or on one with other content than a checkpoint's."""
 
 SAVE_ID = "smart_infinity_save"
+"""Key of the save's random name in the model states."""
+
 RANK_KEY = "smart_infinity_rank"
 """Key of the rank that saved a file of model states."""
-"""Key of the save's random name in the model states."""
 
 WINDOW_NUMEL = 1 << 22
 """Largest number of elements that are in memory at once."""
+
+_PART = re.compile(r"zero_pp_rank_[0-9]+_mp_rank_")
 
 Wanted = Mapping[str, range]
 """The elements to read of each parameter, counted in the flat, whole parameter."""
@@ -138,14 +143,20 @@ class SavedWeights(ABC):
         path: Path of the folder.
         rank: Rank whose model states are wanted.
         world_size: Number of processes now. If another number saved the checkpoint, all use the model states of rank 0.
-        num_saved: Number of processes that saved the checkpoint; None: all of its files are in the folder.
+        num_saved: Number of processes that saved the checkpoint; None: as many as there are files.
+        parts: Further folders with files of the same save, of other machines.
     """
 
     remedy: str
 
-    def __init__(self, path: Path, *, rank: int, world_size: int, num_saved: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, rank: int, world_size: int, num_saved: int | None = None, parts: Sequence[Path] = ()
+    ) -> None:
         self.path = path
-        count = partial(_count, path)
+        self._folder_of: dict[str, Path] = {}
+        for part in parts:
+            self._add(part)
+        count = partial(_count, (path, *parts))
         self.num_saved = unless_idle(count, doing="Reading", path=path) if num_saved is None else num_saved
         self._first_states: SavedState | None = None
         self._fragments: dict[int, Mapping[str, torch.Tensor]] = {}
@@ -240,10 +251,10 @@ class SavedWeights(ABC):
 
     def frozen(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Return elements ``[begin, end)`` of a parameter that was not trained, flattened."""
-        numel = self._frozen_fragments(self._rank)[name].numel()  # the same for all processes
+        numel = max(1, self._frozen_fragments(self._rank)[name].numel())  # the same for all processes
         slices = [
             self._frozen_fragments(rank)[name].detach().flatten()[max(0, begin - rank * numel) : end - rank * numel]
-            for rank in range(begin // numel, -(-end // numel))
+            for rank in range(begin // numel, max(begin // numel + 1, -(-end // numel)))
         ]
         return unless_idle(partial(torch.cat, slices), doing="Reading", path=self.path)
 
@@ -270,7 +281,21 @@ class SavedWeights(ABC):
 
     def model_file(self, rank: int) -> Path:
         """Return the path of the model states that a process saved."""
-        return self.path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        return self.file(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+
+    def file(self, name: str) -> Path:
+        """Return the path of a file of this name, in the folder or in a part."""
+        return self._folder_of.get(name, self.path) / name
+
+    def _add(self, part: Path) -> None:
+        for name in unless_idle(partial(os.listdir, part), doing="Reading", path=part):
+            other = self.file(name)
+            if _PART.search(name) and unless_idle(other.exists, doing="Looking at", path=other):
+                raise CheckpointError(
+                    f"{part / name} is in {other.parent}, too: each part has the files of other processes.",
+                    "Name the folder of each machine once.",
+                )
+            self._folder_of[name] = part
 
     def _absent(self, file: Path) -> CheckpointError:
         return CheckpointError(f"The checkpoint {self.path} has no file {file}.", self.remedy)
@@ -317,6 +342,6 @@ def require_rank(saved_by: int | None, rank: int, file: Path) -> None:
         )
 
 
-def _count(path: Path) -> int:
-    """Return the number of processes whose model states lie in a folder."""
-    return len(list(path.glob("zero_pp_rank_*_mp_rank_00_model_states.pt")))
+def _count(folders: Sequence[Path]) -> int:
+    """Return the number of processes whose model states lie in folders."""
+    return sum(len(list(folder.glob("zero_pp_rank_*_mp_rank_00_model_states.pt"))) for folder in folders)

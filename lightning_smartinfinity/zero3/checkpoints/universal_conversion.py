@@ -56,7 +56,12 @@ T = TypeVar("T")
 
 
 def convert_checkpoint(
-    checkpoint: str | Path, into: str | Path, *, weights_only: bool = True, show: Show = hidden
+    checkpoint: str | Path,
+    into: str | Path,
+    *,
+    parts: Sequence[str | Path] = (),
+    weights_only: bool = True,
+    show: Show = hidden,
 ) -> None:
     """Make a universal checkpoint from an ordinary one of this strategy or of stock DeepSpeed, which stays.
 
@@ -65,6 +70,7 @@ def convert_checkpoint(
     Args:
         checkpoint: The folder that Lightning or DeepSpeed saved, or the folder in it that holds the files.
         into: A folder that does not exist yet.
+        parts: Further folders, if each machine has saved to a file system of its own: the same one of the others.
         weights_only: Whether the checkpoint may hold nothing but tensors, numbers, text and containers of them. False
             is for checkpoints that you trust: loading other types runs code that a file names.
         show: Shows the progress.
@@ -73,12 +79,12 @@ def convert_checkpoint(
         CheckpointError: The checkpoint is damaged, holds weights only, or ``into`` cannot be written.
     """
     with door(weights_only, consent="--no-weights-only (in Python, weights_only=False)"):
-        _convert(checkpoint, into, show)
+        _convert(checkpoint, parts, into, show)
 
 
-def _convert(checkpoint: str | Path, into: str | Path, show: Show) -> None:
+def _convert(checkpoint: str | Path, parts: Sequence[str | Path], into: str | Path, show: Show) -> None:
     with reading_checkpoint(checkpoint):
-        source = _read(partial(_checked_source, checkpoint), Path(checkpoint))
+        source = _read(partial(_checked_source, checkpoint, parts), Path(checkpoint))
     with _staged_folder(into) as folder, closing(source):
         with reading_checkpoint(source.path):
             by_rank = _read(lambda: [source.streams(rank) for rank in range(source.num_saved)], source.path)
@@ -95,8 +101,9 @@ def _read(read: Callable[[], T], path: Path) -> T:
     return unless_idle(read, doing="Reading", path=path)
 
 
-def _checked_source(checkpoint: str | Path) -> ZeroFolder:
-    source = ZeroFolder(tagged_folder(Path(checkpoint)), rank=0, world_size=1)
+def _checked_source(checkpoint: str | Path, parts: Sequence[str | Path]) -> ZeroFolder:
+    folder, *others = map(tagged_folder, map(Path, (checkpoint, *parts)))
+    source = ZeroFolder(folder, rank=0, world_size=1, parts=others)
     source.check_states()
     return source
 

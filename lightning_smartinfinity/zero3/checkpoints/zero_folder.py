@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from functools import cached_property
 from pathlib import Path
@@ -60,8 +60,11 @@ class ZeroFolder(SavedTraining):
 
     remedy = "Use another checkpoint."
 
-    def __init__(self, path: Path, *, rank: int, world_size: int, num_saved: int | None = None) -> None:
-        super().__init__(path, rank=rank, world_size=world_size, num_saved=num_saved)
+    def __init__(
+        self, path: Path, *, rank: int, world_size: int, num_saved: int | None = None, parts: Sequence[Path] = ()
+    ) -> None:
+        super().__init__(path, rank=rank, world_size=world_size, num_saved=num_saved, parts=parts)
+        self._parts = tuple(parts)
         self._share = slice(rank, None, world_size)
         self._opened = ExitStack()
         self._streams: dict[str, dict[str, TensorStream]] = {}
@@ -145,7 +148,10 @@ class ZeroFolder(SavedTraining):
     def require_whole(self) -> None:
         if self.is_part:
             return
-        found, saved = len(optimizer_files(self.path)), self.model_states["dp_world_size"]
+        found, saved = (
+            sum(len(optimizer_files(each)) for each in (self.path, *self._parts)),
+            self.model_states["dp_world_size"],
+        )
         if found != saved:
             raise CheckpointError(
                 f"{self.path} holds the optimizer states of {found} processes; {saved} saved the checkpoint.",
@@ -163,7 +169,7 @@ class ZeroFolder(SavedTraining):
 
     def optimizer_file(self, rank: int) -> Path:
         """Return the path of the optimizer state that a process saved."""
-        return self.path / f"{self._prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        return self.file(f"{self._prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
     @cached_property
     def _prefix(self) -> str:

@@ -1,0 +1,64 @@
+"""Storage folders may name the machine, the process there and environment variables."""
+
+from __future__ import annotations
+
+import os
+import platform
+import warnings
+from pathlib import Path
+
+import pytest
+
+from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
+from lightning_smartinfinity.devices.smartssd.discovery.mounts import Mount
+from lightning_smartinfinity.settings import nvme_path_of
+from lightning_smartinfinity.zero3 import file_systems
+from lightning_smartinfinity.zero3.file_systems import warn_of_network
+
+
+def folders_of(*storage: str | Path) -> list[str]:
+    return list(map(str, SmartInfinityStrategy(list(storage))._settings.storage or ()))
+
+
+def test_what_a_path_may_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables, the host name and the local rank are replaced, in strings and paths, and for parameters, too."""
+    monkeypatch.setenv("SCRATCH", "/scratch/job 7")
+    monkeypatch.setattr(platform, "node", lambda: "node3")
+    for variable in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    assert folders_of("$SCRATCH/a", Path("${SCRATCH}/{node}")) == ["/scratch/job 7/a", "/scratch/job 7/node3"]
+    assert folders_of("/mnt/nvme{local_rank}") == ["/mnt/nvme0"]
+    monkeypatch.setenv("SLURM_LOCALID", "2")
+    assert folders_of("/mnt/nvme{local_rank}") == ["/mnt/nvme2"]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    zero = {"offload_param": {"device": "nvme", "nvme_path": "$SCRATCH/{local_rank}"}}
+    assert nvme_path_of(zero, owner="SmartInfinityStrategy") == Path("/scratch/job 7/1")
+    assert folders_of("/mnt/5$/{other}") == ["/mnt/5$/{other}"]
+
+
+@pytest.mark.parametrize("folder", ["$NOT_SET_HERE/a", "/mnt/${NOT_SET_HERE}", Path("/mnt/$NOT_SET_HERE")])
+def test_a_variable_that_is_not_set(folder: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the variable and the machine; no folder of that name is made."""
+    monkeypatch.setattr(platform, "node", lambda: "node3")
+    assert "NOT_SET_HERE" not in os.environ
+    with pytest.raises(ConfigError, match=r"names the environment variable \$\{?NOT_SET_HERE\}?, .* not set on node3"):
+        SmartInfinityStrategy(folder)
+
+
+def test_a_folder_named_by_a_variable_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One folder under two names is still one."""
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    with pytest.raises(ConfigError, match="twice"):
+        SmartInfinityStrategy(["$SCRATCH", "/scratch"])
+
+
+def test_storage_on_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning names the folder, the file system and the remedy; a local disk has none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_network([tmp_path])
+    mount = Mount(tmp_path, "nfs4", "0:99", "filer:/home")
+    monkeypatch.setattr(file_systems, "mount_of", lambda system, folder: mount)
+    with pytest.warns(UserWarning, match=r"network file system \(nfs4, filer:/home\): the .* at every step") as caught:
+        warn_of_network([tmp_path, tmp_path / "b"])
+    assert len(caught) == 1 and str(tmp_path) in str(caught[0].message)
