@@ -73,8 +73,8 @@ class ZeroFolder(SavedTraining):
     @classmethod
     def of(cls, found: FoundCheckpoint) -> ZeroFolder:
         """Open a checkpoint that all ranks are to load. Collective if machines have parts of it."""
-        rank = dist.get_rank()
-        saved = cls(found.folder, rank=rank, world_size=dist.get_world_size(), num_saved=found.num_saved)
+        rank, num_saved = dist.get_rank(), found.num_saved if found.in_parts else None
+        saved = cls(found.folder, rank=rank, world_size=dist.get_world_size(), num_saved=num_saved)
         if found.in_parts:
             first: SavedState | None = None
             with raising_together(), reading_checkpoint(found.folder):
