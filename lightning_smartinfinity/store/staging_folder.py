@@ -68,7 +68,19 @@ def locked(staging: Path, target: str | Path) -> Iterator[StagingLock]:
                 with suppress(StorageTimeoutError):
                     unless_idle(partial(_remove, staging), doing="Removing", path=staging)
         finally:
-            when_returned(partial(os.close, descriptor), since=before)
+            removed = None if lock.leaves_content else staging
+            when_returned(partial(_unlock, descriptor, removed), since=before)
+
+
+def _unlock(descriptor: int, removed: Path | None) -> None:
+    """Close a lock, and remove its folder if that was not possible before.
+
+    NFS and FUSE rename a file that is removed while it is open, and the folder is not empty until it is closed.
+    """
+    os.close(descriptor)
+    if removed is not None:
+        with suppress(OSError):  # the folder is gone, or another process has a lock there by now
+            removed.rmdir()
 
 
 def remove_leftover(staging: Path) -> None:
@@ -79,7 +91,7 @@ def remove_leftover(staging: Path) -> None:
             try:
                 _remove(staging)
             finally:
-                os.close(descriptor)
+                _unlock(descriptor, staging)
 
 
 def is_in_use(staging: Path) -> bool:

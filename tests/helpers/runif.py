@@ -15,7 +15,8 @@ from tests.helpers.xrt import what_is_missing
 NO_CUDA = "no CUDA device"
 NO_LOOP_DEVICE = "this user may not mount an image file"
 NO_MOUNTS = "this user's processes may have no mounts of their own"
-ALLOWED_REASONS = (NO_CUDA, NO_LOOP_DEVICE, NO_MOUNTS)
+NO_NAMESPACES = "this machine cannot be two"
+ALLOWED_REASONS = (NO_CUDA, NO_LOOP_DEVICE, NO_MOUNTS, NO_NAMESPACES)
 
 
 def RunIf(*, cuda_devices: int = 0, package: str | None = None, xrt: bool = False) -> pytest.MarkDecorator:

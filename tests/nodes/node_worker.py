@@ -1,7 +1,8 @@
-"""Does something on machines that are made up: ``python -m tests.nodes.node_worker DOING SCRATCH``.
+"""Does something on two machines: ``python -m tests.nodes.node_worker DOING SCRATCH ["made up"]``.
 
-Each rank is a machine of its own. All of them see ``SCRATCH/shared``, where they remember failed look-ups. With own
-mounts, each sees ``SCRATCH/node-<rank>`` as ``SCRATCH/local``. What rank r found is in ``SCRATCH/found-<r>.json``.
+All see ``SCRATCH/shared``, and each has a disk of its own at ``SCRATCH/local``. Machines that are made up are processes
+that remember failed look-ups below the former; with own mounts, they see ``SCRATCH/node-<rank>`` as the latter. What
+rank r found is in ``SCRATCH/found-<r>.json``.
 """
 
 from __future__ import annotations
@@ -127,10 +128,11 @@ def _remove(path: Path) -> None:
 def main() -> None:
     doing, scratch, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
     os.environ |= {"NODE_RANK": str(rank), "LOCAL_RANK": "0"}
-    become_node(rank, scratch=scratch)
-    with suppress(FileNotFoundError):
-        mount_own(scratch / f"node-{rank}", scratch / "local")
-    RememberedLookups(scratch / "shared", seconds=1.5)
+    if "made up" in sys.argv[3:]:
+        become_node(rank, scratch=scratch)
+        with suppress(FileNotFoundError):
+            mount_own(scratch / f"node-{rank}", scratch / "local")
+        RememberedLookups(scratch / "shared", seconds=0.4)
     found = {
         "places": lambda: places(scratch),
         "space": lambda: space(scratch),

@@ -31,11 +31,12 @@ def _own_mounts(tmp_path_factory: pytest.TempPathFactory) -> None:
         pytest.skip(reason)
 
 
-def run(doing: str, scratch: Path, *, mounts: bool) -> list[Any]:
-    """Let two machines do something, and return what each found."""
+def run(doing: str, scratch: Path, *, mounts: bool, one_machine: bool = False) -> list[Any]:
+    """Let two machines, or two processes of one, do something, and return what each found."""
     if not mounts:
         (scratch / "local").rmdir()
-    done = run_module("tests.nodes.node_worker", doing, scratch, ranks=2)
+    kind = [] if one_machine else ["made up"]
+    done = run_module("tests.nodes.node_worker", doing, scratch, *kind, ranks=2)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return [json.loads((scratch / f"found-{rank}.json").read_text()) for rank in range(2)]
 
