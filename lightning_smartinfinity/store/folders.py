@@ -10,11 +10,11 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.store.lock import KEPT, LOCK_NAME, FolderLock, reading
+from lightning_smartinfinity.store.lock import KEPT, LOCK_NAME, SET_ASIDE, FolderLock, reading
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, manifest_content, read_manifest
 from lightning_smartinfinity.store.open_folder import ASIDE, OpenFolder, Trust
 from lightning_smartinfinity.store.os_errors import storage_errors
-from lightning_smartinfinity.store.replacement import flush_names
+from lightning_smartinfinity.store.replacement import flush, flush_names
 
 __all__ = [
     "COMMIT_NAME",
@@ -28,7 +28,6 @@ __all__ = [
     "parameter_folder_path",
     "rank_folder_path",
     "read_rank_folder",
-    "set_aside_path",
 ]
 
 STATE_NAME = "state.bin"
@@ -53,11 +52,6 @@ def rank_folder_path(storage: Path, *, job: str, rank: int) -> Path:
 def parameter_folder_path(storage: Path, *, job: str, rank: int) -> Path:
     """Return ``<storage>/<job>/parameters-<n>``: parameters are stored before the state, and may outlive it."""
     return storage / job / f"parameters-{rank:05d}"
-
-
-def set_aside_path(path: Path) -> Path:
-    """Return where a rank's folder is moved that a training could resume from: to the job ``<job>.aside``."""
-    return path.parents[1] / f"{path.parent.name}{ASIDE}" / path.name
 
 
 def open_rank_folder(path: Path, *, trust: Trust = Trust.OWN) -> OpenFolder:
@@ -180,42 +174,58 @@ class RankFolder:
                 self.inside.remove(name)
             self._lock.erase()
 
-    def set_aside(self) -> Path:
-        """Move the store of an earlier process to the job ``<job>.aside``, and replace what lies there.
-
-        Returns:
-            The folder that it was moved to.
+    def mark_aside(self) -> None:
+        """Mark the store there as set aside: the next one that is set aside replaces it. :meth:`adopt` ends that.
 
         Raises:
-            StorageLockedError: A process uses what was set aside before.
-            StorageError: The folder cannot be moved.
+            StorageError: The lock cannot be written.
         """
-        target = set_aside_path(self.path)
-        with storage_errors("Setting aside", self.path):
-            if os.path.lexists(target):
-                RankFolder(target, create=False).destroy()
-            above = _open_storage(target.parents[1])
-            try:
-                with closing(self._make_below(target.parent, above)) as job:
-                    os.rename(self.path, target.name, dst_dir_fd=job.descriptor)
-                    job.flush()
-            finally:
-                os.close(above)
-            flush_names(self.path.parent)
-            self._lock.release(remove=False)
-            self.inside.close()
-            self._made_folders.clear()  # what is there is not to be removed again
-            self.inside = self._make()
-        self._lock = FolderLock(self.inside)
-        return target
+        self._lock.note(SET_ASIDE)
+
+    def make_job(self, job: str) -> None:
+        """Make the folder of another job beside this one's, if it is missing, for :meth:`move`.
+
+        Raises:
+            StorageError: It cannot be made, or is not to be trusted.
+        """
+        path = self.path.parents[1] / job
+        with storage_errors("Creating the folder", path), closing(self._open_job(path)):
+            return
+
+    def move(self, job: str) -> None:
+        """Move the folder to another job in the same storage folder, with all that lies there, and unlock it.
+
+        Raises:
+            StorageError: It cannot be moved.
+        """
+        target = self.path.parents[1] / job / self.path.name
+        with storage_errors(f"Moving to the job {job!r} the folder", self.path):
+            with closing(self._open_job(target.parent)) as folder:
+                os.rename(self.path, target.name, dst_dir_fd=folder.descriptor)
+            flush_names(target)
+            with suppress(FileNotFoundError):  # another rank has moved the last one
+                flush(self.path.parent)
+        self._made_folders.clear()  # the job's folder is not empty
+        self._lock.release(remove=False)
+        self.inside.close()
+        _remove_folders_quietly([self.path.parent])
+
+    def _open_job(self, path: Path) -> OpenFolder:
+        above = _open_storage(path.parent)
+        try:
+            return self._make_below(path, above)
+        finally:
+            os.close(above)
 
     def adopt(self, manifest: Manifest) -> None:
-        """Take over the store of an earlier process, which :meth:`close` may delete from then on.
+        """Take over the store of an earlier process, which :meth:`close` may delete from then on, to go on with it.
 
         Raises:
             StorageError: The lock cannot be written.
         """
         self._lock.note(*owned_names(self.inside, (), manifest))
+        if SET_ASIDE in self._lock.notes:
+            self._lock.erase(SET_ASIDE)
 
     def allocate(self, name: str, num_bytes: int) -> Path:
         """Create a file whose blocks are all reserved and read as zeros.
@@ -309,11 +319,17 @@ class RankFolder:
         with storage_errors("Removing", self.path):
             if self.inside.status(MANIFEST_NAME) is not None:
                 with suppress(StorageCorruptError):  # a damaged manifest goes if the lock names it
-                    self.adopt(read_manifest(self.inside))
+                    self._lock.note(*owned_names(self.inside, (), read_manifest(self.inside)))
+            self.disown()
             for name in self.inside.names():
                 if name in self._lock.notes.intersection(OUR_NAMES) or _SET_ASIDE.fullmatch(name):
                     self.inside.remove(name)
         self.close(remove=True)
+
+    def disown(self) -> None:
+        """Delete the manifest, so that what is left is no store. Never raises."""
+        if MANIFEST_NAME in self._lock.notes:
+            self._remove_quietly([MANIFEST_NAME])
 
     def close(self, *, remove: bool) -> None:
         """Unlock; idempotent.

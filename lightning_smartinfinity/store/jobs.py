@@ -16,11 +16,11 @@ from lightning_smartinfinity.config import JOB_NAME
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.store.folders import COMMIT_NAME, RankFolder, open_rank_folder
 from lightning_smartinfinity.store.in_time import unless_idle
-from lightning_smartinfinity.store.leftovers import resumable_record
 from lightning_smartinfinity.store.lock import KEPT, LOCK_NAME, is_locked, read_lock
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder, Trust
 from lightning_smartinfinity.store.os_errors import storage_errors
+from lightning_smartinfinity.store.parts import points_of
 from lightning_smartinfinity.store.recovery import records_of
 
 __all__ = ["UNKNOWN_RANK", "Job", "JobFolder", "absent_state", "find_job", "find_jobs", "is_rank_folder", "remove_job"]
@@ -276,8 +276,8 @@ def _with_generation(seen: JobFolder, folder: OpenFolder) -> JobFolder:
         manifest = read_manifest(folder)
         seen = replace(seen, kept=seen.kept or manifest.keep, world_size=manifest.world_size)
         seen = replace(seen, generation=_generation(folder, manifest))
-        record = None if seen.generation is None else resumable_record(folder, manifest)
-        return seen if record is None else replace(seen, resumable_step=record.step)
+        points = frozenset() if seen.generation is None else points_of(folder, manifest)
+        return replace(seen, resumable_step=max(points).step) if points else seen
     except StorageError as error:
         return _failed(seen, error)
 

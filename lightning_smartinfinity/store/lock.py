@@ -17,11 +17,13 @@ from lightning_smartinfinity.errors import StorageCorruptError, StorageError, St
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
 
-__all__ = ["KEPT", "LOCK_NAME", "FolderLock", "acquire", "is_locked", "read_lock", "reading", "try_lock"]
+__all__ = ["KEPT", "LOCK_NAME", "SET_ASIDE", "FolderLock", "acquire", "is_locked", "read_lock", "reading", "try_lock"]
 
 LOCK_NAME = "lock"
 KEPT = "keep"
 """Note in the lock of a store that a later job must leave alone."""
+SET_ASIDE = "aside"
+"""Note in the lock of a store that was set aside, as long as no training has gone on with it."""
 
 _GLANCE = 0.1  # seconds: far more than :func:`is_locked` takes
 _MOST_BYTES = 1 << 16  # of a lock file; only a file of something else has more
@@ -67,9 +69,9 @@ class FolderLock:
         """
         self._write(self.notes | set(notes))
 
-    def erase(self) -> None:
-        """Erase all notes; raises as :meth:`note`."""
-        self._write(frozenset())
+    def erase(self, *notes: str) -> None:
+        """Erase these notes, or all; raises as :meth:`note`."""
+        self._write(self.notes - set(notes) if notes else frozenset())
 
     def release(self, *, remove: bool) -> None:
         """Unlock; idempotent. Never raises.

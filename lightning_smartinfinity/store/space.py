@@ -5,17 +5,25 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_smartinfinity.errors import StorageFullError
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
 from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.store.extents import ExtentMap
-from lightning_smartinfinity.store.folders import parameter_folder_path, rank_folder_path
+from lightning_smartinfinity.store.folders import (
+    open_rank_folder,
+    owned_names,
+    parameter_folder_path,
+    rank_folder_path,
+)
 from lightning_smartinfinity.store.in_time import unless_idle
-from lightning_smartinfinity.store.leftovers import leftover_bytes
+from lightning_smartinfinity.store.lock import KEPT, is_locked, read_lock
+from lightning_smartinfinity.store.manifest import MANIFEST_NAME, read_manifest
 from lightning_smartinfinity.store.os_errors import FULL, storage_errors
+from lightning_smartinfinity.store.parts import Part
 from lightning_smartinfinity.store.record import record_bytes
 from lightning_smartinfinity.store.tensor_files import deal
 
@@ -23,8 +31,10 @@ __all__ = [
     "Shortfall",
     "SpaceRequest",
     "has_room",
+    "leftover_bytes",
     "measure_gradient_space",
     "measure_parameter_space",
+    "measure_parts",
     "measure_space",
     "nearest_existing",
     "overhead_bytes",
@@ -56,8 +66,8 @@ class SpaceRequest:
         path: The storage folder.
         needed_bytes: Bytes that this rank will allocate there.
         free_bytes: Bytes available to it there.
-        reclaimable_bytes: Bytes of a leftover store there, which the creation of a new one deletes.
-        resumable_bytes: Bytes of an interrupted training there, which the creation of a new store sets aside.
+        reclaimable_bytes: Bytes of a leftover store there, which is deleted before.
+        resumable_bytes: Bytes of an interrupted training there, which is set aside before.
         what: Name of the data that needs the space.
     """
 
@@ -94,7 +104,13 @@ class Shortfall:
 
 
 def measure_space(
-    folders: Sequence[Path], *, job: str, rank: int, extents: ExtentMap, num_parameters: int
+    folders: Sequence[Path],
+    *,
+    job: str,
+    rank: int,
+    extents: ExtentMap,
+    num_parameters: int,
+    moved: Collection[Path] = (),
 ) -> list[SpaceRequest]:
     """Return this rank's requests, one per storage folder, and leave nothing there.
 
@@ -104,19 +120,41 @@ def measure_space(
         rank: Rank of this process.
         extents: ``PartitionLayout.extents``.
         num_parameters: Number of parameters in the partition.
+        moved: Folders of ranks that will be moved away before; what lies in others is deleted.
 
     Raises:
         StorageError: The free space of a folder cannot be read, or there is none since nothing can be created there.
     """
     commit_bytes = 2 * record_bytes(extents.num_tasklets, num_parameters)
     overhead = overhead_bytes(extents.num_tasklets, num_parameters)
+    own = [rank_folder_path(Path(os.path.abspath(folder)), job=job, rank=rank) for folder in folders]
     return [
         _request(
             Path(folder),
             needed_bytes=extents.file_bytes(device) + overhead - (commit_bytes if device else 0),
-            leftover=rank_folder_path(Path(folder), job=job, rank=rank),
+            leftover=None if own[device] in moved else own[device],
         )
         for device, folder in enumerate(folders)
+    ]
+
+
+def measure_parts(parts: Iterable[Part], *, deleted: bool) -> list[SpaceRequest]:
+    """Return requests of no bytes, with what is deleted, or moved on the same file system, before a store is created.
+
+    Args:
+        parts: Parts of trainings that this rank looks after.
+        deleted: Whether they are deleted.
+
+    Raises:
+        StorageError: The free space of a folder cannot be read.
+    """
+    return [
+        replace(
+            _request(part.storage, needed_bytes=0),
+            reclaimable_bytes=part.num_bytes if deleted else 0,
+            resumable_bytes=0 if deleted else part.num_bytes,
+        )
+        for part in parts
     ]
 
 
@@ -212,6 +250,22 @@ def measure_gradient_space(folders: Sequence[Path], *, nbytes: int) -> list[Spac
     return [_request(Path(folder), needed_bytes=nbytes, what=_GRADIENTS) for folder in folders]
 
 
+def leftover_bytes(path: Path) -> int:
+    """Return the bytes allocated by the leftover in a rank's folder that the creation of a new store deletes."""
+    try:
+        with closing(open_rank_folder(path)) as folder:
+            notes: frozenset[str] = frozenset()
+            with suppress(StorageCorruptError):  # then the manifest says whether it is a leftover
+                _, notes = read_lock(folder)
+            manifest = None if folder.status(MANIFEST_NAME) is None else read_manifest(folder)
+            if is_locked(folder) or KEPT in notes or (manifest is not None and manifest.keep):
+                return 0
+            sizes = map(folder.status, owned_names(folder, notes, manifest))
+            return sum(status.st_blocks * 512 for status in sizes if status is not None)
+    except (OSError, StorageError):
+        return 0
+
+
 def _subject(what: Sequence[str]) -> str:
     return f"The {' and the '.join(what)} {'need' if what != ('optimizer state',) else 'needs'}"
 
@@ -221,8 +275,8 @@ def _total(requests: Sequence[SpaceRequest]) -> Shortfall:
     free_bytes = min(request.free_bytes for request in requests)
     return Shortfall(
         hosts=tuple(sorted({request.host for request in requests})),
-        paths=tuple(sorted({request.path for request in requests})),
-        what=tuple(sorted({request.what for request in requests})),
+        paths=tuple(sorted({request.path for request in requests if request.needed_bytes})),
+        what=tuple(sorted({request.what for request in requests if request.needed_bytes})),
         needed_bytes=sum(request.needed_bytes for request in requests),
         free_bytes=free_bytes + sum(request.reclaimable_bytes for request in requests),
         resumable_bytes=sum(request.resumable_bytes for request in requests),
@@ -240,7 +294,7 @@ def _request(
     """
 
     def measure() -> SpaceRequest:
-        reclaimable, resumable = (0, 0) if leftover is None else leftover_bytes(leftover)
+        reclaimable = 0 if leftover is None else leftover_bytes(leftover)
         with storage_errors("Looking for free space in", folder):
             existing = nearest_existing(folder.absolute())
             status = os.statvfs(existing)
@@ -252,7 +306,6 @@ def _request(
                 needed_bytes=needed_bytes,
                 free_bytes=status.f_bavail * status.f_frsize,
                 reclaimable_bytes=reclaimable,
-                resumable_bytes=resumable,
                 what=what,
             )
         if needed_bytes > request.free_bytes + reclaimable:

@@ -125,7 +125,7 @@ class StateStore:
         def make() -> StateStore:
             with ExitStack() as undo:
                 claimed = claim_folders(folders, job=config.job, rank=rank, create=True, undo=undo)
-                clear_folders(claimed, rank=rank, world_size=world_size)
+                clear_folders(claimed)
                 require_space(
                     measure_space(
                         folders, job=config.job, rank=rank, extents=extents, num_parameters=len(description.parameters)
@@ -482,6 +482,9 @@ class StateStore:
     def _close(self, remove: bool) -> None:
         for file in self.files:
             file.close()
+        if remove:  # a kill must not leave parts that look like those of a training whose other parts are elsewhere
+            for folder in self._folders:
+                folder.disown()
         for folder in self._folders:
             folder.close(remove=remove)
         self._folders = ()

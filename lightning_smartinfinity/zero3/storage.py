@@ -34,6 +34,7 @@ from lightning_smartinfinity.store import (
     require_space,
 )
 from lightning_smartinfinity.store.in_time import io_limit
+from lightning_smartinfinity.store.setting_aside import Plan
 from lightning_smartinfinity.transfer.free_memory import measure_memory, share_of_memory
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout, with_residents
@@ -42,6 +43,7 @@ from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.zero3.collectives import gather, raise_together, raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.file_systems import places_of, warn_of_network
 from lightning_smartinfinity.zero3.reopening import recover_for_training
+from lightning_smartinfinity.zero3.setting_aside import look_aside, put_together, set_aside, space_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
 from lightning_smartinfinity.zero3.untyped import ParamGroup
 
@@ -87,7 +89,9 @@ def open_storage(
         warn_of_network(settings.storage)
     if settings.resumes:
         return _reopen_storage(settings, layout, rule, description, group)
-    require_space(_space_of_all_ranks(settings, layout, group))
+    aside = look_aside(settings, group)
+    require_space(_space_of_all_ranks(settings, layout, aside, group))
+    set_aside(aside, settings, group)
     job_id = gather(uuid.uuid4().bytes, group)[0]
     opened = ExitStack()
     error: SmartInfinityError | None = None
@@ -117,6 +121,7 @@ def _reopen_storage(
     group: ProcessGroup | None,
 ) -> TransferHandler:
     """Open the store of an interrupted training at the newest record that all ranks have. Collective."""
+    put_together(settings, group)
     opened = ExitStack()
     with opened:
         with raising_together(group):
@@ -216,11 +221,11 @@ def require_parameter_space(
         state_format=offload.state_format,
     )
     extents = with_cache(layout, offload, None).extents
+    aside = None if offload.resumes else look_aside(offload, None)
     requests: list[SpaceRequest] = []
     with raising_together(), io_limit(transfer.io_timeout):
         requests = [
-            *measure_space(offload.storage, job=transfer.job, rank=rank, extents=extents, num_parameters=len(numels)),
-            *_gradient_space(offload, extents),
+            *_state_space(offload, extents, aside, rank=rank, num_parameters=len(numels)),
             *measure_parameter_space(parameters.folders, job=parameters.job, rank=rank, sizes=sizes),
         ]
     require_space(_of_all_ranks(requests, None))
@@ -245,20 +250,12 @@ def _create_store(
 
 
 def _space_of_all_ranks(
-    settings: OffloadSettings, layout: PartitionLayout, group: ProcessGroup | None
+    settings: OffloadSettings, layout: PartitionLayout, aside: Plan, group: ProcessGroup | None
 ) -> list[SpaceRequest]:
     requests: list[SpaceRequest] = []
+    rank, num_parameters = dist.get_rank(group), len(layout.parameters)
     with raising_together(group), io_limit(settings.transfer.io_timeout):
-        requests = [
-            *measure_space(
-                settings.storage,
-                job=settings.transfer.job,
-                rank=dist.get_rank(group),
-                extents=layout.extents,
-                num_parameters=len(layout.parameters),
-            ),
-            *_gradient_space(settings, layout.extents),
-        ]
+        requests = _state_space(settings, layout.extents, aside, rank=rank, num_parameters=num_parameters)
     return _of_all_ranks(requests, group)
 
 
@@ -267,6 +264,34 @@ def _of_all_ranks(requests: Sequence[SpaceRequest], group: ProcessGroup | None) 
     places = places_of([Path(request.path) for request in requests], group, by_device=True)
     named = [replace(each, machine="", file_system=place.number) for each, place in zip(requests, places, strict=True)]
     return [request for of_rank in gather(named, group) for request in of_rank]
+
+
+def _state_space(
+    settings: OffloadSettings, extents: ExtentMap, aside: Plan | None, *, rank: int, num_parameters: int
+) -> list[SpaceRequest]:
+    """Return this rank's requests for its state, and for the gradients of cards, when what is in the way was moved.
+
+    Args:
+        settings: Where the state will lie.
+        extents: The extents of its tasklets.
+        aside: What is moved before; None: the training resumes from state that lies there already.
+        rank: Rank of this process.
+        num_parameters: Number of parameters in its partition.
+    """
+    if aside is None:
+        return _gradient_space(settings, extents)
+    return [
+        *measure_space(
+            settings.storage,
+            job=settings.transfer.job,
+            rank=rank,
+            extents=extents,
+            num_parameters=num_parameters,
+            moved=[part.path for _, part in aside.moved],
+        ),
+        *space_of(aside, rank),
+        *_gradient_space(settings, extents),
+    ]
 
 
 def _describe(

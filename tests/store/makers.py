@@ -34,7 +34,9 @@ def description(num_parameters: int = 2) -> StoreDescription:
     )
 
 
-def create(folders: Sequence[Path], *, rank: int = 0, world_size: int = 2, **config: Any) -> StateStore:
+def create(
+    folders: Sequence[Path], *, rank: int = 0, world_size: int = 2, job_id: bytes | None = None, **config: Any
+) -> StateStore:
     settings = TransferConfig(**config)
     return StateStore.create(
         folders,
@@ -43,6 +45,7 @@ def create(folders: Sequence[Path], *, rank: int = 0, world_size: int = 2, **con
         description=description(),
         rank=rank,
         world_size=world_size,
+        job_id=job_id,
     )
 
 

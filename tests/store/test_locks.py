@@ -19,10 +19,10 @@ import pytest
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageLockedError
 from lightning_smartinfinity.store import StateStore
-from lightning_smartinfinity.store.leftovers import leftover_bytes
 from lightning_smartinfinity.store.lock import FolderLock, acquire, is_locked
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.replacement import flush
+from lightning_smartinfinity.store.space import leftover_bytes
 from tests.helpers.power_loss import RecordedDisk, content
 from tests.helpers.waiting import LIMIT
 from tests.store.makers import commit_generation, create, created, tree
@@ -109,10 +109,10 @@ def test_a_damaged_lock(tmp_path: Path, how: str, keep: bool, caplog: pytest.Log
     State that is to be kept stays: its manifest says so.
     """
     lock = left(tmp_path, keep=keep)
-    assert leftover_bytes(lock.parent)[0] > 0 or keep
+    assert leftover_bytes(lock.parent) > 0 or keep
     noise = b"\xff" + lock.read_bytes()[1:]
     lock.write_bytes({"zeros": bytes(lock.stat().st_size), "nothing": b"", "noise": noise}[how])
-    assert (leftover_bytes(lock.parent)[0] > 0) != keep
+    assert (leftover_bytes(lock.parent) > 0) != keep
     before = tree(tmp_path)
     with pytest.raises(StorageError) if keep else nullcontext() as caught, caplog.at_level(logging.WARNING):
         create([tmp_path]).close(remove=True)

@@ -1,105 +1,316 @@
-"""A new store moves one that a training can resume from out of its way, and never more than one of each job."""
+"""A new training moves interrupted ones out of its way as a whole, and never keeps more than one of each job aside."""
 
 from __future__ import annotations
 
-import logging
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lightning_smartinfinity.errors import StorageError, StorageFullError
-from lightning_smartinfinity.store.leftovers import leftover_bytes, resumable_step
-from lightning_smartinfinity.store.space import SpaceRequest, measure_space, require_space
+from lightning_smartinfinity.errors import StorageError, StorageFullError, StorageLockedError
+from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store.lock import SET_ASIDE
+from lightning_smartinfinity.store.parts import find_parts
+from lightning_smartinfinity.store.setting_aside import Mover, Plan, jobs_beside, plan_reunion, plan_setting_aside
+from lightning_smartinfinity.store.space import (
+    SpaceRequest,
+    leftover_bytes,
+    measure_parts,
+    measure_space,
+    require_space,
+)
 from tests.store.makers import commit_generation, create, extents
 
-
-def leave(folders: Sequence[Path], *, step: int, rank: int = 0, world_size: int = 1, has_steps: bool = True) -> None:
-    """Leave the store of a training that was interrupted after a step."""
-    store = create(folders, rank=rank, world_size=world_size)
-    commit_generation(store, 0)
-    store.record_training(generation=0, step=step, content=b"", has_steps=has_steps)
-    store.close(remove=False)
+JOB, ASIDE = "default", "default.aside"
 
 
-def begin(folders: Sequence[Path], *, rank: int = 0, world_size: int = 1) -> None:
-    """Begin a training that comes to its end."""
-    create(folders, rank=rank, world_size=world_size).close(remove=True)
+def leave(folders: Sequence[Path], *, step: int, ranks: int = 1, job: str = JOB, has_steps: bool = True) -> None:
+    """Leave the stores of a training that was interrupted after a step."""
+    store_id = os.urandom(16)
+    stores = [create(folders, rank=rank, world_size=ranks, job=job, job_id=store_id) for rank in range(ranks)]
+    for store in stores:
+        commit_generation(store, 0)
+        store.record_training(generation=0, step=step, content=b"", has_steps=has_steps)
+        store.close(remove=False)
 
 
-def ranks(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+def go_on(folders: Sequence[Path], *, step: int, ranks: int = 1, job: str = ASIDE) -> None:
+    """Resume a training and interrupt it after a further step."""
+    for rank in range(ranks):
+        store = StateStore.recover(folders, job=job, rank=rank, training=1, run=bytes(16))
+        store.record_training(generation=0, step=step, content=b"", has_steps=True)
+        store.close(remove=False)
 
 
-def test_again_and_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A script that fails again and again leaves its last two stores, and the log says what was replaced."""
+def carry_out(plan: Plan, *, ranks: int = 1) -> None:
+    """Do what all ranks do together."""
+    with ExitStack() as opened:
+        movers = [opened.enter_context(closing(Mover(plan, rank=rank))) for rank in range(ranks)]
+        for stage in (Mover.claim, Mover.make_room, Mover.move):
+            for mover in movers:
+                stage(mover)
+
+
+def set_aside(folders: Sequence[Path], *, ranks: int = 1) -> Plan:
+    """Make way for a training of so many ranks in these folders."""
+    seen = [find_parts(folders, [JOB, ASIDE])] * ranks
+    plan = plan_setting_aside(seen, job=JOB, folders=folders, world_size=ranks)
+    carry_out(plan, ranks=ranks)
+    return plan
+
+
+def put_together(folders: Sequence[Path], *, job: str, ranks: int = 1) -> None:
+    """Do what a training does before it resumes."""
+    carry_out(plan_reunion([find_parts(folders, jobs_beside(job))] * ranks, job=job), ranks=ranks)
+
+
+def steps_in(folders: Sequence[Path], job: str = ASIDE) -> dict[tuple[int, int], int]:
+    """Return the step after which each part can be resumed, by rank and device; 0 beside other folders' records."""
+    parts = find_parts(folders, [job])
+    return {(part.rank, part.device): max(part.points).step if part.points else 0 for part in parts}
+
+
+def whole(step: int, *, ranks: int = 1, folders: int = 1) -> dict[tuple[int, int], int]:
+    return {(rank, device): 0 if device else step for rank in range(ranks) for device in range(folders)}
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+def test_again_and_again(tmp_path: Path) -> None:
+    """A script that fails again and again leaves its last two trainings, and the plan says what was replaced."""
+    plans = []
     for step in (100, 2, 3):
+        plans.append(set_aside([tmp_path]))
         leave([tmp_path], step=step)
-    assert ranks(tmp_path) == ["default", "default.aside"]
-    assert resumable_step(tmp_path / "default/rank-00000") == 3
-    assert resumable_step(tmp_path / "default.aside/rank-00000") == 2
-    first, second = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "after step 100. It was moved to the job 'default.aside'. The next one that is moved replaces it." in first
-    assert "replaced the one there, which was interrupted after step 100. " in second
+    assert steps_in([tmp_path], JOB) == whole(3) and steps_in([tmp_path]) == whole(2)
+    assert [(plan.step, plan.replaced) for plan in plans] == [(0, None), (100, None), (2, 100)]
 
 
-def test_a_training_without_a_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A store that was interrupted before its first step is removed, and one that was set aside before stays."""
+def test_a_training_without_a_step(tmp_path: Path) -> None:
+    """A training that was interrupted before its first step is not moved, and one that was set aside before stays."""
     leave([tmp_path], step=7)
+    set_aside([tmp_path])
     leave([tmp_path], step=0, has_steps=False)
-    begin([tmp_path])
-    assert ranks(tmp_path) == ["default.aside"] and resumable_step(tmp_path / "default.aside/rank-00000") == 7
-    assert len(caplog.records) == 1
+    assert not set_aside([tmp_path]).moved
+    create([tmp_path]).close(remove=True)
+    assert steps_in([tmp_path], JOB) == {} and steps_in([tmp_path]) == whole(7)
 
 
-@pytest.mark.parametrize("num_folders", [1, 2])
-def test_fewer_ranks_than_before(tmp_path: Path, num_folders: int) -> None:
-    """The stores of ranks that there are no more move, too, so that all can be resumed together."""
-    folders = [tmp_path / f"storage{number}" for number in range(num_folders)]
-    for step, before in ((7, 3), (8, 2)):
-        for rank in range(before):
-            leave(folders, step=step, rank=rank, world_size=before)
-        begin(folders)
-        for folder in folders:
-            assert ranks(folder) == ["default.aside"]
-            assert ranks(folder / "default.aside") == [f"rank-{rank:05d}" for rank in range(before)]
-        assert {resumable_step(folders[0] / f"default.aside/rank-{rank:05d}") for rank in range(before)} == {step}
+@pytest.mark.parametrize(("before", "now"), [(3, 1), (1, 3), (2, 2)])
+def test_other_numbers_of_ranks(before: int, now: int, folders: list[Path]) -> None:
+    """All ranks' parts move together, and replace those of a training of again another number of ranks."""
+    leave(folders, step=7, ranks=4)
+    set_aside(folders, ranks=now)
+    leave(folders, step=8, ranks=before)
+    assert set_aside(folders, ranks=now).replaced == 7
+    assert steps_in(folders, JOB) == {} and steps_in(folders) == whole(8, ranks=before, folders=2)
+    assert [list(folder.iterdir()) for folder in folders] == [[folder / ASIDE] for folder in folders]
 
 
-def test_what_was_set_aside_and_is_kept(tmp_path: Path) -> None:
-    """It is not replaced, and nothing is moved."""
-    store = create([tmp_path], world_size=1, job="default.aside", keep=True)
-    commit_generation(store, 0)
-    store.close(remove=False)
-    leave([tmp_path], step=7)
-    with pytest.raises(StorageError, match=r"default\.aside/rank-00000' holds .* asked to keep it"):
-        begin([tmp_path])
-    assert ranks(tmp_path) == ["default", "default.aside"]
-    assert resumable_step(tmp_path / "default/rank-00000") == 7
+@pytest.mark.parametrize("used", [0, 1])
+def test_fewer_folders_than_before(used: int, folders: list[Path]) -> None:
+    """What lies in folders that the new training does not use moves, too."""
+    leave(folders, step=7, ranks=2)
+    set_aside(folders[used : used + 1])
+    assert steps_in(folders, JOB) == {} and steps_in(folders) == whole(7, ranks=2, folders=2)
 
 
-def test_fewer_folders_than_before(tmp_path: Path) -> None:
-    """A training is not torn apart: the new one is refused, and the interrupted one can still be resumed."""
-    folders = [tmp_path / "a", tmp_path / "b"]
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_folder_that_cannot_be_reached(lost: int, folders: list[Path]) -> None:
+    """A training is not torn apart: the error names the part that is missing, and nothing moves."""
     leave(folders, step=7)
-    with pytest.raises(StorageError, match=r"step 7\. It lies in .*/a', .*/b', of which this one uses 1"):
-        begin(folders[:1])
-    assert [ranks(folder) for folder in folders] == [["default"], ["default"]]
-    assert resumable_step(folders[0] / "default/rank-00000") == 7
-    begin(folders)
+    folders[lost].rename(folders[lost].with_name("unmounted"))
+    with pytest.raises(StorageError, match=rf"its part '{folders[lost]}/default/rank-00000' cannot be found") as caught:
+        set_aside([folders[1 - lost]])
+    assert f"Mount '{folders[lost]}'" in caught.value.remedy
+    assert f"smart-infinity jobs {folders[1 - lost]} --remove default" in caught.value.remedy
+    folders[lost].with_name("unmounted").rename(folders[lost])
+    assert steps_in(folders, JOB) == whole(7, folders=2) and steps_in(folders) == {}
+
+
+def test_what_can_never_be_resumed_again_stops_nobody(folders: list[Path]) -> None:
+    """What a kill has left while a training was removed is no training: its manifests go first."""
+    leave(folders, step=7)
+    (folders[0] / "default/rank-00000/manifest.json").unlink()
+    assert not set_aside(folders).moved
+    create(folders).close(remove=True)
+    assert steps_in(folders, JOB) == {}
+
+
+def test_another_training_lies_where_a_part_was(tmp_path: Path) -> None:
+    """Of a training whose place another one has taken, nothing can be resumed, and it stops nobody."""
+    leave([tmp_path], step=7, ranks=2)
+    leave([tmp_path], step=0, has_steps=False)  # replaces the part of rank 0
+    store = create([tmp_path], rank=0, world_size=1)
+    store.close(remove=False)
+    assert not set_aside([tmp_path], ranks=2).moved
+
+
+def test_a_store_that_is_to_be_kept(tmp_path: Path) -> None:
+    """Neither one in the way nor one that lies where the training would be moved is touched, and nothing is moved."""
+    for job in (JOB, ASIDE):
+        leave([tmp_path], step=7)
+        store = create([tmp_path], world_size=1, job=job, keep=True) if job == ASIDE else StateStore.recover([tmp_path])
+        if job == ASIDE:
+            commit_generation(store, 0)
+        store.keep()
+        store.close(remove=False)
+        before = find_parts([tmp_path], [JOB, ASIDE])
+        with pytest.raises(StorageError, match=rf"{job}/rank-00000' holds .* asked to keep it"):
+            set_aside([tmp_path])
+        assert find_parts([tmp_path], [JOB, ASIDE]) == before
+        (tmp_path / job).rename(tmp_path / f"{job} was kept")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_training_has_gone_on_with_is_not_replaced(ranks: int, tmp_path: Path) -> None:
+    """A training that was resumed where it was set aside is the user's newest work; the error names the ways out."""
+    leave([tmp_path], step=100, ranks=ranks)
+    set_aside([tmp_path], ranks=ranks)
+    go_on([tmp_path], step=150, ranks=ranks)
+    leave([tmp_path], step=2, ranks=ranks)
+    with pytest.raises(StorageError, match=r"resumed there and interrupted again after step 150\.") as caught:
+        set_aside([tmp_path], ranks=ranks)
+    assert "transfer={'job': 'default.aside'}" in caught.value.remedy
+    assert f"smart-infinity jobs {tmp_path} --remove default.aside" in caught.value.remedy
+    assert steps_in([tmp_path], JOB) == whole(2, ranks=ranks) and steps_in([tmp_path]) == whole(150, ranks=ranks)
+
+
+def test_one_rank_has_gone_on(tmp_path: Path) -> None:
+    """A kill while the ranks take a training over leaves it as one that nobody replaces."""
+    leave([tmp_path], step=100, ranks=2)
+    set_aside([tmp_path], ranks=2)
+    StateStore.recover([tmp_path], job=ASIDE, rank=1).close(remove=False)
+    leave([tmp_path], step=2, ranks=2)
+    with pytest.raises(StorageError, match="resumed there"):
+        set_aside([tmp_path], ranks=2)
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from lightning_smartinfinity.store.folders import RankFolder
+held = RankFolder(Path(sys.argv[1]), create=False)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("job", [JOB, ASIDE])
+def test_somebody_else_holds_one_part(job: str, folders: list[Path]) -> None:
+    """Nothing moves, and nothing is deleted of what was set aside before."""
+    leave(folders, step=7, ranks=2)
+    set_aside(folders)
+    leave(folders, step=8, ranks=2)
+    before = find_parts(folders, [JOB, ASIDE])
+    command = [sys.executable, "-c", HOLDER, str(folders[1] / job / "rank-00001")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(StorageLockedError, match=f"in use by process {holder.pid}"):
+            set_aside(folders, ranks=2)
+        assert find_parts(folders, [JOB, ASIDE]) == before
+        holder.communicate()
+    set_aside(folders, ranks=2)
+    assert steps_in(folders) == whole(8, ranks=2, folders=2)
+
+
+def killed_before(number: int, folders: Sequence[Path]) -> bool:
+    """Set aside in a process that ends before a later rename or deletion of a file; return whether there was one."""
+    child = os.fork()
+    if child == 0:
+        left = iter(range(number))
+
+        def counted(call: Any) -> Any:
+            return lambda *args, **kwargs: call(*args, **kwargs) if next(left, None) is not None else os._exit(9)
+
+        os.rename, os.unlink = counted(os.rename), counted(os.unlink)
+        try:
+            set_aside(folders, ranks=2)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) in (0, 9)
+    return status != 0
+
+
+@pytest.mark.parametrize("then", ["again", JOB, ASIDE])
+@pytest.mark.parametrize("before", [False, pytest.param(True, marks=pytest.mark.long)], ids=["alone", "replacing"])
+def test_a_kill_at_any_moment(before: bool, then: str, folders: list[Path]) -> None:
+    """A second start completes the move, and the training resumes by either name, or the error says by which."""
+    moment, was_killed = 0, True
+    while was_killed:
+        here = [folder / str(moment) for folder in folders]
+        if before:
+            leave(here, step=5, ranks=2)
+            set_aside(here, ranks=2)
+        leave(here, step=7, ranks=2)
+        was_killed = killed_before(moment, here)
+        assert steps_in(here) | steps_in(here, JOB) == whole(7, ranks=2, folders=2)
+        job = ASIDE if then == "again" else then
+        if then == "again":
+            set_aside(here, ranks=2)
+        else:
+            try:
+                put_together(here, job=job, ranks=2)
+            except StorageError as error:
+                job = JOB if job == ASIDE else ASIDE
+                assert f"pass transfer={{'job': {job!r}}}" in error.remedy
+                put_together(here, job=job, ranks=2)
+        if steps_in(here, job) != whole(7, ranks=2, folders=2):  # it came before what was there began to be deleted
+            assert job == ASIDE and steps_in(here) == whole(5, ranks=2, folders=2)
+        moment += 1
+    assert moment > 4
+
+
+def test_the_mark_ends_with_the_resume(tmp_path: Path) -> None:
+    """A training that is taken over is not marked any more."""
+    leave([tmp_path], step=7)
+    set_aside([tmp_path])
+    lock = tmp_path / ASIDE / "rank-00000/lock"
+    assert SET_ASIDE in lock.read_text().splitlines()
+    StateStore.recover([tmp_path], job=ASIDE).close(remove=False)
+    assert SET_ASIDE not in lock.read_text().splitlines()
+
+
+def test_something_of_others_lies_where_it_would_be_moved(tmp_path: Path) -> None:
+    """It is not touched, and nothing is moved."""
+    leave([tmp_path], step=7)
+    other = tmp_path / ASIDE / "rank-00000/mine.txt"
+    other.parent.mkdir(parents=True, mode=0o700)
+    other.parent.parent.chmod(0o700)
+    other.write_text("mine")
+    with pytest.raises(StorageError, match=r"aside/rank-00000' is in the way"):
+        set_aside([tmp_path])
+    assert steps_in([tmp_path], JOB) == whole(7) and other.read_text() == "mine"
 
 
 def test_a_full_disk_names_the_interrupted_training(tmp_path: Path) -> None:
     """A new store cannot have the bytes of an interrupted training, and the error says how to free them."""
     leave([tmp_path], step=7)
-    rank_folder = tmp_path / "default/rank-00000"
-    deleted, set_aside = leftover_bytes(rank_folder)
-    assert deleted == 0 and set_aside >= extents().file_bytes(0)
-    (request,) = measure_space([tmp_path], job="default", rank=0, extents=extents(), num_parameters=2)
-    assert request.resumable_bytes == set_aside
-    small = SpaceRequest(**{**vars(request), "free_bytes": 0})
+    seen = [find_parts([tmp_path], [JOB, ASIDE])]
+    plan = plan_setting_aside(seen, job=JOB, folders=[tmp_path], world_size=1)
+    moved = [part.path for _, part in plan.moved]
+    sizes = {"extents": extents(), "num_parameters": 2}
+    (request,) = measure_space([tmp_path], job=JOB, rank=0, moved=moved, **sizes)  # type: ignore[arg-type]
+    (aside,) = measure_parts(plan.moved_by(0), deleted=False)
+    assert request.reclaimable_bytes == aside.reclaimable_bytes == 0
+    assert aside.resumable_bytes >= extents().file_bytes(0)
+    small = [SpaceRequest(**{**vars(one), "free_bytes": 0}) for one in (request, aside)]
     with pytest.raises(StorageFullError) as caught:
-        require_space([small])
+        require_space(small)
     assert "there hold a training that was interrupted: resume it with ckpt_path='storage'" in caught.value.remedy
+    assert leftover_bytes(moved[0]) >= extents().file_bytes(0)
+    set_aside([tmp_path])
     leave([tmp_path], step=8)
-    assert leftover_bytes(rank_folder)[0] >= extents().file_bytes(0)  # of the one that it replaces
+    plan = plan_setting_aside([find_parts([tmp_path], [JOB, ASIDE])], job=JOB, folders=[tmp_path], world_size=1)
+    (replaced,) = measure_parts(plan.deleted_by(0), deleted=True)
+    assert replaced.reclaimable_bytes >= extents().file_bytes(0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.store.folders import RankFolder
 from tests.helpers.attacks import Attack
 from tests.helpers.runif import RunIf
 from tests.training.storage_worker import StorageRun, end_of, launch, steps_of
@@ -182,6 +183,33 @@ def test_a_new_fit_sets_a_resumable_one_aside(tmp_path: Path) -> None:
     code, output = run(folder, resume=True, transfer={"job": "default.aside"})
     assert code == 0, output[-3000:]
     assert end_of(folder) == end_of(tmp_path / "straight")
+
+
+def test_a_part_that_cannot_be_moved(tmp_path: Path) -> None:
+    """If one rank cannot move its part, since another process uses it, no rank moves its own, and each says why."""
+    settings: dict[str, Any] = {"devices": 2, "folders": 2}
+    assert run(tmp_path, kill_at="kill at batch end", kill_step=3, **settings)[0] != 0
+    storage = [tmp_path / f"storage{number}" for number in range(2)]
+    before = {folder: sorted(folder.glob("*/*")) for folder in storage}
+    held = RankFolder(storage[1] / "default/rank-00001", create=False)
+    code, output = run(tmp_path, **settings)
+    held.close(remove=False)
+    assert code != 0 and output.count("StorageLockedError") >= 2 and "It comes from rank 1" in output, output[-3000:]
+    assert {folder: sorted(folder.glob("*/*")) for folder in storage} == before
+    code, output = run(tmp_path, kill_at="kill at batch end", kill_step=2, folders=1)
+    assert code != 0 and "after step 2. It was moved to the job 'default.aside'" in output, output[-3000:]
+    moved = {
+        folder: [path.parent.parent / "default.aside" / path.name for path in before[folder]] for folder in storage
+    }
+    assert {folder: sorted(folder.glob("*.aside/*")) for folder in storage} == moved
+
+
+def test_a_store_that_is_kept_beside_parameters_on_storage(tmp_path: Path) -> None:
+    """A fit that resumes moves nothing and needs no further space: the state it resumes from is not in its way."""
+    settings: dict[str, Any] = {"transfer": {"keep": True}, "options": {"zero": NVME}}
+    assert run(tmp_path, kill_at="error at batch end", kill_step=3, **settings)[0] != 0
+    code, output = run(tmp_path, resume=True, **settings)
+    assert code == 0, output[-3000:]
 
 
 def test_another_model_is_refused_and_loses_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,345 @@
+"""Moves interrupted trainings out of the way of a new one, each as a whole: all ranks' parts in all storage folders.
+
+All ranks look at what lies there (:func:`~.parts.find_parts`), and decide alike from what all of them have seen
+(:func:`plan_setting_aside`). Then they lock what they are to move (:meth:`Mover.claim`), and only if all could, they
+delete what was set aside before and move. A kill in between leaves each part in one of the two jobs: the next start
+completes the move, and a training that resumes puts the parts together (:func:`plan_reunion`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import product
+from pathlib import Path
+
+from lightning_smartinfinity.errors import StorageError, StorageLockedError
+from lightning_smartinfinity.store.folders import RankFolder, rank_folder_path
+from lightning_smartinfinity.store.open_folder import ASIDE
+from lightning_smartinfinity.store.parts import Part, Point, look_at
+
+__all__ = [
+    "Condition",
+    "Mover",
+    "Plan",
+    "Training",
+    "jobs_beside",
+    "plan_reunion",
+    "plan_setting_aside",
+    "trainings_in",
+]
+
+
+class Condition(Enum):
+    """Says what can be done with a training that has left its parts on storage."""
+
+    RESUMABLE = auto()
+    """It has taken a step, and all of its parts are there."""
+
+    TORN = auto()
+    """It may have taken a step, and parts of it are missing, which may be on a drive that is not mounted."""
+
+    NO_STEP = auto()
+    """There is nothing in it that resuming would save."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Lists the parts that are moved and deleted, each with the rank that does it.
+
+    Args:
+        job: The job that parts are moved to.
+        moved: Parts to move.
+        deleted: Parts to delete before.
+        aside: Whether parts are set aside; otherwise a training that resumes puts its parts together.
+        step: Step after which the training was interrupted.
+        replaced: Step after which the one was interrupted that was set aside before; None if there was none.
+    """
+
+    job: str
+    moved: tuple[tuple[int, Part], ...] = ()
+    deleted: tuple[tuple[int, Part], ...] = ()
+    aside: bool = True
+    step: int = 0
+    replaced: int | None = None
+
+    def moved_by(self, rank: int) -> list[Part]:
+        """Return the parts that a rank moves."""
+        return [part for mover, part in self.moved if mover == rank]
+
+    def deleted_by(self, rank: int) -> list[Part]:
+        """Return the parts that a rank deletes."""
+        return [part for mover, part in self.deleted if mover == rank]
+
+    @property
+    def storage(self) -> list[Path]:
+        """The storage folders that parts are moved in."""
+        return list(dict.fromkeys(part.storage for _, part in self.moved))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The parts of one training, as all ranks together have seen them.
+
+    Args:
+        parts: The parts, at least one.
+        condition: What can be done with it.
+        point: The newest point that all ranks have whose first part is there; None if there is none.
+        missing: Rank and number of the storage folder of a part that is missing, or None.
+    """
+
+    parts: tuple[Part, ...]
+    condition: Condition
+    point: Point | None
+    missing: tuple[int, int] | None
+
+    @property
+    def step(self) -> int:
+        """Step after which it was interrupted; 0 before the first, or if the parts do not tell."""
+        return 0 if self.point is None or self.point.number == 0 else self.point.step
+
+    def parts_in(self, job: str) -> list[Part]:
+        """Return its parts in a job."""
+        return [part for part in self.parts if part.job == job]
+
+
+def jobs_beside(job: str) -> list[str]:
+    """Return the names under which parts of a job's training may lie: its own, and where they are moved to or from."""
+    return [job, f"{job}{ASIDE}", *([job.removesuffix(ASIDE)] if job.endswith(ASIDE) and job != ASIDE else [])]
+
+
+def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequence[Path], world_size: int) -> Plan:
+    """Decide what has to be moved to the job ``<job>.aside`` before a new training begins.
+
+    Args:
+        seen: For each rank, what it has seen of the job and of ``<job>.aside``.
+        job: ``TransferConfig.job`` of the new training.
+        folders: Its storage folders.
+        world_size: Its number of processes.
+
+    Raises:
+        StorageError: A store in the way, or what was set aside before, is marked ``keep``; a training has gone on with
+            what was set aside before; or a part of the training to move is missing.
+    """
+    movers = _movers(seen)
+    aside, own = f"{job}{ASIDE}", {Path(os.path.abspath(folder)) for folder in folders}
+    in_the_way = {part for part in movers if part.job == job and part.rank < world_size and part.storage in own}
+    _refuse_kept(in_the_way)
+    moved: list[Training] = []
+    for training in trainings_in(movers, job, aside):
+        begun = len(training.parts_in(job)) < len(training.parts)
+        if in_the_way.intersection(training.parts) or (begun and training.condition is Condition.RESUMABLE):
+            if training.condition is Condition.TORN:
+                raise _torn(training, job)
+            if training.condition is Condition.RESUMABLE:
+                moved.append(training)
+    if not moved:
+        return Plan(job=aside)
+    whole = {part for training in moved for part in training.parts}
+    before = [part for part in movers if part.job == aside and part not in whole]
+    _refuse_kept(before)
+    replaced = trainings_in(before, aside)
+    for training in replaced:
+        _require_replaceable(training)
+    return Plan(
+        job=aside,
+        moved=tuple((movers[part], part) for training in moved for part in training.parts_in(job)),
+        deleted=tuple((movers[part], part) for part in before),
+        step=max(training.step for training in moved),
+        replaced=max((one.step for one in replaced if one.condition is Condition.RESUMABLE), default=None),
+    )
+
+
+def plan_reunion(seen: Sequence[Sequence[Part]], *, job: str) -> Plan:
+    """Decide which parts of a training that is to be resumed have to be moved to its job from another name of it.
+
+    Args:
+        seen: For each rank, what it has seen of :func:`jobs_beside`.
+        job: ``TransferConfig.job`` of the training that resumes.
+
+    Raises:
+        StorageError: Nothing can be resumed under this name, and an interrupted training lies under another one.
+    """
+    movers = _movers(seen)
+    can_resume = False
+    moved: list[Part] = []
+    for other in jobs_beside(job)[1:]:
+        for training in trainings_in(movers, job, other):
+            can_resume = can_resume or (training.point is not None and training.missing is None)
+            if training.condition is Condition.RESUMABLE:
+                moved += training.parts_in(other)
+    for other in jobs_beside(job)[1:]:
+        for training in trainings_in(movers, other, job):
+            if training.condition is Condition.RESUMABLE and not can_resume:
+                raise StorageError(
+                    f"There is no training to resume in the job {job!r}. One that was interrupted after step "
+                    f"{training.step} lies in the job {other!r}.",
+                    f"To resume it, pass transfer={{'job': {other!r}}}.",
+                )
+    return Plan(job=job, moved=tuple((movers[part], part) for part in moved), aside=False)
+
+
+def trainings_in(parts: Iterable[Part], job: str, other: str | None = None) -> list[Training]:
+    """Return the trainings that have parts in a job; what is missing of one there is looked for in ``other``."""
+    everything = list(parts)
+    found = []
+    for store in dict.fromkeys(part.store for part in everything if part.job == job and part.store is not None):
+        of_store = [part for part in everything if part.store == store and part.job in (job, other)]
+        training = _training([part for part in of_store if part.job == job], everything)
+        found.append(training if training.condition is not Condition.TORN else _training(of_store, everything))
+    return found
+
+
+def _training(parts: Sequence[Part], around: Collection[Part]) -> Training:
+    missing = next(_missing(parts), None)
+    points = [part.points for part in parts if part.device == 0]
+    point = max(frozenset.intersection(*points), default=None) if points else None
+    nothing_saved = bool(points) and (point is None or point.number == 0)
+    if nothing_saved or (missing is not None and _is_gone(*missing, parts, around)):
+        condition = Condition.NO_STEP
+    else:
+        condition = Condition.RESUMABLE if missing is None else Condition.TORN
+    return Training(parts=tuple(parts), condition=condition, point=point, missing=missing)
+
+
+def _missing(parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
+    """Yield rank and device of what a training lacks; a manifest may speak of billions of ranks."""
+    present = {(part.rank, part.device) for part in parts}
+    devices = range(len(parts[0].folders))
+    return (place for place in product(range(parts[0].world_size), devices) if place not in present)
+
+
+def _is_gone(rank: int, device: int, parts: Sequence[Part], around: Collection[Part]) -> bool:
+    """Return whether something else lies where a missing part must have been."""
+    storage, jobs = Path(parts[0].folders[device]), {part.job for part in parts}
+    return any(part.rank == rank and part.storage == storage and part.job in jobs for part in around)
+
+
+def _movers(seen: Sequence[Sequence[Part]]) -> dict[Part, int]:
+    """Return each part that was seen, once, with the rank that looks after it: its own, or else the first to see it."""
+    movers: dict[object, tuple[int, Part]] = {}
+    for rank, parts in enumerate(seen):
+        for part in parts:
+            key = (part.store, part.rank, part.device, part.job) if part.store else (part.machine, part.path)
+            if key not in movers or part.rank == rank:
+                movers[key] = rank, part
+    return {part: rank for rank, part in movers.values()}
+
+
+def _refuse_kept(parts: Iterable[Part]) -> None:
+    for part in parts:
+        if part.kept:
+            raise StorageError(
+                f"{str(part.path)!r} holds the optimizer state of an earlier job that asked to keep it.",
+                "Remove that folder if it is no longer needed, or choose another TransferConfig(job=...).",
+            )
+
+
+def _require_replaceable(training: Training) -> None:
+    """Check that no training has gone on with what was set aside before."""
+    gone_on = [part for part in training.parts if not part.is_aside]
+    if gone_on and training.condition is not Condition.NO_STEP:
+        job = gone_on[0].job
+        raise StorageError(
+            f"{str(gone_on[0].path)!r} holds a training that was resumed there and interrupted again"
+            f"{_after(training.step)}. It is not replaced by the one in the job {job.removesuffix(ASIDE)!r}, which "
+            "would be set aside there.",
+            f"Resume it with ckpt_path='storage' and transfer={{'job': {job!r}}}, or remove it, with "
+            f"{_removal(training, job)}, or choose another TransferConfig(job=...).",
+        )
+
+
+def _torn(training: Training, job: str) -> StorageError:
+    assert training.missing is not None
+    rank, device = training.missing
+    storage = training.parts[0].folders[device]
+    lost = rank_folder_path(Path(storage), job=job, rank=rank)
+    return StorageError(
+        f"{str(training.parts[0].path)!r} holds a part of a training that was interrupted{_after(training.step)}. It "
+        f"is set aside as a whole or not at all, and its part {str(lost)!r} cannot be found.",
+        f"Mount {storage!r}, or begin where all of its parts can be reached; or remove what is left, with "
+        f"{_removal(training, job)}, or choose another TransferConfig(job=...).",
+    )
+
+
+def _after(step: int) -> str:
+    return f" after step {step}" if step else ""
+
+
+def _removal(training: Training, job: str) -> str:
+    storage = dict.fromkeys(str(part.storage) for part in training.parts)
+    return f"smart-infinity jobs {' '.join(storage)} --remove {job}"
+
+
+class Mover:
+    """Carries out a rank's share of a plan. All ranks call each method, and go on only if none has raised.
+
+    Args:
+        plan: What is to be done, the same on all ranks.
+        rank: Rank of this process.
+    """
+
+    def __init__(self, plan: Plan, *, rank: int) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._locked = ExitStack()
+        self._moved: list[RankFolder] = []
+        self._deleted: list[RankFolder] = []
+
+    def claim(self) -> None:
+        """Lock the parts, and make the folders that they are moved into.
+
+        Raises:
+            StorageLockedError: A process uses one of them, or has changed it meanwhile.
+            StorageError: A folder cannot be used or made.
+        """
+        self._deleted = [self._claimed(part) for part in self._plan.deleted_by(self._rank)]
+        self._moved = [self._claimed(part) for part in self._plan.moved_by(self._rank)]
+        for folder in self._moved:
+            folder.make_job(self._plan.job)
+
+    def _claimed(self, part: Part) -> RankFolder:
+        folder = RankFolder(part.path, create=False)
+        self._locked.callback(folder.discard)
+        if look_at(folder.inside) != part:
+            raise StorageLockedError(
+                f"Another process has used {str(part.path)!r} meanwhile.",
+                "Wait for that job, or give this one its own TransferConfig(job=...) or storage folder.",
+            )
+        return folder
+
+    def make_room(self) -> None:
+        """Delete what is replaced.
+
+        Raises:
+            StorageError: A file cannot be deleted, or something that this package did not make is in the way.
+        """
+        for folder in self._deleted:
+            folder.mark_aside()  # so that after a kill the rest can be replaced, too
+        for folder in self._deleted:
+            folder.destroy()
+        for folder in self._moved:
+            target = folder.path.parents[1] / self._plan.job / folder.path.name
+            if os.path.lexists(target):
+                raise StorageError(
+                    f"{str(folder.path)!r} cannot be moved: {str(target)!r} is in the way.",
+                    "Remove it if it is no longer needed, or choose another TransferConfig(job=...).",
+                )
+
+    def move(self) -> None:
+        """Move the parts.
+
+        Raises:
+            StorageError: A part could not be moved. The next start moves those that are left.
+        """
+        for folder in self._moved:
+            if self._plan.aside:
+                folder.mark_aside()
+            folder.move(self._plan.job)
+
+    def close(self) -> None:
+        """Unlock what was not moved; idempotent. Never raises."""
+        self._locked.close()

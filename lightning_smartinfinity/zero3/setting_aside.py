@@ -1,0 +1,113 @@
+"""Agrees with all ranks to move an interrupted training, as a whole, or to leave all of it where it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from lightning_smartinfinity.store import SpaceRequest
+from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.store.open_folder import ASIDE
+from lightning_smartinfinity.store.parts import Part, find_parts
+from lightning_smartinfinity.store.setting_aside import Mover, Plan, jobs_beside, plan_reunion, plan_setting_aside
+from lightning_smartinfinity.store.space import measure_parts
+from lightning_smartinfinity.zero3.collectives import gather, raising_together
+from lightning_smartinfinity.zero3.settings import OffloadSettings
+
+__all__ = ["look_aside", "put_together", "set_aside", "space_of"]
+
+_log = logging.getLogger(__name__)
+
+
+def look_aside(settings: OffloadSettings, group: ProcessGroup | None) -> Plan:
+    """Decide what has to be moved before a new training begins; nothing changes. Collective.
+
+    Raises:
+        StorageError: Something that must stay is in the way; raised on every rank.
+    """
+    job = settings.transfer.job
+    return plan_setting_aside(
+        _seen(settings, [job, f"{job}{ASIDE}"], group),
+        job=job,
+        folders=settings.storage,
+        world_size=dist.get_world_size(group),
+    )
+
+
+def space_of(plan: Plan, rank: int) -> list[SpaceRequest]:
+    """Return what a rank deletes and moves by a plan, as requests of no bytes.
+
+    Raises:
+        StorageError: The free space of a folder cannot be read.
+    """
+    return [
+        *measure_parts(plan.deleted_by(rank), deleted=True),
+        *measure_parts(plan.moved_by(rank), deleted=False),
+    ]
+
+
+def set_aside(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None) -> None:
+    """Carry out a plan of :func:`look_aside`: all ranks move their parts, or none does. Collective.
+
+    Raises:
+        StorageError: A part cannot be moved; raised on every rank.
+    """
+    if not plan.moved:
+        return
+    _carry_out(plan, settings, group)
+    if dist.get_rank(group) == 0:
+        folders = " ".join(map(str, plan.storage))
+        _log.warning(
+            "%r holds a training that was interrupted after step %d. It was moved to the job %r%s. The next one that is"
+            " moved replaces it. To resume it, fit with ckpt_path='storage' and transfer={'job': %r};"
+            " to remove it, run: smart-infinity jobs %s --remove %s",
+            str(plan.moved[0][1].path),
+            plan.step,
+            plan.job,
+            ""
+            if plan.replaced is None
+            else f", and replaced the one there, which was interrupted after step {plan.replaced}",
+            plan.job,
+            folders,
+            plan.job,
+        )
+
+
+def put_together(settings: OffloadSettings, group: ProcessGroup | None) -> None:
+    """Move the parts of a training that is to be resumed to its job, if a kill has left it divided. Collective.
+
+    Raises:
+        StorageError: A part cannot be moved, or the training lies under another name; raised on every rank.
+    """
+    job = settings.transfer.job
+    plan = plan_reunion(_seen(settings, jobs_beside(job), group), job=job)
+    if plan.moved:
+        _carry_out(plan, settings, group)
+
+
+def _seen(settings: OffloadSettings, jobs: Sequence[str], group: ProcessGroup | None) -> list[list[Part]]:
+    parts: list[Part] = []
+    with raising_together(group):
+        first = Path(settings.storage[0]).absolute()
+        look = partial(find_parts, settings.storage, jobs)
+        parts = unless_idle(look, doing="Looking for trainings in", path=first, seconds=settings.transfer.io_timeout)
+    return gather(parts, group)
+
+
+def _carry_out(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None) -> None:
+    path, seconds = plan.moved[0][1].path, settings.transfer.io_timeout
+    with closing(Mover(plan, rank=dist.get_rank(group))) as mover:
+        stages: list[tuple[Callable[[], None], str]] = [
+            (mover.claim, "Locking"),
+            (mover.make_room, "Deleting what is replaced by"),
+            (mover.move, "Moving"),
+        ]
+        for stage, doing in stages:
+            with raising_together(group):
+                unless_idle(stage, doing=doing, path=path, seconds=seconds, undo=lambda _: mover.close())
