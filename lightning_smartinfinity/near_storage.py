@@ -56,6 +56,7 @@ class NearStorage(ABC):
     """
 
     config: Any
+    _records = False  # whether training records are written without a call of the user's
 
     def _take_settings(self, settings: StrategySettings) -> None:
         """Keep what the user passed, and build DeepSpeed's configuration from it."""
@@ -266,6 +267,7 @@ class NearStorage(ABC):
             parameter_itemsize=2 if is_16_bit(self._engine_config) else 4,
             feed_back_threads=feed_back_threads(settings.transfer.compute_threads, self._local_world_size),
             resumes=self._resumes,
+            records=self._records,
         )
         offload = choose_update_device(offload, optimizer=type(optimizer).__name__)
         warn_of_no_gain(

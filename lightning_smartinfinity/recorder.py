@@ -54,24 +54,23 @@ class TrainingRecorder:
         engine.optimizer.outside_writes.frozen_written = False
 
     def record(self, loop: ClientState, *, step: int) -> None:
-        """Write a record, between two batches. Collective if the residual of compressed gradients belongs to it.
+        """Write a record, between two batches.
 
         A record that cannot be written is no reason to end the training: it warns, once.
 
         Args:
             loop: What the loop needs to go on.
             step: Optimizer steps of the training so far.
-
-        Raises:
-            StorageError, DeviceError, CudaError: The step in flight failed; only with a residual.
         """
         from lightning_smartinfinity.zero3.checkpoints.engine_record import describe_engine
 
         optimizer = self._engine.optimizer
         if self._is_off or not optimizer.rank_state.is_usable:
             return
-        if optimizer.holds_residual:
-            optimizer.update.drain()  # which computes the residual
+        handler, residual = optimizer.rank_state.handler, optimizer.rank_state.residual
+        if handler.residual_failure is not None:
+            self._turn_off(f"a part of a training record could not be written. {handler.residual_failure}")
+            return
         if optimizer.outside_writes.frozen_written:
             self._turn_off("a parameter that is not trained was written, and storage holds none of these")
             return
@@ -82,9 +81,8 @@ class TrainingRecorder:
                 f"the training's state{error.where} is a {error.type_name}, which a training record cannot hold"
             )
             return
-        handler = optimizer.rank_state.handler
         try:
-            handler.record_training(step=step, content=content)
+            handler.record_training(step=step, content=content, residual=None if residual is None else residual.numpy())
             record = handler.training
             assert record is not None
             optimizer.rank_state.keeping.resumable = record.has_steps
@@ -107,7 +105,7 @@ class TrainingRecorder:
     def _turn_off(self, reason: str) -> None:
         self._is_off = True
         self._engine.optimizer.rank_state.keeping.resumable = False
-        self._warn(f"{reason}.")
+        self._warn(f"{reason.removesuffix('.')}.")
 
     def _warn(self, reason: str) -> None:
         if not self._warned:

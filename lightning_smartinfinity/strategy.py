@@ -107,6 +107,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     """
 
     strategy_name = "smart_infinity"
+    _records = True
 
     def __init__(
         self,

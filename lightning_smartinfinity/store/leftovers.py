@@ -10,8 +10,8 @@ from lightning_smartinfinity.store.folders import open_rank_folder, owned_names,
 from lightning_smartinfinity.store.lock import KEPT, is_locked, read_lock
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder
-from lightning_smartinfinity.store.recovery import records_of
-from lightning_smartinfinity.store.training_record import TrainingRecord, read_training_records
+from lightning_smartinfinity.store.recovery import records_of, written_records
+from lightning_smartinfinity.store.training_record import TrainingRecord
 
 __all__ = ["is_resumable", "leftover_bytes", "resumable_record", "resumable_step"]
 
@@ -19,13 +19,13 @@ __all__ = ["is_resumable", "leftover_bytes", "resumable_record", "resumable_step
 def resumable_record(folder: OpenFolder, manifest: Manifest) -> TrainingRecord | None:
     """Return the newest training record in a rank's first folder whose generation is committed, or None.
 
-    The extents are not read.
+    Neither extents nor residuals are read.
 
     Raises:
         StorageError: A record cannot be read.
     """
     committed = {record.generation for record in records_of(folder, manifest).intact}
-    found = read_training_records(folder, identity=manifest.identity)
+    found = written_records(folder, manifest)
     return next((record for record in found if record.generation in committed), None)
 
 

@@ -30,6 +30,7 @@ from lightning_smartinfinity.store import (
     StoreDescription,
     measure_gradient_space,
     measure_parameter_space,
+    measure_residual_space,
     measure_space,
     require_space,
 )
@@ -221,6 +222,7 @@ def require_parameter_space(
         requests = [
             *measure_space(offload.storage, job=transfer.job, rank=rank, extents=extents, num_parameters=len(numels)),
             *_gradient_space(offload, extents),
+            *measure_residual_space(offload.storage[0], numel=offload.recorded_numel(layout.numel)),
             *measure_parameter_space(parameters.folders, job=parameters.job, rank=rank, sizes=sizes),
         ]
     require_space(_of_all_ranks(requests, None))
@@ -258,6 +260,7 @@ def _space_of_all_ranks(
                 num_parameters=len(layout.parameters),
             ),
             *_gradient_space(settings, layout.extents),
+            *measure_residual_space(settings.storage[0], numel=settings.recorded_numel(layout.numel)),
         ]
     return _of_all_ranks(requests, group)
 
