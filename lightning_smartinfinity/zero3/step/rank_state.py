@@ -164,7 +164,7 @@ class RankState:
 
     @property
     def residual(self) -> torch.Tensor | None:
-        """What compression did not send of the gradients, which is kept for the next step; None if nothing is kept."""
+        """The part of the gradients that compression did not send, kept for the next step; None if nothing is kept."""
         return None if self.compressed is None else self.compressed.residual
 
     @property
