@@ -44,24 +44,25 @@ COLUMNS = {
 
 def run(options: argparse.Namespace) -> Figures:
     """Train in this process, and time each record."""
-    from lightning_smartinfinity import SmartInfinityStrategy, TopK
+    from lightning_smartinfinity import TopK
+    from lightning_smartinfinity.recording import FitRecording
 
     settings = dict(SYSTEMS[options.child])
     if "compression" in settings:
         settings["compression"] = TopK(settings["compression"])
-    record = SmartInfinityStrategy._record
+    record = FitRecording._record_loop
     seconds: list[float] = []
     ends: list[float] = []
     sizes: list[int] = []
 
-    def timed(strategy: Any, *, after_batch: bool) -> None:
+    def timed(recording: FitRecording, trainer: Any, *, after_batch: bool) -> None:
         begin = time.perf_counter()
-        record(strategy, after_batch=after_batch)
+        record(recording, trainer, after_batch=after_batch)
         ends.append(time.perf_counter())
         seconds.append(ends[-1] - begin)
         sizes.append(max(path.stat().st_size for path in Path(options.storage).rglob("training-*.bin")))
 
-    SmartInfinityStrategy._record = timed  # type: ignore[method-assign]
+    FitRecording._record_loop = timed  # type: ignore[method-assign]
     train_near_storage(
         options.size,
         options.steps,

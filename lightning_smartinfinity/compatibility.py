@@ -20,10 +20,23 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer, do_nothing_closure
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.update_rules import optimizer_names
 
-__all__ = ["REFUSED_CALLBACKS", "OptimizerList", "Refusal", "accumulates", "adapt_callbacks", "copy_around_training"]
+__all__ = [
+    "REFUSED_CALLBACKS",
+    "OptimizerList",
+    "Refusal",
+    "accumulates",
+    "adapt_callbacks",
+    "configured_optimizer",
+    "copy_around_training",
+    "refuse_closure",
+]
 
 
 @dataclass(frozen=True)
@@ -125,6 +138,44 @@ def accumulates(trainer: pl.Trainer) -> bool:
         return True
     schedulers = (c for c in _callbacks(trainer) if isinstance(c, GradientAccumulationScheduler))
     return any(scheduler.going_to_accumulate_grad_batches() for scheduler in schedulers)
+
+
+def configured_optimizer(module: pl.LightningModule) -> tuple[Optimizer, LRSchedulerConfig | None]:
+    """Return the optimizer of ``configure_optimizers`` and its scheduler.
+
+    Raises:
+        UnsupportedError: There is none, or there are several.
+    """
+    try:
+        optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
+    except RuntimeError as error:
+        if "multiple optimizers" in str(error):  # Lightning's own refusal in automatic optimization
+            raise _several_optimizers("several optimizers") from error
+        raise
+    if len(optimizers) != 1 or len(schedulers) > 1:
+        raise _several_optimizers(f"{len(optimizers)} optimizers and {len(schedulers)} schedulers")
+    if isinstance(optimizers[0], _MockOptimizer):  # Lightning's replacement for None
+        raise UnsupportedError(
+            f"{type(module).__name__}.configure_optimizers returned None.",
+            f"Return one of torch.optim's {optimizer_names()}; without one, call validate, test or predict.",
+        )
+    return optimizers[0], schedulers[0] if schedulers else None
+
+
+def _several_optimizers(found: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"configure_optimizers returned {found}.",
+        "The smart_infinity strategy trains with one optimizer and at most one scheduler; use parameter groups.",
+    )
+
+
+def refuse_closure(closure: object) -> None:
+    """Refuse a closure that a module passes to ``optimizer.step``."""
+    if closure is not do_nothing_closure:
+        raise UnsupportedError(
+            "optimizer.step(closure=...) does not work with the smart_infinity strategy.",
+            "Run forward and backward first, then call optimizer.step().",
+        )
 
 
 def _callbacks(trainer: pl.Trainer) -> list[Callback]:

@@ -170,8 +170,9 @@ class TransferConfig:
         keep: Whether the state stays on storage after the strategy is closed: ``"on-failure"`` (if a training can be
             resumed from it that did not end as it should), True (always; a later training does not replace it) or False
             (never). With ``"on-failure"`` and True, and two places for each tasklet, a Trainer writes training records,
-            and ``fit(ckpt_path="storage")`` resumes the training, also after a kill. ``"auto"``: ``"on-failure"``, but
-            False with compressed gradients that have a residual, which every record would hold: 4 bytes per parameter.
+            and ``fit(ckpt_path="storage")`` resumes the training, also after a kill. With compressed gradients that
+            have a residual, storage then holds two copies of it, of 4 bytes per parameter each, and every step writes
+            one of them beside the training.
         asynchronous: Whether a Trainer's ModelCheckpoint saves while training goes on, which takes room on storage for
             a third place of each tasklet; without that room saves wait. With ``durability="none"``, on SmartSSDs, or if
             compression keeps a residual, they always wait. ``trainer.save_checkpoint`` and saves of Fabric and
@@ -190,7 +191,7 @@ class TransferConfig:
     direct_io: str = "auto"
     io_timeout: float = IO_TIMEOUT
     job: str = "default"
-    keep: bool | str = "auto"
+    keep: bool | str = "on-failure"
     asynchronous: bool = True
 
     def __post_init__(self) -> None:
@@ -205,7 +206,7 @@ class TransferConfig:
             direct_io=one_of("auto", "on", "off"),
             io_timeout=positive(_MAX_TIMEOUT),
             job=JOB_NAME,
-            keep=optional(optional(FLAG, "on-failure"), "auto"),
+            keep=optional(FLAG, "on-failure"),
             asynchronous=FLAG,
         )
         if self.io_engine == "plain" and self.direct_io == "on":

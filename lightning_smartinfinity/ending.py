@@ -8,8 +8,10 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
 
 from lightning_smartinfinity.errors import RankLostError, StorageTimeoutError
 from lightning_smartinfinity.native import ask_to_end
@@ -25,8 +27,7 @@ from lightning_smartinfinity.watching import (
 )
 
 __all__ = [
-    "begin_evaluation",
-    "begin_evaluation_batch",
+    "EndsEvaluations",
     "end_by",
     "end_together_after_sigterm",
     "give_up_soon_after_sigterm",
@@ -78,13 +79,50 @@ def give_up_soon_after_sigterm() -> None:
     hear_sigterm()
 
 
-def begin_evaluation(module: pl.LightningModule | None) -> None:
-    """Hear SIGTERM in an evaluation, unless it belongs to a fit, which hears it already."""
-    if not _is_in_fit(module):
-        give_up_soon_after_sigterm()
+class EndsEvaluations(Strategy):
+    """A strategy's hooks of evaluations: they begin when the last step is done, and SIGTERM ends them."""
+
+    def drain(self) -> None:
+        """Wait until the last step is done."""
+        raise NotImplementedError
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        _begin_batch(self.lightning_module)
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        _begin_batch(self.lightning_module)
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        _begin_batch(self.lightning_module)
+        return super().predict_step(*args, **kwargs)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._begin_evaluation()
+        super().on_validation_start()
+
+    @override
+    def on_test_start(self) -> None:
+        self._begin_evaluation()
+        super().on_test_start()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._begin_evaluation()
+        super().on_predict_start()
+
+    def _begin_evaluation(self) -> None:
+        self.drain()
+        if not _is_in_fit(self.lightning_module):  # a fit hears SIGTERM already
+            give_up_soon_after_sigterm()
 
 
-def begin_evaluation_batch(module: pl.LightningModule | None) -> None:
+def _begin_batch(module: pl.LightningModule | None) -> None:
     """End an evaluation if any rank received SIGTERM; within a fit, leave that to its next batch.
 
     The ranks need not agree, since nothing is to be saved: one that waits for another learns why that one has ended.

@@ -30,19 +30,13 @@ from lightning_smartinfinity.fabric_state import (
     read_state_dict,
     refuse_optimizer,
     refuse_options,
+    split_state,
     weights_in,
 )
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
-from lightning_smartinfinity.recorder import (
-    STORAGE,
-    TrainingRecorder,
-    log_how_to_resume,
-    require_resumable,
-    resume_engine,
-    say_if_not_resumable,
-)
+from lightning_smartinfinity.recorder import STORAGE, Recording
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_FABRIC
 from lightning_smartinfinity.store.in_time import io_limit
@@ -81,6 +75,8 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         fabric = Fabric(strategy="smart_infinity", precision="bf16-mixed")
         fabric = Fabric(strategy=SmartInfinityFabricStrategy(storage=["/mnt/nvme0", "/mnt/nvme1"]))
     """
+
+    _recording: Recording
 
     def __init__(
         self,
@@ -123,7 +119,11 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         take_options(self, options, known=FabricOptions, answers=OF_FABRIC)
         self._backward_sync_control = _AlwaysSync()
         self._deepspeed_engine = None
-        self._recorder: TrainingRecorder | None = None
+        self._recording = Recording(
+            how_to_resume="run it again with fabric.strategy.resume() before fabric.setup",
+            gap="fabric.strategy.record() follows not every step",
+            automatic=False,
+        )
         # Whether fabric.load("storage", state) is still to come, after a set-up that resumes.
         self._awaits_load = False
 
@@ -136,9 +136,8 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             ConfigError: The settings ask to keep nothing to resume from.
             UnsupportedError: A training was set up already.
         """
-        require_resumable(self._settings.transfer, what="fabric.strategy.resume()")
         self._refuse_second_training("fabric.strategy.resume", "Call it before fabric.setup")
-        self._resumes = True
+        self._recording.resume_next(self._settings.transfer, what="fabric.strategy.resume()")
 
     def record(self, state: Mapping[str, Any]) -> None:
         """Write a training record, with which an interrupted training resumes behind the last step.
@@ -156,7 +155,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             UnsupportedError: The state has no model, or another one than is trained; or the call comes between backward
                 and step, or before ``fabric.load("storage", state)``.
         """
-        engine, rest = self._split(_unwrap_objects(dict(state)))
+        engine, rest = split_state(_unwrap_objects(dict(state)))
         if self._training_engine is None or engine is not self._training_engine:
             raise UnsupportedError(
                 "fabric.strategy.record was given a model that was set up without an optimizer.",
@@ -169,30 +168,23 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
                 "fabric.strategy.record was called between backward and step, where no training can resume.",
                 "Call it after optimizer.step().",
             )
-        if not self._settings.transfer.is_resumable:
-            if self._recorder is None and self.is_global_zero:
-                say_if_not_resumable(self._settings.transfer)
-            return
-        if self._recorder is None:
-            self._recorder = self._begin_recording(self._training_engine)
-        loop = self._convert_stateful_objects_in_state(rest, filter={})
-        self._recorder.record(loop, step=int(self._training_engine.global_steps))
-
-    def _begin_recording(self, engine: SmartInfinityEngine) -> TrainingRecorder:
-        call, gap = "run it again with fabric.strategy.resume() before fabric.setup", "record() follows not every step"
-        keeping = engine.optimizer.rank_state.keeping
-        keeping.says_end = False
-        if self.is_global_zero:
-            keeping.told = partial(log_how_to_resume, self._settings, call)
-        return TrainingRecorder(engine, how_to_resume=call, gap=f"fabric.strategy.{gap}")
+        if not self._recording.is_on:
+            self._recording.begin(self._training_engine, self._settings.transfer, says=self.is_global_zero)
+        if self._recording.is_on:
+            keeping = optimizer.rank_state.keeping
+            keeping.says_end = False
+            if self.is_global_zero:
+                keeping.told = partial(self._recording.say_how_to_resume, self._settings)
+            loop = self._convert_stateful_objects_in_state(rest, filter={})
+            self._recording.record(loop, step=int(self._training_engine.global_steps))
 
     @override
     def close(self) -> None:
         if self._rank_state is not None and self._rank_state.is_open:
             self._rank_state.keeping.completed = sys.exc_info()[0] is None
         super().close()
-        self._recorder = None
-        self._resumes = self._awaits_load = False
+        self._recording.end()
+        self._recording.resumes = self._awaits_load = False
 
     def _require_loaded(self) -> None:
         if self._awaits_load:
@@ -282,7 +274,8 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             with self._parameters_on_storage(), evaluation_engine():
                 return initialize(model)
         engine, _ = self._build_engine(model, optimizer, lambda: initialize(model, optimizer)[:2])
-        self._recorder, self._awaits_load = None, self._resumes
+        self._recording.end()
+        self._awaits_load = self._recording.resumes
         return engine, EngineOptimizer(engine), scheduler
 
     @override
@@ -343,7 +336,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
 
         refuse_options(storage_options=storage_options, filter=filter)
         check_save_path(path)
-        engine, rest = self._split(state)
+        engine, rest = split_state(state)
         if engine is not self._training_engine:
             raise UnsupportedError(
                 "fabric.save was given a model that was set up without an optimizer.",
@@ -376,7 +369,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         from lightning_smartinfinity.zero3.checkpoints.trust import door
 
         if isinstance(state, Module):  # fabric.load_raw
-            engine, _ = self._split({"model": state})
+            engine, _ = split_state({"model": state})
             with door(weights_only, consent="weights_only=False to fabric.load_raw"):
                 weights = read_state_dict(self.checkpoint_io.load_checkpoint, path)
                 self._load_weights(weights, engine, strict=strict)
@@ -386,9 +379,10 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
                 f"{str(path)!r} cannot be loaded into {type(state).__name__}.",
                 "Pass a dictionary: fabric.load(path, {'model': model, 'optimizer': optimizer}).",
             )
-        engine, rest = self._split(state)
+        engine, rest = split_state(state)
         if self._awaits_load and str(path) == STORAGE and engine is self._training_engine:
-            loaded = self._resume_from_storage()
+            loaded = self._recording.restore(self._training_engine)
+            self._recording.resumes = self._awaits_load = False
             move_into(rest, loaded, path=path, strict=strict)
             state.update(rest)
             return loaded
@@ -404,17 +398,6 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         state.update(rest)
         return loaded
 
-    def _resume_from_storage(self) -> ClientState:
-        """Restore the engine from the training record; return what the loop had recorded."""
-        from lightning_smartinfinity.zero3.collectives import raising_together
-
-        assert self._training_engine is not None
-        loaded: ClientState = {}
-        with raising_together():
-            loaded = resume_engine(self._training_engine)
-        self._awaits_load = self._resumes = False
-        return loaded
-
     def _load_full(self, path: str | Path, state: ClientState, engine: PortableEngine, *, strict: bool) -> ClientState:
         """Load weights from a file with the state's own keys, and return the rest of the file."""
         (key,) = (key for key, value in state.items() if value is engine)
@@ -427,27 +410,6 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         from lightning_smartinfinity.zero3.checkpoints.load_save import load_weights
 
         load_weights(weights, engine, trained=engine is self._training_engine, strict=strict)
-
-    def _split(self, state: Mapping[str, object]) -> tuple[PortableEngine, ClientState]:
-        """Return the engine in a state, and the entries other than it and its optimizer."""
-        from lightning_smartinfinity.zero3.engine import PortableEngine
-        from lightning_smartinfinity.zero3.engine_optimizer import EngineOptimizer
-
-        engines = [value for value in state.values() if isinstance(value, PortableEngine)]
-        optimizers = [value for value in state.values() if isinstance(value, EngineOptimizer)]
-        if len(engines) != 1:
-            raise UnsupportedError(
-                f"The state has {len(engines)} models that fabric.setup returned, its keys are {list(state)}.",
-                "Save and load one such model at a time: {'model': model, 'optimizer': optimizer, ...}.",
-            )
-        (engine,) = engines
-        if any(optimizer.engine is not engine for optimizer in optimizers):
-            raise UnsupportedError(
-                "The state holds a model and the optimizer of another one.",
-                "Pass both as the same fabric.setup returned them.",
-            )
-        set_up = [engine, *optimizers]
-        return engine, {key: value for key, value in state.items() if not any(value is one for one in set_up)}
 
     def _refuse_second_training(self, call: str, rule: str) -> None:
         if self._rank_state is not None and self._rank_state.is_open:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
 from lightning_smartinfinity.zero3.untyped import ClientState, Pickled, SavedState
 
-__all__ = ["move_into", "read_state_dict", "refuse_options", "refuse_optimizer", "weights_in"]
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.engine import PortableEngine
+
+__all__ = ["move_into", "read_state_dict", "refuse_options", "refuse_optimizer", "split_state", "weights_in"]
 
 
 def read_state_dict(load: Callable[..., Pickled], path: str | Path) -> SavedState:
@@ -46,6 +50,32 @@ def weights_in(contents: ClientState, key: str, path: str | Path) -> SavedState:
             f"Pass a file of torch.save({{{key!r}: module.state_dict()}}, path), or the state with the file's key.",
         )
     return weights
+
+
+def split_state(state: Mapping[str, object]) -> tuple[PortableEngine, ClientState]:
+    """Return the engine in a state, and the entries other than it and its optimizer.
+
+    Raises:
+        UnsupportedError: The state has no model, or several, or the optimizer of another one.
+    """
+    from lightning_smartinfinity.zero3.engine import PortableEngine
+    from lightning_smartinfinity.zero3.engine_optimizer import EngineOptimizer
+
+    engines = [value for value in state.values() if isinstance(value, PortableEngine)]
+    optimizers = [value for value in state.values() if isinstance(value, EngineOptimizer)]
+    if len(engines) != 1:
+        raise UnsupportedError(
+            f"The state has {len(engines)} models that fabric.setup returned, its keys are {list(state)}.",
+            "Save and load one such model at a time: {'model': model, 'optimizer': optimizer, ...}.",
+        )
+    (engine,) = engines
+    if any(optimizer.engine is not engine for optimizer in optimizers):
+        raise UnsupportedError(
+            "The state holds a model and the optimizer of another one.",
+            "Pass both as the same fabric.setup returned them.",
+        )
+    set_up = [engine, *optimizers]
+    return engine, {key: value for key, value in state.items() if not any(value is one for one in set_up)}
 
 
 def move_into(state: ClientState, loaded: ClientState, *, path: str | Path, strict: bool) -> None:

@@ -20,6 +20,7 @@ from lightning_smartinfinity.config import resolved_folder
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import require_xclbin_named
 from lightning_smartinfinity.gain_warning import warn_of_no_gain
+from lightning_smartinfinity.recorder import Recording
 from lightning_smartinfinity.settings import StrategySettings, gradients_are_16_bit, is_16_bit, nvme_path_of
 from lightning_smartinfinity.store.scheduling import IoWait, io_waits, share_devices
 from lightning_smartinfinity.transfer.compressed_gradients import feed_back_threads
@@ -56,6 +57,7 @@ class NearStorage(ABC):
     """
 
     config: Any
+    _recording: Recording | None = None  # where nothing is recorded
 
     def _take_settings(self, settings: StrategySettings) -> None:
         """Keep what the user passed, and build DeepSpeed's configuration from it."""
@@ -71,8 +73,6 @@ class NearStorage(ABC):
         self._watch = 0
         # The swapper of parameters that lie on storage.
         self._parameters: ParameterSwapper | None = None
-        # Whether the training that is being set up resumes from the state that an interrupted one has left on storage.
-        self._resumes = False
         owner = type(self).__name__
         self._nvme_path = nvme_path_of(settings.zero, owner=owner)
         # DeepSpeed's configuration; precision and accumulation are filled in before the training is set up.
@@ -265,7 +265,8 @@ class NearStorage(ABC):
             gradient_itemsize=2 if gradients_are_16_bit(self._engine_config) else 4,
             parameter_itemsize=2 if is_16_bit(self._engine_config) else 4,
             feed_back_threads=feed_back_threads(settings.transfer.compute_threads, self._local_world_size),
-            resumes=self._resumes,
+            resumes=self._recording is not None and self._recording.resumes,
+            records=self._recording is not None and self._recording.automatic,
         )
         offload = choose_update_device(offload, optimizer=type(optimizer).__name__)
         warn_of_no_gain(

@@ -16,14 +16,7 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.store.training_record import TrainingRecord
     from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 
-__all__ = [
-    "STORAGE",
-    "TrainingRecorder",
-    "log_how_to_resume",
-    "require_resumable",
-    "resume_engine",
-    "say_if_not_resumable",
-]
+__all__ = ["STORAGE", "Recording", "TrainingRecorder"]
 
 STORAGE = "storage"
 """Takes the place of a checkpoint's path where an interrupted training resumes from its state on storage."""
@@ -39,14 +32,13 @@ class TrainingRecorder:
 
     Args:
         engine: The engine that trains.
-        how_to_resume: Half a sentence that says what the user calls to go on after an interruption.
         gap: Half a sentence that says why several steps come between two records, should they come.
     """
 
-    def __init__(self, engine: SmartInfinityEngine, *, how_to_resume: str, gap: str) -> None:
+    def __init__(self, engine: SmartInfinityEngine, *, gap: str) -> None:
         from lightning_smartinfinity.zero3.checkpoints.engine_record import frozen_checksum
 
-        self._engine, self._how_to_resume, self._gap = engine, how_to_resume, gap
+        self._engine, self._gap = engine, gap
         self._frozen = frozen_checksum(engine.module)
         self._warned = False
         self._is_off = False
@@ -54,24 +46,23 @@ class TrainingRecorder:
         engine.optimizer.outside_writes.frozen_written = False
 
     def record(self, loop: ClientState, *, step: int) -> None:
-        """Write a record, between two batches. Collective if the residual of compressed gradients belongs to it.
+        """Write a record, between two batches.
 
         A record that cannot be written is no reason to end the training: it warns, once.
 
         Args:
             loop: What the loop needs to go on.
             step: Optimizer steps of the training so far.
-
-        Raises:
-            StorageError, DeviceError, CudaError: The step in flight failed; only with a residual.
         """
         from lightning_smartinfinity.zero3.checkpoints.engine_record import describe_engine
 
         optimizer = self._engine.optimizer
         if self._is_off or not optimizer.rank_state.is_usable:
             return
-        if optimizer.holds_residual:
-            optimizer.update.drain()  # which computes the residual
+        handler, residual = optimizer.rank_state.handler, optimizer.rank_state.residual
+        if handler.residual_failure is not None:
+            self._turn_off(f"a part of a training record could not be written. {handler.residual_failure}")
+            return
         if optimizer.outside_writes.frozen_written:
             self._turn_off("a parameter that is not trained was written, and storage holds none of these")
             return
@@ -82,9 +73,8 @@ class TrainingRecorder:
                 f"the training's state{error.where} is a {error.type_name}, which a training record cannot hold"
             )
             return
-        handler = optimizer.rank_state.handler
         try:
-            handler.record_training(step=step, content=content)
+            handler.record_training(step=step, content=content, residual=None if residual is None else residual.numpy())
             record = handler.training
             assert record is not None
             optimizer.rank_state.keeping.resumable = record.has_steps
@@ -98,16 +88,10 @@ class TrainingRecorder:
         if before is not None and record.generation > before + 1:
             self._warn(f"{self._gap}. A kill between these steps leaves nothing to resume from.")
 
-    def say_how_to_resume(self, settings: StrategySettings) -> None:
-        """Log how to resume the training that was interrupted, if its state stays on storage."""
-        if not self._engine.optimizer.rank_state.keeping.stays:
-            return
-        log_how_to_resume(settings, self._how_to_resume)
-
     def _turn_off(self, reason: str) -> None:
         self._is_off = True
         self._engine.optimizer.rank_state.keeping.resumable = False
-        self._warn(f"{reason}.")
+        self._warn(f"{reason.removesuffix('.')}.")
 
     def _warn(self, reason: str) -> None:
         if not self._warned:
@@ -117,51 +101,105 @@ class TrainingRecorder:
             )
 
 
-def log_how_to_resume(settings: StrategySettings, call: str) -> None:
-    """Log where an interrupted training's state stays, and ``call``, half a sentence that says how to resume it."""
-    folders, job = " ".join(map(str, settings.storage or ())), settings.transfer.job
-    _log.warning(
-        "The training was interrupted, and its state stays in %s (job %r). To go on where it stopped, %s. To remove "
-        "the state, run: smart-infinity jobs %s --remove %s",
-        folders,
-        job,
-        call,
-        folders,
-        job,
-    )
+class Recording:
+    """Lets the trainings of a strategy be resumed from storage. It outlives them.
 
+    Args:
+        how_to_resume: Half a sentence that says what the user calls to go on after an interruption.
+        gap: Half a sentence that says why several steps come between two records, should they come.
+        automatic: Whether records are written without a call of the user's.
 
-def require_resumable(transfer: TransferConfig, *, what: str) -> None:
-    """Check that the settings let a training resume from storage.
-
-    Raises:
-        ConfigError: They ask to keep nothing; ``what`` names the call that asks to resume.
+    Attributes:
+        automatic: As passed.
+        resumes: Whether the training that is being set up resumes from the state that an interrupted one has left.
     """
-    if not transfer.is_resumable:
-        raise ConfigError(
-            f"{what} resumes from storage, but the settings ask to keep nothing to resume from.",
-            "Leave keep=False and durability='none' out of the transfer settings, as in the first run.",
-        )
 
+    def __init__(self, *, how_to_resume: str, gap: str, automatic: bool) -> None:
+        self._how_to_resume, self._gap = how_to_resume, gap
+        self.automatic = automatic
+        self.resumes = False
+        self._recorder: TrainingRecorder | None = None
 
-def say_if_not_resumable(transfer: TransferConfig) -> None:
-    """Log that an interrupted training cannot be resumed from storage, if its state has one place there."""
-    if transfer.keep is not False and not transfer.is_resumable:
+    @property
+    def is_on(self) -> bool:
+        """Whether records of a training are being written."""
+        return self._recorder is not None
+
+    def resume_next(self, transfer: TransferConfig, *, what: str) -> None:
+        """Let the training that is set up next resume from storage.
+
+        Args:
+            transfer: The transfer settings.
+            what: The call that asks for it, for the error.
+
+        Raises:
+            ConfigError: The settings ask to keep nothing.
+        """
+        if not transfer.is_resumable:
+            raise ConfigError(
+                f"{what} resumes from storage, but the settings ask to keep nothing to resume from.",
+                "Leave keep=False and durability='none' out of the transfer settings, as in the first run.",
+            )
+        self.resumes = True
+
+    def begin(self, engine: SmartInfinityEngine, transfer: TransferConfig, *, says: bool) -> None:
+        """Begin to record a training, unless the settings ask to keep nothing.
+
+        Args:
+            engine: The engine that trains.
+            transfer: The transfer settings.
+            says: Whether this process says that an interrupted training cannot be resumed, if that is not obvious.
+        """
+        if transfer.is_resumable:
+            self._recorder = TrainingRecorder(engine, gap=self._gap)
+        elif says and transfer.keep is not False:
+            _log.warning(
+                "An interrupted training cannot be resumed from storage here: durability=%r leaves its state half "
+                "written. %s",
+                transfer.durability,
+                _INSTEAD,
+            )
+
+    def record(self, loop: ClientState, *, step: int) -> None:
+        """Write a record, as :meth:`TrainingRecorder.record` does; :meth:`begin` has been called."""
+        assert self._recorder is not None
+        self._recorder.record(loop, step=step)
+
+    def say_how_to_resume(self, settings: StrategySettings) -> None:
+        """Log where an interrupted training's state stays, and how to resume or remove it."""
+        folders, job = " ".join(map(str, settings.storage or ())), settings.transfer.job
         _log.warning(
-            "An interrupted training cannot be resumed from storage here: durability=%r leaves its state half written. "
-            "%s",
-            transfer.durability,
-            _INSTEAD,
+            "The training was interrupted, and its state stays in %s (job %r). To go on where it stopped, %s. To "
+            "remove the state, run: smart-infinity jobs %s --remove %s",
+            folders,
+            job,
+            self._how_to_resume,
+            folders,
+            job,
         )
 
+    def restore(self, engine: SmartInfinityEngine) -> ClientState:
+        """Continue an engine with the training record that its storage was opened at; return the loop's part.
 
-def resume_engine(engine: SmartInfinityEngine) -> ClientState:
-    """Continue an engine with the training record that its storage was opened at; return the loop's part.
+        Collective.
 
-    Raises:
-        StorageCorruptError: The record cannot be read.
-        CheckpointError: It belongs to another model.
-    """
+        Raises:
+            StorageCorruptError: The record, or its residual, cannot be read; raised on every rank.
+            CheckpointError: It belongs to another model; raised on every rank.
+        """
+        from lightning_smartinfinity.zero3.collectives import raising_together
+
+        loop: ClientState = {}
+        with raising_together():
+            loop = _restore(engine)
+        return loop
+
+    def end(self) -> None:
+        """Record no longer."""
+        self._recorder = None
+
+
+def _restore(engine: SmartInfinityEngine) -> ClientState:
     from lightning_smartinfinity.zero3.checkpoints.engine_record import restore_engine
 
     record = engine.optimizer.rank_state.handler.training

@@ -1,18 +1,35 @@
-"""Collects what a Trainer's loop needs to go on behind a batch, and lets a restarted loop go on from there."""
+"""Records the fits of a Trainer, with what its loop needs to go on behind a batch, and lets a restarted one go on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.patches import replaced
-from lightning_smartinfinity.resume.loops import begin_epoch_after_last
+from lightning_smartinfinity.recorder import STORAGE, Recording
+from lightning_smartinfinity.resume.loops import (
+    begin_epoch_after_last,
+    begin_first_epoch,
+    continue_epoch,
+    load_loader_states,
+    load_only_own_states,
+    passed_to_run,
+)
+from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
+from lightning_smartinfinity.settings import StrategySettings
 from lightning_smartinfinity.zero3.untyped import ClientState
 
-__all__ = ["go_on_after_batch", "loop_state", "restore_loop", "watch_steps"]
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
+    from lightning_smartinfinity.zero3.step.rank_state import RankState
+
+__all__ = ["FitRecording", "go_on_after_batch", "loop_state", "restore_loop", "watch_steps"]
 
 _LEFT_OUT = frozenset(
     {
@@ -26,6 +43,102 @@ _LEFT_OUT = frozenset(
         pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_TYPE,
     }
 )
+
+
+class FitRecording(Recording):
+    """Records the fits of a Trainer, and lets them go on from a record, or with the random states of a checkpoint.
+
+    Attributes:
+        was_interrupted: Whether an error or a signal has ended the run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            how_to_resume="run it again with trainer.fit(..., ckpt_path='storage')",
+            gap="training_step takes several optimizer steps, and a record is written at the end of a batch only",
+            automatic=True,
+        )
+        self.was_interrupted = False
+        self._random_state: dict[str, Any] | None = None
+        self._goes_on_after_batch = False
+
+    def begin_run(self, trainer: pl.Trainer, transfer: TransferConfig) -> None:
+        """Forget the run before, and look whether this one resumes from storage.
+
+        Raises:
+            ConfigError: It does, and the settings ask to keep nothing.
+        """
+        self.end()
+        self._random_state = None
+        self.resumes = self._goes_on_after_batch = self.was_interrupted = False
+        if trainer.state.fn == TrainerFn.FITTING and passed_to_run(trainer, "ckpt_path") == STORAGE:
+            self.resume_next(transfer, what="fit(ckpt_path='storage')")
+
+    def watch(self, trainer: pl.Trainer) -> None:
+        """Write a record behind each step of a fit that is being set up, once :meth:`begin_fit` was called."""
+        watch_steps(trainer, partial(self._record_loop, trainer, after_batch=True))
+        if not self.resumes:
+            load_only_own_states(trainer)
+
+    def take_random_state(self, trainer: pl.Trainer, client_state: ClientState) -> None:
+        """Keep the random states of a checkpoint until training starts, if it resumes with them."""
+        state = client_state.pop(RNG_KEY, None)
+        if state is not None and trainer.state.fn == TrainerFn.FITTING:
+            usable = fits(state, world_size=trainer.world_size, warn=trainer.is_global_zero)
+            self._random_state = state if usable else None
+
+    def restore_fit(self, trainer: pl.Trainer, engine: SmartInfinityEngine) -> ClientState:
+        """Restore the engine from the training record; return what a checkpoint holds for Lightning. Collective.
+
+        Raises:
+            StorageCorruptError, CheckpointError: As for :meth:`restore`.
+        """
+        loop = self.restore(engine)
+        self._goes_on_after_batch, self._random_state = loop["after_batch"], loop[RNG_KEY]
+        return restore_loop(trainer, loop)
+
+    def begin_fit(self, trainer: pl.Trainer, engine: SmartInfinityEngine, transfer: TransferConfig) -> None:
+        """Let the fit go on from where it resumes, and begin to record it: its first batch follows."""
+        load_loader_states(trainer)
+        state, self._random_state = self._random_state, None
+        if state is not None:
+            restore(state, trainer.strategy.root_device)
+            if self._goes_on_after_batch:
+                go_on_after_batch(trainer)
+            else:
+                continue_epoch(trainer)
+                if self.resumes:
+                    begin_first_epoch(trainer)
+        self.begin(engine, transfer, says=trainer.is_global_zero)
+        if not self.resumes:  # else the record that the fit resumes from holds until the next step
+            self._record_loop(trainer, after_batch=False)
+
+    def _record_loop(self, trainer: pl.Trainer, *, after_batch: bool) -> None:
+        """Write a training record.
+
+        Args:
+            trainer: The Trainer.
+            after_batch: Whether the loop is done with a batch; otherwise the fit is about to begin.
+        """
+        if self.is_on:
+            random = capture(trainer.strategy.root_device, world_size=trainer.world_size)
+            loop = {"after_batch": after_batch, RNG_KEY: random, **loop_state(trainer)}
+            self.record(loop, step=trainer.global_step)
+
+    def end_fit(self, settings: StrategySettings, rank_state: RankState | None, *, says: bool) -> None:
+        """Record no longer, and say how to resume if the fit was interrupted and its state stays.
+
+        Args:
+            settings: The strategy's settings.
+            rank_state: What the rank holds open; None if nothing has trained.
+            says: Whether this process says it.
+        """
+        if self.is_on and says and rank_state is not None:
+            if not self.was_interrupted:  # an error that comes later may leave the state, too
+                rank_state.keeping.told = partial(self.say_how_to_resume, settings)
+            elif rank_state.keeping.stays:
+                self.say_how_to_resume(settings)
+        self.end()
 
 
 def loop_state(trainer: pl.Trainer) -> ClientState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,10 +103,6 @@ class StrategySettings:
             zero=optional(_SECTION),
             watchdog_timeout=optional(_WATCHDOG),
         )
-        if self.transfer.keep == "auto":
-            has_residual = self.compression is not None and self.compression.keeps_residual
-            transfer = replace(self.transfer, keep=False if has_residual else "on-failure")
-            object.__setattr__(self, "transfer", transfer)
         if self.update_device == "smartssd" and not STATE_FORMATS[self.state_format].on_cards:
             on_cards = names_where(lambda form: form.on_cards)
             raise ConfigError(

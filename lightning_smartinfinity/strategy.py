@@ -14,11 +14,6 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import (
-    _init_optimizers_and_lr_schedulers,
-    _MockOptimizer,
-    do_nothing_closure,
-)
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -28,7 +23,14 @@ from typing_extensions import Unpack, override
 
 from lightning_smartinfinity import ending
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
-from lightning_smartinfinity.compatibility import OptimizerList, accumulates, adapt_callbacks, copy_around_training
+from lightning_smartinfinity.compatibility import (
+    OptimizerList,
+    accumulates,
+    adapt_callbacks,
+    configured_optimizer,
+    copy_around_training,
+    refuse_closure,
+)
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
@@ -37,34 +39,13 @@ from lightning_smartinfinity.model_checkpoint import save_beside_training, save_
 from lightning_smartinfinity.native import take_back_ask_to_end
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityPrecision
-from lightning_smartinfinity.recorder import (
-    STORAGE,
-    TrainingRecorder,
-    log_how_to_resume,
-    require_resumable,
-    resume_engine,
-    say_if_not_resumable,
-)
-from lightning_smartinfinity.recording import (
-    go_on_after_batch,
-    loop_state,
-    restore_loop,
-    watch_steps,
-)
+from lightning_smartinfinity.recording import FitRecording
 from lightning_smartinfinity.resume.loader_position import keeping_position
-from lightning_smartinfinity.resume.loops import (
-    begin_first_epoch,
-    continue_epoch,
-    load_loader_states,
-    load_only_own_states,
-    passed_to_run,
-    without_positions,
-)
-from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
+from lightning_smartinfinity.resume.loops import passed_to_run, without_positions
+from lightning_smartinfinity.rng import RNG_KEY, capture
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_TRAINER
 from lightning_smartinfinity.store.in_time import io_limit
-from lightning_smartinfinity.update_rules import optimizer_names
 from lightning_smartinfinity.watching import saving
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
@@ -74,7 +55,6 @@ if TYPE_CHECKING:
 __all__ = ["SmartInfinityStrategy"]
 
 
-_HOW_TO_RESUME = "run it again with trainer.fit(..., ckpt_path='storage')"
 _RESUMED_FROM = (LIGHTNING_KEY, "loops", "lr_schedulers")
 
 
@@ -87,7 +67,7 @@ class LightningOptions(SharedOptions, total=False):
 
 
 @documents_settings
-class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
+class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrategy):
     """Trains models whose optimizer state does not fit in memory.
 
     ZeRO-3 partitions the parameters. Master weights and optimizer state lie only on storage: every step streams
@@ -107,6 +87,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     """
 
     strategy_name = "smart_infinity"
+    _recording: FitRecording
 
     def __init__(
         self,
@@ -147,10 +128,12 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         self._take_settings(settings)
         self.config = self._engine_config
         take_options(self, options, known=LightningOptions, answers=OF_TRAINER)
-        self._random_state: dict[str, Any] | None = None
-        self._recorder: TrainingRecorder | None = None
-        self._goes_on_after_batch = False
-        self._was_interrupted = False
+        self._recording = FitRecording()
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
 
     @property
     @override
@@ -212,16 +195,10 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._choose_storage(trainer.default_root_dir)
-        self._random_state, self._recorder = None, None
-        self._goes_on_after_batch = self._was_interrupted = False
-        self._resumes = trainer.state.fn == TrainerFn.FITTING and passed_to_run(trainer, "ckpt_path") == STORAGE
-        if self._resumes:
-            require_resumable(self._settings.transfer, what="fit(ckpt_path='storage')")
+        self._recording.begin_run(trainer, self._settings.transfer)
         super().setup(trainer)
         ending.end_together_after_sigterm(trainer)
-        watch_steps(trainer, partial(self._record, after_batch=True))
-        if not self._resumes:
-            load_only_own_states(trainer)
+        self._recording.watch(trainer)
         if self._training_engine is not None:
             save_beside_training(trainer, self._training_engine.saves, finish=self._finish_saves)
 
@@ -236,56 +213,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         ending.give_up_soon_after_sigterm()
-        assert self.lightning_module is not None
-        load_loader_states(self.lightning_module.trainer)
-        state, self._random_state = self._random_state, None
-        if state is not None:
-            restore(state, self.root_device)
-            if self._goes_on_after_batch:
-                go_on_after_batch(self.lightning_module.trainer)
-            else:
-                continue_epoch(self.lightning_module.trainer)
-                if self._resumes:
-                    begin_first_epoch(self.lightning_module.trainer)
-        if self._settings.transfer.is_resumable:
-            assert self._training_engine is not None
-            self._recorder = TrainingRecorder(
-                self._training_engine,
-                how_to_resume=_HOW_TO_RESUME,
-                gap="training_step takes several optimizer steps, and a record is written at the end of a batch only",
-            )
-            if not self._resumes:  # else the record that the fit resumes from holds until the next step
-                self._record(after_batch=False)
-        elif self.is_global_zero:
-            say_if_not_resumable(self._settings.transfer)
-
-    def _record(self, *, after_batch: bool) -> None:
-        """Write a training record.
-
-        Args:
-            after_batch: Whether the loop is done with a batch; otherwise the fit is about to begin.
-        """
-        if self._recorder is None:
-            return
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        loop = {
-            "after_batch": after_batch,
-            RNG_KEY: capture(self.root_device, world_size=self.world_size),
-            **loop_state(trainer),
-        }
-        self._recorder.record(loop, step=trainer.global_step)
-
-    def _resume_from_storage(self) -> ClientState:
-        """Restore the engine from the training record; return what a checkpoint holds for Lightning."""
-        from lightning_smartinfinity.zero3.collectives import raising_together
-
-        assert self._training_engine is not None and self.lightning_module is not None
-        loop: ClientState = {}
-        with raising_together():
-            loop = resume_engine(self._training_engine)
-        self._goes_on_after_batch, self._random_state = loop["after_batch"], loop[RNG_KEY]
-        return restore_loop(self.lightning_module.trainer, loop)
+        assert self._training_engine is not None
+        self._recording.begin_fit(self._trainer, self._training_engine, self._settings.transfer)
 
     @contextmanager
     @override
@@ -307,41 +236,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
-            _refuse_closure(closure)
+            refuse_closure(closure)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        ending.begin_evaluation_batch(self.lightning_module)
-        return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        ending.begin_evaluation_batch(self.lightning_module)
-        return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        ending.begin_evaluation_batch(self.lightning_module)
-        return super().predict_step(*args, **kwargs)
-
-    @override
-    def on_validation_start(self) -> None:
-        self.drain()
-        ending.begin_evaluation(self.lightning_module)
-        super().on_validation_start()
-
-    @override
-    def on_test_start(self) -> None:
-        self.drain()
-        ending.begin_evaluation(self.lightning_module)
-        super().on_test_start()
-
-    @override
-    def on_predict_start(self) -> None:
-        self.drain()
-        ending.begin_evaluation(self.lightning_module)
-        super().on_predict_start()
 
     @override
     def on_train_end(self) -> None:
@@ -414,10 +310,11 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         from lightning_smartinfinity.zero3.engine import PortableEngine
 
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer
         doing = trainer.state.fn
-        if self._resumes:
-            return self._resume_from_storage()
+        if self._recording.resumes:
+            assert self._training_engine is not None
+            return self._recording.restore_fit(trainer, self._training_engine)
         if weights_only is None:
             weights_only = passed_to_run(trainer, "weights_only")
         consent = f"weights_only=False to Trainer.{doing.value if doing else 'fit'}"
@@ -437,16 +334,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
                 needed=_RESUMED_FROM,
             )
         client_state.setdefault(LIGHTNING_KEY, lightning.__version__)  # Lightning reads it before an evaluation, too
-        self._take_random_state(client_state)
+        self._recording.take_random_state(trainer, client_state)
         return client_state
-
-    def _take_random_state(self, client_state: ClientState) -> None:
-        """Keep the saved random states until training starts, if it resumes with them."""
-        state = client_state.pop(RNG_KEY, None)
-        assert self.lightning_module is not None
-        if state is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            usable = fits(state, world_size=self.world_size, warn=self.is_global_zero)
-            self._random_state = state if usable else None
 
     @override
     def _restore_zero_state(self, ckpt: SavedState, strict: bool) -> None:
@@ -469,7 +358,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._was_interrupted = True
+        self._recording.was_interrupted = True
         super().on_exception(exception)
         ending.end_by(exception, self.lightning_module)
 
@@ -478,31 +367,13 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         super().teardown()
         if self.lightning_module is not None:
             save_in_turn(self.lightning_module.trainer)
-        self._become_idle(completed=not self._was_interrupted)
-        if self._recorder is not None and self.is_global_zero:
-            if self._was_interrupted:
-                self._recorder.say_how_to_resume(self._settings)
-            elif self._rank_state is not None:  # an error that comes later may leave the state, too
-                self._rank_state.keeping.told = partial(log_how_to_resume, self._settings, _HOW_TO_RESUME)
-        self._recorder = None
+        self._become_idle(completed=not self._recording.was_interrupted)
+        self._recording.end_fit(self._settings, self._rank_state, says=self.is_global_zero)
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
         assert self.lightning_module is not None
-        try:
-            optimizers, schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
-        except RuntimeError as error:
-            if "multiple optimizers" in str(error):  # Lightning's own refusal in automatic optimization
-                raise _several_optimizers("several optimizers") from error
-            raise
-        if len(optimizers) != 1 or len(schedulers) > 1:
-            raise _several_optimizers(f"{len(optimizers)} optimizers and {len(schedulers)} schedulers")
-        if isinstance(optimizers[0], _MockOptimizer):  # Lightning's replacement for None
-            raise UnsupportedError(
-                f"{type(self.lightning_module).__name__}.configure_optimizers returned None.",
-                f"Return one of torch.optim's {optimizer_names()}; without one, call validate, test or predict.",
-            )
-        return optimizers[0], schedulers[0] if schedulers else None
+        return configured_optimizer(self.lightning_module)
 
     @override
     def _setup_model_and_optimizer(
@@ -537,18 +408,3 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         super()._format_config()
         # For DeepSpeed every step ends a window: see handles_gradient_accumulation.
         self.config["gradient_accumulation_steps"] = 1
-
-
-def _several_optimizers(found: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"configure_optimizers returned {found}.",
-        "The smart_infinity strategy trains with one optimizer and at most one scheduler; use parameter groups.",
-    )
-
-
-def _refuse_closure(closure: object) -> None:
-    if closure is not do_nothing_closure:
-        raise UnsupportedError(
-            "optimizer.step(closure=...) does not work with the smart_infinity strategy.",
-            "Run forward and backward first, then call optimizer.step().",
-        )

@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_smartinfinity.checks import Rule, between, num_bytes, optional
-from lightning_smartinfinity.cli.option_types import reading, storage_folder, whole_number_in
+from lightning_smartinfinity.checks import Rule, between, num_bytes, optional, positive
+from lightning_smartinfinity.cli.option_types import number_in, reading, storage_folder, whole_number_in
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.plan.training import BUILDS, OFFLOADS, OPTIMIZERS, PRECISIONS, Training
@@ -40,6 +40,7 @@ _checkpoints = reading(
     whole_number_in,
     replace(between(0, 10**6), remedy="Pass how many will be kept; with save_top_k=-1 that is how often it saves"),
 )
+_ratio = reading(number_in, positive(1))
 _arguments = reading(
     _json_in, Rule("""Pass an object such as '{"width": 1024}'""", lambda value: isinstance(value, dict), "is no JSON")
 )
@@ -75,6 +76,9 @@ def _add_training(group: Any) -> None:
     add("optimizer", "class of torch.optim", choices=tuple(OPTIMIZERS))
     add("state-format", "format of the state on storage", choices=tuple(STATE_FORMATS))
     add("offload-param", "where parameters lie between uses", choices=OFFLOADS)
+    group.add_argument(
+        "--compression", type=_ratio, metavar="RATIO", help="share of the gradients that TopK sends (default: all)"
+    )
     add("build", "where the module builds the model", choices=BUILDS)
     group.add_argument(
         "--processes", type=_count, metavar="N", help="processes on the machine (default: one for each GPU)"

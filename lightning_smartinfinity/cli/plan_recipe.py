@@ -15,10 +15,13 @@ __all__ = ["python_recipe", "yaml_recipe"]
 def python_recipe(training: Training, *, storage: Path, on_gpu: bool) -> str:
     """Return Python that makes the Trainer, with the rest of the settings in comments."""
     settings = _strategy_settings(training, storage)
-    lines = ["import lightning as L", "", "from lightning_smartinfinity import SmartInfinityStrategy", ""]
+    names = "SmartInfinityStrategy" if training.compression is None else "SmartInfinityStrategy, TopK"
+    lines = ["import lightning as L", "", f"from lightning_smartinfinity import {names}", ""]
     lines += [f"# {words}" for words in _advice(training)]
     lines += ["strategy = SmartInfinityStrategy("]
     lines += [f"    {name}={value!r}," for name, value in settings.items()]
+    if training.compression is not None:
+        lines += [f"    compression=TopK({training.compression!r}),"]
     lines += [")", "trainer = L.Trainer(", "    strategy=strategy,"]
     lines += [f"    {name}={value!r}," for name, value in _trainer_settings(training, on_gpu=on_gpu).items()]
     return "\n".join([*lines, ")"])
@@ -34,7 +37,11 @@ def yaml_recipe(training: Training, *, storage: Path, on_gpu: bool) -> str:
         "    init_args:",
     ]
     # JSON is YAML, too.
-    lines += [f"      {name}: {json.dumps(value)}" for name, value in _strategy_settings(training, storage).items()]
+    settings = _strategy_settings(training, storage)
+    if training.compression is not None:
+        top_k = {"ratio": training.compression}
+        settings["compression"] = {"class_path": "lightning_smartinfinity.TopK", "init_args": top_k}
+    lines += [f"      {name}: {json.dumps(value)}" for name, value in settings.items()]
     lines += [f"  {name}: {json.dumps(value)}" for name, value in _trainer_settings(training, on_gpu=on_gpu).items()]
     return "\n".join(lines)
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 from lightning_smartinfinity.checks import FLAG, between, check, instance
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES
-from lightning_smartinfinity.plan.gradients import ITEM_BYTES
+from lightning_smartinfinity.plan.gradients import ITEM_BYTES, GradientForm
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.hardware import MOST_DEVICES
 from lightning_smartinfinity.plan.workload import Workload
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
+from lightning_smartinfinity.transfer.layout import PartitionLayout
 
-__all__ = ["host_bytes"]
+__all__ = ["compressed_bytes", "host_bytes"]
 
 _HOST_BUFFERS_OF_CARDS = 2  # as in devices/smartssd/device.py: buffers of the host for work that a card does not do
 _FP32_BYTES = 4
@@ -55,11 +56,21 @@ def host_bytes(
         ring = workload.num_buffers * extent
     held = {"ring": ring, "gradient_arena": arena_item_bytes * workload.numel}
     if gradients.compressed:
-        payloads = (int(gradients.nbytes(tasklet.numel)) for tasklet in layout.tasklets)
-        held["payloads"] = sum(-(-nbytes // _BEAT_BYTES) * _BEAT_BYTES for nbytes in payloads)
-        if error_feedback:
-            held["residual"] = _FP32_BYTES * workload.numel
+        held |= compressed_bytes(gradients, layout, error_feedback=error_feedback)
     return held
+
+
+def compressed_bytes(form: GradientForm, layout: PartitionLayout, *, error_feedback: bool) -> dict[str, int]:
+    """Return the host memory of one process that compressed gradients take beside the arena, in bytes by purpose.
+
+    Args:
+        form: Form of the compressed gradients.
+        layout: The process's partition.
+        error_feedback: Whether compressed gradients have a residual.
+    """
+    payloads = (int(form.nbytes(tasklet.numel)) for tasklet in layout.tasklets)
+    held = {"payloads": sum(-(-nbytes // _BEAT_BYTES) * _BEAT_BYTES for nbytes in payloads)}
+    return {**held, "residual": _FP32_BYTES * layout.numel} if error_feedback else held
 
 
 def _few_tasklets(workload: Workload) -> Workload:

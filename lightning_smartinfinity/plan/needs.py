@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
+from lightning_smartinfinity.plan.gradients import TopKPayload
+from lightning_smartinfinity.plan.memory import compressed_bytes
 from lightning_smartinfinity.plan.model import ModelFigures
 from lightning_smartinfinity.plan.training import Training
 from lightning_smartinfinity.store.extents import ExtentMap
+from lightning_smartinfinity.store.residual_file import residual_bytes
 from lightning_smartinfinity.store.space import overhead_bytes
 from lightning_smartinfinity.store.tensor_files import deal
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
@@ -193,7 +196,11 @@ def held_by_update(model: ModelFigures, training: Training, *, on_gpu: bool = Fa
         ring += _staging_bytes(extents, training, limit=ring)
     elif on_gpu and training.offload_param == "none":
         ring += training.num_buffers * training.item_bytes * min(extents.tasklet_numel, extents.numel)
-    return {"ring": ring, "gradient_arena": training.gradient_bytes * layout.numel}
+    held = {"ring": ring, "gradient_arena": training.gradient_bytes * layout.numel}
+    if training.compression is None:
+        return held
+    payload = TopKPayload(training.compression, training.gradient_bytes)
+    return held | compressed_bytes(payload, layout, error_feedback=training.keeps_residual)
 
 
 def _staging_bytes(extents: ExtentMap, training: Training, *, limit: int) -> int:
@@ -209,6 +216,8 @@ def _disk_owners(model: ModelFigures, training: Training) -> dict[str, int]:
     if training.offload_param == "nvme":
         owners["parameters"] = training.processes * stored_bytes(model, training)
     owners["records"] = training.processes * records
+    if training.keeps_residual:
+        owners["residuals"] = training.processes * residual_bytes(layout.numel)
     if training.save_top_k:
         one = checkpoint_bytes(model, training)
         owners |= {"checkpoints": training.save_top_k * one, "checkpoint being saved": one}

@@ -12,6 +12,7 @@ from lightning_smartinfinity.plan.needs import layout_of
 from lightning_smartinfinity.plan.step import Overlap, StepTime, System, simulate_step
 from lightning_smartinfinity.plan.training import Training
 from lightning_smartinfinity.plan.workload import Workload
+from lightning_smartinfinity.store.residual_file import residual_bytes
 
 __all__ = [
     "TBW_PER_TB",
@@ -198,11 +199,12 @@ def _parts(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: boo
 
 
 def written_bytes(model: ModelFigures, training: Training) -> int:
-    """Return the bytes that a step of all processes writes to storage: the state and stored parameters."""
+    """Return the bytes that a step of all processes writes to storage: state, stored parameters and a residual."""
     extents = layout_of(model.trained, training).extents
     state = sum(extent.nbytes for extent in extents.extents)
     stored = training.item_bytes * extents.numel if training.offload_param == "nvme" else 0
-    return training.processes * (state + stored)
+    residual = residual_bytes(extents.numel) // 2 if training.keeps_residual else 0
+    return training.processes * (state + stored + residual)
 
 
 def _low(of: Range) -> float:

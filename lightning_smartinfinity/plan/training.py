@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_smartinfinity.checks import FLAG, between, one_of, optional, require
+from lightning_smartinfinity.checks import FLAG, between, one_of, optional, positive, require
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
@@ -48,6 +48,7 @@ class Training:
         tokens: Tokens of the whole training; None if unknown.
         num_buffers: Number of ring buffers.
         places: Places of each tasklet's state on storage; 1 with ``durability="none"``.
+        compression: Share of the gradients that ``TopK`` sends, with error feedback; None: they are not compressed.
 
     Raises:
         ConfigError: A value is out of range, or values contradict each other.
@@ -67,6 +68,7 @@ class Training:
     tokens: int | None = None
     num_buffers: int = 16
     places: int = 2
+    compression: float | None = None
 
     def __post_init__(self) -> None:
         some = between(1, _MOST)
@@ -85,6 +87,7 @@ class Training:
             save_top_k=between(0, _MOST),
             tokens=optional(between(1)),
             places=between(1, 2),
+            compression=optional(positive(1)),
         )
         form = STATE_FORMATS[self.state_format]
         if form.required_parameters == "bf16" and not self.precision.startswith("bf16"):
@@ -111,6 +114,11 @@ class Training:
     def gradient_bytes(self) -> int:
         """Bytes of a gradient's element: gradients of several micro-batches are added in fp32."""
         return 4 if self.accumulate > 1 else self.item_bytes
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether what is not sent of the gradients is kept for the next step, and on storage to resume from."""
+        return self.compression is not None and self.compression < 1
 
     @property
     def built_bytes(self) -> int:

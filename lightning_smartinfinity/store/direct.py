@@ -15,7 +15,7 @@ from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.scheduling import scheduler_of
 
-__all__ = ["adopt_descriptor", "choose_direct", "open_state_file"]
+__all__ = ["adopt_descriptor", "choose_direct", "has_direct", "open_file", "open_state_file"]
 
 # f_type (from fstatfs) of file systems that live in memory; recent kernels accept O_DIRECT even on tmpfs.
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
@@ -52,6 +52,11 @@ def choose_direct(folder: OpenFolder, name: str, choice: str) -> bool:
     return False
 
 
+def has_direct(folder: OpenFolder, name: str) -> bool:
+    """Return whether a file can be opened with O_DIRECT, without a warning if it cannot."""
+    return _refusal(folder, name) is None
+
+
 def open_state_file(
     folder: OpenFolder,
     name: str,
@@ -72,11 +77,19 @@ def open_state_file(
     Raises:
         StorageError: The file cannot be opened, or has no direct I/O while ``direct_io`` is ``"on"``.
     """
-    path = folder.path / name
-    with storage_errors("Opening", path):
-        direct = choose_direct(folder, name, direct_io)
-        descriptor = folder.open(name, access | (os.O_DIRECT if direct else 0))
-        return adopt_descriptor(path, descriptor, direct=direct, scheduler=scheduler_of(descriptor))
+    with storage_errors("Opening", folder.path / name):
+        return open_file(folder, name, direct=choose_direct(folder, name, direct_io), access=access)
+
+
+def open_file(folder: OpenFolder, name: str, *, direct: bool, access: int = os.O_RDWR) -> native.StateFile:
+    """Open an existing file as :func:`open_state_file` does, with O_DIRECT or without.
+
+    Raises:
+        StorageError: It is no regular file, or not to be trusted.
+        OSError: It cannot be opened.
+    """
+    descriptor = folder.open(name, access | (os.O_DIRECT if direct else 0))
+    return adopt_descriptor(folder.path / name, descriptor, direct=direct, scheduler=scheduler_of(descriptor))
 
 
 def adopt_descriptor(

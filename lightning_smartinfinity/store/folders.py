@@ -20,6 +20,7 @@ __all__ = [
     "COMMIT_NAME",
     "OUR_NAMES",
     "PARAMETERS_NAME",
+    "RESIDUAL_NAMES",
     "STATE_NAME",
     "TRAINING_NAMES",
     "RankFolder",
@@ -34,7 +35,9 @@ STATE_NAME = "state.bin"
 COMMIT_NAME = "commit.bin"
 PARAMETERS_NAME = "parameters.bin"
 TRAINING_NAMES = ("training-0.bin", "training-1.bin")
-OUR_NAMES = (STATE_NAME, COMMIT_NAME, *TRAINING_NAMES, MANIFEST_NAME, PARAMETERS_NAME, f"{MANIFEST_NAME}.new")
+RESIDUAL_NAMES = ("residual-0.bin", "residual-1.bin")
+_RECORD_NAMES = (COMMIT_NAME, *TRAINING_NAMES, *RESIDUAL_NAMES)  # in the first folder
+OUR_NAMES = (STATE_NAME, *_RECORD_NAMES, MANIFEST_NAME, PARAMETERS_NAME, f"{MANIFEST_NAME}.new")
 """Names of the files in a rank's folder, beside its lock. The last is that of a manifest until it is complete."""
 
 _SET_ASIDE = re.compile(rf"({re.escape(MANIFEST_NAME)}|{LOCK_NAME})\.[0-9]+{re.escape(ASIDE)}")
@@ -96,7 +99,7 @@ def owned_names(folder: OpenFolder, notes: Iterable[str], manifest: Manifest | N
     if manifest is not None:
         owned |= {STATE_NAME, MANIFEST_NAME}
         if manifest.device == 0:
-            owned |= {COMMIT_NAME, *TRAINING_NAMES}
+            owned |= set(_RECORD_NAMES)
     return owned.intersection(OUR_NAMES, folder.names())
 
 
@@ -245,13 +248,19 @@ class RankFolder:
                 os.close(descriptor)
         return path
 
-    def allocate_missing(self, *names: str) -> None:
-        """Create empty files where they do not exist. Raises as :meth:`allocate`."""
+    def allocate_missing(self, *names: str, num_bytes: int = 0) -> None:
+        """Create files of this size where they do not exist, and flush them. Raises as :meth:`allocate`."""
         with storage_errors("Looking for files in", self.path):
             missing = [name for name in names if self.inside.status(name) is None]
         for name in missing:
-            self.allocate(name, 0)
-        self.flush()
+            with storage_errors("Flushing", self.allocate(name, num_bytes)):
+                descriptor = self.inside.open(name, os.O_RDWR)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+        if missing:
+            self.flush()
 
     def extend(self, name: str, num_bytes: int) -> None:
         """Extend a file, with all its blocks reserved; its length stays as it is if that fails.

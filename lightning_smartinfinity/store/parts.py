@@ -17,8 +17,7 @@ from lightning_smartinfinity.store.lock import KEPT, SET_ASIDE, read_lock
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
-from lightning_smartinfinity.store.recovery import records_of
-from lightning_smartinfinity.store.training_record import read_training_records
+from lightning_smartinfinity.store.recovery import committed_records
 
 __all__ = ["Part", "Point", "find_parts", "look_at", "points_of"]
 
@@ -151,17 +150,12 @@ def look_at(folder: OpenFolder) -> Part:
 
 
 def points_of(folder: OpenFolder, manifest: Manifest) -> frozenset[Point]:
-    """Return the points in a rank's first folder whose generation is committed. The extents are not read.
+    """Return the points in a rank's first folder whose generation is committed. Neither extents nor residuals are read.
 
     Raises:
         StorageError: A record cannot be read.
     """
     if folder.status(COMMIT_NAME) is None:  # a kill came while the store was removed
         return frozenset()
-    committed = {record.generation for record in records_of(folder, manifest).intact}
-    records = read_training_records(folder, identity=manifest.identity)
-    return frozenset(
-        Point(record.number, record.generation, record.run, record.step)
-        for record in records
-        if record.generation in committed
-    )
+    records = committed_records(folder, manifest)
+    return frozenset(Point(record.number, record.generation, record.run, record.step) for record in records)

@@ -14,15 +14,20 @@ from lightning_smartinfinity.store.folders import COMMIT_NAME
 from lightning_smartinfinity.store.manifest import Manifest, read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.record import CommitRecord, Records, erase_record, read_records
+from lightning_smartinfinity.store.residual_file import damaged_parts, was_cut_short
 from lightning_smartinfinity.store.trailer import first_mismatch
+from lightning_smartinfinity.store.training_record import TrainingRecord, read_training_records, residual_of
 
 __all__ = [
+    "committed_records",
     "common_manifest",
     "complete_generations",
     "contradiction",
     "newest_complete",
     "records_of",
     "require_recoverable",
+    "with_whole_residuals",
+    "written_records",
 ]
 
 
@@ -93,6 +98,50 @@ def complete_generations(folders: Sequence[OpenFolder], manifest: Manifest) -> l
     """
     records, _ = records_of(folders[0], manifest)
     return [record.generation for record in records if _mismatch(folders, manifest, record) is None]
+
+
+def written_records(folder: OpenFolder, manifest: Manifest) -> list[TrainingRecord]:
+    """Return the intact training records, newest first, without those whose residual was not written to its end.
+
+    The values of the residuals are not read.
+
+    Raises:
+        StorageError: A file cannot be read.
+    """
+    found = []
+    for record in read_training_records(folder, identity=manifest.identity):
+        residual = residual_of(record, manifest.identity)
+        if residual is None or not was_cut_short(folder, residual):
+            found.append(record)
+    return found
+
+
+def committed_records(folder: OpenFolder, manifest: Manifest) -> list[TrainingRecord]:
+    """Return the :func:`written_records` whose generation is committed, newest first. Raises as that function."""
+    committed = {record.generation for record in records_of(folder, manifest).intact}
+    return [record for record in written_records(folder, manifest) if record.generation in committed]
+
+
+def with_whole_residuals(
+    folder: OpenFolder, manifest: Manifest, records: Sequence[TrainingRecord]
+) -> list[TrainingRecord]:
+    """Read the residuals of training records, and return the records whose residual is whole, or that have none.
+
+    Raises:
+        StorageCorruptError: There is none, and a residual is damaged.
+        StorageError: A file cannot be read.
+    """
+    problems = []
+    for record in records:
+        residual = residual_of(record, manifest.identity)
+        problems.append(None if residual is None else next(damaged_parts(folder, residual), None))
+    whole = [record for record, problem in zip(records, problems, strict=True) if problem is None]
+    damaged = [problem for problem in problems if problem is not None]
+    if damaged and not whole:
+        raise StorageCorruptError(damaged[0], "Begin anew, without resuming from storage, or pass a checkpoint.")
+    if damaged:
+        warnings.warn(f"{damaged[0]} Going on from step {whole[0].step}.", stacklevel=3)
+    return whole
 
 
 def newest_complete(folders: Sequence[OpenFolder], manifest: Manifest, newest: int | None) -> CommitRecord:

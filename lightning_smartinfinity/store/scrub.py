@@ -1,4 +1,4 @@
-"""Reads every extent of a store's newest generation, and compares it with its checksums."""
+"""Reads every extent of a store's newest generation and a residual that a training needs, and compares checksums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from lightning_smartinfinity.store.manifest import Manifest, read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import failure_error, in_milliseconds
 from lightning_smartinfinity.store.record import CommitRecord
-from lightning_smartinfinity.store.recovery import common_manifest, contradiction, records_of
+from lightning_smartinfinity.store.recovery import committed_records, common_manifest, contradiction, records_of
+from lightning_smartinfinity.store.residual_file import ResidualOf, damaged_parts
+from lightning_smartinfinity.store.training_record import residual_of
 
 __all__ = ["ScrubbedRank", "scrub_rank"]
 
@@ -37,7 +39,7 @@ class ScrubbedRank:
         folders: The rank's folders.
         generation: The generation that was read; None if there is none.
         num_extents: Number of extents that were read.
-        num_bytes: Their bytes.
+        num_bytes: Their bytes, and those of the residual of compressed gradients.
         damaged: A sentence about everything that is damaged, with path and offset.
         unknown: Sentences that tell why nothing, or not all of it, could be read.
     """
@@ -71,11 +73,16 @@ def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRan
             return ScrubbedRank(folders=tuple(folders), damaged=(error.problem,))
         on_storage = range(manifest.extents.num_in_memory, manifest.extents.num_tasklets)
         num_bytes = sum(manifest.extents.extents[index].nbytes for index in on_storage)
+        training = next(iter(committed_records(claimed[0], manifest)), None)
+        residual = None if training is None else residual_of(training, manifest.identity)
+        num_bytes += 0 if residual is None else residual.nbytes
         damaged, unknown = [], [] if torn is None else [f"{torn} Generation {record.generation} was read."]
         try:
             with show(f"Reading the state of rank {rank}", num_bytes) as advance:
                 for sentence in _damaged(claimed, manifest, record, on_storage, advance):
                     damaged.append(sentence)
+                if residual is not None:
+                    damaged += _damaged_residual(claimed[0], residual, advance)
         except StorageError as error:  # what was found before is told all the same
             unknown.append(str(error))
         return ScrubbedRank(
@@ -135,6 +142,11 @@ def _damaged(
                 each = (_failure(pipeline, manifest, record, [index]) for index in some)
                 yield from (f"{failure.message}." for failure in each if failure is not None)
             advance(sum(manifest.extents.extents[index].nbytes for index in some))
+
+
+def _damaged_residual(folder: OpenFolder, residual: ResidualOf, advance: Advance) -> list[str]:
+    read = partial(damaged_parts, folder, residual, advance=advance)
+    return unless_idle(lambda: list(read()), doing="Reading", path=folder.path / residual.name)
 
 
 def _failure(

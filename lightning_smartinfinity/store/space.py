@@ -25,6 +25,7 @@ from lightning_smartinfinity.store.manifest import MANIFEST_NAME, read_manifest
 from lightning_smartinfinity.store.os_errors import FULL, storage_errors
 from lightning_smartinfinity.store.parts import Part
 from lightning_smartinfinity.store.record import record_bytes
+from lightning_smartinfinity.store.residual_file import residual_bytes
 from lightning_smartinfinity.store.tensor_files import deal
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "measure_gradient_space",
     "measure_parameter_space",
     "measure_parts",
+    "measure_residual_space",
     "measure_space",
     "nearest_existing",
     "overhead_bytes",
@@ -47,10 +49,12 @@ _SMALL_FILES_BYTES = 64 * 1024
 _MANIFEST_BYTES_PER_PARAMETER = 512
 
 _GRADIENTS = "gradients on their way to SmartSSDs"
+_RESIDUALS = "residuals of compressed gradients"
 _REMEDY = (
     "Free space there, spread the state over more storage folders, choose a smaller state_format, or halve the"
     " need with TransferConfig(durability='none')."
 )
+_REMEDY_OF_RESIDUALS = " TransferConfig(keep=False) keeps no residuals to resume from."
 _REMEDY_OF_GRADIENTS = " SmartSSDConfig(gradient_route='host') needs no space for gradients."
 
 
@@ -190,7 +194,8 @@ def require_space(requests: Iterable[SpaceRequest]) -> None:
         f" on {', '.join(map(repr, item.hosts))}, where {_readable(item.free_bytes)} are free."
         for item in missing
     )
-    further = _REMEDY_OF_GRADIENTS if any(_GRADIENTS in item.what for item in missing) else ""
+    remedies = {_GRADIENTS: _REMEDY_OF_GRADIENTS, _RESIDUALS: _REMEDY_OF_RESIDUALS}
+    further = "".join(words for what, words in remedies.items() if any(what in item.what for item in missing))
     raise StorageFullError(problem, "".join(map(_of_interrupted, missing)) + _REMEDY + further)
 
 
@@ -264,6 +269,19 @@ def leftover_bytes(path: Path) -> int:
             return sum(status.st_blocks * 512 for status in sizes if status is not None)
     except (OSError, StorageError):
         return 0
+
+
+def measure_residual_space(folder: Path, *, numel: int) -> list[SpaceRequest]:
+    """Return this rank's request for the residuals of two training records, without creating anything.
+
+    Args:
+        folder: The first storage folder.
+        numel: Number of values of a residual; 0 if there is none.
+
+    Raises:
+        StorageError: The free space of the folder cannot be read.
+    """
+    return [_request(folder, needed_bytes=residual_bytes(numel), what=_RESIDUALS)] if numel else []
 
 
 def _subject(what: Sequence[str]) -> str:

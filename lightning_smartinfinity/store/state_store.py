@@ -32,10 +32,13 @@ from lightning_smartinfinity.store.recovery import (
     complete_generations,
     newest_complete,
     require_recoverable,
+    with_whole_residuals,
+    written_records,
 )
+from lightning_smartinfinity.store.residual_write import WriteOptions
 from lightning_smartinfinity.store.space import measure_space, require_space
 from lightning_smartinfinity.store.spread import Placement, next_placement, places_needed
-from lightning_smartinfinity.store.training_record import TrainingRecord, TrainingRecords, read_training_records
+from lightning_smartinfinity.store.training_record import TrainingRecord, TrainingRecords
 
 __all__ = ["StateStore"]
 
@@ -49,7 +52,7 @@ class StateStore:
         files: State file of each storage folder.
         identity: The mark that every extent carries.
         manifest: The content of manifest.json.
-        control_bytes: Bytes of the commit records and training records written so far.
+        records: The training records.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class StateStore:
         record: CommitRecord,
         *,
         direct_io: str,
+        io_engine: str = "auto",
         io_timeout: float = IO_TIMEOUT,
     ) -> None:
         self.manifest = manifest
@@ -68,14 +72,21 @@ class StateStore:
         self._folders = tuple(folders)
         self._unusable: StorageError | None = None
         self._pins: list[Pin] = []
-        self.control_bytes = 0
+        self._commit_bytes = 0
         self._homes = manifest.extents.first_homes if record.generation < 0 else record.placement.devices
         self._capacities = Capacities(folders, manifest.extents, ranks=manifest.world_size)
         self.files = tuple(open_state_file(folder.inside, STATE_NAME, direct_io) for folder in folders)
         self._io_timeout = io_timeout
         self._in_time = LimitedCalls(self.files, seconds=io_timeout)
-        flush = manifest.durability == "power"
-        self._training = TrainingRecords(folders[0], identity=self.identity, flush=flush, in_time=self._in_time)
+        direct = self.files[0].direct
+        options = WriteOptions(
+            direct=direct,
+            io_engine="plain" if io_engine == "auto" and not direct else io_engine,
+            io_timeout=io_timeout,
+            flush=manifest.durability == "power",
+            in_time=self._in_time,
+        )
+        self.records = TrainingRecords(folders[0], identity=self.identity, options=options)
 
     @classmethod
     def create(
@@ -133,7 +144,14 @@ class StateStore:
                 )
                 fill_folders(claimed, manifest)
                 record = no_record(extents.num_tasklets, len(description.parameters))
-                store = cls(claimed, manifest, record, direct_io=config.file_access, io_timeout=config.io_timeout)
+                store = cls(
+                    claimed,
+                    manifest,
+                    record,
+                    direct_io=config.file_access,
+                    io_engine=config.io_engine,
+                    io_timeout=config.io_timeout,
+                )
                 undo.pop_all()
                 return store
 
@@ -150,6 +168,7 @@ class StateStore:
         training: int | None = None,
         run: bytes | None = None,
         direct_io: str = "auto",
+        io_engine: str = "auto",
         state_format: str | None = None,
         io_timeout: float = IO_TIMEOUT,
     ) -> StateStore:
@@ -163,6 +182,7 @@ class StateStore:
             training: Number of the training record to resume from; a newer one is erased. None: none.
             run: ``TrainingRecord.run`` of the records that follow, the same on all ranks; None means a random one.
             direct_io: ``TransferConfig.direct_io``.
+            io_engine: ``TransferConfig.io_engine``.
             state_format: The required format; None means any.
             io_timeout: ``TransferConfig.io_timeout``.
 
@@ -183,10 +203,10 @@ class StateStore:
                 record = newest_complete(inside, manifest, newest)
                 for device, folder in enumerate(claimed):
                     folder.adopt(manifest.for_device(device))
-                store = cls(claimed, manifest, record, direct_io=direct_io, io_timeout=io_timeout)
+                store = cls(claimed, manifest, record, direct_io=direct_io, io_engine=io_engine, io_timeout=io_timeout)
                 store._restore_places()
                 if training is not None:
-                    store._training.resume_from(training, run=run or uuid.uuid4().bytes)
+                    store.records.resume_from(training, run=run or uuid.uuid4().bytes)
                 undo.pop_all()
                 return store
 
@@ -196,7 +216,9 @@ class StateStore:
     def resumable(
         folders: Sequence[Path], *, job: str, rank: int, io_timeout: float = IO_TIMEOUT
     ) -> tuple[Manifest, list[TrainingRecord]]:
-        """Return a store's manifest and the training records to resume from, newest first: their generations are whole.
+        """Return a store's manifest and the training records to resume from, newest first.
+
+        Their generations and their residuals are whole.
 
         Args:
             folders: The folders given to :meth:`create`, in the same order.
@@ -205,7 +227,8 @@ class StateStore:
             io_timeout: ``TransferConfig.io_timeout``.
 
         Raises:
-            StorageLockedError, StorageCorruptError, StorageTimeoutError: As for :meth:`recover`.
+            StorageLockedError, StorageCorruptError, StorageTimeoutError: As for :meth:`recover`; also a residual is
+                damaged, and there is no earlier record to resume from.
             StorageError: As there, or several steps came after the last record, and have overwritten its state.
         """
 
@@ -220,7 +243,7 @@ class StateStore:
                             "Begin anew, without resuming from storage, or pass a checkpoint.",
                         )
                 manifest = common_manifest(inside, rank=rank)
-                records = read_training_records(inside[0], identity=manifest.identity)
+                records = written_records(inside[0], manifest)
                 if records:
                     complete = complete_generations(inside, manifest)
                     if records[0].generation < min(complete, default=0):
@@ -230,7 +253,7 @@ class StateStore:
                             "Begin anew, without resuming from storage, or pass a checkpoint.",
                         )
                     records = [record for record in records if record.generation in complete]
-                return manifest, records
+                return manifest, with_whole_residuals(inside[0], manifest, records)
 
         return unless_idle(look, doing="Reading the store in", path=Path(folders[0]).absolute(), seconds=io_timeout)
 
@@ -258,6 +281,11 @@ class StateStore:
         """The cut of each tasklet's elements into blocks, for the native core; None means on the grid alone."""
         borders = (self.extents.borders_of(index) for index in range(self.extents.num_tasklets))
         return tuple(native.Blocks(list(found)) if found else None for found in borders)
+
+    @property
+    def control_bytes(self) -> int:
+        """Bytes of the commit records, training records and residuals written so far."""
+        return self._commit_bytes + self.records.nbytes
 
     @property
     def generation(self) -> int:
@@ -293,7 +321,7 @@ class StateStore:
     @property
     def training(self) -> TrainingRecord | None:
         """The training record written or recovered last; None if there is none."""
-        return self._training.current
+        return self.records.current
 
     def next_placement(self) -> Placement:
         """Return the places of the next generation: with two for each tasklet, none that is occupied or pinned.
@@ -412,7 +440,7 @@ class StateStore:
             self._flush_files()
         before = self._record
         try:
-            self.control_bytes += self._write_record(record, flush=flush)
+            self._commit_bytes += self._write_record(record, flush=flush)
             self._previous, self._record = before, record
         except BaseException:  # an interrupt as well
             if self._record is not record:
@@ -429,7 +457,15 @@ class StateStore:
         self._previous = None
         self._forget(reverted, flush=self.manifest.durability == "power")
 
-    def record_training(self, *, generation: int, step: int, content: bytes, has_steps: bool) -> None:
+    def record_training(
+        self,
+        *,
+        generation: int,
+        step: int,
+        content: bytes,
+        has_steps: bool,
+        residual: NDArray[np.float32] | None = None,
+    ) -> None:
         """Write what a training needs, beside the state of a generation, to go on from there; see ``training_record``.
 
         Args:
@@ -437,13 +473,13 @@ class StateStore:
             step: Optimizer steps of the training so far, for messages.
             content: What the training needs.
             has_steps: Whether the training has taken a step since it began.
+            residual: float32 memory of the residual of compressed gradients; ``records`` writes it beside the training.
 
         Raises:
             StorageError: It could not be written. The record before it is intact.
         """
-        self.control_bytes += self._training.write(
-            generation=generation, step=step, content=content, has_steps=has_steps
-        )
+        self.records.write(generation=generation, step=step, content=content, has_steps=has_steps, residual=residual)
+        self.records.write_residual(self.generation)
 
     def forget_training(self) -> None:
         """Erase the training record if its generation was not committed: a later one may become another state.
@@ -451,7 +487,7 @@ class StateStore:
         Raises:
             StorageError: It could not be erased.
         """
-        self._training.forget_behind(self.generation)
+        self.records.forget_behind(self.generation)
 
     def keep(self) -> None:
         """Flush the current generation, and let later jobs leave this store alone as ``TransferConfig.keep`` does.
@@ -476,6 +512,7 @@ class StateStore:
         Args:
             remove: Whether to delete this rank's folders, and the job's folder if it is then empty.
         """
+        self.records.finish_residual()  # which may take longer than a call
         if self._folders:
             self._in_time(lambda: self._close(remove), doing="Closing", path=self._folders[0].path / STATE_NAME)
 

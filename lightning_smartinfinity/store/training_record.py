@@ -8,13 +8,14 @@ both.
 training-0.bin and training-1.bin take turns: record ``n`` goes to file ``n % 2``. A file, little endian::
 
     8 bytes    magic LSITRN01
-    u32        version (2)
+    u32        version (3)
     u32        rank
     16 bytes   job id, as in the extents
     16 bytes   id of the run: the job id at first, and a new one after each resume
     i64        number of the record
     i64        generation that was the newest, or about to be committed, when the record was written
     i64        optimizer steps of the training so far
+    u64        number of values of the residual that belongs to the record, in a file beside it (``residual_file``)
     u64        length of the content in bytes
     bytes      content
     u32        CRC32C of everything before
@@ -29,18 +30,21 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.store.folders import TRAINING_NAMES, RankFolder
-from lightning_smartinfinity.store.limited_calls import LimitedCalls
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.store.folders import RESIDUAL_NAMES, TRAINING_NAMES, RankFolder
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
+from lightning_smartinfinity.store.residual_file import ResidualOf, read_residual
+from lightning_smartinfinity.store.residual_write import ResidualWrite, WriteOptions
 
-__all__ = ["TrainingRecord", "TrainingRecords", "read_training_records"]
+__all__ = ["TrainingRecord", "TrainingRecords", "read_training_records", "residual_of"]
 
 _MAGIC = b"LSITRN01"
-_VERSION = 2
-_HEADER = struct.Struct("<8sII16s16sqqqQ")
+_VERSION = 3
+_HEADER = struct.Struct("<8sII16s16sqqqQQ")
 _CHECKSUM = struct.Struct("<I")
 _MOST_BYTES = 1 << 44  # far above what any training has
 
@@ -56,6 +60,7 @@ class TrainingRecord:
         run: 16 bytes that all ranks of a training have in common from its beginning, or its last resume, on. Copies of
             a store that went on apart from each other differ in it.
         content: What the training wrote.
+        residual_numel: Number of values of the residual of compressed gradients that belongs to it; 0 if there is none.
     """
 
     number: int
@@ -63,6 +68,7 @@ class TrainingRecord:
     step: int
     run: bytes
     content: bytes
+    residual_numel: int = 0
 
     @property
     def has_steps(self) -> bool:
@@ -76,23 +82,30 @@ class TrainingRecords:
     Args:
         folder: The rank's first folder. The first record makes both files.
         identity: The mark of the store's extents.
-        flush: Whether to flush the device after each record.
-        in_time: Makes calls to the disk.
+        options: How residuals are written; records are written and flushed accordingly.
 
     Attributes:
         current: The record written or resumed from last; None if there is none.
         run: ``TrainingRecord.run`` of the records to write.
+        residual_failure: Why the residual of the current record could not be written, if it could not.
+        nbytes: Bytes of the records and residuals written so far.
     """
 
-    def __init__(self, folder: RankFolder, *, identity: native.Identity, flush: bool, in_time: LimitedCalls) -> None:
+    def __init__(self, folder: RankFolder, *, identity: native.Identity, options: WriteOptions) -> None:
         self.current: TrainingRecord | None = None
         self.run = bytes(identity.job)
+        self.residual_failure: StorageError | None = None
+        self.nbytes = 0
         self._folder = folder
         self._identity = identity
-        self._flush = flush
-        self._in_time = in_time
+        self._options = options
+        self._in_time = options.in_time
+        self._residual: NDArray[np.float32] | None = None  # that of the current record, until its write begins
+        self._residual_write: ResidualWrite | None = None
 
-    def write(self, *, generation: int, step: int, content: bytes, has_steps: bool) -> int:
+    def write(
+        self, *, generation: int, step: int, content: bytes, has_steps: bool, residual: NDArray[np.float32] | None
+    ) -> None:
         """Write a record over the last but one, and make it the current one.
 
         Args:
@@ -100,27 +113,74 @@ class TrainingRecords:
             step: Optimizer steps of the training so far, for messages.
             content: What the training needs.
             has_steps: Whether the training has taken a step.
-
-        Returns:
-            Size of the record in bytes.
+            residual: float32 memory that holds the residual of the generation once it is committed; None: there is
+                none. :meth:`write_residual` writes it.
 
         Raises:
             StorageError: The record could not be written. The one before it is intact.
         """
-        number = int(has_steps) if self.current is None else self.current.number + 1
-        record = TrainingRecord(number=number, generation=generation, step=step, run=self.run, content=content)
-        nbytes = self._in_time(
+        record = TrainingRecord(
+            number=int(has_steps) if self.current is None else self.current.number + 1,
+            generation=generation,
+            step=step,
+            run=self.run,
+            content=content,
+            residual_numel=0 if residual is None else residual.size,
+        )
+        self.nbytes += self._in_time(
             partial(self._write, record),
             doing="Writing the training record",
             path=self._folder.path / TRAINING_NAMES[0],
         )
-        self.current = record
-        return nbytes
+        self.current, self._residual = record, residual
 
     def _write(self, record: TrainingRecord) -> int:
         if self.current is None:
             self._folder.allocate_missing(*TRAINING_NAMES)
-        return _write(self._folder.inside, record, identity=self._identity, flush=self._flush)
+        residual = residual_of(record, self._identity)
+        if residual is not None:
+            # Both at once, so that a full disk shows before the first one is written.
+            self._folder.allocate_missing(*RESIDUAL_NAMES, num_bytes=residual.file_bytes)
+        return _write(self._folder.inside, record, identity=self._identity, flush=self._options.flush)
+
+    def write_residual(self, generation: int) -> None:
+        """Start to write the residual that belongs to the current record, if the record's generation is this one.
+
+        Until :meth:`finish_residual` has returned, the residual may not change, and nothing may be written to the
+        places of the generation before: a training could then resume from neither.
+
+        Args:
+            generation: The newest generation; its residual is in memory.
+        """
+        record, values = self.current, self._residual
+        if values is None or record is None or record.generation != generation:
+            return
+        self.finish_residual()
+        self._residual = None
+        residual = residual_of(record, self._identity)
+        assert residual is not None
+        self._residual_write = ResidualWrite(self._folder.inside, residual, values, self._options)
+        self.nbytes += residual.file_bytes
+
+    def finish_residual(self) -> None:
+        """Return when no residual is being written. A failure is kept in ``residual_failure``."""
+        if self._residual_write is not None:
+            self.residual_failure = self._residual_write.finish()
+            self._residual_write = None
+
+    def read_residual(self, into: NDArray[np.float32]) -> None:
+        """Read the residual that belongs to the current record.
+
+        Args:
+            into: float32[residual_numel] that takes it.
+
+        Raises:
+            StorageCorruptError: It is damaged.
+            StorageError: The file cannot be read.
+        """
+        residual = None if self.current is None else residual_of(self.current, self._identity)
+        assert residual is not None
+        read_residual(self._folder.inside, residual, into)
 
     def forget_behind(self, generation: int) -> None:
         """Erase the current record if its generation comes behind this one: a later one may become another state.
@@ -130,6 +190,7 @@ class TrainingRecords:
         """
         record = self.current
         if record is not None and record.generation > generation:
+            self._residual = None
             self._in_time(
                 partial(_erase, self._folder.inside, record.number),
                 doing="Erasing the training record",
@@ -166,6 +227,7 @@ def _write(folder: OpenFolder, record: TrainingRecord, *, identity: native.Ident
         record.number,
         record.generation,
         record.step,
+        record.residual_numel,
         len(record.content),
     )
     checksum = _CHECKSUM.pack(_crc(header, record.content))
@@ -211,7 +273,7 @@ def _read(folder: OpenFolder, number: int, identity: native.Identity) -> Trainin
             return None
         with closing(folder.reader(name)) as file:
             header = file.read(_HEADER.size)
-            magic, version, rank, job, run, record, generation, step, length = _HEADER.unpack(header)
+            magic, version, rank, job, run, record, generation, step, numel, length = _HEADER.unpack(header)
             fits = length == status.st_size - _HEADER.size - _CHECKSUM.size
             wanted = (_MAGIC, _VERSION, identity.rank, identity.job, number)
             if (magic, version, rank, job, record % len(TRAINING_NAMES)) != wanted or not fits:
@@ -219,7 +281,16 @@ def _read(folder: OpenFolder, number: int, identity: native.Identity) -> Trainin
             content, checksum = file.read(length), file.read(_CHECKSUM.size)
     if len(content) != length or checksum != _CHECKSUM.pack(_crc(header, content)):
         return None
-    return TrainingRecord(number=record, generation=generation, step=step, run=run, content=content)
+    return TrainingRecord(
+        number=record, generation=generation, step=step, run=run, content=content, residual_numel=numel
+    )
+
+
+def residual_of(record: TrainingRecord, identity: native.Identity) -> ResidualOf | None:
+    """Return which residual belongs to a record of the store with this mark; None if there is none."""
+    if record.residual_numel == 0:
+        return None
+    return ResidualOf(identity=identity, run=record.run, number=record.number, numel=record.residual_numel)
 
 
 def _name_of(number: int) -> str:

@@ -89,6 +89,7 @@ class TransferHandler:
     def state(self) -> StateAccess:
         """The committed state on storage, to be read and replaced while no step is in flight."""
         self._require_no_step()
+        self.complete_record()
         return self._access
 
     def pin(self) -> PinnedState:
@@ -216,6 +217,7 @@ class TransferHandler:
     def _after_commit(self, step: Step) -> None:
         """Store the residual and update measurements and counters after a commit."""
         step.batches.feed_back()
+        self._store.records.write_residual(self._store.generation)
         self._step = None
         self._end_measurement()
         self._num_steps += 1
@@ -228,11 +230,21 @@ class TransferHandler:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether the generation of the training record is whole on storage: at most one was committed since."""
-        record = self._store.training
-        return record is not None and record.generation >= self._store.generation - 1
+        """Whether the training record, its residual and its generation are whole on storage.
 
-    def record_training(self, *, step: int, content: bytes) -> None:
+        They are if at most one generation was committed since.
+        """
+        record = self._store.training
+        self.complete_record()
+        lasts = record is not None and record.generation >= self._store.generation - 1
+        return lasts and self.residual_failure is None
+
+    @property
+    def residual_failure(self) -> StorageError | None:
+        """Why the residual of the training record could not be written, if it could not."""
+        return self._store.records.residual_failure
+
+    def record_training(self, *, step: int, content: bytes, residual: NDArray[np.float32] | None) -> None:
         """Write what the training needs beside the state to go on behind the step begun last.
 
         It counts once that step is committed, and must be written before the next one begins.
@@ -240,13 +252,37 @@ class TransferHandler:
         Args:
             step: Optimizer steps of the training so far, for messages.
             content: What the training needs.
+            residual: Memory of the residual of compressed gradients, if there is one. It is written beside the
+                training, once the step is committed and until :meth:`complete_record` has returned.
 
         Raises:
             StorageError: It could not be written. The record before it is intact.
         """
         follows = self._step is not None and self._step.is_complete
         generation, has_steps = self._store.generation + follows, follows or self._num_steps > 0
-        self._store.record_training(generation=generation, step=step, content=content, has_steps=has_steps)
+        self._store.record_training(
+            generation=generation, step=step, content=content, has_steps=has_steps, residual=residual
+        )
+
+    def complete_record(self) -> None:
+        """Return when the residual that belongs to the training record is on storage, or has failed to get there.
+
+        The next generation takes the places of the one before, so a training of several ranks may begin to write it
+        only when this has returned on all of them.
+        """
+        self._store.records.finish_residual()
+
+    def read_residual(self, into: NDArray[np.float32]) -> None:
+        """Read the residual that belongs to the training record.
+
+        Args:
+            into: float32[residual_numel of the record] that takes it.
+
+        Raises:
+            StorageCorruptError: It is damaged.
+            StorageError: It cannot be read.
+        """
+        self._store.records.read_residual(into)
 
     def roll_back(self) -> None:
         """Roll the step in flight back: its parameters are read back from the current generation.
@@ -296,6 +332,7 @@ class TransferHandler:
     def _prepare(self) -> None:
         """Check that a step may begin, and adapt the tasklets' homes to measured bandwidth."""
         self._require_no_step()
+        self.complete_record()
         self._store.require_usable()
         self._rebalance()
 

@@ -60,6 +60,7 @@ def recover_for_training(
             training=number,
             run=run,
             direct_io=transfer.file_access,
+            io_engine=transfer.io_engine,
             state_format=settings.state_format,
             io_timeout=transfer.io_timeout,
         )

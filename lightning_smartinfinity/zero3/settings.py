@@ -26,6 +26,7 @@ class OffloadSettings(StrategySettings):
         parameter_itemsize: Bytes of a parameter's element, likewise.
         feed_back_threads: Number of threads that put what compression did not send into the residual.
         resumes: Whether the training resumes from the state that an interrupted one has left on storage.
+        records: Whether training records are written without a call of the user's.
     """
 
     storage: tuple[Path, ...] = field()  # without the base's default
@@ -34,6 +35,7 @@ class OffloadSettings(StrategySettings):
     parameter_itemsize: int = 4
     feed_back_threads: int = 1
     resumes: bool = False
+    records: bool = False
 
     def gradient_bytes(self, numel: int) -> int:
         """Return the most bytes that the gradient of ``numel`` elements takes on its way to the update."""
@@ -41,6 +43,14 @@ class OffloadSettings(StrategySettings):
             return numel * self.gradient_itemsize
         dtype = native.DType.FLOAT32 if self.gradient_itemsize == _FP32_BYTES else native.DType.BFLOAT16
         return self.compression.native().payload_bytes(numel, dtype)
+
+    def recorded_numel(self, numel: int) -> int:
+        """Return how many values of a residual belong to each training record, for a partition of ``numel`` elements.
+
+        Where the user's loop decides whether to write records, nothing is expected.
+        """
+        recorded = self.records and self.transfer.is_resumable
+        return numel if recorded and self.compression is not None and self.compression.keeps_residual else 0
 
     @property
     def tasklet_bytes(self) -> int:

@@ -30,6 +30,7 @@ from lightning_smartinfinity.store import (
     StoreDescription,
     measure_gradient_space,
     measure_parameter_space,
+    measure_residual_space,
     measure_space,
     require_space,
 )
@@ -225,7 +226,7 @@ def require_parameter_space(
     requests: list[SpaceRequest] = []
     with raising_together(), io_limit(transfer.io_timeout):
         requests = [
-            *_state_space(offload, extents, aside, rank=rank, num_parameters=len(numels)),
+            *_state_space(offload, extents, aside, rank=rank, numel=layout.numel, num_parameters=len(numels)),
             *measure_parameter_space(parameters.folders, job=parameters.job, rank=rank, sizes=sizes),
         ]
     require_space(_of_all_ranks(requests, None))
@@ -255,7 +256,9 @@ def _space_of_all_ranks(
     requests: list[SpaceRequest] = []
     rank, num_parameters = dist.get_rank(group), len(layout.parameters)
     with raising_together(group), io_limit(settings.transfer.io_timeout):
-        requests = _state_space(settings, layout.extents, aside, rank=rank, num_parameters=num_parameters)
+        requests = _state_space(
+            settings, layout.extents, aside, rank=rank, numel=layout.numel, num_parameters=num_parameters
+        )
     return _of_all_ranks(requests, group)
 
 
@@ -267,7 +270,7 @@ def _of_all_ranks(requests: Sequence[SpaceRequest], group: ProcessGroup | None) 
 
 
 def _state_space(
-    settings: OffloadSettings, extents: ExtentMap, aside: Plan | None, *, rank: int, num_parameters: int
+    settings: OffloadSettings, extents: ExtentMap, aside: Plan | None, *, rank: int, numel: int, num_parameters: int
 ) -> list[SpaceRequest]:
     """Return this rank's requests for its state, and for the gradients of cards, when what is in the way was moved.
 
@@ -276,7 +279,8 @@ def _state_space(
         extents: The extents of its tasklets.
         aside: What is moved before; None: the training resumes from state that lies there already.
         rank: Rank of this process.
-        num_parameters: Number of parameters in its partition.
+        numel: Number of elements of its partition.
+        num_parameters: Number of parameters in it.
     """
     if aside is None:
         return _gradient_space(settings, extents)
@@ -291,6 +295,7 @@ def _state_space(
         ),
         *space_of(aside, rank),
         *_gradient_space(settings, extents),
+        *measure_residual_space(settings.storage[0], numel=settings.recorded_numel(numel)),
     ]
 
 

@@ -220,6 +220,7 @@ class StorageOptimizer(GradientPath):
         self._partition_all_parameters()
         if not self.speculation.on:
             self.update.drain()
+        self.rank_state.complete_record()  # on all ranks, before they enter the sum over gradients
         # This is the scale that backward used; below, the loss scaler may raise it for the next window.
         loss_scale = float(self.loss_scale)
         norm = self._scaled_gradient_norm(valid=refused is None)
@@ -317,15 +318,9 @@ class StorageOptimizer(GradientPath):
         else:
             self.speculation.discard()
 
-    @property
-    def holds_residual(self) -> bool:
-        """Whether what compression did not send of the gradients is kept for the next step."""
-        compressed = self.rank_state.compressed
-        return compressed is not None and compressed.residual is not None
-
     def _drain_for_residual(self) -> None:
         # The residual is computed from the gradients of the step in flight, which the next ones are about to replace.
-        if self.holds_residual:
+        if self.rank_state.residual is not None:
             self.update.drain()
 
     def backward_epilogue(self) -> None:

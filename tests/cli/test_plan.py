@@ -119,6 +119,23 @@ def test_activation_checkpoints_of_a_class_are_planned(
     )
 
 
+@pytest.mark.parametrize("ratio", ["0.01", "1"])
+def test_compressed_gradients(ratio: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A residual takes 4 bytes of memory and 8 of disk per parameter, and is written at every step.
+
+    There is none if all gradients are sent.
+    """
+    plain = planned(capsys, "20M", *MACHINE)["asked"]
+    found = planned(capsys, "20M", *MACHINE, "--compression", ratio)["asked"]
+    numel = 4 * 20e6 if ratio == "0.01" else 0
+    of_host = {need["phase"]: need["owners"] for need in found["needs"] if need["place"] == "host"}
+    (of_disk,) = [need["owners"] for need in found["needs"] if need["place"] == "disk"]
+    assert of_host["training"].get("residual", 0) == pytest.approx(numel, rel=0.1)
+    assert of_host["training"]["payloads"] > 0 and "payloads" not in of_host["building"]
+    assert of_disk.get("residuals", 0) == pytest.approx(2 * numel, rel=0.1)
+    assert found["written_bytes"] - plain["written_bytes"] == pytest.approx(numel, rel=0.1)
+
+
 def test_a_plan_without_activations_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """It fits only as far as is known."""
     assert main(["plan", "tests.survey.models_of_users:Plain", *SMALL]) == 0
@@ -177,7 +194,15 @@ def test_a_missing_folder_is_an_error(capsys: pytest.CaptureFixture[str]) -> Non
     assert "such as 7B or 124M" in capsys.readouterr().err
 
 
-CHANGED = Training(offload_param="nvme", state_format="int8", accumulate=2, checkpointing=True, build="configure_model")
+CHANGED = Training(
+    offload_param="nvme",
+    state_format="int8",
+    accumulate=2,
+    checkpointing=True,
+    build="configure_model",
+    compression=0.25,
+)
+NO_GAIN = pytest.mark.filterwarnings("ignore:.*is predicted to bring no gain")
 
 
 class Module(L.LightningModule):
@@ -197,6 +222,7 @@ class Module(L.LightningModule):
         return torch.utils.data.DataLoader(torch.zeros((4, 8), dtype=torch.long), batch_size=1)
 
 
+@NO_GAIN
 def test_the_python_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The printed Python runs as it is, and its Trainer trains."""
     monkeypatch.chdir(tmp_path)
@@ -207,9 +233,11 @@ def test_the_python_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     trainer.fit(Module())
     assert trainer.global_step == 2
     assert strategy.parameter_bytes >= 0 and strategy.state_bytes > 0
+    assert strategy.host_bytes["residual"] > 0
     strategy.close()
 
 
+@NO_GAIN
 def test_the_yaml_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """LightningCLI makes the same strategy and the same Trainer of the printed YAML, and it trains."""
     monkeypatch.chdir(tmp_path)
@@ -220,5 +248,6 @@ def test_the_yaml_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     strategy = cli.trainer.strategy
     assert isinstance(strategy, SmartInfinityStrategy)
     assert strategy.config["zero_optimization"]["offload_param"]["device"] == "nvme"
+    assert strategy.host_bytes["residual"] > 0
     assert cli.trainer.global_step == 2
     strategy.close()

@@ -5,14 +5,9 @@ Every rank appends a line for each step to ``steps-<rank>.txt``, and writes ``en
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
-import os
 import random
-import signal
 import sys
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +17,7 @@ from torch import nn
 
 from lightning_smartinfinity import RandomStates
 from tests.fabric.worker import quiet_fabric
-from tests.helpers.processes import run_module
+from tests.helpers.interrupted_runs import kill_later, launch_run, state_digest
 
 
 @dataclass(frozen=True)
@@ -42,11 +37,7 @@ class FabricRun:
 
 def launch(run: FabricRun) -> tuple[int, str]:
     """Run in forked processes; return the exit status and the output."""
-    config = Path(run.out) / "run.json"
-    config.parent.mkdir(parents=True, exist_ok=True)
-    config.write_text(json.dumps(dataclasses.asdict(run)))
-    done = run_module("tests.fabric.storage_worker", config, ranks=run.devices)
-    return done.returncode, done.stdout + done.stderr
+    return launch_run("tests.fabric.storage_worker", run)
 
 
 def train(run: FabricRun) -> None:
@@ -66,9 +57,7 @@ def train(run: FabricRun) -> None:
         fabric.load("storage", state)
     while state["step"] < run.num_steps:
         if state["step"] == run.kill_step and fabric.global_rank == run.devices - 1:
-            timer = threading.Timer(run.kill_after, os.kill, (os.getpid(), signal.SIGKILL))
-            timer.daemon = True
-            timer.start()
+            kill_later(run.kill_after)
         loss = model(torch.randn(4, 8)).float().pow(2).mean()
         fabric.backward(loss)
         optimizer.step()
@@ -81,13 +70,7 @@ def train(run: FabricRun) -> None:
             fabric.strategy.record(state)
         if state["step"] == run.fail_step:
             raise RuntimeError("an error of the user's")
-    digest = hashlib.sha256()
-    inner = optimizer.engine.optimizer
-    inner.update.drain()
-    inner.rank_state.handler.state.scan(lambda window: digest.update(b"".join(a.tobytes() for a in window.arrays)))
-    for buffer in module.buffers():
-        digest.update(buffer.float().numpy().tobytes())
-    end = {"state": digest.hexdigest(), "random": [torch.rand(1).item(), random.random()]}
+    end = {"state": state_digest(optimizer.engine.optimizer, module), "random": [torch.rand(1).item(), random.random()]}
     (out / f"end-{fabric.global_rank}.json").write_text(json.dumps(end))
 
 

@@ -62,18 +62,6 @@ def test_every_argument_is_documented(strategy: Strategy) -> None:
     assert section.startswith(shared)
 
 
-@pytest.mark.parametrize(
-    ("compression", "kept"),
-    [(None, "on-failure"), (TopK(ratio=0.1), False), (TopK(ratio=0.1, error_feedback=False), "on-failure")],
-    ids=["none", "with a residual", "without a residual"],
-)
-def test_what_auto_keeps(compression: TopK | None, kept: bool | str) -> None:
-    """Records would have to hold a residual at every step, so they are written only where the user asks for them."""
-    assert SmartInfinityStrategy(compression=compression)._settings.transfer.keep == kept
-    asked = SmartInfinityStrategy(compression=compression, transfer={"keep": "on-failure"})
-    assert asked._settings.transfer.keep == "on-failure"
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_argument_is_kept(strategy: Strategy, tmp_path: Path) -> None:
     """Each argument is kept under its name. Arguments that are left out have the defaults above."""
@@ -93,7 +81,7 @@ def test_every_argument_is_kept(strategy: Strategy, tmp_path: Path) -> None:
     assert {name: getattr(settings, name) for name in DEFAULTS} == kept
     assert strategy(state_format="int8")._settings == StrategySettings(state_format="int8")
     defaults = {field.name: getattr(StrategySettings(), field.name) for field in dataclasses.fields(StrategySettings)}
-    assert defaults == {**DEFAULTS, "transfer": TransferConfig(keep="on-failure")}
+    assert defaults == {**DEFAULTS, "transfer": TransferConfig()}
 
 
 def test_documented_state_formats() -> None:

@@ -97,9 +97,9 @@ def test_settings_as_dicts(strategy: Callable[..., Any]) -> None:
     settings = strategy(
         transfer={"num_buffers": 8, "dram_cache_bytes": "1GiB"}, smartssd={"xclbin": "kernels.xclbin"}
     )._settings
-    assert settings.transfer == TransferConfig(num_buffers=8, dram_cache_bytes=2**30, keep="on-failure")
+    assert settings.transfer == TransferConfig(num_buffers=8, dram_cache_bytes=2**30)
     assert settings.smartssd == SmartSSDConfig(xclbin="kernels.xclbin")
-    assert strategy(transfer={})._settings.transfer == TransferConfig(keep="on-failure")
+    assert strategy(transfer={})._settings.transfer == TransferConfig()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

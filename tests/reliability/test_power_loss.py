@@ -8,19 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store.folders import rank_folder_path, read_rank_folder
 from lightning_smartinfinity.store.replacement import flush_tree
+from lightning_smartinfinity.store.residual_file import read_residual
+from lightning_smartinfinity.store.training_record import residual_of
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from tests.helpers.attacks import Attack
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.power_loss import Disk, RecordedDisk, content, observed
 from tests.helpers.trainers import fit
 from tests.huggingface.trained import arguments, dataset, load
+from tests.store.makers import commit_generation, create, residual_memory
 from tests.transfer.harness import Case, Run, running
 
 MANY = pytest.param(50, marks=pytest.mark.long)
@@ -146,6 +153,46 @@ def test_committed_states(disk: Disk, name: str, steps: int, attack: Attack) -> 
         for number in range(steps):
             run.step(number)
             assert_found(disk, folder, case, stored(run))
+
+
+@pytest.mark.parametrize("steps", [3, MANY])
+def test_recorded_residuals(disk: Disk, steps: int, attack: Attack) -> None:
+    """With durability="power" a training record is found with its residual before the next generation is written.
+
+    While the residual is on its way, it is the record or the one before.
+    """
+    folder, residuals = disk.folder / "below" / "new", []
+    attack(
+        'power loss while a residual is written, durability="power"', tries=2 * steps, outcome="it or the one before"
+    )
+    store = create([folder], world_size=1, durability="power")
+    commit_generation(store, 0)
+    for generation in range(steps):
+        residuals.append(residual_memory(generation))
+        store.record_training(
+            generation=generation, step=generation, content=b"", has_steps=True, residual=residuals[-1]
+        )
+        assert recorded_after_power_loss(disk, folder, residuals) in (generation - 1, generation)
+        store.records.finish_residual()
+        assert recorded_after_power_loss(disk, folder, residuals) == generation
+        commit_generation(store, generation + 1)
+    store.close(remove=True)
+
+
+def recorded_after_power_loss(disk: Disk, folder: Path, residuals: list[NDArray[np.float32]]) -> int:
+    """Return the step of the newest training record, whose residual is as it was; -1 without a record."""
+    with disk.after_power_loss() as root:
+        storage = root / folder.relative_to(disk.folder)
+        manifest, records = StateStore.resumable([storage], job="default", rank=0)
+        if not records:
+            return -1
+        residual = residual_of(records[0], manifest.identity)
+        assert residual is not None
+        found = np.empty(residual.numel, np.float32)
+        with read_rank_folder(rank_folder_path(storage, job="default", rank=0)) as opened:
+            read_residual(opened, residual, found)
+        assert found.tobytes() == residuals[records[0].step].tobytes()
+        return records[0].step
 
 
 def stored(run: Run) -> dict[str, torch.Tensor]:

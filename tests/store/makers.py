@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.config import TransferConfig
@@ -99,6 +100,13 @@ def commit_generation(store: StateStore, generation: int) -> None:
         tasklet_generations=np.full(store.extents.num_tasklets, generation, np.int64),
         steps=np.full(len(store.steps), generation, np.int64),
     )
+
+
+def residual_memory(seed: int, numel: int = NUMEL) -> NDArray[np.float32]:
+    """Return aligned values, as a residual has them."""
+    values = np.frombuffer(native.HostBuffer(4 * numel).memoryview(), np.float32)[:numel]
+    values[:] = np.random.default_rng(seed).standard_normal(numel, np.float32)
+    return values
 
 
 def manifest_with(values: Mapping[str, Any]) -> bytes:

@@ -5,14 +5,11 @@ Every rank appends a line for each step to ``steps-<rank>.txt``, and writes ``en
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
 import os
 import random
 import signal
 import sys
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TopK
-from tests.helpers.processes import run_module
+from tests.helpers.interrupted_runs import kill_later, launch_run, state_digest
 from tests.helpers.trainers import quiet_trainer
 from tests.training.asynchronous_worker import save_beside
 from tests.xrt.builds import build
@@ -56,11 +53,7 @@ class StorageRun:
 
 def launch(run: StorageRun) -> tuple[int, str]:
     """Run in forked processes; return the exit status and the output."""
-    config = Path(run.out) / "run.json"
-    config.parent.mkdir(parents=True, exist_ok=True)
-    config.write_text(json.dumps(dataclasses.asdict(run)))
-    done = run_module("tests.training.storage_worker", config, ranks=run.devices)
-    return done.returncode, done.stdout + done.stderr
+    return launch_run("tests.training.storage_worker", run)
 
 
 def steps_of(out: Path, rank: int = 0) -> dict[int, str]:
@@ -210,9 +203,7 @@ def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
     if when != moment or trainer.global_step != run.kill_step or trainer.global_rank != run.kill_rank:
         return
     if how == "kill" and run.kill_after:
-        timer = threading.Timer(run.kill_after, os.kill, (os.getpid(), signal.SIGKILL))
-        timer.daemon = True
-        timer.start()
+        kill_later(run.kill_after)
     elif how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "term":
@@ -256,15 +247,10 @@ def main(path: str) -> None:
     if run.kill_at.endswith("at saved end"):
         trainer.save_checkpoint(Path(run.out) / "end.ckpt")
     die(run, "saved end", trainer)
-    digest = hashlib.sha256()
     optimizer = strategy._near_storage_optimizer
     assert optimizer is not None
-    optimizer.update.drain()
-    optimizer.rank_state.handler.state.scan(lambda window: digest.update(b"".join(a.tobytes() for a in window.arrays)))
-    for name, buffer in module.named_buffers():
-        digest.update(name.encode() + buffer.float().numpy().tobytes())
     end = {
-        "state": digest.hexdigest(),
+        "state": state_digest(optimizer, module),
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "seen": module.seen,

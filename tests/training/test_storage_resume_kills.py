@@ -15,6 +15,7 @@ from tests.helpers.attacks import Attack
 from tests.training.storage_worker import StorageRun, end_of, launch, steps_of
 
 NVME = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
+COMPRESSION = {"compression": {"ratio": 0.1}}
 CASES: dict[str, dict[str, Any]] = {
     "step": {"options": {"overlap": "none"}, "trainer": {"val_check_interval": 3}},
     "forward": {"options": {"overlap": "forward", "state_format": "int8"}, "folders": 2, "spread_every": 2},
@@ -22,11 +23,12 @@ CASES: dict[str, dict[str, Any]] = {
     "remainder": {"options": {"overlap": "backward", "state_format": "int8_remainder"}, "module": {"plateau": True}},
     "two processes": {"options": {"overlap": "forward"}, "devices": 2, "folders": 2, "spread_every": 3},
     "two processes, parameters on storage": {"options": {"overlap": "forward", "zero": NVME}, "devices": 2},
-    "compressed": {"options": {"compression": {"ratio": 0.1}, "overlap": "backward", "state_format": "int8"}},
+    "compressed": {"options": {**COMPRESSION, "overlap": "backward", "state_format": "int8"}},
+    "two processes, compressed": {"options": {**COMPRESSION, "overlap": "none"}, "devices": 2, "folders": 2},
     "DRAM tier": {"options": {"overlap": "forward"}, "transfer": {"dram_cache_bytes": 100_000, "durability": "power"}},
 }
-SHORT = {"forward": 16, "two processes": 4}
-NUM_LONG = 25  # kills of each case: 200 in all
+SHORT = {"forward": 16, "two processes": 4, "compressed": 3, "two processes, compressed": 1}
+NUM_LONG = 25  # kills of each case: 225 in all
 MOMENTS = {"start": 1.2, "batch start": 0.03, "step": 0.03, "batch end": 0.03, "save": 0.1, "growth": 0.01}
 """Moments, and how many seconds later a kill comes at most."""
 NUM_STEPS = 18  # of all processes together

@@ -160,7 +160,7 @@ class BackgroundSaves:
             and transfer.asynchronous
             and transfer.places_per_tasklet > 1
             and self._settings.cards is None
-            and not self._optimizer.holds_residual
+            and self._optimizer.rank_state.residual is None
             and self._optimizer.rank_state.in_fit
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,14 +11,18 @@ import torch.distributed as dist
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of, numbers_of
+from lightning_smartinfinity.zero3.checkpoints.saved_residual import begin_residual
 from lightning_smartinfinity.zero3.checkpoints.weight_source import persistent_buffers
 from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
+from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import SavedState, ZeroParameter
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 
 __all__ = ["describe_engine", "frozen_checksum", "restore_engine"]
+
+_log = logging.getLogger(__name__)
 
 _CHUNK_NUMEL = 1 << 22  # elements that are copied from a GPU at a time
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -29,14 +34,12 @@ def describe_engine(engine: SmartInfinityEngine) -> SavedState:
     The caller adds :func:`frozen_checksum` as ``"frozen"``: it does not change.
     """
     optimizer = engine.optimizer
-    compressed = optimizer.rank_state.compressed
     return {
         "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
         "groups": [_without_parameters(group) for group in optimizer.optimizer.param_groups],
         "loss_scaler": numbers_of(optimizer.loss_scaler),
         "dynamic_loss_scale": optimizer.dynamic_loss_scale,
         "overflow": optimizer.overflow,
-        "residual": None if compressed is None else compressed.residual,
         "buffers": {name: value.detach() for name, value in persistent_buffers(engine.module)},
     }
 
@@ -45,6 +48,7 @@ def restore_engine(engine: SmartInfinityEngine, saved: SavedState) -> None:
     """Continue with an engine's part of a training record.
 
     Raises:
+        StorageCorruptError: The residual of compressed gradients is damaged.
         CheckpointError: The module's buffers, or its parameters that are not trained, are others than they were.
     """
     optimizer = engine.optimizer
@@ -74,9 +78,19 @@ def restore_engine(engine: SmartInfinityEngine, saved: SavedState) -> None:
     optimizer.loss_scaler = loss_scaler_of(saved["loss_scaler"])
     optimizer.dynamic_loss_scale = saved["dynamic_loss_scale"]
     optimizer.overflow = saved["overflow"]
-    compressed = optimizer.rank_state.compressed
-    if compressed is not None and compressed.residual is not None and saved["residual"] is not None:
-        compressed.residual.copy_(saved["residual"])
+    _restore_residual(optimizer)
+
+
+def _restore_residual(optimizer: StorageOptimizer) -> None:
+    rank_state = optimizer.rank_state
+    record, residual = rank_state.handler.training, rank_state.residual
+    assert record is not None
+    if residual is not None and residual.numel() == record.residual_numel:
+        rank_state.handler.read_residual(residual.numpy())
+        return
+    begin_residual(optimizer, source="the training that was interrupted")
+    if residual is None and record.residual_numel and dist.get_rank() == 0:
+        _log.warning("The residual of compressed gradients on storage is left out: there is no compression.")
 
 
 def frozen_checksum(module: torch.nn.Module) -> int:

@@ -23,23 +23,23 @@ _CHUNK_NUMEL = 1 << 20
 
 def describe_residual(optimizer: StorageOptimizer) -> SavedState:
     """Return the entry for :func:`write_residual`: a tensor without memory. Without a residual to save it is empty."""
-    residual = _residual_of(optimizer)
+    residual = optimizer.rank_state.residual
     return {} if residual is None or optimizer.saves_weights_only else {_KEY: room_for(residual.numel())}
 
 
 def write_residual(optimizer: StorageOptimizer, file: TensorFile, extra: SavedState) -> None:
     """Write the residual into a file saved with :func:`describe_residual`. No step may be in progress."""
-    residual = _residual_of(optimizer)
+    residual = optimizer.rank_state.residual
     if residual is not None and _KEY in extra:
         file.stream([extra[_KEY]]).write(residual.numpy())
 
 
-def begin_residual(optimizer: StorageOptimizer) -> None:
-    """Set the residual, if there is one, to zero, and warn on rank zero."""
-    residual = _residual_of(optimizer)
+def begin_residual(optimizer: StorageOptimizer, *, source: str = "the checkpoint") -> None:
+    """Set the residual, if there is one, to zero, and warn on rank zero that the source gives none."""
+    residual = optimizer.rank_state.residual
     if residual is not None:
         if torch.distributed.get_rank() == 0:
-            _log.warning("The residual of compressed gradients begins at zero: the checkpoint gives none.")
+            _log.warning("The residual of compressed gradients begins at zero: %s gives none.", source)
         residual.zero_()
 
 
@@ -58,7 +58,7 @@ class SavedResidual:
 
     def __init__(self, optimizer: StorageOptimizer, file: TensorFile, extra: SavedState, *, wanted: bool) -> None:
         self._optimizer = optimizer
-        self._residual = _residual_of(optimizer)
+        self._residual = optimizer.rank_state.residual
         self._file = file
         self._saved: torch.Tensor | None = extra.get(_KEY) if wanted else None
         if self._residual is None:
@@ -85,8 +85,3 @@ class SavedResidual:
 
 def _chunks(numel: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + _CHUNK_NUMEL, numel)) for begin in range(0, numel, _CHUNK_NUMEL)]
-
-
-def _residual_of(optimizer: StorageOptimizer) -> torch.Tensor | None:
-    compressed = optimizer.rank_state.compressed
-    return None if compressed is None else compressed.residual

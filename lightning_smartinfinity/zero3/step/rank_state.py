@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
+
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.transfer.arena import GradientArena
@@ -136,6 +138,11 @@ class RankState:
             "Start a new fit, or set the model up again.",
         )
 
+    def complete_record(self) -> None:
+        """Return when what the training record names is on storage, as far as it can be; see ``TransferHandler``."""
+        if self._handler is not None:
+            self._handler.complete_record()
+
     def roll_back(self, error: BaseException) -> None:
         """Roll back the step in flight, if there is one, or record that it cannot be rolled back.
 
@@ -154,6 +161,11 @@ class RankState:
             handler.roll_back()
         except SmartInfinityError as second:
             self._unusable_reason = f"a failed step could not be rolled back. {second}"
+
+    @property
+    def residual(self) -> torch.Tensor | None:
+        """The part of the gradients that compression did not send, kept for the next step; None if nothing is kept."""
+        return None if self.compressed is None else self.compressed.residual
 
     @property
     def storage_bytes(self) -> int:

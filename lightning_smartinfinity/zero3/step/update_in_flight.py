@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.step_plan import StepPlan
-from lightning_smartinfinity.zero3.collectives import failing_together
+from lightning_smartinfinity.zero3.collectives import failing_together, sum_over_ranks
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
 from lightning_smartinfinity.zero3.parameters.prefetch import skip_in_prefetch
 from lightning_smartinfinity.zero3.step.rank_state import RankState
@@ -103,6 +103,9 @@ class UpdateInFlight:
         self._speculation.discard()
         if self._speculation.is_worthwhile():
             self.drain()
+            self._rank_state.complete_record()
+            if self._rank_state.residual is not None:
+                sum_over_ranks(0.0, self._partition.group)  # the record is complete on all ranks
             self._speculation.begin(plan)
 
     def begin(self, plan: StepPlan) -> None:
@@ -190,6 +193,7 @@ class UpdateInFlight:
             StorageError: The state is closed, or a step could not be rolled back.
         """
         self.drain()
+        self._rank_state.complete_record()
         return self._rank_state.handler
 
     def wait(self) -> None:
