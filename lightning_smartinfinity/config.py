@@ -173,9 +173,9 @@ class TransferConfig:
             and ``fit(ckpt_path="storage")`` resumes the training, also after a kill. ``"auto"``: ``"on-failure"``, but
             False with compressed gradients that have a residual, which every record would hold: 4 bytes per parameter.
         asynchronous: Whether a Trainer's ModelCheckpoint saves while training goes on, which takes room on storage for
-            a third place of each tasklet; without that room saves wait. With ``durability="none"``, on SmartSSDs, or if
-            compression keeps a residual, they always wait. ``trainer.save_checkpoint`` and saves of Fabric and
-            transformers return when the checkpoint is whole.
+            a third place of each tasklet, allocated at set-up; without that room saves wait. With
+            ``durability="none"``, on SmartSSDs, or if compression keeps a residual, they always wait.
+            ``trainer.save_checkpoint`` and saves of Fabric and transformers return when the checkpoint is whole.
 
     Raises:
         ConfigError: A setting is unknown, out of range or not one of those above.

@@ -209,6 +209,8 @@ def _disk_owners(model: ModelFigures, training: Training) -> dict[str, int]:
     if training.offload_param == "nvme":
         owners["parameters"] = training.processes * stored_bytes(model, training)
     owners["records"] = training.processes * records
+    if training.saves_beside:
+        owners["state being saved"] = owners["optimizer state"] // training.places
     if training.save_top_k:
         one = checkpoint_bytes(model, training)
         owners |= {"checkpoints": training.save_top_k * one, "checkpoint being saved": one}

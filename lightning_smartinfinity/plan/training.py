@@ -46,6 +46,7 @@ class Training:
         processes: Number of processes, all on this machine.
         save_top_k: Number of checkpoints that are kept.
         tokens: Tokens of the whole training; None if unknown.
+        asynchronous: Whether checkpoints are saved while training goes on.
         num_buffers: Number of ring buffers.
         places: Places of each tasklet's state on storage; 1 with ``durability="none"``.
 
@@ -65,6 +66,7 @@ class Training:
     processes: int = 1
     save_top_k: int = 1
     tokens: int | None = None
+    asynchronous: bool = True
     num_buffers: int = 16
     places: int = 2
 
@@ -84,6 +86,7 @@ class Training:
             processes=between(1, 1024),
             save_top_k=between(0, _MOST),
             tokens=optional(between(1)),
+            asynchronous=FLAG,
             places=between(1, 2),
         )
         form = STATE_FORMATS[self.state_format]
@@ -101,6 +104,11 @@ class Training:
     def num_arrays(self) -> int:
         """Arrays of the optimizer's state, the master among them."""
         return NUM_ARRAYS[OPTIMIZERS[self.optimizer]]
+
+    @property
+    def saves_beside(self) -> bool:
+        """Whether state has a third place on storage, from which it is saved while training goes on."""
+        return self.asynchronous and self.places > 1 and self.save_top_k > 0
 
     @property
     def item_bytes(self) -> int:

@@ -177,7 +177,14 @@ def test_a_missing_folder_is_an_error(capsys: pytest.CaptureFixture[str]) -> Non
     assert "such as 7B or 124M" in capsys.readouterr().err
 
 
-CHANGED = Training(offload_param="nvme", state_format="int8", accumulate=2, checkpointing=True, build="configure_model")
+CHANGED = Training(
+    offload_param="nvme",
+    state_format="int8",
+    accumulate=2,
+    checkpointing=True,
+    build="configure_model",
+    asynchronous=False,
+)
 
 
 class Module(L.LightningModule):
@@ -207,6 +214,7 @@ def test_the_python_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     trainer.fit(Module())
     assert trainer.global_step == 2
     assert strategy.parameter_bytes >= 0 and strategy.state_bytes > 0
+    assert not strategy._settings.transfer.asynchronous
     strategy.close()
 
 
@@ -220,5 +228,6 @@ def test_the_yaml_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     strategy = cli.trainer.strategy
     assert isinstance(strategy, SmartInfinityStrategy)
     assert strategy.config["zero_optimization"]["offload_param"]["device"] == "nvme"
+    assert not strategy._settings.transfer.asynchronous
     assert cli.trainer.global_step == 2
     strategy.close()
