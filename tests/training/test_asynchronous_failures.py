@@ -168,13 +168,16 @@ def test_kills_beside_saves(devices: int, num_kills: int, tmp_path: Path, attack
     assert num_kills < 10 or within > num_kills // 5, "few kills came within a save"
 
 
-@pytest.mark.parametrize("devices", long_but([2], [1, 2]))
-def test_sigterm_beside_a_save(devices: int, tmp_path: Path, attack: Attack) -> None:
+@pytest.mark.parametrize(
+    ("how", "devices"),
+    long_but([("term", 2)], [("term", 1), ("term", 2), ("interrupt", 2), ("error", 2)]),
+)
+def test_what_ends_one_process_lets_its_save_end(how: str, devices: int, tmp_path: Path, attack: Attack) -> None:
     """The save is ended whole, leaves nothing else, and the training resumes from storage to the same bits."""
-    attack("SIGTERM while a checkpoint is saved beside training", tries=1, outcome="checkpoint and store are whole")
+    attack("SIGTERM, Ctrl-C or an error beside a save", tries=1, outcome="checkpoint and store are whole")
     straight, folder = straight_run(tmp_path, devices), tmp_path / "ended"
-    code, output = launch(run_of(folder, devices, kill_at="term at batch start", kill_step=5, kill_rank=devices - 1))
-    assert code == 0 and not (folder / "end-0.json").exists(), output[-4000:]
+    code, output = launch(run_of(folder, devices, kill_at=f"{how} at batch start", kill_step=5, kill_rank=devices - 1))
+    assert (code == 0) == (how == "term") and not (folder / "end-0.json").exists(), output[-4000:]
     assert not list(folder.rglob(".saving*"))
     assert assert_whole(folder, devices, ended=False)["state"] == straight["state"]
 
