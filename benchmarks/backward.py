@@ -10,7 +10,6 @@ updated, and gradients are dropped after each turn. Usage::
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comparison import write_figures
 from gpt2 import GPT2, SIZES
 from machine import describe
 from training import quiet_trainer, tokens
@@ -92,8 +92,7 @@ def main() -> None:
     for name, times in figures.items():
         over = statistics.median(time - plainly for time, plainly in zip(times, figures[PLAIN], strict=True))
         print(f"| {name} | {statistics.median(times):.3f} | {min(times):.3f} | {over:.3f} |")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine, "seconds": figures}, indent=1) + "\n")
+    write_figures(arguments.json, machine=machine, seconds=figures)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ together: this checks scheduling, not hardware.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from comparison import write_figures
 from machine import describe
 from stepped_state import SteppedState
 
@@ -288,9 +288,7 @@ def main() -> None:
     else:
         rows += card_rows(options.folder, 2 if options.tiny else 12, runs, tiny=options.tiny)
     print_table(rows)
-    if options.json:
-        figures = {"benchmark": "calibration", "machine": machine, "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write_figures(options.json, benchmark="calibration", machine=machine, rows=[asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import torch
 from comparison import measure, report, table
 from gpt2 import SIZES
 from machine import describe
-from peak_memory import resident
+from peak_memory import resident, restart_peak
 from training import BUCKET, SUB_GROUP, Probe, lightning_module, quiet_trainer, tokens
 
 SYSTEMS = ("smart_infinity", "stock")
@@ -43,7 +43,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._before = {key: resident(key) for key in ("RssAnon", "VmRSS")}
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; see proc(5)
+        restart_peak()
         self._thread = threading.Thread(target=self._sample)
         self._thread.start()
         self._begin = time.perf_counter()

@@ -11,10 +11,8 @@ A step reaches from the start of its batch to the start of the next one, so it c
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from functools import partial
@@ -23,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_memory import strategy_of
-from comparison import Figures, measure, report, table
-from gpt2 import CONTEXT, SIZES
+from comparison import Figures, compare, parse_options, several
 from machine import describe
 from training import BUCKET, SUB_GROUP, WARMUP, Probe, lightning_module, quiet_trainer, tokens
 
@@ -61,21 +58,19 @@ def run(options: argparse.Namespace) -> Figures:
             behind = [saving for _, saving in self.starts[options.steps + WARMUP :]]
             trainer.should_stop = len(behind) > options.steps and not any(behind[-options.steps :])
 
-    with tempfile.TemporaryDirectory(dir=options.storage) as folder:
-        clock = Clock()
-        save_at = options.steps + WARMUP
-        checkpoint = ModelCheckpoint(dirpath=Path(folder) / "checkpoints", every_n_train_steps=save_at)
-        checkpoint.on_train_end = checkpoint.on_train_epoch_end = checkpoint.on_exception = lambda *_: None
-        trainer = quiet_trainer(
-            folder,
-            _strategy(options.child, folder),
-            max_steps=MOST_STEPS,
-            enable_checkpointing=True,
-            callbacks=[clock, checkpoint],
-        )
-        batches = partial(tokens, size=options.size, shape=(1, options.tokens))
-        module = lightning_module(options.size, MOST_STEPS, Probe(), batches)
-        trainer.fit(module)
+    folder, save_at = options.storage, options.steps + WARMUP
+    clock = Clock()
+    checkpoint = ModelCheckpoint(dirpath=Path(folder) / "checkpoints", every_n_train_steps=save_at)
+    checkpoint.on_train_end = checkpoint.on_train_epoch_end = checkpoint.on_exception = lambda *_: None
+    trainer = quiet_trainer(
+        folder,
+        _strategy(options.child, folder),
+        max_steps=MOST_STEPS,
+        enable_checkpointing=True,
+        callbacks=[clock, checkpoint],
+    )
+    batches = partial(tokens, size=options.size, shape=(1, options.tokens))
+    trainer.fit(lightning_module(options.size, MOST_STEPS, Probe(), batches))
     return summary(clock.starts, save_at)
 
 
@@ -119,38 +114,27 @@ def summary(starts: list[tuple[float, bool]], save_at: int) -> Figures:
     return figures
 
 
-def parse_options() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=SIZES, default="124m")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--tokens", type=int, default=512, help=f"of a step, at most {CONTEXT}")
-    parser.add_argument("--steps", type=int, default=10, help="before the save, and after it")
-    parser.add_argument("--storage", default=".", help="folder on the disk to measure")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
-    parser.add_argument("--child", choices=SYSTEMS, help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
 def main() -> int:
-    """Print the table."""
-    options = parse_options()
-    if options.child:
-        report(run(options))
-        return 0
-    machine = describe("torch", "lightning", "deepspeed")
-    print(machine)
-    shape = ["--size", options.size, "--tokens", str(options.tokens), "--steps", str(options.steps)]
-    found = {
-        system: measure(system, __file__, "--child", system, *shape, "--storage", options.storage)
-        for system in options.systems
-    }
-    rows = {system: figures for system, figures in found.items() if figures is not None}
-    print(f"\nGPT-2 {options.size}, bf16, 1 x {options.tokens} tokens\n")
-    print(table(rows, COLUMNS))
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine, "size": options.size, "rows": rows}, indent=1) + "\n")
-    return int(len(rows) < len(found))
+    """Print the table below the machine.
+
+    Returns:
+        Exit status: 1 if a system failed.
+    """
+    options = parse_options(
+        __doc__,
+        warm_up=0,
+        systems=several(SYSTEMS),
+        tokens={"default": 512},
+        steps={"default": 10, "help": "before the save, and after it"},
+    )
+    return compare(
+        __file__,
+        options,
+        run=run,
+        columns=COLUMNS,
+        machine=partial(describe, "torch", "lightning", "deepspeed"),
+        heading=f"GPT-2 {options.size}, bf16, 1 x {options.tokens} tokens",
+    )
 
 
 if __name__ == "__main__":

@@ -10,18 +10,15 @@ disk drifts; the table shows medians over all steps, and the median of the ratio
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
-import tempfile
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from comparison import Figures, measure, report, table
-from gpt2 import CONTEXT, SIZES
+from comparison import Figures, compare, in_child, parse_options
 from machine import describe
 from raw_disk import cpu_seconds
 from training import WARMUP, Probe, tokens, train_near_storage
@@ -33,6 +30,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "state on storage": {},
     "state and parameters on storage": {"offload_param": {"device": "nvme"}},
 }
+WAYS = ("with", "without")
 COLUMNS = {
     "step s": ("with", 3),
     "without checksums, s": ("without", 3),
@@ -57,8 +55,8 @@ class CpuProbe(Probe):
 
 def run(options: argparse.Namespace) -> Figures:
     """Train in this process."""
-    system, checksums = options.child
-    leave_out_crc32c(checksums == "without")
+    system, _, way = options.child.removesuffix(" checksums").rpartition(", ")
+    leave_out_crc32c(way == "without")
     probe = CpuProbe()
     train_near_storage(
         options.size,
@@ -76,18 +74,15 @@ def run(options: argparse.Namespace) -> Figures:
 
 def rounds(options: argparse.Namespace) -> dict[str, Figures]:
     """Let all trainings take turns, and return the figures of each system."""
-    ways = list(product(SYSTEMS, ("with", "without")))
-    found: dict[tuple[str, str], list[Figures]] = {way: [] for way in ways}
-    shape = ["--size", options.size, "--steps", str(options.steps), "--tokens", str(options.tokens)]
+    ways = [f"{system}, {way} checksums" for system, way in product(SYSTEMS, WAYS)]
+    found: dict[str, list[Figures]] = {way: [] for way in ways}
     for _ in range(options.rounds):
-        for system, checksums in random.sample(ways, len(ways)):
-            with tempfile.TemporaryDirectory(dir=options.storage, prefix="checksums-") as folder:
-                child = ["--child", system, checksums, *shape, "--storage", folder]
-                figures = measure(f"{system}, {checksums} checksums", __file__, *child)
+        for way in random.sample(ways, len(ways)):
+            figures = in_child(__file__, options, way)
             if figures is None:
                 raise SystemExit(1)
-            found[system, checksums].append(figures)
-    return {system: summary(found[system, "with"], found[system, "without"]) for system in SYSTEMS}
+            found[way].append(figures)
+    return {system: summary(*(found[f"{system}, {way} checksums"] for way in WAYS)) for system in SYSTEMS}
 
 
 def summary(with_them: list[Figures], without: list[Figures]) -> Figures:
@@ -103,36 +98,22 @@ def summary(with_them: list[Figures], without: list[Figures]) -> Figures:
     }
 
 
-def parse_options() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=SIZES, default="124m")
-    parser.add_argument("--tokens", type=int, default=32, help=f"of a step, at most {CONTEXT}")
-    parser.add_argument("--steps", type=int, default=WARMUP + 5, help=f"of a round; the first {WARMUP} do not count")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--storage", default=".", help="folder on the disk to measure")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.steps <= WARMUP:
-        parser.error(f"--steps {options.steps} leaves none to measure: the first {WARMUP} warm up")
-    return options
-
-
 def main() -> int:
-    """Print the table."""
-    options = parse_options()
-    if options.child:
-        report(run(options))
-        return 0
-    machine = describe("torch", "lightning", "deepspeed")
-    print(machine)
-    rows = rounds(options)
-    print(f"\nGPT-2 {options.size}, bf16, 1 x {options.tokens} tokens, {options.rounds} rounds\n")
-    print(table(rows, COLUMNS))
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine, "size": options.size, "rows": rows}, indent=1) + "\n")
-    return 0
+    """Print the table below the machine.
+
+    Returns:
+        Exit status: 1 if a training failed.
+    """
+    options = parse_options(__doc__, rounds={"type": int, "default": 5})
+    return compare(
+        __file__,
+        options,
+        run=run,
+        columns=COLUMNS,
+        machine=partial(describe, "torch", "lightning", "deepspeed"),
+        heading=f"GPT-2 {options.size}, bf16, 1 x {options.tokens} tokens, {options.rounds} rounds",
+        rows=partial(rounds, options),
+    )
 
 
 if __name__ == "__main__":

@@ -11,71 +11,108 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpt2 import SIZES
+from gpt2 import CONTEXT, SIZES
 from training import WARMUP
 
 Figures = dict[str, Any]
 Columns = dict[str, tuple[str, int]]  # heading -> key of the figures, digits
 
+_OF_PARENT = ("systems", "rounds", "json", "child", "storage")  # options that say nothing to a child
+
 
 def parse_options(
-    description: str | None, *, size: str, systems: Sequence[str], default: Sequence[str]
+    description: str | None, *, warm_up: int = WARMUP, **options: dict[str, Any] | None
 ) -> argparse.Namespace:
     """Parse the command line.
 
     Args:
         description: Description of the script.
-        size: Default size of the model.
-        systems: Systems that can be compared.
-        default: Systems that are compared by default.
+        warm_up: Number of steps that are not measured.
+        **options: Arguments of ``add_argument`` by option, over those of the options that all scripts have. None
+            removes such an option.
     """
+    common: dict[str, dict[str, Any]] = {
+        "size": {"choices": SIZES, "default": "124m"},
+        "tokens": {"type": int, "default": 32, "help": f"of a step, at most {CONTEXT}"},
+        "steps": {"type": int, "default": WARMUP + 5, "help": f"the first {WARMUP} are not measured"},
+        "storage": {"default": ".", "help": "folder on the disk to measure"},
+        "json": {"type": Path, "help": "write the figures there, too"},
+        "child": {"help": argparse.SUPPRESS},
+    }
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default=size)
-    parser.add_argument("--systems", nargs="+", choices=systems, default=list(default))
-    parser.add_argument("--steps", type=int, default=WARMUP + 5, help=f"the first {WARMUP} are not measured")
-    parser.add_argument("--storage", help="folder on the disk to measure; default: a temporary one here")
-    parser.add_argument("--json", help="also write the figures to this file")
-    parser.add_argument("--child", choices=systems, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.steps <= WARMUP:
-        parser.error(f"--steps {options.steps} leaves none to measure: the first {WARMUP} warm up")
-    return options
+    for name, how in {**common, **options}.items():
+        if how is not None:
+            parser.add_argument(f"--{name.replace('_', '-')}", **{**common.get(name, {}), **how})
+    parsed = parser.parse_args()
+    if parsed.steps <= warm_up:
+        parser.error(f"--steps {parsed.steps} leaves none to measure: the first {warm_up} warm up")
+    return parsed
+
+
+def several(systems: Sequence[str], default: Sequence[str] | None = None, **how: Any) -> dict[str, Any]:
+    """Return the option that chooses some of the systems, for :func:`parse_options`."""
+    return {"nargs": "+", "choices": systems, "default": list(default or systems), **how}
 
 
 def compare(
     script: str,
     options: argparse.Namespace,
     *,
-    run: Callable[[str, str, int, str], Figures],
+    run: Callable[[argparse.Namespace], Figures],
     columns: Columns,
-    heading: Callable[[], str],
+    machine: Callable[[], str],
+    heading: str,
+    rows: Callable[[], dict[str, Figures]] | None = None,
 ) -> int:
     """Measure each system and print a table; with ``--child``, make one such measurement instead.
 
     Args:
         script: File to start for a system.
         options: The command line.
-        run: Function that measures a system (name, size, steps, folder) in this process.
+        run: Function that measures the system ``options.child`` in this process.
         columns: Columns of the table; a cell stays empty if a system has no such figure.
-        heading: Function that describes the machine and the training, to stand above the table.
+        machine: Function that describes the machine.
+        heading: Line above the table.
+        rows: Function that measures all systems, if they do not run one after the other.
 
     Returns:
         Exit status: 1 if a system failed.
     """
     if options.child:
-        report(run(options.child, options.size, options.steps, options.storage))
+        report(run(options))
         return 0
-    measured: dict[str, Figures | None] = {}
-    for system in options.systems:
-        with tempfile.TemporaryDirectory(dir=options.storage or ".") as folder:
-            child = ["--child", system, "--size", options.size, "--storage", folder, "--steps", str(options.steps)]
-            measured[system] = measure(system, script, *child)
-    rows = {system: row for system, row in measured.items() if row is not None}
-    print(f"{heading()}, {options.steps - WARMUP} measured steps\n")
-    print(table(rows, columns))
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=2) + "\n")
-    return int(len(rows) < len(measured))
+    told = machine()
+    print(told, flush=True)
+    found = one_by_one(script, options) if rows is None else dict(rows())
+    measured = {system: figures for system, figures in found.items() if figures is not None}
+    print(f"\n{heading}\n")
+    print(table(measured, columns))
+    write_figures(options.json, machine=told, size=options.size, rows=measured)
+    return int(len(measured) < len(found))
+
+
+def one_by_one(script: str, options: argparse.Namespace) -> dict[str, Figures | None]:
+    """Measure the chosen systems, each once; None for one that fails."""
+    return {system: in_child(script, options, system) for system in options.systems}
+
+
+def in_child(script: str, options: argparse.Namespace, child: str, **changed: Any) -> Figures | None:
+    """Let a script measure a system in a process of its own, in a new folder; return None if it fails.
+
+    Args:
+        script: The script.
+        options: The command line, which the process has as well.
+        child: The system.
+        **changed: Options with other values.
+    """
+    given = {name: value for name, value in vars(options).items() if name not in _OF_PARENT} | changed
+    arguments = []
+    for name, value in given.items():
+        values = value if isinstance(value, list) else [value]
+        arguments += [f"--{name.replace('_', '-')}", *map(str, values)]
+    with tempfile.TemporaryDirectory(dir=options.storage, prefix="benchmark-") as folder:
+        told = ", ".join([child, *(f"{name} {value}" for name, value in changed.items())])
+        return measure(told, script, "--child", child, "--storage", folder, *arguments)
 
 
 def report(figures: Figures) -> None:
@@ -101,3 +138,9 @@ def table(rows: dict[str, Figures], columns: Columns, *, head: str = "system") -
         cells = [f"{row[key]:.{digits}f}" if key in row else "" for key, digits in columns.values()]
         lines.append("| " + " | ".join([system, *cells]) + " |")
     return "\n".join(lines)
+
+
+def write_figures(path: Path | None, **figures: Any) -> None:
+    """Write figures as JSON, if ``--json`` names a file."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n")

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from comparison import measure, report, table
 from machine import describe
-from peak_memory import resident
+from peak_memory import resident, restart_peak
 from training import BUCKET, SUB_GROUP
 
 BLOCK = 16 << 20
@@ -38,7 +38,7 @@ EXPORTS = {
 def watched(action: Callable[[], object], nbytes: Callable[[], int]) -> dict[str, float]:
     """Run something that writes, and return memory and rate."""
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; see proc(5)
+    restart_peak()
     begin = time.perf_counter()
     action()
     seconds = time.perf_counter() - begin

@@ -11,7 +11,6 @@ on held-out text at the end. Usage::
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import sys
@@ -22,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from comparison import write_figures
 from machine import describe
 from stepped_state import SteppedState
 from training import quiet_trainer
@@ -154,8 +154,7 @@ def main() -> None:
     if options.steps:
         figures["losses"] = losses(options.size, options.steps, options.seeds)
         print_losses(figures["losses"])
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1))
+    write_figures(options.json, **figures)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,16 @@ build cpu_adam and async_io when they first run; one that fails is left out of t
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from typing import Any
 
 import torch
-from comparison import compare, parse_options
+from comparison import compare, parse_options, several
 from gpt2 import GPT2
 from machine import describe
-from training import PARTS, Probe, tokens, train_near_storage, train_stock
+from training import PARTS, WARMUP, Probe, tokens, train_near_storage, train_stock
 
 SYSTEMS = ("smart_infinity", "zero_offload", "zero_infinity")
 PIECE_NUMEL = 1 << 20
@@ -66,8 +67,9 @@ def copies(size: str) -> dict[str, float]:
     return figures
 
 
-def run(system: str, size: str, steps: int, folder: str) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Run one system in this process, with 4 x 512 tokens on the device."""
+    system, size, steps, folder = options.child, options.size, options.steps, options.storage
     probe = Probe(torch.cuda.synchronize)
 
     def batches(step: int) -> torch.Tensor:
@@ -87,16 +89,18 @@ def main() -> int:
     Returns:
         Exit status: 1 if a system failed, 2 without a CUDA device.
     """
-    options = parse_options(__doc__, size="355m", systems=SYSTEMS, default=SYSTEMS)
+    options = parse_options(__doc__, size={"default": "355m"}, systems=several(SYSTEMS), tokens=None)
     if not torch.cuda.is_available():
         print("gpu_step.py measures copies from and to a CUDA device; torch finds none here.", file=sys.stderr)
         return 2
-
-    def heading() -> str:
-        machine = f"{describe('torch', 'deepspeed')}, {torch.cuda.get_device_name()}"
-        return f"{machine}\nGPT-2 {options.size}, bf16, 4 x 512 tokens"
-
-    return compare(__file__, options, run=run, columns=COLUMNS, heading=heading)
+    return compare(
+        __file__,
+        options,
+        run=run,
+        columns=COLUMNS,
+        machine=lambda: f"{describe('torch', 'deepspeed')}, {torch.cuda.get_device_name()}",
+        heading=f"GPT-2 {options.size}, bf16, 4 x 512 tokens, {options.steps - WARMUP} measured steps",
+    )
 
 
 if __name__ == "__main__":

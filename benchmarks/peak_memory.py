@@ -2,9 +2,9 @@
 
     python benchmarks/peak_memory.py --size 355m --systems smart_infinity zero_infinity zero_infinity_pipelined
 
-Each system trains in a process of its own, bf16, batch 1 x 32 tokens. smart_infinity_parameters is smart_infinity with
-the parameters on storage too. ZeRO-Infinity needs libaio's headers and a C++ compiler: DeepSpeed builds async_io and
-cpu_adam when it first runs, which takes minutes (TORCH_EXTENSIONS_DIR keeps them).
+Each system trains in a process of its own, in bf16, on one sequence a step. smart_infinity_parameters is smart_infinity
+with the parameters on storage too. ZeRO-Infinity needs libaio's headers and a C++ compiler: DeepSpeed builds async_io
+and cpu_adam when it first runs, which takes minutes (TORCH_EXTENSIONS_DIR keeps them).
 
 There are two peaks, because building a model may take more than training it: the resident set's high-water mark (VmHWM)
 is read after set-up and the warm-up steps, reset to the present size, and read again after the measured steps.
@@ -12,6 +12,7 @@ is read after set-up and the warm-up steps, reset to the present size, and read 
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from functools import partial
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import compare, parse_options
+from comparison import compare, parse_options, several
 from gpt2 import GPT2
 from machine import describe
 from training import WARMUP, Batches, Probe, tokens, train_near_storage, train_stock
@@ -49,7 +50,7 @@ class MemoryProbe(Probe):
         """Begin a step. After the warm-up, record the peak so far and restart it at the present size."""
         if len(self.steps) == WARMUP:
             self._setup_peak = resident("VmHWM")
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; see proc(5)
+            restart_peak()
             self._io = system_io()
         super().begin()
 
@@ -77,6 +78,11 @@ def resident(key: str) -> int:
     """Return a memory figure of this process in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
+
+
+def restart_peak() -> None:
+    """Let ``VmHWM``, the peak of this process's memory, begin anew at the present size."""
+    Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
 
 
 def train_in_memory(size: str, steps: int, *, probe: Probe, batches: Batches, clip: float | None = None) -> int:
@@ -126,10 +132,11 @@ def zero_infinity_config(folder: str, *, pipelined: bool) -> dict[str, Any]:
     }
 
 
-def run(system: str, size: str, steps: int, folder: str) -> dict[str, Any]:
-    """Run one system in this process, with 1 x 32 tokens."""
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Run one system in this process."""
+    system, size, steps, folder = options.child, options.size, options.steps, options.storage
     probe = MemoryProbe()
-    batches = partial(tokens, size=size, shape=(1, 32))
+    batches = partial(tokens, size=size, shape=(1, options.tokens))
     if system == "adamw":
         return probe.report(train_in_memory(size, steps, probe=probe, batches=batches))
     if system.startswith("smart_infinity"):
@@ -147,12 +154,15 @@ def main() -> int:
     Returns:
         Exit status: 1 if a system failed.
     """
-    options = parse_options(__doc__, size="124m", systems=SYSTEMS, default=["smart_infinity", "adamw"])
-
-    def heading() -> str:
-        return f"{describe('torch', 'deepspeed')}\nGPT-2 {options.size}, bf16"
-
-    return compare(__file__, options, run=run, columns=COLUMNS, heading=heading)
+    options = parse_options(__doc__, systems=several(SYSTEMS, default=["smart_infinity", "adamw"]))
+    return compare(
+        __file__,
+        options,
+        run=run,
+        columns=COLUMNS,
+        machine=partial(describe, "torch", "deepspeed"),
+        heading=f"GPT-2 {options.size}, bf16, 1 x {options.tokens} tokens, {options.steps - WARMUP} measured steps",
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ their medians are compared, since the rate of a disk changes. The largest of the
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import sys
@@ -22,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import measure, report
+from comparison import measure, report, write_figures
 from machine import describe
-from peak_memory import resident
+from peak_memory import resident, restart_peak
+from training import quiet_trainer
 
 PHASES = ("building", "training", "saving")
 WARMUP, MEASURED = 2, 3
@@ -67,16 +67,7 @@ def run(size: str, folder: Path, *, batch: int, seq: int) -> dict[str, Any]:
 
     zero = {"offload_param": {"device": "nvme"}} if size.endswith("/nvme") else None
     strategy = SmartInfinityStrategy(folder / "storage", overlap="forward", zero=zero)
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        precision="bf16-mixed",
-        max_steps=WARMUP + MEASURED,
-        default_root_dir=folder,
-        **dict.fromkeys(quiet, False),
-    )
+    trainer = quiet_trainer(folder, strategy, max_steps=WARMUP + MEASURED)
     trainer.fit(Module())
     found["training"] = peak()
     trainer.save_checkpoint(folder / "a.ckpt")
@@ -97,7 +88,7 @@ def run(size: str, folder: Path, *, batch: int, seq: int) -> dict[str, Any]:
 def peak() -> int:
     """Return the highest resident memory since the last call, in bytes, and restart it at the present size."""
     highest = resident("VmHWM")
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; see proc(5)
+    restart_peak()
     return highest
 
 
@@ -189,8 +180,7 @@ def main() -> int:
     for size, both in found.items():
         if both is not None:
             print("\n".join(rows(size, both["plan"], both["run"])))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_figures(options.json, **found)
     return int(None in found.values())
 
 

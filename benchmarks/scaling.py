@@ -11,7 +11,6 @@ several disks show what they gain.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import tempfile
@@ -22,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from comparison import table
+from comparison import table, write_figures
 from machine import describe
 from stepped_state import SteppedState
 
@@ -160,9 +159,7 @@ def main() -> None:
     for name in options.series:
         found[name] = measure(series[name], options)
         print("\n" + table({f"{name} {row['size']}": row for row in found[name]}, COLUMNS, head=name))
-    if options.json:
-        figures = {"benchmark": "scaling", "machine": machine, "million": options.million, "series": found}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write_figures(options.json, benchmark="scaling", machine=machine, million=options.million, series=found)
 
 
 def parse_options() -> argparse.Namespace:

@@ -20,9 +20,10 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from machine import describe
-from peak_memory import resident
+from peak_memory import resident, restart_peak
 from torch import nn
 from torch.utils.data import DataLoader
+from training import quiet_trainer
 
 STEPS = 4
 
@@ -38,7 +39,7 @@ class Phases:
         """End a phase and begin the next one."""
         now = time.perf_counter()
         self.rows.append((phase, resident("VmHWM"), now - self._begin))
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; see proc(5)
+        restart_peak()
         self._begin = now
 
 
@@ -108,18 +109,7 @@ def main() -> int:
     phases.end("import")
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         strategy = SmartInfinityStrategy(folder)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            precision=options.precision,
-            strategy=strategy,
-            max_steps=STEPS,
-            default_root_dir=folder,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = quiet_trainer(folder, strategy, precision=options.precision, max_steps=STEPS)
         trainer.fit(Chain(width, depth, options.where, phases))
         trainer.save_checkpoint(Path(folder) / "a.ckpt")
         phases.end("save")

@@ -23,7 +23,6 @@ zero_infinity_tuned.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -37,10 +36,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import Figures, measure, report, table
-from gpt2 import CONTEXT, GPT2, SIZES
+from comparison import Figures, in_child, parse_options, report, several, table, write_figures
+from gpt2 import CONTEXT, GPT2
 from machine import describe
-from peak_memory import resident, system_io, train_in_memory, zero_infinity_config
+from peak_memory import resident, restart_peak, system_io, train_in_memory, zero_infinity_config
 from raw_disk import MIB, IoSettings, RawDisk, all_settings, cpu_seconds
 from training import PARTS, WARMUP, Probe, tokens, train_near_storage, train_stock
 
@@ -89,7 +88,7 @@ class StepProbe(Probe):
             self._peaks.append(resident("VmHWM"))
             self._io.append(system_io())
         if len(self._ends) == WARMUP:
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; see proc(5)
+            restart_peak()
 
     def figures(self, numel: int) -> Figures:
         """Return the seconds of each measured step, and the other figures over all of them.
@@ -180,11 +179,7 @@ class Disk:
 
 def child_figures(system: str, clip: str, number: int, options: argparse.Namespace) -> Figures | None:
     """Train a system in a process of its own and return its figures; None if it fails."""
-    with tempfile.TemporaryDirectory(dir=options.storage, prefix="step-") as folder:
-        chosen = ["--size", options.size, "--steps", str(options.steps), "--stock-adam", options.stock_adam]
-        chosen += ["--stock-io", options.stock_io]
-        more = ["--clip", clip, "--tokens", str(number), "--storage", folder]
-        return measure(f"{system}, clipping {clip}, {number} tokens", __file__, "--child", system, *chosen, *more)
+    return in_child(__file__, options, system, clip=clip, tokens=number)
 
 
 def rounds(clip: str, number: int, disk: Disk, options: argparse.Namespace) -> dict[str, Figures]:
@@ -234,26 +229,11 @@ def matching_tokens(options: argparse.Namespace) -> int:
     return max(FEW_TOKENS, FEW_TOKENS + round(tokens_more / FEW_TOKENS) * FEW_TOKENS)
 
 
-def parse_options() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="124m")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM")
-    parser.add_argument("--clip", nargs="+", choices=("off", "on"), default=["off", "on"], help=f"gradients, to {CLIP}")
-    parser.add_argument("--tokens", nargs="+", default=[str(FEW_TOKENS)], help='of a step: numbers, or "match"')
-    parser.add_argument("--steps", type=int, default=WARMUP + 5, help=f"of a round; the first {WARMUP} do not count")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--stock-adam", choices=("deepspeed", "torch"), default="torch")
-    parser.add_argument("--stock-io", choices=("deepspeed", "glue"), default="deepspeed")
-    parser.add_argument("--storage", default=".", help="folder on the disk to measure")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
-    parser.add_argument("--child", choices=SYSTEMS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.steps <= WARMUP:
-        parser.error(f"--steps {options.steps} leaves none to measure: the first {WARMUP} warm up")
-    if not all(number == "match" or number.isdecimal() for number in options.tokens):
-        parser.error(f"--tokens {' '.join(options.tokens)}: pass numbers, or match")
-    return options
+def token_number(text: str) -> str:
+    """Check a number of tokens, or "match"."""
+    if text != "match" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: pass numbers, or match")
+    return text
 
 
 def main() -> int:
@@ -262,7 +242,20 @@ def main() -> int:
     Returns:
         Exit status: 1 if a system failed.
     """
-    options = parse_options()
+    options = parse_options(
+        __doc__,
+        systems=several(SYSTEMS, metavar="SYSTEM"),
+        clip={"nargs": "+", "choices": ("off", "on"), "default": ["off", "on"], "help": f"gradients, to {CLIP}"},
+        tokens={
+            "nargs": "+",
+            "type": token_number,
+            "default": [str(FEW_TOKENS)],
+            "help": 'of a step: numbers, or "match"',
+        },
+        rounds={"type": int, "default": 1},
+        stock_adam={"choices": ("deepspeed", "torch"), "default": "torch"},
+        stock_io={"choices": ("deepspeed", "glue"), "default": "deepspeed"},
+    )
     if options.child:
         report(run(options))
         return 0
@@ -284,9 +277,7 @@ def main() -> int:
             )
             print(table(rows, COLUMNS))
             tables.append({"tokens": batch * length, "clip": clip == "on", "rows": rows})
-    if options.json:
-        figures = {"benchmark": "step", "machine": machine, "size": options.size, "tables": tables}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write_figures(options.json, benchmark="step", machine=machine, size=options.size, tables=tables)
     return int(any(len(of["rows"]) < len(options.systems) for of in tables))
 
 

@@ -13,7 +13,6 @@ thread. Usage::
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from comparison import write_figures
 from gpt2 import GPT2, SIZES
 from machine import describe
 from raw_disk import IoSettings, RawDisk
@@ -187,9 +187,7 @@ def main() -> None:
         seconds = measure(systems, arguments.rounds)
         ours.store.close()
     print_table(seconds, sum(sizes))
-    if arguments.json:
-        figures = {"machine": machine, "size": arguments.size, "nbytes": sum(sizes), "seconds": seconds}
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write_figures(arguments.json, machine=machine, size=arguments.size, nbytes=sum(sizes), seconds=seconds)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,15 @@ Each training is a process of its own. Usage::
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 import time
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from comparison import Figures, measure, report, table
-from gpt2 import CONTEXT, SIZES
+from comparison import Figures, compare, parse_options, several
 from machine import describe
 from training import WARMUP, Probe, tokens, train_near_storage
 
@@ -84,43 +81,22 @@ def run(options: argparse.Namespace) -> Figures:
     }
 
 
-def parse_options() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=SIZES, default="124m")
-    parser.add_argument("--tokens", type=int, default=32, help=f"of a step, at most {CONTEXT}")
-    parser.add_argument("--steps", type=int, default=WARMUP + 40, help=f"the first {WARMUP} do not count")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM")
-    parser.add_argument("--storage", default=".", help="folder on the disk to measure")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
-    parser.add_argument("--child", choices=SYSTEMS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.steps <= WARMUP:
-        parser.error(f"--steps {options.steps} leaves none to measure: the first {WARMUP} warm up")
-    return options
-
-
 def main() -> int:
-    """Print the table."""
-    options = parse_options()
-    if options.child:
-        report(run(options))
-        return 0
-    machine = describe("torch", "lightning", "deepspeed")
-    print(machine)
-    rows: dict[str, Figures] = {}
-    for system in options.systems:
-        with tempfile.TemporaryDirectory(dir=options.storage, prefix="records-") as folder:
-            shape = ["--size", options.size, "--steps", str(options.steps), "--tokens", str(options.tokens)]
-            figures = measure(system, __file__, "--child", system, *shape, "--storage", folder)
-        if figures is None:
-            return 1
-        rows[system] = figures
-    print(f"\nGPT-2 {options.size}, bf16, 1 x {options.tokens} tokens, {options.steps - WARMUP} steps\n")
-    print(table(rows, COLUMNS))
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine, "size": options.size, "rows": rows}, indent=1) + "\n")
-    return 0
+    """Print the table below the machine.
+
+    Returns:
+        Exit status: 1 if a system failed.
+    """
+    options = parse_options(__doc__, systems=several(list(SYSTEMS), metavar="SYSTEM"), steps={"default": WARMUP + 40})
+    measured = f"{options.steps - WARMUP} steps"
+    return compare(
+        __file__,
+        options,
+        run=run,
+        columns=COLUMNS,
+        machine=partial(describe, "torch", "lightning", "deepspeed"),
+        heading=f"GPT-2 {options.size}, bf16, 1 x {options.tokens} tokens, {measured}",
+    )
 
 
 if __name__ == "__main__":

@@ -11,13 +11,12 @@ a shared disk drifts. The plain engine uses the page cache; the raw disk avoids 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from comparison import table
+from comparison import table, write_figures
 from machine import describe
 from raw_disk import BLOCKS, DEPTHS, MIB, IoSettings, RawDisk, all_settings
 from stepped_state import SteppedState
@@ -52,9 +51,7 @@ def main() -> None:
                 rows[f"{state_format}, {engine}"] = measure(Path(folder), state_format, engine, best, options)
     print(f"{options.million} M parameters, medians of {options.runs} steps\n")
     print(table(rows, COLUMNS, head="state format, engine"))
-    if options.json:
-        figures = {"benchmark": "update", "machine": machine, "million": options.million, "rows": rows}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write_figures(options.json, benchmark="update", machine=machine, million=options.million, rows=rows)
 
 
 def parse_options() -> argparse.Namespace:

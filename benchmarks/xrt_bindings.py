@@ -16,7 +16,6 @@ Usage::
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+from comparison import write_figures
 from machine import describe
 from stepped_state import SteppedState
 
@@ -83,9 +83,7 @@ def main() -> None:
     print(f"XRT {VERSION}, emulated SmartSSDs: {speeds}; {numel / 1e6:g} million parameters per card")
     figures = [measure(binding, cards, numel, arguments) for binding in BINDINGS]
     print_table(figures)
-    if arguments.json:
-        content = {"machine": machine, "numel": numel, "bindings": [asdict(row) for row in figures]}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    write_figures(arguments.json, machine=machine, numel=numel, bindings=[asdict(row) for row in figures])
 
 
 def measure(binding: str, cards: EmulatedCards, numel: int, arguments: argparse.Namespace) -> Figures:

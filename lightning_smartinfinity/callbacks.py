@@ -62,6 +62,7 @@ class StorageTrafficMonitor(Callback):
     ``io/shared_read_GB``, ``..write_GB``   read and written over the shared channel, to and from the host, per step
     ``io/internal_read_GB``, ``..write_GB`` read and written inside storage devices, per step
     ``io/cached_read_GB``, ``..write_GB``   saved by ``dram_cache_bytes``, per step; not part of the values below
+    ``io/background_read_GB``               read per step beside training, for checkpoints; not part of the values below
     ``io/GBps``                             all that is read and written per second of training
     ``io/wait_GBps``                        the same per second waited: the storage's own speed if nothing overlaps
     ``io/wait_s``                           seconds waited for storage per step, slowest rank
@@ -294,6 +295,7 @@ def _step_values(table: TrafficTable, steps: int) -> dict[str, float]:
         f"io/{channel}_{direction}_GB": float(table.moved_bytes(channel, direction)) / steps / _GB
         for channel, direction in (*_CHANNELS, *_CACHED)
     }
+    values["io/background_read_GB"] = float(table.column("background_read_bytes").sum()) / steps / _GB
     return (
         values
         | _folder_values(table, steps)

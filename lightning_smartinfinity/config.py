@@ -174,9 +174,9 @@ class TransferConfig:
             have a residual, storage then holds two copies of it, of 4 bytes per parameter each, and every step writes
             one of them beside the training.
         asynchronous: Whether a Trainer's ModelCheckpoint saves while training goes on, which takes room on storage for
-            a third place of each tasklet; without that room saves wait. With ``durability="none"``, on SmartSSDs, or if
-            compression keeps a residual, they always wait. ``trainer.save_checkpoint`` and saves of Fabric and
-            transformers return when the checkpoint is whole.
+            a third place of each tasklet, allocated at set-up; without that room saves wait. With
+            ``durability="none"``, on SmartSSDs, or if compression keeps a residual, they always wait.
+            ``trainer.save_checkpoint`` and saves of Fabric and transformers return when the checkpoint is whole.
 
     Raises:
         ConfigError: A setting is unknown, out of range or not one of those above.

@@ -52,6 +52,7 @@ _COUNTS = (
     "cached_write_bytes",
     "padding_bytes",
     "control_bytes",
+    "background_read_bytes",
     "read_calls",
     "write_calls",
 )

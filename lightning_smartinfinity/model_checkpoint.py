@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 
 from lightning_smartinfinity.patches import replaced
 
@@ -25,7 +26,9 @@ def save_beside_training(trainer: pl.Trainer, saves: BackgroundSaves, *, finish:
     """Let the Trainer's ModelCheckpoints go on before their checkpoints are whole.
 
     They look at no checkpoint that they have saved. Whoever else saves may do so, such as a subclass with a method of
-    its own, and has to wait.
+    its own, and has to wait. So do all if a logger may look at what was saved.
+
+    If there is anything to save, the room on storage that this takes is made now. Collective.
 
     Args:
         trainer: The Trainer.
@@ -33,11 +36,18 @@ def save_beside_training(trainer: pl.Trainer, saves: BackgroundSaves, *, finish:
         finish: Waits for the saves in progress.
     """
     beside = _Beside(saves, finish)
-    for callback in _model_checkpoints(trainer):
-        if type(callback)._save_checkpoint is ModelCheckpoint._save_checkpoint:
-            callback._save_checkpoint = partial(beside.save, callback)  # type: ignore[method-assign]
-            callback.file_exists = partial(beside.exists, callback)  # type: ignore[method-assign]
-            callback._link_checkpoint = partial(beside.link, callback)  # type: ignore[method-assign]
+    callbacks = [
+        callback
+        for callback in _model_checkpoints(trainer)
+        if type(callback)._save_checkpoint is ModelCheckpoint._save_checkpoint
+        and not any(map(_looks_at_checkpoints, trainer.loggers))
+    ]
+    for callback in callbacks:
+        callback._save_checkpoint = partial(beside.save, callback)  # type: ignore[method-assign]
+        callback.file_exists = partial(beside.exists, callback)  # type: ignore[method-assign]
+        callback._link_checkpoint = partial(beside.link, callback)  # type: ignore[method-assign]
+    if any(map(_saves, callbacks)) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        saves.make_room()
 
 
 def save_in_turn(trainer: pl.Trainer) -> None:
@@ -49,6 +59,15 @@ def save_in_turn(trainer: pl.Trainer) -> None:
 
 def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+def _saves(callback: ModelCheckpoint) -> bool:
+    return callback.save_top_k != 0 or bool(callback.save_last)
+
+
+def _looks_at_checkpoints(logger: Logger) -> bool:
+    """Return whether a logger may look at a checkpoint when it hears of it. Lightning's own ones look at files only."""
+    return not type(logger).after_save_checkpoint.__module__.startswith("lightning.")
 
 
 class _Beside:

@@ -6,8 +6,9 @@ import faulthandler
 import gc
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
@@ -16,6 +17,9 @@ from hypothesis import settings
 from tests.helpers.attacks import PROPERTY, Attack
 from tests.helpers.processes import start_server
 from tests.helpers.runif import is_allowed
+
+if TYPE_CHECKING:
+    from tests.helpers.silent_disk import SilentDisk
 
 # This precedes every import of a library that would look for files or versions on the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -103,6 +107,16 @@ def attack(request: pytest.FixtureRequest) -> Attack:
         request.node.user_properties.append((PROPERTY, [attack, tries, outcome, seconds]))
 
     return tell
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SilentDisk]:
+    """Return a disk whose calls the test can let hang. All of them answer at its end."""
+    from tests.helpers.silent_disk import SilentDisk  # with much of the package, which not every run needs
+
+    disk = SilentDisk(monkeypatch, tmp_path / "stat")
+    yield disk
+    disk.answer()
 
 
 class _SkipWatch:

@@ -48,6 +48,8 @@ def yaml_recipe(training: Training, *, storage: Path, on_gpu: bool) -> str:
 
 def _strategy_settings(training: Training, storage: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {"storage": str(storage), "state_format": training.state_format}
+    if not training.asynchronous:
+        settings["transfer"] = {"asynchronous": False}
     if training.offload_param != "none":
         settings["zero"] = {"offload_param": {"device": training.offload_param}}
     return settings

@@ -107,7 +107,7 @@ def _verdict(found: Findings) -> Iterator[str]:
     best = found.best
     if not best.fits:
         yield "Nothing that was tried fits: where parameters lie, where the model is built, activation checkpoints,"
-        yield "smaller micro-batches, smaller state formats, bf16."
+        yield "training that waits for its checkpoints, smaller micro-batches, smaller state formats, bf16."
     if best.training != found.asked.training:
         yield f"{'It fits' if best.fits else 'It lacks the least'} with {', '.join(_changes(best, found.asked))}:"
         yield ""

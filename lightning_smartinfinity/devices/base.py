@@ -77,6 +77,8 @@ class Traffic(_Counters):
         padding_bytes: Padding to whole blocks that was moved inside devices.
         control_bytes: Bytes that keep state whole: commit records and, where devices update, trailers of extents and
             the status of each run. (Trailers that the host reads and writes are part of its extents.)
+        background_read_bytes: State read for checkpoints that are saved beside the training (filled in by the handler).
+            No other counter has these reads, so that all others are those of the training itself.
         folders: Counters of each storage folder of optimizer state, in the folders' order.
     """
 
@@ -99,6 +101,7 @@ class Traffic(_Counters):
     cached_write_bytes: int = 0
     padding_bytes: int = 0
     control_bytes: int = 0
+    background_read_bytes: int = 0
     folders: tuple[FolderTraffic, ...] = ()
 
     @classmethod

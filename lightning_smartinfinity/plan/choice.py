@@ -126,8 +126,9 @@ def cheapest(model: ModelFigures, training: Training, resources: Resources, rate
     """Return the fastest plan that fits, or None.
 
     It may change where the model is built and where parameters lie, and turn activation checkpoints on. Only if this is
-    not enough, it divides the batch into micro-batches, then uses a smaller state format, which changes results a
-    little, and at last bf16 instead of fp32. Neither the tokens of a step nor the optimizer change.
+    not enough, it lets training wait for its checkpoints, which takes less storage. Then it divides the batch into
+    micro-batches, uses a smaller state format, which changes results a little, and at last bf16 instead of fp32.
+    Neither the tokens of a step nor the optimizer change.
 
     Args:
         model: The model.
@@ -174,7 +175,10 @@ def _stages(asked: Training, *, on_gpu: bool) -> Iterator[list[Training]]:
         start = replace(asked, precision=precision, state_format="fp32") if precision != asked.precision else asked
         for state_format in dict.fromkeys([start.state_format, *_smaller(start)]):
             formed = replace(start, state_format=state_format)
-            yield from ([*_placed(one, on_gpu=on_gpu)] for one in _divided(formed))
+            for one in _divided(formed):
+                yield [*_placed(one, on_gpu=on_gpu)]
+                if one.saves_beside:
+                    yield [*_placed(replace(one, asynchronous=False), on_gpu=on_gpu)]
 
 
 def _smaller(training: Training) -> list[str]:

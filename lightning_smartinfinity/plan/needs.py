@@ -218,6 +218,8 @@ def _disk_owners(model: ModelFigures, training: Training) -> dict[str, int]:
     owners["records"] = training.processes * records
     if training.keeps_residual:
         owners["residuals"] = training.processes * residual_bytes(layout.numel)
+    if training.saves_beside:
+        owners["state being saved"] = owners["optimizer state"] // training.places
     if training.save_top_k:
         one = checkpoint_bytes(model, training)
         owners |= {"checkpoints": training.save_top_k * one, "checkpoint being saved": one}

@@ -46,6 +46,7 @@ class Training:
         processes: Number of processes, all on this machine.
         save_top_k: Number of checkpoints that are kept.
         tokens: Tokens of the whole training; None if unknown.
+        asynchronous: Whether checkpoints are saved while training goes on.
         num_buffers: Number of ring buffers.
         places: Places of each tasklet's state on storage; 1 with ``durability="none"``.
         compression: Share of the gradients that ``TopK`` sends, with error feedback; None: they are not compressed.
@@ -66,6 +67,7 @@ class Training:
     processes: int = 1
     save_top_k: int = 1
     tokens: int | None = None
+    asynchronous: bool = True
     num_buffers: int = 16
     places: int = 2
     compression: float | None = None
@@ -86,6 +88,7 @@ class Training:
             processes=between(1, 1024),
             save_top_k=between(0, _MOST),
             tokens=optional(between(1)),
+            asynchronous=FLAG,
             places=between(1, 2),
             compression=optional(positive(1)),
         )
@@ -104,6 +107,12 @@ class Training:
     def num_arrays(self) -> int:
         """Arrays of the optimizer's state, the master among them."""
         return NUM_ARRAYS[OPTIMIZERS[self.optimizer]]
+
+    @property
+    def saves_beside(self) -> bool:
+        """Whether state has a third place on storage, from which it is saved while training goes on."""
+        # A save of a training with a residual waits.
+        return self.asynchronous and self.places > 1 and self.save_top_k > 0 and not self.keeps_residual
 
     @property
     def item_bytes(self) -> int:

@@ -342,23 +342,29 @@ class StateStore:
     def pin(self) -> Pin:
         """Let no later generation take the places of this one until they are released. Between generations only.
 
-        Files grow to three places for each tasklet: the pinned ones, and two for what changes meanwhile.
+        Raises:
+            StorageError: As :meth:`make_room_to_pin`.
+        """
+        assert all(pin.record.generation == self.generation for pin in self._live_pins()), (
+            "one generation is pinned at a time"
+        )
+        self.make_room_to_pin()
+        self._pins.append(Pin(self._record))
+        return self._pins[-1]
+
+    def make_room_to_pin(self) -> None:
+        """Let files grow to three places for each tasklet: the pinned ones, and two for what changes meanwhile.
 
         Raises:
             StorageFullError: The file systems have no room for the third places.
             StorageError: A file cannot be extended.
         """
         assert self.extents.places_per_tasklet > 1 and self.generation >= 0
-        assert all(pin.record.generation == self.generation for pin in self._live_pins()), (
-            "one generation is pinned at a time"
-        )
         here = np.bincount(self.placement.devices, minlength=self.extents.num_devices)
         wanted = [both + int(pinned) for both, pinned in zip(self._places_needed(self._homes), here, strict=True)]
         make_room = partial(self._capacities.make_room, wanted)
         path = self._folders[0].path / STATE_NAME
         unless_idle(make_room, doing="Extending", path=path, seconds=self._io_timeout)
-        self._pins.append(Pin(self._record))
-        return self._pins[-1]
 
     def _live_pins(self) -> list[Pin]:
         self._pins = [pin for pin in self._pins if pin.occupied.held.any()]

@@ -63,6 +63,7 @@ class TransferHandler:
         self._staging: StagingBuffer | None = None
         self._num_steps = 0
         self._numel_updated = 0
+        self._background_read_bytes = 0
 
     @property
     def generation(self) -> int:
@@ -96,11 +97,23 @@ class TransferHandler:
         """Return the committed state, which can be read beside later steps. No step may be in flight now.
 
         Raises:
-            StorageFullError: The file systems have no room for a third place for each tasklet.
+            StorageError: As :meth:`make_room_to_pin`.
+        """
+        self._require_no_step()
+        return PinnedState(self._layout, self._store, self._store.pin(), count_read=self._count_background_read)
+
+    def make_room_to_pin(self) -> None:
+        """Let the state files grow to a third place for each tasklet, for :meth:`pin`. No step may be in flight now.
+
+        Raises:
+            StorageFullError: The file systems have no room for that.
             StorageError: A state file cannot be extended.
         """
         self._require_no_step()
-        return PinnedState(self._layout, self._store, self._store.pin())
+        self._store.make_room_to_pin()
+
+    def _count_background_read(self, nbytes: int) -> None:
+        self._background_read_bytes += nbytes  # by one thread at a time: saves follow each other
 
     @property
     def can_roll_back(self) -> bool:
@@ -311,7 +324,13 @@ class TransferHandler:
         """Return the cumulative counters since :meth:`open`, of steps and of everything else."""
         moved = self._device.counters()
         control_bytes = moved.control_bytes + self._store.control_bytes
-        return replace(moved, control_bytes=control_bytes, steps=self._num_steps, numel=self._numel_updated)
+        return replace(
+            moved,
+            control_bytes=control_bytes,
+            steps=self._num_steps,
+            numel=self._numel_updated,
+            background_read_bytes=self._background_read_bytes,
+        )
 
     def close(self, *, remove: bool) -> None:
         """Close the device and the store, and stop a step in flight; idempotent.

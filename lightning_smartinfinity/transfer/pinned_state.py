@@ -21,12 +21,16 @@ class PinnedState:
         layout: The partition.
         store: The store that holds it. It stays open until :meth:`scan` has returned.
         pin: The pinned generation.
+        count_read: Is told how many bytes were read, as they are.
     """
 
-    def __init__(self, layout: PartitionLayout, store: StateStore, pin: Pin) -> None:
+    def __init__(
+        self, layout: PartitionLayout, store: StateStore, pin: Pin, *, count_read: Callable[[int], object]
+    ) -> None:
         self._layout = layout
         self._store = store
         self._pin = pin
+        self._count_read = count_read
 
     @property
     def generation(self) -> int:
@@ -49,7 +53,9 @@ class PinnedState:
         numel = extents.tasklet_numel
 
         def release_and_visit(window: Window) -> None:
-            self._pin.release(range(window.begin // numel, -(-window.end // numel)))
+            tasklets = range(window.begin // numel, -(-window.end // numel))
+            self._pin.release(tasklets)
+            self._count_read(sum(extents.extents[tasklet].nbytes for tasklet in tasklets))
             visit(window)
 
         # Nothing is written, so the places of the next generation are not used.

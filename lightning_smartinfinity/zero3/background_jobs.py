@@ -36,7 +36,11 @@ class BackgroundJobs:
         try:
             job.start()
         except RuntimeError:  # no thread can be started
-            job.run()
+            self._is_awaited.set()
+            try:
+                job.run()
+            finally:
+                self._is_awaited.clear()
 
     def pause(self, seconds: float) -> None:
         """Let the training have the machine for so long, unless somebody waits for the job or the training ends."""
@@ -89,8 +93,8 @@ class _Job(threading.Thread):
             self.failure = error
         except Exception as error:
             self.failure = lost_rank_behind(error) or CheckpointError(
-                f"A checkpoint that was being saved in the background failed: {str(error) or type(error).__name__}.",
-                "Save again. What its path held before is still whole.",
+                f"A checkpoint could not be saved or removed in the background: {str(error) or type(error).__name__}.",
+                "Look at its folder and its disk, and save again. What was whole before still is.",
             )
 
     def join_if_alive(self) -> None:

@@ -22,6 +22,7 @@ PER_STEP = Traffic(
     storage_write_bytes=12_500,  # excludes writes to a device's memory
     cached_read_bytes=3_000,
     cached_write_bytes=2_000,
+    background_read_bytes=6_000,
     read_calls=3,
     write_calls=4,
     read_seconds=0.5,

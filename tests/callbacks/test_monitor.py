@@ -83,6 +83,7 @@ def test_values_of_one_step(tmp_path: Path) -> None:
             "io/internal_write_GB": 500 / 1e9,
             "io/cached_read_GB": 3_000 / 1e9,
             "io/cached_write_GB": 2_000 / 1e9,
+            "io/background_read_GB": 6_000 / 1e9,
             "io/GBps": 27_500 / 2.0 / 1e9,
             "io/wait_GBps": 27_500 / 0.125 / 1e9,
             "io/wait_s": 0.125,

@@ -201,6 +201,7 @@ CHANGED = Training(
     checkpointing=True,
     build="configure_model",
     compression=0.25,
+    asynchronous=False,
 )
 NO_GAIN = pytest.mark.filterwarnings("ignore:.*is predicted to bring no gain")
 
@@ -234,6 +235,7 @@ def test_the_python_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert trainer.global_step == 2
     assert strategy.parameter_bytes >= 0 and strategy.state_bytes > 0
     assert strategy.host_bytes["residual"] > 0
+    assert not strategy._settings.transfer.asynchronous
     strategy.close()
 
 
@@ -249,5 +251,6 @@ def test_the_yaml_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert isinstance(strategy, SmartInfinityStrategy)
     assert strategy.config["zero_optimization"]["offload_param"]["device"] == "nvme"
     assert strategy.host_bytes["residual"] > 0
+    assert not strategy._settings.transfer.asynchronous
     assert cli.trainer.global_step == 2
     strategy.close()

@@ -13,11 +13,13 @@ import torch
 
 from lightning_smartinfinity.cli.main import main
 from lightning_smartinfinity.errors import CheckpointError, ConfigError, SmartInfinityError, StorageLockedError
-from lightning_smartinfinity.export.destination import staged
+from lightning_smartinfinity.export.destination import require_room, staged
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.export.from_training import save_module
+from lightning_smartinfinity.store.in_time import io_limit
 from lightning_smartinfinity.store.replacement import beside
 from tests.export.trained import Trained, files_of
+from tests.helpers.silent_disk import SECONDS, SilentDisk, gives_up
 
 Train = Callable[[str], Trained]
 
@@ -143,3 +145,10 @@ def test_sizes_of_files(size: Any, trained: Train, tmp_path: Path) -> None:
     export_checkpoint(trained("llama").checkpoint, tmp_path / "out", ExportSettings(max_shard_size=size))
     sizes = [file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")]
     assert len(sizes) > 1 and max(sizes) < 22_000
+
+
+def test_room_for_an_export_that_is_not_told(tmp_path: Path, disk: SilentDisk) -> None:
+    """The error names the folder."""
+    disk.hang(os, "statvfs")
+    with gives_up(tmp_path, "Looking for free space in"), io_limit(SECONDS):
+        require_room(tmp_path / "export", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.export.safetensors_file import SafetensorsFile
+from lightning_smartinfinity.store.in_time import io_limit
 from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
+from tests.helpers.silent_disk import SECONDS, SilentDisk, gives_up
 
 
 def written(path: Path, tensors: dict[str, torch.Tensor], window: int) -> bytes:
@@ -57,3 +60,17 @@ def test_a_dtype_that_the_format_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"'a' is of torch.complex128"):
         SafetensorsFile(tmp_path / "file", {"a": TensorSpec(torch.Size([4]), torch.complex128)})
     assert not (tmp_path / "file").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "doing"),
+    [("posix_fallocate", r"Allocating \d+ bytes for"), ("pwrite", "Writing"), ("fdatasync", "Flushing")],
+)
+def test_a_file_of_an_export_that_is_not_written(tmp_path: Path, disk: SilentDisk, call: str, doing: str) -> None:
+    """The error names the file."""
+    disk.hang(os, call)
+    path = tmp_path / "model.safetensors"
+    with gives_up(path, doing), io_limit(SECONDS):
+        file = SafetensorsFile(path, {"a": TensorSpec(torch.Size([2]), torch.float32, trained=True)})
+        file.write("a", 0, torch.ones(2))
+        file.close()

@@ -92,7 +92,7 @@ RUNS = {
     ),
     "tensor_store.py": (
         ["--size", "tiny", "--rounds", "1", "--stock-io", "glue"],
-        ["| system |", "| ours |", "| aio |", "| raw |"],
+        ["| memory in progress | system |", "| 64 MiB | ours |", "| 64 MiB | aio |", "| all | raw |"],
     ),
     "training_record.py": (
         ["--size", "tiny", "--steps", "5", "--systems", "overlap none"],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -120,6 +122,27 @@ def test_checkpoints_count_with_the_one_being_saved() -> None:
     assert three["checkpoints"] == 3 * three["checkpoint being saved"] > 3 * 12 * SEVEN.numel
     none = need(make_plan(SEVEN, replace(TRAINING, save_top_k=0), LARGE, RATES), Place.DISK, "in all").owners
     assert "checkpoints" not in none
+
+
+def owners_on_disk(**changed: Any) -> Mapping[str, int]:
+    return need(make_plan(SEVEN, replace(TRAINING, **changed), LARGE, RATES), Place.DISK, "in all").owners
+
+
+def test_state_has_a_third_place_to_be_saved_from() -> None:
+    """It takes half as much as the other two, unless nothing is saved or training waits for its checkpoints."""
+    owners = owners_on_disk()
+    assert owners["state being saved"] == owners["optimizer state"] // 2
+    for changed in ({"asynchronous": False}, {"save_top_k": 0}, {"places": 1}):
+        assert "state being saved" not in owners_on_disk(**changed)
+
+
+def test_too_little_disk_lets_training_wait_for_its_checkpoints() -> None:
+    """The third place is given up before anything else is changed."""
+    small = replace(LARGE, disk=sum(owners_on_disk(asynchronous=False).values()))
+    asked = make_plan(SEVEN, TRAINING, small, RATES)
+    assert [each.place for each in asked.broken] == [Place.DISK]
+    chosen = cheapest(SEVEN, TRAINING, small, RATES)
+    assert chosen is not None and chosen.training == replace(TRAINING, asynchronous=False)
 
 
 def test_a_small_model_needs_no_storage() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 import threading
 import time
@@ -11,10 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.store import in_time as calls
 from lightning_smartinfinity.store import state_store
-from lightning_smartinfinity.store.in_time import in_time, unless_idle, when_returned
+from lightning_smartinfinity.store.in_time import doing_now, in_time, io_limit, unless_idle, when_returned
+from lightning_smartinfinity.store.replacement import flush_tree
+from lightning_smartinfinity.store.staging_folder import locked
+from tests.helpers.silent_disk import SECONDS, SilentDisk, gives_up
 from tests.helpers.waiting import LIMIT, await_that, lenient
 from tests.native.test_interrupt import interrupted
 from tests.store.makers import commit_generation, create, write_generation
@@ -118,3 +124,124 @@ def test_a_commit_record_that_is_not_written(
         store.require_usable()
     with pytest.raises(StorageTimeoutError, match="has not answered an earlier call"):
         store.close(remove=True)
+
+
+def test_a_disk_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: SilentDisk) -> None:
+    """A call that lasts many times the limit returns if its disk completes requests all the time."""
+    counts = itertools.count()
+
+    def count(_: Path) -> int:
+        if (number := next(counts)) == 20:
+            disk.answers.set()
+        return number
+
+    monkeypatch.setattr(calls, "completed_requests", count)
+    assert unless_idle(disk.answers.wait, doing="Flushing", path=tmp_path, seconds=0.1)
+
+
+def test_a_disk_that_works_after_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: SilentDisk
+) -> None:
+    """Ctrl-C ends the call within seconds all the same."""
+    counts = itertools.count()
+    monkeypatch.setattr(calls, "completed_requests", lambda _: next(counts))
+    with interrupted():
+        unless_idle(disk.answers.wait, doing="Flushing", path=tmp_path / "a" / "b", seconds=10 * LIMIT)
+
+
+def test_a_disk_that_works_for_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: SilentDisk) -> None:
+    """A call that does not return is given up after forty limits, whatever the disk does meanwhile."""
+    counts = itertools.count()
+    monkeypatch.setattr(calls, "completed_requests", lambda _: next(counts))
+    began = time.monotonic()
+    with pytest.raises(StorageTimeoutError):
+        unless_idle(disk.answers.wait, doing="Flushing", path=tmp_path / "a", seconds=0.1)
+    assert time.monotonic() - began > 40 * 0.1
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_process_that_is_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: SilentDisk, request: pytest.FixtureRequest, counted: bool
+) -> None:
+    """After SIGTERM the limit is not renewed, whatever the disk does for others, nor longer where nobody can tell."""
+    numbers = itertools.count()
+    if not counted:
+        monkeypatch.setattr(calls, "counters_of", lambda _: None)
+    monkeypatch.setattr(calls, "completed_requests", lambda _: next(numbers))
+    request.addfinalizer(native.take_back_ask_to_end)
+    waited: list[float] = []
+    monkeypatch.setattr(native, "note_given_up", waited.append)
+    native.ask_to_end()
+    with pytest.raises(StorageTimeoutError):
+        unless_idle(disk.answers.wait, doing="Flushing", path=tmp_path / "a", seconds=0.5)
+    assert 0.5 <= waited[0] <= 0.6
+
+
+def test_another_disk_beside_one_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: SilentDisk
+) -> None:
+    """A disk that is mounted in the same folder as a dead one is asked all the same."""
+    mounts = tmp_path / "mounts"
+    monkeypatch.setattr(calls, "_MOUNTS", mounts)
+    first, second = tmp_path / "first disk", tmp_path / "second"
+    mounts.write_text(f"/dev/a / ext4 rw 0 0\n/dev/b {first} ext4 rw 0 0\n".replace("first disk", "first\\040disk"))
+    with pytest.raises(StorageTimeoutError):
+        unless_idle(disk.answers.wait, doing="Looking at", path=first, seconds=SECONDS)
+    assert unless_idle(lambda: 7, doing="Looking at", path=second) == 7
+    with pytest.raises(StorageTimeoutError, match="has not answered an earlier call"):
+        unless_idle(lambda: 7, doing="Looking at", path=first)
+
+
+def test_a_save_after_a_disk_that_does_not_answer(tmp_path: Path, disk: SilentDisk) -> None:
+    """A call that was given up on another disk keeps no lock of a later save."""
+    with pytest.raises(StorageTimeoutError):
+        unless_idle(disk.answers.wait, doing="Reading", path=tmp_path / "other" / "a", seconds=SECONDS)
+    with locked(tmp_path / "staging", tmp_path / "target") as lock:
+        lock.leaves_content = True
+    with locked(tmp_path / "staging", tmp_path / "target"):
+        pass
+    assert not (tmp_path / "staging").exists()
+
+
+def test_what_comes_too_late_is_undone(tmp_path: Path, disk: SilentDisk) -> None:
+    """A result is undone if it comes after the call was given up or interrupted; otherwise the caller has it."""
+    undone: list[object] = []
+    with pytest.raises(StorageTimeoutError):
+        unless_idle(disk.answers.wait, doing="Opening", path=tmp_path / "a", seconds=SECONDS, undo=undone.append)
+    assert not undone
+    disk.answer()
+    assert undone == [True]
+    with interrupted():
+        unless_idle(lambda: time.sleep(0.5), doing="Opening", path=tmp_path / "a", undo=undone.append)
+    assert undone == [True, None]
+    assert unless_idle(lambda: 7, doing="Opening", path=tmp_path / "a", undo=undone.append) == 7
+    assert undone == [True, None]
+
+
+def test_a_call_of_many_steps(tmp_path: Path, disk: SilentDisk) -> None:
+    """Each step has the whole limit; the error is about the last one."""
+    disk.hang(os, "sync")
+    begun: list[int] = []
+
+    def work() -> None:
+        for number in range(8):
+            begun.append(number)
+            with doing_now(f"Step {number} of", tmp_path / "file"):
+                threading.Event().wait(SECONDS / 2)
+        with doing_now("Flushing", tmp_path / "file"):
+            os.sync()
+
+    with gives_up(tmp_path / "file", "Flushing"):
+        unless_idle(work, doing="Working on", path=tmp_path / "file", seconds=SECONDS)
+    assert len(begun) == 8
+
+
+def test_a_disk_that_nobody_can_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: SilentDisk) -> None:
+    """Where the system counts no requests, the limit is ten times as long."""
+    disk.hang(os, "fsync")
+    monkeypatch.setattr(calls, "counters_of", lambda path: None)
+    (tmp_path / "file").touch()
+    seconds = lenient(0.1)
+    told = rf"Flushing '.*/file' did not return within {10 * seconds:g} s"
+    with pytest.raises(StorageTimeoutError, match=told), io_limit(seconds):
+        flush_tree(tmp_path / "file")

@@ -37,10 +37,10 @@ def saves_of(trainer: pl.Trainer) -> BackgroundSaves:
     return strategy._training_engine.saves  # type: ignore[no-any-return]
 
 
-def save_beside(trainer: pl.Trainer, path: Path) -> None:
+def save_beside(trainer: pl.Trainer, path: Path, *, weights_only: bool = False) -> None:
     """Save as a ModelCheckpoint does."""
     with replaced(saves_of(trainer), "wanted", True):
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only)
 
 
 class Turns(pl.Callback):
@@ -74,18 +74,40 @@ class Turns(pl.Callback):
 
 
 class SaveTwice(pl.Callback):
-    """Saves one step twice, first so that training waits, and then beside it."""
+    """Saves one step twice, first so that training waits, and then beside it.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: The checkpoints are ``waited`` and ``beside`` there.
+        weights_only: What the Trainer is told.
+        at: The step.
+        beside: Whether to make the second save.
+    """
+
+    def __init__(self, root: Path, *, weights_only: bool = False, at: int = SAVE_AT, beside: bool = True) -> None:
         self.root = root
+        self._weights_only = weights_only
+        self._at = at
+        self._beside = beside
+        self._has_saved = False
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == SAVE_AT:
-            with one_name():
-                trainer.save_checkpoint(self.root / "waited")
-                save_beside(trainer, self.root / "beside")
-        if trainer.global_step > SAVE_AT:
-            assert saves_of(trainer).will_exist(self.root / "beside")
+        if trainer.global_step != self._at or self._has_saved:  # several batches of one step
+            return
+        self._has_saved = True
+        with one_name():
+            trainer.save_checkpoint(self.root / "waited", self._weights_only)
+            if self._beside:
+                save_beside(trainer, self.root / "beside", weights_only=self._weights_only)
+
+
+class Progress(pl.Callback):
+    """Asserts that a save is in progress when a batch ends, until the fit does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        assert trainer.global_step < SAVE_AT or saves_of(trainer).will_exist(self.path)
 
 
 @contextmanager
@@ -99,8 +121,9 @@ def train(root: Path, *callbacks: pl.Callback, devices: int = 1, **settings: Any
     """Train, save the end to ``end``, and return the losses."""
     recipe = Recipe(max_steps=NUM_STEPS, **settings.pop("recipe", {}))
     transfer = TransferConfig(**{**TRANSFER, **settings.pop("transfer", {})})
-    trainer_settings = settings.pop("trainer", {})
-    strategy = SmartInfinityStrategy(root / "storage", transfer=transfer, **settings)
+    trainer_settings = {"accumulate_grad_batches": recipe.accumulate, **settings.pop("trainer", {})}
+    folders = [root / f"storage{number}" for number in range(settings.pop("folders", 1))]
+    strategy = SmartInfinityStrategy(folders, transfer=transfer, **settings)
     module = LitTiny(recipe)
     trainer = quiet_trainer(
         root,

@@ -3,172 +3,33 @@
 from __future__ import annotations
 
 import copy
-import gc
-import pickle
 import random
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_smartinfinity.resume.loader_position import begin_epoch, keeping_position
-from lightning_smartinfinity.resume.typed_json import decode, encode
 from tests.helpers.long_cases import long_but
+from tests.training.loaders import (
+    LOADERS,
+    STREAMS,
+    WORKERS,
+    Drawing,
+    Noisy,
+    Plain,
+    SizedStream,
+    generator,
+    rest,
+    seed,
+    stopped,
+)
 
-NUM_SAMPLES = 11
 NUM_EPOCHS = 3
-
-
-class Plain(Dataset[torch.Tensor]):
-    """Samples that are their numbers."""
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index)])
-
-
-class Noisy(Plain):
-    """Samples that differ every time they are read, by three generators."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return super().__getitem__(index) + torch.rand(1) + random.random() + np.random.rand()
-
-
-class Stream(IterableDataset[torch.Tensor]):
-    """Samples in an order that is drawn when the epoch begins, and noise."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for index in torch.randperm(NUM_SAMPLES).tolist():
-            yield torch.tensor([float(index)]) + torch.rand(1)
-
-
-class SizedStream(Stream):
-    """A stream that knows its length."""
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-
-class Eager:
-    """A sampler that draws when it is iterated, and not when the first index is fetched."""
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(NUM_SAMPLES).tolist())
-
-
-class EagerBatches(Eager):
-    """A batch sampler of this kind, with batches of several sizes."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __iter__(self) -> Iterator[Any]:
-        order = torch.randperm(NUM_SAMPLES).tolist()
-        return iter([order[:1], order[1:5], order[5:7], order[7:]])
-
-
-class Drawing:
-    """A sampler that draws each index when it is asked for it."""
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __iter__(self) -> Iterator[int]:
-        for _ in range(NUM_SAMPLES):
-            yield random.randrange(NUM_SAMPLES)
-
-
-class Doubling(DataLoader[torch.Tensor]):
-    """A loader of the user's that changes batches."""
-
-    def __iter__(self) -> Any:
-        for batch in super().__iter__():
-            yield batch * 2
-
-
-def generator(seed: int = 5) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def replacing(data: Any, **options: Any) -> DataLoader[Any]:
-    return DataLoader(data, 2, sampler=RandomSampler(data, replacement=True, num_samples=70, **options))
-
-
-def distributed(data: Any, **options: Any) -> DataLoader[Any]:
-    return DataLoader(data, 2, sampler=DistributedSampler(data, num_replicas=2, rank=1), **options)
-
-
-def with_own_generator(data: Any) -> DataLoader[Any]:
-    shared = generator()
-    return DataLoader(data, 2, sampler=RandomSampler(data, replacement=True, generator=shared), generator=shared)
-
-
-WEIGHTS = [1.0 + index for index in range(NUM_SAMPLES)]
-LOADERS: dict[str, Callable[[Any], DataLoader[Any]]] = {
-    "shuffle": lambda data: DataLoader(data, 3, shuffle=True),
-    "whole batches": lambda data: DataLoader(data, 1, shuffle=True),
-    "drop last": lambda data: DataLoader(data, 4, shuffle=True, drop_last=True),
-    "sequential": lambda data: DataLoader(data, 3),
-    "weighted": lambda data: DataLoader(data, 3, sampler=WeightedRandomSampler(WEIGHTS, 10)),
-    "subset": lambda data: DataLoader(data, 2, sampler=SubsetRandomSampler(range(3, 9))),
-    "replacement": replacing,
-    "distributed": distributed,
-    "batch sampler": lambda data: DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, drop_last=True)),
-    "eager": lambda data: DataLoader(data, 2, sampler=Eager()),
-    "eager batches": lambda data: DataLoader(data, batch_sampler=EagerBatches()),  # type: ignore[arg-type]
-    "no batches": lambda data: DataLoader(data, batch_size=None, shuffle=True),
-    "eager without batches": lambda data: DataLoader(data, batch_size=None, sampler=Eager()),
-    "generator": lambda data: DataLoader(data, 3, shuffle=True, generator=generator()),
-    "generator whole": lambda data: DataLoader(data, 1, shuffle=True, generator=generator()),
-    "shared generator": with_own_generator,
-    "sampler's generator": lambda data: replacing(data, generator=generator()),
-    "own loader": lambda data: Doubling(data, 3, shuffle=True),
-    "own loader, generator": lambda data: Doubling(data, 3, shuffle=True, generator=generator()),
-}
-STREAMS: dict[str, Callable[[], DataLoader[Any]]] = {
-    "stream": lambda: DataLoader(Stream(), 3),
-    "sized stream": lambda: DataLoader(SizedStream(), 3),
-    "stream without batches": lambda: DataLoader(Stream(), batch_size=None),
-    "stream, generator": lambda: DataLoader(SizedStream(), 3, generator=generator()),
-}
-WORKERS: dict[str, Callable[[], DataLoader[Any]]] = {
-    "shuffle": lambda: DataLoader(Plain(), 2, shuffle=True, num_workers=2),
-    "generator": lambda: DataLoader(Plain(), 2, shuffle=True, num_workers=1, generator=generator()),
-    "eager": lambda: DataLoader(Plain(), 2, sampler=Eager(), num_workers=1, prefetch_factor=1),
-    "persistent": lambda: DataLoader(Plain(), 3, shuffle=True, num_workers=2, persistent_workers=True),
-    "persistent, generator": lambda: DataLoader(
-        Plain(), 4, shuffle=True, num_workers=1, persistent_workers=True, generator=generator()
-    ),
-    "distributed": lambda: distributed(Plain(), num_workers=1, persistent_workers=True),
-    "own loader": lambda: Doubling(Plain(), 4, shuffle=True, num_workers=1),
-    "stream": lambda: DataLoader(SizedStream(), 4, num_workers=1),
-}
-
-
-def seed(value: int) -> None:
-    random.seed(value)
-    np.random.seed(value)
-    torch.manual_seed(value)
 
 
 def global_states() -> Any:
@@ -303,20 +164,6 @@ def test_the_order_goes_on_with_workers(name: str) -> None:
     check_every_stop(WORKERS[name], drains=False, every=5)
 
 
-def stopped(loader: Any, num_batches: int) -> tuple[Any, Any]:
-    """Return the state of a loader after some batches, and the batches after them."""
-    iterator = iter(keeping_position(loader))
-    for _ in range(num_batches):
-        next(iterator)
-    state = copy.deepcopy(loader.state_dict())
-    return state, [batch.tolist() for batch in iterator]
-
-
-def rest(loader: Any, state: Any) -> list[Any]:
-    keeping_position(loader).load_state_dict(state)
-    return [batch.tolist() for batch in loader]
-
-
 @pytest.mark.parametrize("saved", [0, 2])
 @pytest.mark.parametrize("now", [0, 1])
 @pytest.mark.parametrize("given", [None, 5])
@@ -389,120 +236,6 @@ def test_a_loader_that_loses_its_iterator_between_epochs() -> None:
     loader._iterator._shutdown_workers()
     loader._iterator = None
     assert [batch.tolist() for batch in loader] == first
-
-
-class OwnState(DataLoader[Any]):
-    """A loader of the user's that keeps its position by itself."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-
-@pytest.mark.parametrize("loader", [[1, 2], None, OwnState(Plain())], ids=["list", "none", "own state"])
-def test_other_loaders_are_left_alone(loader: Any) -> None:
-    """Only a DataLoader without own methods is changed."""
-    kind = type(loader)
-    assert keeping_position(loader) is loader
-    assert type(loader) is kind
-
-
-@pytest.mark.parametrize("kind", [DataLoader, Doubling])
-def test_a_loader_looks_as_before(kind: type[DataLoader[Any]]) -> None:
-    """The loader keeps its length and options. Its class becomes a subclass of the same name, which is made once."""
-    loader, other = kind(Plain(), 3), kind(Plain(), 3)
-    assert keeping_position(keeping_position(loader)) is loader
-    assert isinstance(loader, kind)
-    assert type(loader) is type(keeping_position(other)) is not kind
-    names = [(made.__module__, made.__qualname__, made.__name__) for made in (type(loader), kind)]
-    assert names[0] == names[1]
-    assert len(loader) == len(iter(loader)) == 4
-    assert callable(loader.state_dict)  # type: ignore[attr-defined]
-
-
-def test_an_instance_that_lightning_makes_again_keeps_its_position() -> None:
-    """The class is enough: Lightning calls it again to put another sampler in."""
-    again: Any = type(keeping_position(DataLoader(Plain(), 3)))(Plain(), 3)
-    next(iter(again))
-    assert again.state_dict()["num_fetched"] == 1
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"]
-)
-def test_copies_are_loaders_of_the_first_class(copied: Callable[[Any], Any]) -> None:
-    """A loader can be copied within an epoch. The copy has no position."""
-    loader = keeping_position(DataLoader(Plain(), 3))
-    iterator = iter(loader)
-    next(iterator)
-    found = copied(loader)
-    assert type(found) is DataLoader
-    assert keeping_position(found).state_dict()["num_fetched"] == 0
-    assert len(list(found)) == 4
-    assert list(copied(iterator)) == []
-
-
-def test_options_are_kept() -> None:
-    """The rest of an epoch is collated, and its workers are begun, by the user's functions."""
-    options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 3, "timeout": 60, "worker_init_fn": worker_begins}
-    options |= {"collate_fn": tuple, "multiprocessing_context": "fork", "persistent_workers": True}
-    saved = keeping_position(DataLoader(Shown(), 3, **options))
-    next(iter(saved))
-    loader = keeping_position(DataLoader(Shown(), 3, **options))
-    loader.load_state_dict(saved.state_dict())
-    assert list(loader) == [((3, "begun"), (4, "begun"), (5, "begun")), ((6, "begun"), (7, "begun"), (8, "begun"))]
-    iterator = loader._iterator
-    assert iterator._prefetch_factor == 3
-    assert iterator._timeout == 60
-    assert len(list(loader)) == 3
-    assert loader._iterator is iterator
-
-
-@pytest.mark.parametrize("is_resumed", [False, True])
-@pytest.mark.parametrize("persistent_workers", [False, True])
-def test_an_iterator_that_is_left_goes_at_once(is_resumed: bool, persistent_workers: bool) -> None:
-    """Nothing refers to itself, so workers end with the last reference to their iterator or loader."""
-    options: dict[str, Any] = {"num_workers": 1, "persistent_workers": persistent_workers}
-    loader = keeping_position(DataLoader(Plain(), 3, **options))
-    if is_resumed:
-        next(iter(loader))
-        state = loader.state_dict()
-        loader = keeping_position(DataLoader(Plain(), 3, **options))
-        loader.load_state_dict(state)
-    iterator = iter(loader)
-    next(iterator)
-    left = weakref.ref(iterator._batches)
-    gc.disable()
-    try:
-        del iterator
-        if persistent_workers:
-            del loader
-        assert left() is None
-    finally:
-        gc.enable()
-
-
-class Shown(Dataset[Any]):
-    """Samples that tell whether the worker's initialization has run."""
-
-    told = ""
-
-    def __len__(self) -> int:
-        return 9
-
-    def __getitem__(self, index: int) -> Any:
-        return index, Shown.told
-
-
-def worker_begins(worker: int) -> None:
-    Shown.told = "begun"
-
-
-def test_a_state_is_plain(tmp_path: Path) -> None:
-    """A state can be written as typed JSON, and read by torch.load with weights_only."""
-    state, left = stopped(DataLoader(Plain(), 3, shuffle=True, generator=generator()), 2)
-    torch.save(state, tmp_path / "state.pt")
-    for found in (torch.load(tmp_path / "state.pt", weights_only=True), decode(encode(state))):
-        assert rest(DataLoader(Plain(), 3, shuffle=True, generator=generator(1)), found) == left
 
 
 def test_indices_that_a_sampler_draws_one_by_one() -> None:

@@ -81,6 +81,17 @@ class BackgroundSaves:
             self._exists_then.clear()
             raise_together(failure, None)
 
+    def make_room(self) -> None:
+        """Make the room on storage that saves beside the training take; where it is missing, warn that they will wait.
+
+        Collective. The next save asks once more.
+
+        Raises:
+            StorageError: A state file cannot be extended, for another reason.
+        """
+        if self._may_go_on():
+            self._has_room_for(self._optimizer.update.drained_handler().make_room_to_pin)
+
     def begin(self, path: str | Path, save: ExitStack) -> PinnedState | None:
         """Pin the state that is to be saved to a path, or return None if the save has to wait until it is whole.
 
@@ -94,27 +105,24 @@ class BackgroundSaves:
             SmartInfinityError: A save that was waited for has failed.
             StorageError, DeviceError, CudaError: The step in flight failed.
         """
-        if not self._may_go_on():
+        if not (self.wanted and self._may_go_on()):
             self.finish()
             return None
         handler = self._optimizer.update.drained_handler()
         if handler.generation != self._generation or self.will_exist(path) is not None:
             self.finish()
-        pinned, problem = None, ""
-        with raising_together():
-            try:
-                pinned = handler.pin()
-                save.callback(pinned.release)
-            except StorageFullError as error:
-                problem = error.problem
-        problems = [each for each in gather(problem, None) if each]
-        if problems:
+        pins: list[PinnedState] = []
+
+        def pin() -> None:
+            pins.append(handler.pin())
+            save.callback(pins[0].release)
+
+        if not self._has_room_for(pin):
             save.close()
-            self._warn(problems[0])
             self.finish()
             return None
         self._generation = handler.generation
-        return pinned
+        return pins[0]
 
     def complete(self, save: ExitStack, path: str | Path, file: TensorFile, pinned: PinnedState) -> None:
         """Write the arrays in the background, and then leave the contexts of the save.
@@ -156,13 +164,25 @@ class BackgroundSaves:
     def _may_go_on(self) -> bool:
         transfer = self._settings.transfer
         return (
-            self.wanted
-            and transfer.asynchronous
+            transfer.asynchronous
             and transfer.places_per_tasklet > 1
             and self._settings.cards is None
             and self._optimizer.rank_state.residual is None
             and self._optimizer.rank_state.in_fit
         )
+
+    def _has_room_for(self, take: Callable[[], None]) -> bool:
+        """Take room on storage, and return whether all ranks have it; otherwise warn once."""
+        problem = ""
+        with raising_together():
+            try:
+                take()
+            except StorageFullError as error:
+                problem = error.problem
+        problems = [each for each in gather(problem, None) if each]
+        if problems:
+            self._warn(problems[0])
+        return not problems
 
     def _in_turns(self, write: Callable[[Window], object]) -> Callable[[Window], None]:
         """Return a function that writes a window and then pauses, for the training to have its turn."""
