@@ -13,7 +13,7 @@ from typing import NamedTuple
 from lightning_smartinfinity.errors import StorageCorruptError
 from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.store.folders import COMMIT_NAME, open_rank_folder, owned_names
-from lightning_smartinfinity.store.lock import KEPT, SET_ASIDE, read_lock
+from lightning_smartinfinity.store.lock import KEPT, SET_ASIDE, is_locked, read_lock
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
@@ -49,6 +49,7 @@ class Part:
         is_aside: Whether it was set aside, and no training has gone on with it since.
         points: Points that the rank can be resumed at, as far as its records say; only in its first folder.
         num_bytes: Bytes allocated by its files.
+        in_use: Whether a process had locked it.
     """
 
     machine: str
@@ -62,6 +63,7 @@ class Part:
     is_aside: bool = False
     points: frozenset[Point] = frozenset()
     num_bytes: int = field(default=0, compare=False)  # blocks may be allocated late
+    in_use: bool = field(default=False, compare=False)
 
     @property
     def storage(self) -> Path:
@@ -133,6 +135,7 @@ def look_at(folder: OpenFolder) -> Part:
         kept=KEPT in notes,
         is_aside=SET_ASIDE in notes,
         num_bytes=sum(status.st_blocks * 512 for status in sizes if status is not None),
+        in_use=is_locked(folder),
     )
     if manifest is None or manifest.rank != rank:
         return bare

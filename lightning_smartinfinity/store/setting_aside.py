@@ -54,6 +54,8 @@ class Plan:
         job: The job that parts are moved to.
         moved: Parts to move.
         deleted: Parts to delete before.
+        reclaimed: Parts of no use to delete before, which no rank of the new training finds in its own folder.
+        left: Parts that stay beside the new training.
         aside: Whether parts are set aside; otherwise a training that resumes puts its parts together.
         step: Step after which the training was interrupted.
         replaced: Step after which the one was interrupted that was set aside before; None if there was none.
@@ -62,6 +64,8 @@ class Plan:
     job: str
     moved: tuple[tuple[int, Part], ...] = ()
     deleted: tuple[tuple[int, Part], ...] = ()
+    reclaimed: tuple[tuple[int, Part], ...] = ()
+    left: tuple[tuple[int, Part], ...] = ()
     aside: bool = True
     step: int = 0
     replaced: int | None = None
@@ -72,7 +76,16 @@ class Plan:
 
     def deleted_by(self, rank: int) -> list[Part]:
         """Return the parts that a rank deletes."""
-        return [part for mover, part in self.deleted if mover == rank]
+        return [part for mover, part in (*self.deleted, *self.reclaimed) if mover == rank]
+
+    def left_to(self, rank: int) -> list[Part]:
+        """Return the parts that stay of those that a rank looks after."""
+        return [part for mover, part in self.left if mover == rank]
+
+    @property
+    def changes_something(self) -> bool:
+        """Whether anything is moved or deleted."""
+        return bool(self.moved or self.deleted or self.reclaimed)
 
     @property
     def storage(self) -> list[Path]:
@@ -111,22 +124,22 @@ def jobs_beside(job: str) -> list[str]:
     return [job, f"{job}{ASIDE}", *([job.removesuffix(ASIDE)] if job.endswith(ASIDE) and job != ASIDE else [])]
 
 
-def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequence[Path], world_size: int) -> Plan:
+def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequence[Sequence[Path]]) -> Plan:
     """Decide what has to be moved to the job ``<job>.aside`` before a new training begins.
 
     Args:
         seen: For each rank, what it has seen of the job and of ``<job>.aside``.
         job: ``TransferConfig.job`` of the new training.
-        folders: Its storage folders.
-        world_size: Its number of processes.
+        folders: For each rank of it, the storage folders, as absolute paths.
 
     Raises:
         StorageError: A store in the way, or what was set aside before, is marked ``keep``; a training has gone on with
             what was set aside before; or a part of the training to move is missing.
     """
     movers = _movers(seen)
-    aside, own = f"{job}{ASIDE}", {Path(os.path.abspath(folder)) for folder in folders}
-    in_the_way = {part for part in movers if part.job == job and part.rank < world_size and part.storage in own}
+    aside, of_job = f"{job}{ASIDE}", {part: rank for part, rank in movers.items() if part.job == job}
+    in_own_folder = {part for part, rank in of_job.items() if part.storage in folders[rank]}
+    in_the_way = {part for part in in_own_folder if part.rank < len(folders)}
     _refuse_kept(in_the_way)
     moved: list[Training] = []
     for training in trainings_in(movers, job, aside):
@@ -136,9 +149,14 @@ def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Seq
                 raise _torn(training, job)
             if training.condition is Condition.RESUMABLE:
                 moved.append(training)
-    if not moved:
-        return Plan(job=aside)
     whole = {part for training in moved for part in training.parts}
+    # Ranks that there are no more, or that ran on another machine, have left the rest; the others replace their own.
+    rest = {part for part, rank in of_job.items() if part not in in_own_folder or part.rank != rank} - whole
+    useless = _useless(movers, job, aside)
+    reclaimed = tuple((movers[part], part) for part in movers if part in rest and part in useless)
+    left = tuple((movers[part], part) for part in movers if part in rest and part not in useless)
+    if not moved:
+        return Plan(job=aside, reclaimed=reclaimed, left=left)
     before = [part for part in movers if part.job == aside and part not in whole]
     _refuse_kept(before)
     replaced = trainings_in(before, aside)
@@ -148,6 +166,8 @@ def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Seq
         job=aside,
         moved=tuple((movers[part], part) for training in moved for part in training.parts_in(job)),
         deleted=tuple((movers[part], part) for part in before),
+        reclaimed=reclaimed,
+        left=left,
         step=max(training.step for training in moved),
         replaced=max((one.step for one in replaced if one.condition is Condition.RESUMABLE), default=None),
     )
@@ -227,6 +247,16 @@ def _movers(seen: Sequence[Sequence[Part]]) -> dict[Part, int]:
             if key not in movers or part.rank == rank:
                 movers[key] = rank, part
     return {part: rank for rank, part in movers.values()}
+
+
+def _useless(parts: Iterable[Part], job: str, aside: str) -> set[Part]:
+    """Return the parts of a job that nothing can be resumed from, that nobody keeps and no process uses."""
+    everything = list(parts)
+    saves_nothing = {part for part in everything if part.job == job and part.store is None}
+    for training in trainings_in(everything, job, aside):
+        if training.condition is Condition.NO_STEP:
+            saves_nothing.update(training.parts_in(job))
+    return {part for part in saves_nothing if not part.kept and not part.in_use}
 
 
 def _refuse_kept(parts: Iterable[Part]) -> None:

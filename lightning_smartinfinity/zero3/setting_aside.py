@@ -35,20 +35,19 @@ def look_aside(settings: OffloadSettings, group: ProcessGroup | None) -> Plan:
     return plan_setting_aside(
         _seen(settings, [job, f"{job}{ASIDE}"], group),
         job=job,
-        folders=settings.storage,
-        world_size=dist.get_world_size(group),
+        folders=gather([folder.absolute() for folder in settings.storage], group),
     )
 
 
 def space_of(plan: Plan, rank: int) -> list[SpaceRequest]:
-    """Return what a rank deletes and moves by a plan, as requests of no bytes.
+    """Return what a rank deletes, moves and leaves by a plan, as requests of no bytes.
 
     Raises:
         StorageError: The free space of a folder cannot be read.
     """
     return [
         *measure_parts(plan.deleted_by(rank), deleted=True),
-        *measure_parts(plan.moved_by(rank), deleted=False),
+        *measure_parts([*plan.moved_by(rank), *plan.left_to(rank)], deleted=False),
     ]
 
 
@@ -58,10 +57,10 @@ def set_aside(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None)
     Raises:
         StorageError: A part cannot be moved; raised on every rank.
     """
-    if not plan.moved:
+    if not plan.changes_something:
         return
     _carry_out(plan, settings, group)
-    if dist.get_rank(group) == 0:
+    if plan.moved and dist.get_rank(group) == 0:
         folders = " ".join(map(str, plan.storage))
         _log.warning(
             "%r holds a training that was interrupted after step %d. It was moved to the job %r%s. The next one that is"
@@ -101,7 +100,7 @@ def _seen(settings: OffloadSettings, jobs: Sequence[str], group: ProcessGroup | 
 
 
 def _carry_out(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None) -> None:
-    path, seconds = plan.moved[0][1].path, settings.transfer.io_timeout
+    path, seconds = Path(settings.storage[0], plan.job), settings.transfer.io_timeout
     with closing(Mover(plan, rank=dist.get_rank(group))) as mover:
         stages: list[tuple[Callable[[], None], str]] = [
             (mover.claim, "Locking"),

@@ -24,6 +24,7 @@ from lightning_smartinfinity.store.space import (
     measure_space,
     require_space,
 )
+from tests.helpers.attacks import Attack
 from tests.store.makers import commit_generation, create, extents
 
 JOB, ASIDE = "default", "default.aside"
@@ -59,7 +60,7 @@ def carry_out(plan: Plan, *, ranks: int = 1) -> None:
 def set_aside(folders: Sequence[Path], *, ranks: int = 1) -> Plan:
     """Make way for a training of so many ranks in these folders."""
     seen = [find_parts(folders, [JOB, ASIDE])] * ranks
-    plan = plan_setting_aside(seen, job=JOB, folders=folders, world_size=ranks)
+    plan = plan_setting_aside(seen, job=JOB, folders=[folders] * ranks)
     carry_out(plan, ranks=ranks)
     return plan
 
@@ -297,7 +298,7 @@ def test_a_full_disk_names_the_interrupted_training(tmp_path: Path) -> None:
     """A new store cannot have the bytes of an interrupted training, and the error says how to free them."""
     leave([tmp_path], step=7)
     seen = [find_parts([tmp_path], [JOB, ASIDE])]
-    plan = plan_setting_aside(seen, job=JOB, folders=[tmp_path], world_size=1)
+    plan = plan_setting_aside(seen, job=JOB, folders=[[tmp_path]])
     moved = [part.path for _, part in plan.moved]
     sizes = {"extents": extents(), "num_parameters": 2}
     (request,) = measure_space([tmp_path], job=JOB, rank=0, moved=moved, **sizes)  # type: ignore[arg-type]
@@ -311,6 +312,72 @@ def test_a_full_disk_names_the_interrupted_training(tmp_path: Path) -> None:
     assert leftover_bytes(moved[0]) >= extents().file_bytes(0)
     set_aside([tmp_path])
     leave([tmp_path], step=8)
-    plan = plan_setting_aside([find_parts([tmp_path], [JOB, ASIDE])], job=JOB, folders=[tmp_path], world_size=1)
+    plan = plan_setting_aside([find_parts([tmp_path], [JOB, ASIDE])], job=JOB, folders=[[tmp_path]])
     (replaced,) = measure_parts(plan.deleted_by(0), deleted=True)
     assert replaced.reclaimable_bytes >= extents().file_bytes(0)
+
+
+# ---- what ranks have left that there are no more, or that ran on another machine
+
+
+def of_machines(disks: Sequence[Path], *, ranks: int = 2) -> Plan:
+    """Make way for a training whose rank r runs on the machine with the disk of this number; carry it out."""
+    seen = [find_parts([disk], [JOB, ASIDE]) for disk in disks]
+    plan = plan_setting_aside(seen, job=JOB, folders=[[disk] for disk in disks])
+    carry_out(plan, ranks=ranks)
+    for rank, disk in enumerate(disks):  # what the rank's store does as it is made
+        create([disk], rank=rank, world_size=ranks).close(remove=True)
+    return plan
+
+
+def on_disks(disks: Sequence[Path], *, step: int, has_steps: bool) -> None:
+    """Leave a training whose rank r lies on the disk of this number."""
+    store_id = os.urandom(16)
+    for rank, disk in enumerate(disks):
+        store = create([disk], rank=rank, world_size=len(disks), job_id=store_id)
+        commit_generation(store, 0)
+        store.record_training(generation=0, step=step, content=b"", has_steps=has_steps)
+        store.close(remove=False)
+
+
+def ranks_on(disk: Path, job: str = JOB) -> list[str]:
+    return sorted(path.name for path in (disk / job).iterdir()) if (disk / job).exists() else []
+
+
+def test_ten_kills_with_machines_in_changing_order(tmp_path: Path, attack: Attack) -> None:
+    """Nothing is left but one training that was set aside, with the parts of all of its ranks."""
+    disks = [tmp_path / "node0", tmp_path / "node1"]
+    for number in range(10):
+        on_disks(disks if number % 3 else disks[::-1], step=number, has_steps=number % 4 != 2)
+        of_machines(disks if number % 2 else disks[::-1])
+        assert [ranks_on(disk) for disk in disks] == [[], []]
+        assert sorted(ranks_on(disks[0], ASIDE) + ranks_on(disks[1], ASIDE)) == ["rank-00000", "rank-00001"]
+    parts = [part for disk in disks for part in find_parts([disk], [ASIDE])]
+    assert [max(part.points).step for part in parts] == [9, 9] and len({part.store for part in parts}) == 1
+    attack("kills with machines in changing order", tries=10, outcome="one training is aside, nothing else is left")
+
+
+@pytest.mark.parametrize("why", ["kept", "in use"])
+def test_what_stays_beside_a_new_training(why: str, tmp_path: Path) -> None:
+    """A part of a further rank that somebody keeps or uses is not deleted; an error about space counts it."""
+    store = create([tmp_path], rank=1, world_size=2, keep=why == "kept")
+    if why == "kept":
+        store.close(remove=False)
+    plan = plan_setting_aside([find_parts([tmp_path], [JOB, ASIDE])], job=JOB, folders=[[tmp_path]])
+    assert not plan.changes_something and [part.rank for part in plan.left_to(0)] == [1]
+    (left,) = measure_parts(plan.left_to(0), deleted=False)
+    assert left.resumable_bytes >= extents().file_bytes(0)
+    carry_out(plan)
+    assert ranks_on(tmp_path) == ["rank-00001"]
+    if why == "in use":
+        store.close(remove=True)
+
+
+def test_what_is_reclaimed_counts_as_free(tmp_path: Path) -> None:
+    """The bytes of what further ranks left before a first step are there for the new training."""
+    leave([tmp_path], step=0, ranks=3, has_steps=False)
+    plan = plan_setting_aside([find_parts([tmp_path], [JOB, ASIDE])], job=JOB, folders=[[tmp_path]])
+    freed = [request.reclaimable_bytes for request in measure_parts(plan.deleted_by(0), deleted=True)]
+    assert len(freed) == 2 and min(freed) >= extents().file_bytes(0)
+    carry_out(plan)
+    assert ranks_on(tmp_path) == ["rank-00000"]
