@@ -33,6 +33,7 @@ __all__ = [
     "in_bytes",
     "instance",
     "num_bytes",
+    "num_parameters",
     "number",
     "one_of",
     "optional",
@@ -52,6 +53,16 @@ _UNITS = {"": 1} | {
     for power, unit in enumerate("kmgt", start=1)
     for suffix, base in (("", 1000), ("i", 1024))
 }
+
+
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMBT])\s*", re.ASCII | re.IGNORECASE)
+_THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def num_parameters(text: str) -> int | None:
+    """Return the number of parameters that a text such as "124M" or "70B" names; None if it names none."""
+    match = _NUMBER.fullmatch(text)
+    return round(float(match[1]) * _THOUSANDS[match[2].upper()]) if match else None
 
 
 def _unchanged(value: Any) -> Any:

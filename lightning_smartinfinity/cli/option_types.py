@@ -8,11 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity.checks import Rule
+from lightning_smartinfinity.checks import Rule, num_parameters
 from lightning_smartinfinity.config import LOCAL_FOLDER
 from lightning_smartinfinity.progress import Show, showing_progress
 
-__all__ = ["add_quiet", "add_weights_only", "number_in", "reading", "show_of", "storage_folder", "whole_number_in"]
+__all__ = [
+    "add_quiet",
+    "add_weights_only",
+    "number_in",
+    "parameters_in",
+    "reading",
+    "show_of",
+    "storage_folder",
+    "whole_number_in",
+]
 
 _SHOWN = 40  # characters
 
@@ -65,6 +74,12 @@ def number_in(text: str) -> float:
         return float(text)
     except ValueError:
         return float("nan")
+
+
+def parameters_in(text: str) -> float:
+    """Read a number of parameters, such as "70B" or "8.4e9"."""
+    number = num_parameters(text)
+    return whole_number_in(text) if number is None else number
 
 
 def whole_number_in(text: str) -> float:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["add_to"]
 
 _DESCRIPTION = """\
-Simulate training steps and print their seconds: of every combination of what is listed, but those that no system has.
+Simulate training steps of one machine and print their seconds: of every combination of what is listed, but those that
+no system has.
 What is not given is as on the machine of the Smart-Infinity paper, SmartSSDs behind one switch: stated there, or fitted
 to its tables. Nothing is measured here, and nothing but the plot is written.
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_smartinfinity.checks import between, number, optional, positive
-from lightning_smartinfinity.cli.option_types import number_in, reading, whole_number_in
+from lightning_smartinfinity.cli.option_types import number_in, parameters_in, reading, whole_number_in
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 from lightning_smartinfinity.update_rules import RULES
 
@@ -24,7 +24,7 @@ _SYSTEMS = {
 _CPU = 0.9  # 10^9 parameters per second: fp32 state on one core, by benchmarks/formats.py
 _CORES = 8
 
-_count = reading(whole_number_in, between(1, 10**12))
+_count = reading(parameters_in, between(1, 10**12))
 _devices = reading(whole_number_in, between(1, 256))
 _cores = reading(whole_number_in, between(1, 4096))
 _rate = reading(number_in, number(1e-6, 1e9))
@@ -55,7 +55,7 @@ def _add_lists(listed: Any) -> None:
         shown = shown or " ".join(map(str, default))
         listed.add_argument(f"--{name}", nargs="+", default=default, help=f"{words} (default: {shown})", **how)
 
-    add("parameters", [8_400_000_000], "of the model", "8.4e9", type=_count, metavar="N")
+    add("parameters", [8_400_000_000], "of the model, such as 70B or 8.4e9", "8.4e9", type=_count, metavar="N")
     add("devices", [1, 2, 4, 6, 8, 10], "storage devices", type=_devices, metavar="N")
     systems = "; ".join(f"{name}: {who}" for name, who in _SYSTEMS.items())
     add("systems", ["zero-infinity", "su+o", "smartssd"], systems, choices=tuple(_SYSTEMS))

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_smartinfinity.checks import num_parameters
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.plan.model import LlamaShape, ModelFigures, Passes, llama_shape
 from lightning_smartinfinity.store.os_errors import in_short
@@ -25,8 +26,6 @@ from lightning_smartinfinity.transformers_models import optional_package
 
 __all__ = ["ModelSource", "default_dtype", "find_source", "survey_model", "with_transformer"]
 
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMBT])", re.IGNORECASE)
-_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _LEAST, _MOST = 10**6, 10**12
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -66,11 +65,11 @@ def find_source(spec: str, *, arguments: Mapping[str, Any] | None = None) -> Mod
         ConfigError: There is no such model, or the text names none.
         UnsupportedError: transformers is missing or has no such model.
     """
-    number = _NUMBER.fullmatch(spec.strip())
-    if arguments is not None and (number or not _CLASS.fullmatch(spec)):
+    number = num_parameters(spec)
+    if arguments is not None and (number is not None or not _CLASS.fullmatch(spec)):
         raise ConfigError(f"--init-args are for a class, and MODEL={spec!r} is none.", "Leave them out.")
-    if number:
-        return _from_number(round(float(number[1]) * _UNITS[number[2].upper()]), spec)
+    if number is not None:
+        return _from_number(number, spec)
     if _CLASS.fullmatch(spec) and not os.path.exists(spec):
         return _from_class(spec, dict(arguments or {}))
     path = Path(os.path.expanduser(spec))

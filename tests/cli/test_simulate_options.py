@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -138,3 +139,10 @@ def test_what_argparse_refuses(arguments: list[str], capsys: pytest.CaptureFixtu
         main(["simulate", *arguments])
     assert ended.value.code == 2
     assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("written", "meant"), [("70B", 70e9), ("1.5b", 1.5e9), ("124M", 124e6), ("8.4e9", 8.4e9)])
+def test_numbers_of_parameters(written: str, meant: float, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are written as people write them."""
+    assert main(["simulate", "--parameters", written, "--devices", "1", "--systems", "smartssd", "--json"]) == 0
+    assert {row["parameters"] for row in json.loads(capsys.readouterr().out)["rows"]} == {meant}

@@ -102,3 +102,46 @@ def test_a_machine_that_is_lost(cause: str, machines: TwoMachines, attack: Attac
         tries=1,
         outcome="the other ends, and names it",
     )
+
+
+TRAINING = """
+from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import quiet_trainer
+from pathlib import Path
+strategy = SmartInfinityStrategy("local/{node}", transfer=TransferConfig(keep=True))
+quiet_trainer(Path("local"), strategy, num_nodes=2, devices=1).fit(LitTiny(Recipe()))
+print("trained")
+"""
+SLURM = "SLURM_JOB_ID=1 SLURM_JOB_NAME=train SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=1 SLURM_NNODES=2 SLURM_LOCALID=0"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["torchrun", "MASTER_ADDR", "srun"])
+def test_the_commands_of_the_page(launcher: str, machines: TwoMachines) -> None:
+    """Both machines train by the commands of docs/several_nodes.md; for srun its variables stand in."""
+    page = Path(__file__).parents[2].joinpath("docs/several_nodes.md").read_text().splitlines()
+    commands = [line for line in page if line.startswith(launcher) and line.endswith("train.py")]
+    if launcher == "srun":
+        slurm = f"{SLURM} MASTER_ADDR=10.77.0.1 MASTER_PORT=29500"
+        commands = [f"{slurm} SLURM_PROCID={rank} SLURM_NODEID={rank} python train.py" for rank in range(2)]
+    assert len(commands) == 2
+    (machines.folder / "train.py").write_text(TRAINING)
+    unset = "unset RANK WORLD_SIZE LOCAL_RANK NODE_RANK MASTER_ADDR MASTER_PORT"
+    path = f"PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={Path.cwd()}"
+    ranks = [
+        machines.start(rank, "bash", "-c", f"cd {machines.folder}; {unset}; export {path}; {command}")
+        for rank, command in enumerate(commands)
+    ]
+    try:
+        said = lambda rank: machines.output(rank).read_text()[-6000:]  # noqa: E731
+        assert [process.wait(PROCESS_LIMIT) for process in ranks] == [0, 0], said(0) + said(1)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    for rank in range(2):
+        stores = machines.folder.glob(f"disk-{rank}/*/default/*")
+        assert [path.relative_to(machines.folder).parts[1:] for path in stores] == [
+            (f"node{rank}", "default", f"rank-0000{rank}")
+        ]
