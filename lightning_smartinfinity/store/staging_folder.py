@@ -79,8 +79,8 @@ def _unlock(descriptor: int, removed: Path | None) -> None:
     """
     os.close(descriptor)
     if removed is not None:
-        with suppress(OSError):  # the folder is gone, or another process has a lock there by now
-            removed.rmdir()
+        with suppress(OSError, StorageTimeoutError):  # the folder is gone, or another process has a lock there by now
+            unless_idle(removed.rmdir, doing="Removing", path=removed)
 
 
 def remove_leftover(staging: Path) -> None:
