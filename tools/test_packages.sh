@@ -1,31 +1,44 @@
 #!/usr/bin/env bash
 # Installs, if it may (as root on a system with apt-get), what only tests use: XRT 2.13, through which the emulated
-# SmartSSDs of tests/xrt work. Without it those tests are skipped.
+# SmartSSDs of tests/xrt work, and bindfs, by which two machines in tests/nodes see one file system. Without them those
+# tests are skipped.
 # Usage: tools/test_packages.sh [ROOT]   ROOT: folder of the system's files, / by default
 set -euo pipefail
 
 root=${1:-}
 version=2.13
-packages="libxrt1 libxrt-dev uuid-dev" # headers of libxrt-dev include uuid-dev's
 
 has_xrt() {
     compgen -G "$root/usr/lib/x86_64-linux-gnu/libxrt_noop.so.$version*" >/dev/null &&
         [ -e "$root/usr/include/xrt/version.h" ] && [ -e "$root/usr/include/uuid/uuid.h" ]
 }
 
-note() {
-    echo "note: $1: tests on emulated SmartSSDs will be skipped" >&2
-    exit 0
+has_two_machines() {
+    [ -e "$root/usr/bin/bindfs" ] && compgen -G "$root/usr/*bin/ip" >/dev/null
 }
 
-has_xrt && exit 0
-if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
-    note "this system lacks XRT $version ($packages of Debian 12)"
-fi
+# need CHECK WHAT TESTS PACKAGES
+need() {
+    local check=$1 what=$2 tests=$3 packages=$4
+    "$check" && return
+    if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+        note "this system lacks $what ($packages of Debian 12)" "$tests"
+        return
+    fi
+    echo "Installing for tests: $packages"
+    # shellcheck disable=SC2086 # a list of names
+    if ! { apt-get update -q && apt-get install -q -y --no-install-recommends $packages; }; then
+        note "$packages could not be installed" "$tests"
+    elif ! "$check"; then
+        note "this system's $packages are not those of $what" "$tests"
+    fi
+}
 
-echo "Installing for tests: $packages"
+note() {
+    echo "note: $1: tests $2 will be skipped" >&2
+}
+
 export DEBIAN_FRONTEND=noninteractive
-# shellcheck disable=SC2086 # a list of names
-{ apt-get update -q && apt-get install -q -y --no-install-recommends $packages; } ||
-    note "$packages could not be installed"
-has_xrt || note "this system's $packages are not of version $version"
+# Headers of libxrt-dev include uuid-dev's.
+need has_xrt "XRT $version" "on emulated SmartSSDs" "libxrt1 libxrt-dev uuid-dev"
+need has_two_machines "bindfs" "on two machines" "bindfs iproute2"

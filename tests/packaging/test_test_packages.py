@@ -1,4 +1,4 @@
-"""``tools/test_packages.sh`` on systems with and without XRT, simulated by stand-ins for id and apt-get."""
+"""``tools/test_packages.sh`` on systems with and without XRT and bindfs, simulated by stand-ins for id and apt-get."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.waiting import PROCESS_LIMIT
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "test_packages.sh"
+OF_MACHINES = ("usr/bin/bindfs", "usr/sbin/ip")
 FILES = ("usr/lib/x86_64-linux-gnu/libxrt_noop.so.2.13.0", "usr/include/xrt/version.h", "usr/include/uuid/uuid.h")
 
 
@@ -22,6 +23,12 @@ class System:
         for tool in ("bash", "mkdir", "touch"):
             (self.commands / tool).symlink_to(Path("/usr/bin", tool))
         self.be(root=True)
+        self.have(*OF_MACHINES)
+
+    def have(self, *files: str) -> None:
+        for file in files:
+            (self.root / file).parent.mkdir(parents=True, exist_ok=True)
+            (self.root / file).touch()
 
     def add(self, name: str, source: str) -> None:
         (self.commands / name).write_text(f"#!/usr/bin/env bash\n{source}\n")
@@ -55,9 +62,7 @@ def system(tmp_path: Path) -> System:
 
 def test_system_with_xrt_is_left_alone(system: System) -> None:
     """A complete system gets no installation and no message, even as root."""
-    for file in FILES:
-        (system.root / file).parent.mkdir(parents=True, exist_ok=True)
-        (system.root / file).touch()
+    system.have(*FILES)
     system.add_apt()
     assert system.run() == ""
 
@@ -65,9 +70,7 @@ def test_system_with_xrt_is_left_alone(system: System) -> None:
 @pytest.mark.parametrize("missing", FILES)
 def test_missing_xrt_is_installed_as_root(system: System, missing: str) -> None:
     """The packages that tests need are installed if any file is missing."""
-    for file in set(FILES) - {missing}:
-        (system.root / file).parent.mkdir(parents=True, exist_ok=True)
-        (system.root / file).touch()
+    system.have(*set(FILES) - {missing})
     system.add_apt(*FILES)
     output = system.run()
     assert "apt-get install -q -y --no-install-recommends libxrt1 libxrt-dev uuid-dev" in output
@@ -94,4 +97,17 @@ def test_xrt_that_cannot_be_installed_is_no_error(system: System) -> None:
 def test_xrt_of_another_version_is_no_error(system: System) -> None:
     """Another version is not an error, as on a newer system."""
     system.add_apt("usr/lib/x86_64-linux-gnu/libxrt_noop.so.2.17.0", *FILES[1:])
-    assert "not of version 2.13" in system.run()
+    assert "are not those of XRT 2.13" in system.run()
+
+
+@pytest.mark.parametrize("missing", OF_MACHINES)
+def test_what_two_machines_need(missing: str, system: System) -> None:
+    """It is installed by itself, and where it cannot be, the note says which tests are skipped."""
+    system.have(*FILES)
+    (system.root / missing).unlink()
+    system.be(root=False)
+    assert "lacks bindfs (bindfs iproute2 of Debian 12): tests on two machines will be skipped" in system.run()
+    system.be(root=True)
+    system.add_apt(*OF_MACHINES)
+    output = system.run()
+    assert "apt-get install -q -y --no-install-recommends bindfs iproute2" in output and "skipped" not in output
