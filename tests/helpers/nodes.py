@@ -31,7 +31,7 @@ def become_node(number: int, *, scratch: Path) -> None:
         number: Number of the machine.
         scratch: Folder of the test, where identities lie.
     """
-    identity = scratch / f"boot-{number}"
+    identity = scratch / f"boot-{number}-{os.getpid()}"
     identity.write_text(f"boot of machine {number}\n")
     machine._BOOT_ID = identity
     platform.node = lambda: f"node{number}"

@@ -16,10 +16,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_smartinfinity import CheckpointError, SmartInfinityStrategy, StorageFullError, TransferConfig
+from lightning_smartinfinity import (
+    CheckpointError,
+    SmartInfinityFabricStrategy,
+    SmartInfinityStrategy,
+    StorageFullError,
+    TransferConfig,
+)
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
 from lightning_smartinfinity.zero3.file_systems import places_of
 from tests.helpers.models import LitTiny, Recipe
@@ -27,6 +35,7 @@ from tests.helpers.nodes import RememberedLookups, become_node, mount_own
 from tests.helpers.trainers import quiet_trainer
 
 TAG = "checkpoint"
+PER_NODE = int(os.environ["WORLD_SIZE"]) // 2
 RECIPE = Recipe(odd=True, frozen=True, validate=True, epoch_batches=2, max_steps=6)
 
 
@@ -87,7 +96,14 @@ def fit(scratch: Path, folder: Path, *, resume: str | None = None, max_steps: in
 def _trainer(scratch: Path, **settings: Any) -> pl.Trainer:
     rank = int(os.environ["RANK"])
     strategy = SmartInfinityStrategy(scratch / f"storage-{rank}", transfer=TransferConfig(keep=False))
-    return quiet_trainer(scratch, strategy, devices=1, num_nodes=2, enable_checkpointing=True, **settings)
+    return quiet_trainer(
+        scratch,
+        strategy,
+        devices=PER_NODE,
+        num_nodes=2,
+        enable_checkpointing=True,
+        **settings,
+    )
 
 
 def fits(scratch: Path, where: str) -> Any:
@@ -96,6 +112,41 @@ def fits(scratch: Path, where: str) -> Any:
     fit(scratch, folder / "resumed", max_steps=4)
     resumed = fit(scratch, folder / "resumed", resume=str(folder / "resumed" / "step=4.ckpt"))
     return {"whole": whole, "resumed": resumed}
+
+
+def fabric(scratch: Path) -> Any:
+    """Save in a loop of Fabric's to the machine's own disk, go on, and go back; return the losses of both ways."""
+    storage = scratch / f"storage-{os.environ['RANK']}"
+    own = Fabric(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=2,
+        strategy=SmartInfinityFabricStrategy(storage, transfer=TransferConfig(keep=False)),
+    )
+    own.launch()
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
+    model, optimizer = own.setup(module, torch.optim.AdamW(module.parameters(), lr=0.01))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+
+    def train() -> list[float]:
+        losses = []
+        for _ in range(3):
+            torch.manual_seed(10 * state["step"] + own.global_rank)
+            loss = model(torch.randn(4, 5)).pow(2).mean()
+            own.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            state["step"] += 1
+            losses.append(float(loss))
+        return losses
+
+    train()
+    own.save(scratch / "local" / "fabric", state)
+    first = train()
+    own.load(scratch / "local" / "fabric", state)
+    assert state["step"] == 3
+    return [first, train()]
 
 
 def missing(scratch: Path) -> Any:
@@ -127,11 +178,12 @@ def _remove(path: Path) -> None:
 
 def main() -> None:
     doing, scratch, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
-    os.environ |= {"NODE_RANK": str(rank), "LOCAL_RANK": "0"}
+    node, local_rank = divmod(rank, PER_NODE)
+    os.environ |= {"NODE_RANK": str(node), "LOCAL_RANK": str(local_rank)}
     if "made up" in sys.argv[3:]:
-        become_node(rank, scratch=scratch)
+        become_node(node, scratch=scratch)
         with suppress(FileNotFoundError):
-            mount_own(scratch / f"node-{rank}", scratch / "local")
+            mount_own(scratch / f"node-{node}", scratch / "local")
         RememberedLookups(scratch / "shared", seconds=0.4)
     found = {
         "places": lambda: places(scratch),
@@ -139,6 +191,7 @@ def main() -> None:
         "swaps": lambda: swaps(scratch),
         "shared": lambda: fits(scratch, "shared"),
         "local": lambda: fits(scratch, "local"),
+        "fabric": lambda: fabric(scratch),
         "missing": lambda: missing(scratch),
     }[doing]()
     (scratch / f"found-{rank}.json").write_text(json.dumps(found))

@@ -31,14 +31,14 @@ def _own_mounts(tmp_path_factory: pytest.TempPathFactory) -> None:
         pytest.skip(reason)
 
 
-def run(doing: str, scratch: Path, *, mounts: bool, one_machine: bool = False) -> list[Any]:
+def run(doing: str, scratch: Path, *, mounts: bool, one_machine: bool = False, ranks: int = 2) -> list[Any]:
     """Let two machines, or two processes of one, do something, and return what each found."""
     if not mounts:
         (scratch / "local").rmdir()
     kind = [] if one_machine else ["made up"]
-    done = run_module("tests.nodes.node_worker", doing, scratch, *kind, ranks=2)
+    done = run_module("tests.nodes.node_worker", doing, scratch, *kind, ranks=ranks)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return [json.loads((scratch / f"found-{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((scratch / f"found-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.mark.usefixtures("_own_mounts")
@@ -96,6 +96,21 @@ def test_checkpoints_on_own_disks(scratch: Path) -> None:
             f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
             f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
         ]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_own_mounts")
+@pytest.mark.parametrize("where", ["shared", "local"])
+def test_two_processes_on_each_machine(where: str, scratch: Path) -> None:
+    """They share their machine's part, which one of them puts in place."""
+    assert_resumed(run(where, scratch, mounts=True, ranks=4))
+
+
+@pytest.mark.usefixtures("_own_mounts")
+def test_a_loop_of_fabric(scratch: Path) -> None:
+    """It saves to the machines' own disks, and goes back to that to the same bits."""
+    for first, again in run("fabric", scratch, mounts=True):
+        assert first == again
 
 
 @pytest.mark.usefixtures("_own_mounts")
