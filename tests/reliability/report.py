@@ -54,6 +54,11 @@ class Rows:
         items[:] = [item for item in items if "attack" in getattr(item, "fixturenames", ())]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            name = report.nodeid.rpartition("::")[2].partition("[")[0].removeprefix("test_").replace("_", " ")
+            self.rows.append(Row(name, 0, f"did not run: {reason.removeprefix('Skipped: ')}", report.nodeid))
+            return
         if report.when != "call" and not report.failed:  # a set-up that fails is an attack that was not held
             return
         told = [value for name, value in report.user_properties if name == PROPERTY]

@@ -51,6 +51,16 @@ def test_an_attack_that_is_not_held(told: list[list[Any]]) -> None:
     assert [(row.outcome, row.file) for row in rows.rows] == [("**FAILED**", "x.py")]
 
 
+def test_an_attack_that_did_not_run() -> None:
+    """The table says so, and why."""
+    rows, reason = Rows(), ("tests/x.py", 1, "Skipped: this machine cannot be two")
+    where: Any = {"nodeid": "tests/x.py::test_a_lost_link[two]", "location": ("", 0, ""), "keywords": {}}
+    rows.pytest_runtest_logreport(pytest.TestReport(**where, outcome="skipped", when="setup", longrepr=reason))
+    assert table_of(rows.rows).splitlines()[2:] == [
+        "| a lost link | 0 | did not run: this machine cannot be two | `x.py` |"
+    ]
+
+
 def test_rows_with_other_outcomes_stay_apart() -> None:
     rows = [Row("a", 2, "whole", "tests/x.py::one"), Row("a", 3, "whole", "tests/x.py::two")]
     rows += [Row("a", 1, "**FAILED**", "tests/x.py::three")]
