@@ -161,11 +161,13 @@ def link_others(old: Path, new: Path, *, replaced: Collection[str]) -> None:
     """
     for entry in old.iterdir():
         is_folder = entry.is_dir() and not entry.is_symlink()
-        if os.path.lexists(new / entry.name):
+        # Another machine may be writing a file of such a name, and must not be told later that there is none.
+        is_replaced = not is_folder and any(fnmatch(entry.name, pattern) for pattern in replaced)
+        if is_replaced or os.path.lexists(new / entry.name):
             continue
         if is_folder:
             shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link)
-        elif not any(fnmatch(entry.name, pattern) for pattern in replaced):
+        else:
             _link(entry, new / entry.name)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,6 +72,7 @@ def swaps(scratch: Path) -> Any:
         (path / ".saving").exists()
         dist.barrier()
         with replacing(path, TAG) as staging:
+            time.sleep(0.1 * rank)  # the leader is done before the other machine has written anything
             (staging.folder / TAG).mkdir(exist_ok=True)
             (staging.folder / TAG / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").write_text(str(number))
             if staging.leads:
