@@ -75,6 +75,7 @@ class Manifest:
         description: Optimizer, arrays and parameters.
         folders: Storage folders of the rank, one per device; for readers and messages.
         device: Index of the folder that this manifest lies in.
+        num_machines: Number of machines that the ranks ran on; 0 if it is unknown, as for older stores.
     """
 
     job: bytes
@@ -86,6 +87,7 @@ class Manifest:
     description: StoreDescription
     folders: tuple[str, ...]
     device: int = 0
+    num_machines: int = 0
 
     @property
     def identity(self) -> native.Identity:
@@ -183,6 +185,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "job": str(uuid.UUID(bytes=manifest.job)),
         "rank": manifest.rank,
         "world_size": manifest.world_size,
+        "machines": manifest.num_machines,
         "state_format": manifest.state_format,
         "durability": manifest.durability,
         "keep": manifest.keep,
@@ -201,6 +204,7 @@ def _from_json(values: Mapping[str, Any]) -> Manifest:
         job=uuid.UUID(values["job"]).bytes,
         rank=int(values["rank"]),
         world_size=int(values["world_size"]),
+        num_machines=int(values.get("machines", 0)),
         durability=str(values["durability"]),
         keep=bool(values["keep"]),
         folders=tuple(values["folders"]),

@@ -43,6 +43,7 @@ class Part:
         rank: Number of the rank.
         store: Job id of the store there; None if there is no readable manifest.
         world_size: Number of ranks of its training.
+        num_machines: Number of machines that its ranks ran on; 0 if it is unknown.
         device: Index of the storage folder among those of the rank.
         folders: Storage folders of the rank.
         kept: Whether the store is marked ``keep``.
@@ -57,6 +58,7 @@ class Part:
     rank: int
     store: bytes | None = None
     world_size: int = 0
+    num_machines: int = 0
     device: int = 0
     folders: tuple[str, ...] = ()
     kept: bool = False
@@ -144,6 +146,7 @@ def look_at(folder: OpenFolder) -> Part:
             **vars(bare),
             "store": manifest.job,
             "world_size": manifest.world_size,
+            "num_machines": manifest.num_machines,
             "device": manifest.device,
             "folders": manifest.folders,
             "kept": bare.kept or manifest.keep,

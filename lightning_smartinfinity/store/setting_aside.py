@@ -233,9 +233,14 @@ def _missing(parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
 
 
 def _is_gone(rank: int, device: int, parts: Sequence[Part], around: Collection[Part]) -> bool:
-    """Return whether something else lies where a missing part must have been."""
-    storage, jobs = Path(parts[0].folders[device]), {part.job for part in parts}
-    return any(part.rank == rank and part.storage == storage and part.job in jobs for part in around)
+    """Return whether something else lies where a missing part must have been.
+
+    Of a training on several machines nobody knows which of them that was, and all may have disks of the same path.
+    """
+    storage, machine, jobs = Path(parts[0].folders[device]), parts[0].machine, {part.job for part in parts}
+    return parts[0].num_machines == 1 and any(
+        (part.rank, part.machine, part.storage) == (rank, machine, storage) and part.job in jobs for part in around
+    )
 
 
 def _movers(seen: Sequence[Sequence[Part]]) -> dict[Part, int]:

@@ -98,6 +98,7 @@ class StateStore:
         description: StoreDescription,
         rank: int = 0,
         world_size: int = 1,
+        num_machines: int = 1,
         job_id: bytes | None = None,
     ) -> StateStore:
         """Lock the folders, replace a leftover store and preallocate; on any failure nothing new is left behind.
@@ -109,6 +110,7 @@ class StateStore:
             description: Optimizer, arrays and parameters, for the manifest.
             rank: Rank of this process.
             world_size: Number of processes.
+            num_machines: Number of machines that they run on.
             job_id: 16 bytes common to all ranks; None means random ones.
 
         Returns:
@@ -126,6 +128,7 @@ class StateStore:
             job=job_id or uuid.uuid4().bytes,
             rank=rank,
             world_size=world_size,
+            num_machines=num_machines,
             durability=config.durability,
             keep=config.keep is True,
             extents=extents,

@@ -23,6 +23,7 @@ from lightning_smartinfinity.devices.smartssd import (
     ring_within,
 )
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
+from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.store import (
     ExtentMap,
     SpaceRequest,
@@ -239,6 +240,7 @@ def _create_store(
     group: ProcessGroup | None,
     job_id: bytes,
 ) -> StateStore:
+    num_machines = len(set(gather(machine_identity(), group)))
     return StateStore.create(
         settings.storage,
         config=settings.transfer,
@@ -246,6 +248,7 @@ def _create_store(
         description=description,
         rank=dist.get_rank(group),
         world_size=dist.get_world_size(group),
+        num_machines=num_machines,
         job_id=job_id,
     )
 

@@ -36,7 +36,13 @@ def description(num_parameters: int = 2) -> StoreDescription:
 
 
 def create(
-    folders: Sequence[Path], *, rank: int = 0, world_size: int = 2, job_id: bytes | None = None, **config: Any
+    folders: Sequence[Path],
+    *,
+    rank: int = 0,
+    world_size: int = 2,
+    num_machines: int = 1,
+    job_id: bytes | None = None,
+    **config: Any,
 ) -> StateStore:
     settings = TransferConfig(**config)
     return StateStore.create(
@@ -46,6 +52,7 @@ def create(
         description=description(),
         rank=rank,
         world_size=world_size,
+        num_machines=num_machines,
         job_id=job_id,
     )
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from lightning_smartinfinity.errors import StorageError, StorageFullError, StorageLockedError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.lock import SET_ASIDE
-from lightning_smartinfinity.store.parts import find_parts
+from lightning_smartinfinity.store.parts import Part, find_parts
 from lightning_smartinfinity.store.setting_aside import Mover, Plan, jobs_beside, plan_reunion, plan_setting_aside
 from lightning_smartinfinity.store.space import (
     SpaceRequest,
@@ -334,7 +335,7 @@ def on_disks(disks: Sequence[Path], *, step: int, has_steps: bool) -> None:
     """Leave a training whose rank r lies on the disk of this number."""
     store_id = os.urandom(16)
     for rank, disk in enumerate(disks):
-        store = create([disk], rank=rank, world_size=len(disks), job_id=store_id)
+        store = create([disk], rank=rank, world_size=len(disks), num_machines=len(disks), job_id=store_id)
         commit_generation(store, 0)
         store.record_training(generation=0, step=step, content=b"", has_steps=has_steps)
         store.close(remove=False)
@@ -381,3 +382,26 @@ def test_what_is_reclaimed_counts_as_free(tmp_path: Path) -> None:
     assert len(freed) == 2 and min(freed) >= extents().file_bytes(0)
     carry_out(plan)
     assert ranks_on(tmp_path) == ["rank-00000"]
+
+
+def test_machines_of_two_trainings(tmp_path: Path) -> None:
+    """Where each machine has a disk of one path, a part of another training does not stand for one that is missing."""
+    disks = {name: tmp_path / name for name in "ABCD"}
+    on_disks([disks["A"], disks["B"]], step=500, has_steps=True)
+    on_disks([disks["C"], disks["D"]], step=300, has_steps=True)
+
+    def seen_on(name: str) -> list[Part]:
+        return [
+            replace(
+                part, machine=name, path=Path("/mnt/nvme", part.path.relative_to(disks[name])), folders=("/mnt/nvme",)
+            )
+            for part in find_parts([disks[name]], [JOB, ASIDE])
+        ]
+
+    for names in ("AD", "DA", "AC", "A"):
+        with pytest.raises(StorageError, match="cannot be found"):
+            plan_setting_aside(list(map(seen_on, names)), job=JOB, folders=[[Path("/mnt/nvme")]] * len(names))
+    plan = plan_setting_aside([seen_on("D")], job=JOB, folders=[[Path("/mnt/nvme")]])
+    assert not plan.changes_something and len(plan.left) == 1  # it is in nobody's way
+    plan = plan_setting_aside([seen_on("B"), seen_on("A")], job=JOB, folders=[[Path("/mnt/nvme")]] * 2)
+    assert len(plan.moved) == 2 and not plan.reclaimed
