@@ -42,10 +42,11 @@ def save_beside_training(trainer: pl.Trainer, saves: BackgroundSaves, *, finish:
         if type(callback)._save_checkpoint is ModelCheckpoint._save_checkpoint
         and not any(map(_looks_at_checkpoints, trainer.loggers))
     ]
+    for callback in _model_checkpoints(trainer):
+        callback._link_checkpoint = partial(beside.link, callback)  # type: ignore[method-assign]
     for callback in callbacks:
         callback._save_checkpoint = partial(beside.save, callback)  # type: ignore[method-assign]
         callback.file_exists = partial(beside.exists, callback)  # type: ignore[method-assign]
-        callback._link_checkpoint = partial(beside.link, callback)  # type: ignore[method-assign]
     if any(map(_saves, callbacks)) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         saves.make_room()
 

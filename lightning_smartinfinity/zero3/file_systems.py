@@ -48,12 +48,19 @@ class Place(NamedTuple):
         leader: The lowest rank that has a folder there. It decides what happens to paths that ranks share.
         is_first_here: Whether this rank is the lowest one of its machine that has a folder there.
         num_machines: Number of machines whose ranks have folders there.
+        is_certain: Whether a file could be made there. Where it could not, other machines may see the same.
     """
 
     number: int
     leader: int
     is_first_here: bool
     num_machines: int
+    is_certain: bool = True
+
+    @property
+    def may_be_shared(self) -> bool:
+        """Whether other machines see it, or may do so."""
+        return self.num_machines > 1 or not self.is_certain
 
 
 class _Spot(NamedTuple):
@@ -90,22 +97,28 @@ def places_of(folders: Sequence[Path], group: ProcessGroup | None = None, *, by_
     firsts: dict[tuple[str, int, int], tuple[int, _Spot]] = {}
     for rank, spot in spots:
         firsts.setdefault(spot.key, (rank, spot))
-    keys, pairs = list(firsts), list[tuple[int, int]]()
-    if len(keys) > 1 and not (by_device and len({spot.machine for _, spot in spots}) == 1):
-        pairs += _pairs(list(firsts.values()), group, by_device=by_device)
+    keys, pairs, probed = list(firsts), list[tuple[int, int]](), set(range(len(firsts)))
+    is_one_machine = len({spot.machine for _, spot in spots}) == 1
+    if len(keys) > 1 and not (by_device and is_one_machine):
+        pairs, probed = _pairs(list(firsts.values()), group, by_device=by_device)
     if by_device:
         pairs += [(i, j) for j, other in enumerate(keys) for i in range(j) if keys[i][:2] == other[:2]]
     numbers = dict(zip(keys, _joined(len(keys), pairs), strict=True))
-    return [
-        _place_of(spot, numbers[spot.key], [s for s in spots if numbers[s[1].key] == numbers[spot.key]], group)
-        for spot in own
-    ]
-
-
-def _place_of(own: _Spot, number: int, there: Sequence[tuple[int, _Spot]], group: ProcessGroup | None) -> Place:
-    first_here = next(rank for rank, spot in there if spot.machine == own.machine)
-    num_machines = len({spot.machine for _, spot in there})
-    return Place(number, there[0][0], first_here == dist.get_rank(group), num_machines)
+    places = []
+    for spot in own:
+        number = numbers[spot.key]
+        there = [(rank, other) for rank, other in spots if numbers[other.key] == number]
+        first_here = next(rank for rank, other in there if other.machine == spot.machine)
+        places.append(
+            Place(
+                number=number,
+                leader=there[0][0],
+                is_first_here=first_here == dist.get_rank(group),
+                num_machines=len({other.machine for _, other in there}),
+                is_certain=any(keys.index(other.key) in probed for _, other in there),
+            )
+        )
+    return places
 
 
 def device_of(path: Path) -> int:
@@ -159,7 +172,8 @@ def _exists(path: Path) -> bool:
 
 
 def _spot_of(folder: Path) -> _Spot:
-    existing = nearest_existing(Path(os.path.realpath(folder)))
+    # With its links: they may lead to another mount point on another machine.
+    existing = nearest_existing(Path(os.path.abspath(folder)))
     with storage_errors("Looking at", existing):
         status = os.stat(existing)
     return _Spot(machine_identity(), status.st_dev, status.st_ino, existing)
@@ -167,8 +181,10 @@ def _spot_of(folder: Path) -> _Spot:
 
 def _pairs(
     firsts: Sequence[tuple[int, _Spot]], group: ProcessGroup | None, *, by_device: bool
-) -> list[tuple[int, int]]:
-    """Return pairs of spots, by their numbers, of which one shows what was written into the other. Collective.
+) -> tuple[list[tuple[int, int]], set[int]]:
+    """Return pairs of spots of which one shows what was written into the other, and the spots that can be written.
+
+    Spots go by their numbers. Collective.
 
     Args:
         firsts: The spots, each with the first rank that has a folder there.
@@ -181,25 +197,26 @@ def _pairs(
         with raising_together(group):
             for number in own:
                 file = files.enter_context(_file_in(firsts[number][1].folder))
-                made |= {number: file} if file else {}
+                if file is not None:
+                    made[number] = file
         everywhere = {number: path for of_rank in gather(made, group) for number, path in of_rank.items()}
         seen: list[tuple[int, int]] = []
         with raising_together(group):
             for number, path in everywhere.items():
                 device = unless_idle(partial(_device_of_file, path), doing="Looking at", path=path)
-                seen += [
-                    (number, other) for other in own if device in _devices_where(firsts[other][1], path, by_device)
-                ]
-        return list(chain.from_iterable(gather(seen, group)))
+                for other in own:
+                    spot = firsts[other][1]
+                    if spot.device == device and (by_device or _is_on_the_way(spot.folder, path.parent)):
+                        seen.append((number, other))
+        return list(chain.from_iterable(gather(seen, group))), set(everywhere)
 
 
-def _devices_where(spot: _Spot, file: Path, by_device: bool) -> tuple[int, ...]:
-    """Return on which devices a file has to be seen to lie in the same place as a spot.
+def _is_on_the_way(one: Path, other: Path) -> bool:
+    """Return whether one of two folders is the other, or above it.
 
-    A rank that looked earlier, or remembers what was not there, knows a folder above that of the other rank.
+    They are those of one path, of which a rank that looked earlier, or remembers what was not there, knows less.
     """
-    above = file.parent in (spot.folder, *spot.folder.parents) or spot.folder in file.parents
-    return (spot.device,) if by_device or above else ()
+    return one == other or one in other.parents or other in one.parents
 
 
 def _device_of_file(path: Path) -> int | None:

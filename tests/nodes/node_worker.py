@@ -44,9 +44,25 @@ def places(scratch: Path) -> Any:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     named = {"shared": scratch / "shared/new", "local": scratch / "local/a", "other": scratch / f"shared/of-{rank}/b"}
-    each = [list(place) for place in places_of(list(named.values()))]
-    by_device = [list(place) for place in places_of(list(named.values()), by_device=True)]
+    each = [list(place)[:4] for place in places_of(list(named.values()))]
+    by_device = [list(place)[:4] for place in places_of(list(named.values()), by_device=True)]
     return {**dict(zip(named, each, strict=True)), "by_device": by_device}
+
+
+def links(scratch: Path) -> Any:
+    """Save three times by a link that leads to another mount point on each machine."""
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), []
+    own = scratch / f"mounted-{rank}"
+    own.mkdir()
+    mount_own(scratch / "shared", own)
+    (scratch / "local" / "scratch").symlink_to(own)
+    for number in range(3):
+        with replacing(scratch / "local" / "scratch" / "a.ckpt", TAG) as staging:
+            (staging.folder / TAG).mkdir(exist_ok=True)
+            (staging.folder / TAG / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").write_text(str(number))
+        found.append(staging.leads)
+    return found
 
 
 def space(scratch: Path) -> Any:
@@ -194,6 +210,7 @@ def main() -> None:
         "shared": lambda: fits(scratch, "shared"),
         "local": lambda: fits(scratch, "local"),
         "fabric": lambda: fabric(scratch),
+        "links": lambda: links(scratch),
         "missing": lambda: missing(scratch),
     }[doing]()
     (scratch / f"found-{rank}.json").write_text(json.dumps(found))

@@ -114,6 +114,14 @@ def test_a_loop_of_fabric(scratch: Path) -> None:
 
 
 @pytest.mark.usefixtures("_own_mounts")
+def test_a_link_to_another_mount_point_on_each_machine(scratch: Path) -> None:
+    """They see that they save to one folder, and one of them leads."""
+    assert run("links", scratch, mounts=True) == [[True] * 3, [False] * 3]
+    files = {file.name: file.read_text() for file in (scratch / "shared/a.ckpt" / TAG).iterdir()}
+    assert files == {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt": "2" for rank in range(2)}
+
+
+@pytest.mark.usefixtures("_own_mounts")
 def test_a_part_that_is_gone(scratch: Path) -> None:
     """The error names the machine, the rank and what is missing there, on both machines."""
     for part, nothing in run("missing", scratch, mounts=True):

@@ -139,11 +139,11 @@ def _look(
 def _await(path: str | Path, found: Sequence[_Seen | None]) -> None:
     """Wait until this rank sees a checkpoint that others see on its file system, which may not show it at once."""
     (place,) = places_of([Path(path)])
-    on_same = [number == place.number for number in gather(place.number, None)]
+    on_same = [number == place.number or not place.is_certain for number in gather(place.number, None)]
     seen = [each for each, same in zip(found, on_same, strict=True) if each is not None and same]
     give_up = time.monotonic() + REMEMBERED
     with raising_together():
-        while seen and place.num_machines > 1 and time.monotonic() < give_up:
+        while seen and place.may_be_shared and time.monotonic() < give_up:
             if unless_idle(seen[0].folder.is_dir, doing="Looking at", path=Path(path)):
                 return
             time.sleep(_GLANCE)

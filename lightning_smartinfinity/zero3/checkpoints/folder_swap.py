@@ -97,7 +97,7 @@ def replacing(path: str | Path, tag: str, *, closing_group: ProcessGroup | None 
         raise CheckpointError(f"The tag {shown(tag)} is not the name of a folder.", "Pass a tag without slashes.")
     name = gather(uuid.uuid4().hex, None)[0]  # of a file that nobody has looked for
     target, lock = Path(path), StagingLock()
-    made: Path | None = None
+    made: tuple[Path, Path] | None = None
     with writing(path):
         (place,) = places_of([target])
     leads = place.leader == dist.get_rank()
@@ -105,15 +105,20 @@ def replacing(path: str | Path, tag: str, *, closing_group: ProcessGroup | None 
         with raising_together(), writing(path):
             if leads:
                 target = unless_idle(partial(_resolved, path), doing="Looking at", path=target)
-                lock, made = leading.enter_context(_staged(path, target, tag, name))
-        staging = gather(made, None)[place.leader]
-        assert staging is not None
+                lock, staging = leading.enter_context(_staged(path, target, tag, name))
+                made = target, staging
+        made = gather(made, None)[place.leader]
+        assert made is not None
         with raising_together(), writing(path):
-            if first_seen([staging / name], shared=place.num_machines > 1) is None:
+            there = [made[1] / name, _as_here(path, *made) / name]
+            seen = first_seen(there, shared=place.num_machines > 1)
+            if seen is None:
                 raise CheckpointError(
-                    f"The folder {staging}, in which {path} is being saved, is not seen on {platform.node()}.",
-                    "Save to a path that is the same on all machines which mount the file system.",
+                    f"The folder {made[1]}, in which {path} is being saved, is not seen on {platform.node()}.",
+                    "Save to a path that is the same on all machines which mount the file system, or let it remember "
+                    "for less than a minute what was not there (acdirmax of NFS).",
                 )
+            staging = seen.parent
         new = staging / _NEW
         yield Staging(new, leads)
         with raising_together(closing_group), writing(path):
@@ -186,6 +191,11 @@ def _staged(path: str | Path, target: Path, tag: str, name: str) -> Iterator[tup
             if unless_idle(prepare, doing="Preparing", path=target):
                 yield lock, staging
                 return
+
+
+def _as_here(path: str | Path, target: Path, staging: Path) -> Path:
+    """Return the path of the leader's staging folder where links lead to another mount point on this machine."""
+    return Path(os.path.normpath(_resolved(path) / os.path.relpath(staging, target)))
 
 
 def _resolved(path: str | Path) -> Path:
