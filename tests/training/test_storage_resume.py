@@ -35,7 +35,12 @@ def assert_same(folder: Path, straight: Path, *, devices: int = 1) -> None:
 @pytest.mark.parametrize(
     ("how", "step", "settings"),
     [
-        ("kill at batch end", 8, {"options": {"overlap": "none"}, "trainer": {"val_check_interval": 3}}),
+        pytest.param(
+            "kill at batch end",
+            8,
+            {"options": {"overlap": "none"}, "trainer": {"val_check_interval": 3}},
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             "kill at validation",
             6,
@@ -100,10 +105,8 @@ WHERE: dict[str, dict[str, Any]] = {
     "compressed gradients on cards": {"cards": True, "folders": 2, "options": COMPRESSION},
     "several folders": {"folders": 3},
 }
-USUAL = {
-    ("parameters on storage", "int8_remainder", "forward", 1),
-    ("compressed gradients", "int8", "forward", 2),
-}
+# The kills at random have two processes and compressed gradients, too.
+USUAL = {("parameters on storage", "int8_remainder", "forward", 1)}
 
 
 @pytest.mark.filterwarnings("ignore:.*is small for SmartSSDs")
@@ -218,7 +221,6 @@ def test_another_model_is_refused_and_loses_nothing(tmp_path: Path) -> None:
     assert run(tmp_path / "straight", module=module)[0] == 0
     assert run(folder, kill_at="kill at batch end", kill_step=5, module=module)[0] != 0
     for other, told in (
-        ({"width": 32}, "its model was"),
         ({"turned": True}, "its model was"),
         ({"last": 2.0}, "The parameters that are not trained have other values"),
     ):
