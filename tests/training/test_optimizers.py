@@ -58,7 +58,7 @@ OVERLAPPED = [
     for index, case in enumerate(EVERYWHERE)
     for kind, overlap in enumerate(OVERLAPS)
 ]
-RESUMED = [pytest.param(*case, marks=[pytest.mark.long] * (index % 3 == 0)) for index, case in enumerate(EVERYWHERE)]
+RESUMED = [pytest.param(*case, marks=[pytest.mark.long] * (index % 2 == 0)) for index, case in enumerate(EVERYWHERE)]
 
 Result = tuple[Any, dict[str, torch.Tensor]]
 
