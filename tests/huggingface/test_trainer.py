@@ -401,13 +401,13 @@ def test_the_storage_lies_with_the_checkpoints_or_is_named_after_them(model_fold
 
         return lambda trainer: trainer.add_callback(Look())
 
-    train(model_folder, tmp_path / "a", before=look(tmp_path / "a" / "smart_infinity"))
+    train(model_folder, tmp_path / "a", before=look(tmp_path / "a" / "smart_infinity"), max_steps=1)
     assert found[0] == ["default"]
     assert not list((tmp_path / "a" / "smart_infinity").iterdir())
     for name in ("b", "c"):
         found.clear()
         storage = tmp_path / "nvme"
-        train(model_folder, tmp_path / name, before=look(storage), strategy={"storage": storage})
+        train(model_folder, tmp_path / name, before=look(storage), strategy={"storage": storage}, max_steps=1)
         assert len(found[0]) == 1 and found[0][0].startswith(f"{name}-")
         assert not list(storage.iterdir())
 
