@@ -67,7 +67,7 @@ $(INSTALLED): $(BUILD_INPUTS) $(REQUIREMENTS)
 demo: setup ## Train a small language model on text found on this machine (about two minutes on two cores)
 	@$(VENV)/bin/python examples/finetune_text.py $(DEMO_OPTIONS)
 
-test: checks unit ## All checks: lint, types, contracts, tests (13 min, setup not counted)
+test: checks unit ## All checks: lint, types, contracts, tests (14 min, setup not counted)
 
 # At once: mypy, which takes longest, uses one core.
 checks: $(INSTALLED)
@@ -97,9 +97,9 @@ collection: $(INSTALLED) ## Every module of tests can be imported (30 s, then 15
 
 # `collection` before it leaves bytecode of all that is imported, which each of the processes would compile for itself.
 # In the order of folders: by the number of tests, as xdist would have it, long files of few tests came last.
-unit: $(INSTALLED) ## The tests; the output ends with those that failed (12 min)
+unit: $(INSTALLED) ## The tests; the output ends with those that failed (13 min)
 	@tools/test_packages.sh
-	@echo "unit: the tests, in $(PYTEST_WORKERS) processes (12 min); what failed comes last"
+	@echo "unit: the tests, in $(PYTEST_WORKERS) processes (13 min); what failed comes last"
 	@HF_HUB_OFFLINE=1 python -m pytest --quiet --numprocesses $(PYTEST_WORKERS) --dist loadfile \
 	    --no-loadscope-reorder $(PYTEST_OPTIONS)
 
