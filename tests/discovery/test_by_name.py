@@ -83,7 +83,8 @@ def test_trainer_by_name_twice(tmp_path: Path) -> None:
 def test_training_by_name(tmp_path: Path) -> None:
     """A script that names the strategy alone trains with Fabric and twice with a Trainer, and leaves no state behind.
 
-    Both registries know the name, without the strategy or DeepSpeed being loaded, also when Lightning is reloaded.
+    Both registries know the name, without the strategy or DeepSpeed being loaded, also when Lightning is reloaded. A
+    wrong key is refused before DeepSpeed is imported, which would choose an accelerator for good.
     """
     code = """
     import importlib, sys
@@ -100,6 +101,12 @@ def test_training_by_name(tmp_path: Path) -> None:
     print("reloaded", strategies.StrategyRegistry is not before, "smart_infinity" in strategies.StrategyRegistry)
     names = ["deepspeed", "lightning_smartinfinity.strategy", "lightning_smartinfinity.fabric"]
     print("loaded", *(name in sys.modules for name in names))
+
+    from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
+    try:
+        SmartInfinityStrategy(zero={"offload_param": {"devise": "cpu"}})
+    except ConfigError as error:
+        print("refused", "deepspeed" in sys.modules, "SmartInfinityStrategy(zero=" in str(error))
 
     class Model(BoringModel):
         def configure_optimizers(self):
@@ -130,12 +137,13 @@ def test_training_by_name(tmp_path: Path) -> None:
         optimizer.zero_grad()
     print("fabric moved", losses[0] != losses[1])
     """
-    words = ("known", "reloaded", "loaded", "steps", "chosen", "fabric")
+    words = ("known", "reloaded", "loaded", "refused", "steps", "chosen", "fabric")
     printed = [line for line in fresh_python(code, cwd=tmp_path).splitlines() if line.split(" ")[0] in words]
     assert printed == [
         "known True True",
         "reloaded True True",
         "loaded False False False",
+        "refused False True",
         *["steps 2 moved True"] * 2,
         "chosen SmartInfinityFabricStrategy SmartInfinityFabricPrecision",
         "fabric moved True",

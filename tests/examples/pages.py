@@ -15,12 +15,13 @@ __all__ = ["LOADED", "commands_in", "page", "run_python", "scripts_in"]
 LOADED = """
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-tokens = AutoTokenizer.from_pretrained(sys.argv[1])("A drive", return_tensors="pt")
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = AutoTokenizer.from_pretrained(folder)("A drive", return_tensors="pt")
+    print(model(**tokens).logits.double().sum().item())
 assert "lightning_smartinfinity" not in sys.modules or not hasattr(sys.modules["lightning_smartinfinity"], "zero3")
-print(model(**tokens).logits.double().sum().item())
 """
-"""A script that loads a folder by transformers alone, and prints a sum of logits."""
+"""A script that loads folders by transformers alone, and prints a sum of logits for each."""
 
 
 def page(name: str) -> str:

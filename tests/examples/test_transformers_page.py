@@ -21,10 +21,8 @@ def test_the_blocks_run_in_order(page_folder: Path) -> None:
     (page_folder / "page.py").write_text("\n".join(scripts))
     run_python(page_folder, "page.py")
     assert main(shlex.split(commands[0])) == 0
-    before, tuned, resumed, exported, looped = (
-        run_python(page_folder, "-c", LOADED, name)
-        for name in ("my-model", "my-model-tuned", "my-model-resumed", "my-model-exported", "my-model-accelerated")
-    )
+    names = ("my-model", "my-model-tuned", "my-model-resumed", "my-model-exported", "my-model-accelerated")
+    before, tuned, resumed, exported, looped = run_python(page_folder, "-c", LOADED, *names).splitlines()
     assert tuned == resumed == exported and len({before, tuned, looped}) == 3
     assert {file.name for file in (page_folder / "my-adapters").iterdir()} >= {
         "adapter_config.json",

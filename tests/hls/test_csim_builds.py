@@ -115,6 +115,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Library:
     return Library(folder / "threaded.so")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("numel", "waiting"),
     [
@@ -130,6 +131,7 @@ def test_a_stream_too_shallow(broken: Library, numel: int, waiting: list[str]) -
     assert set(waiting) <= set(message.removeprefix("deadlock: ").split("; "))
 
 
+@pytest.mark.long
 def test_a_stream_not_read(broken: Library) -> None:
     """The message names a stream that is not empty when the kernel has ended."""
     assert _message(broken, 500) == "not read to the end: findings"

@@ -14,6 +14,7 @@ import transformers
 from lightning_smartinfinity import UnsupportedError
 from lightning_smartinfinity.huggingface import SmartInfinityTraining
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
+from tests.helpers.long_cases import long_but
 from tests.helpers.resharding import as_of_another_number
 from tests.huggingface.trained import (
     LENGTH,
@@ -47,7 +48,7 @@ def test_it_trains_to_the_bits_of_the_lightning_route(model_folder: Path, tmp_pa
     assert same(ours.weights, weights)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", long_but(["bf16-mixed"], ["32-true", "bf16-mixed"]))
 def test_accumulated_it_trains_like_the_lightning_route(
     precision: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +280,7 @@ def test_a_trainer_trains_twice(model_folder: Path, tmp_path: Path) -> None:
     assert same(twice.weights, again.weights) and not same(twice.weights, first[0])
 
 
-@pytest.mark.parametrize("resharded", [False, True])
+@pytest.mark.parametrize("resharded", long_but([True], [False, True]))
 def test_adapters_train_with_an_empty_group_and_resume(
     resharded: bool, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,13 +401,13 @@ def test_the_storage_lies_with_the_checkpoints_or_is_named_after_them(model_fold
 
         return lambda trainer: trainer.add_callback(Look())
 
-    train(model_folder, tmp_path / "a", before=look(tmp_path / "a" / "smart_infinity"))
+    train(model_folder, tmp_path / "a", before=look(tmp_path / "a" / "smart_infinity"), max_steps=1)
     assert found[0] == ["default"]
     assert not list((tmp_path / "a" / "smart_infinity").iterdir())
     for name in ("b", "c"):
         found.clear()
         storage = tmp_path / "nvme"
-        train(model_folder, tmp_path / name, before=look(storage), strategy={"storage": storage})
+        train(model_folder, tmp_path / name, before=look(storage), strategy={"storage": storage}, max_steps=1)
         assert len(found[0]) == 1 and found[0][0].startswith(f"{name}-")
         assert not list(storage.iterdir())
 

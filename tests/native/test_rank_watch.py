@@ -14,6 +14,7 @@ from contextlib import ExitStack
 import pytest
 
 from lightning_smartinfinity.native import RANK_LOST_STATUS, RankWatch
+from tests.helpers.long_cases import long_but
 from tests.helpers.processes import REPOSITORY
 from tests.helpers.waiting import LIMIT, PROCESS_LIMIT, await_that
 
@@ -339,7 +340,7 @@ def test_sigterm_for_a_training_that_is_over(watches: list[RankWatch]) -> None:
     await_that(lambda: watches[0].report().asked is None)
 
 
-@pytest.mark.parametrize("takes_time", ["a long batch", "a checkpoint"])
+@pytest.mark.parametrize("takes_time", long_but(["a long batch"], ["a long batch", "a checkpoint"]))
 def test_sigterm_in_what_takes_longer_than_the_patience(takes_time: str) -> None:
     """The process ends a batch of a usual length and a checkpoint. It ends by SIGTERM if it then goes on to wait."""
     done = ranks(f"""

@@ -73,7 +73,8 @@ def test_as_on_one_machine(machines: TwoMachines) -> None:
             assert both[rank][fit]["losses"] == alone[rank][fit]["losses"]
 
 
-@pytest.mark.parametrize("cause", ["killed", pytest.param("link", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("cause", ["killed", "link"])
 def test_a_machine_that_is_lost(cause: str, machines: TwoMachines, attack: Attack) -> None:
     """The other one ends with an error that names the rank and its machine, and says why."""
     folder = machines.folder

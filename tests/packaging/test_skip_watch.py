@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.long_cases import long_but
 from tests.helpers.waiting import PROCESS_LIMIT
 
 TESTS = Path(__file__).parents[1]
@@ -53,7 +54,7 @@ def run(folder: Path, source: str, *, ci: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     "source",
-    [SKIPS, SKIPS_WHILE_RUNNING, f"{PASSES}\n{SKIPS}", SKIPS_A_MODULE],
+    long_but([SKIPS_WHILE_RUNNING, SKIPS_A_MODULE], [SKIPS, SKIPS_WHILE_RUNNING, f"{PASSES}\n{SKIPS}", SKIPS_A_MODULE]),
     ids=["marked", "while running", "beside a passing one", "whole module"],
 )
 def test_skip_without_a_good_reason_fails_in_ci(source: str, tmp_path: Path) -> None:

@@ -44,8 +44,12 @@ def test_builds(): time.sleep(1)
 
 @pytest.mark.parametrize(
     ("source", "told"),
-    [(IN_PYTHON, ["Timeout (>1.0s)", "wait_for_ever"]), (IN_NATIVE_CODE, ["crashed while running", "in test_hangs"])],
-    ids=["in Python", "in native code"],
+    [
+        pytest.param(IN_PYTHON, ["Timeout (>1.0s)", "wait_for_ever"], id="in Python"),
+        pytest.param(
+            IN_NATIVE_CODE, ["crashed while running", "in test_hangs"], id="in native code", marks=pytest.mark.long
+        ),
+    ],
 )
 def test_a_test_that_hangs_fails_alone(tmp_path: Path, source: str, told: list[str]) -> None:
     """The output shows where the test hung, also in a process of xdist, and the next test passes."""

@@ -20,6 +20,7 @@ PAGE = (ROOT / "docs" / "simulation.md").read_text()
 REPRODUCTION = (ROOT / "docs" / "reproduction.md").read_text()
 
 
+@pytest.mark.long  # tests/plan/test_reproduction.py has the figures of the paper
 def test_tables_are_as_simulated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/reproduction.md has every title and table that the benchmark prints."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")

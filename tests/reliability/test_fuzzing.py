@@ -39,7 +39,7 @@ RECIPE = Recipe(frozen=True, width=8, depth=1)
 @pytest.fixture(params=["short", pytest.param("long", marks=pytest.mark.long)])
 def seconds(request: pytest.FixtureRequest) -> float:
     """Return how long to fuzz."""
-    return 2.0 if request.param == "short" else float(request.config.getoption("fuzz_seconds"))
+    return 1.0 if request.param == "short" else float(request.config.getoption("fuzz_seconds"))
 
 
 # ---- a store

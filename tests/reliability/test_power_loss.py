@@ -23,6 +23,7 @@ from lightning_smartinfinity.store.residual_file import read_residual
 from lightning_smartinfinity.store.training_record import residual_of
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.power_loss import Disk, RecordedDisk, content, observed
 from tests.helpers.trainers import fit
@@ -73,7 +74,7 @@ def test_saved_checkpoints(disk: Disk, saves: int, tmp_path: Path, attack: Attac
     assert not lost
 
 
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", long_but([0], range(3)))
 def test_a_power_loss_within_a_save(seed: int, tmp_path: Path, attack: Attack) -> None:
     """Before and after every flush and rename, the old save is found whole, or the new one."""
     disk = RecordedDisk(tmp_path, seed=seed)
@@ -96,7 +97,7 @@ def test_a_power_loss_within_a_save(seed: int, tmp_path: Path, attack: Attack) -
     assert [each for each in found if each not in (old, new)] == []
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", long_but([False], [False, True]))
 def test_saves_of_transformers(own: bool, disk: Disk, model_folder: Path, tmp_path: Path, attack: Attack) -> None:
     """A Trainer's checkpoint is whole before older ones are removed for it, also if the Trainer writes the model."""
     found = []

@@ -19,6 +19,7 @@ from lightning_smartinfinity.store import StateStore, TensorFiles, open_folder
 from lightning_smartinfinity.store.open_folder import OpenFolder, Trust
 from tests.helpers import power_loss
 from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
 from tests.store.makers import commit_generation, create, created, manifest_with, tree
 
 PRECIOUS = b"precious\n" * 100
@@ -322,15 +323,19 @@ def test_a_damaged_store_that_was_kept_stays(tmp_path: Path, keep: Callable[[], 
     assert {path: path.read_bytes() for path in folder.iterdir() if path.name != "lock"} == before
 
 
-@pytest.mark.parametrize("name", ["lock", "manifest.json"])
-def test_no_bit_makes_a_kept_store_one_to_be_removed(tmp_path: Path, name: str) -> None:
+# Every seventh is each bit of some byte, and a bit of each byte.
+@pytest.mark.parametrize(
+    ("name", "every"),
+    long_but([("lock", 7), ("manifest.json", 31)], [("lock", 7), ("manifest.json", 31), ("manifest.json", 7)]),
+)
+def test_no_bit_makes_a_kept_store_one_to_be_removed(tmp_path: Path, name: str, every: int) -> None:
     """Lock and manifest both say that a store is kept, so whichever bit of one flips, the next job removes nothing."""
     store = create([tmp_path], keep=True)
     commit_generation(store, 0)
     store.close(remove=False)
     folder = tmp_path / "default" / "rank-00000"
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    for number in range(0, 8 * len(before[name]), 7):  # each bit of some byte, and each byte
+    for number in range(0, 8 * len(before[name]), every):
         changed = bytearray(before[name])
         changed[number // 8] ^= 1 << number % 8
         (folder / name).write_bytes(changed)

@@ -26,6 +26,7 @@ from lightning_smartinfinity.store.space import (
     require_space,
 )
 from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
 from tests.store.makers import commit_generation, create, extents
 
 JOB, ASIDE = "default", "default.aside"
@@ -244,8 +245,13 @@ def killed_before(number: int, folders: Sequence[Path]) -> bool:
     return status != 0
 
 
-@pytest.mark.parametrize("then", ["again", JOB, ASIDE])
-@pytest.mark.parametrize("before", [False, pytest.param(True, marks=pytest.mark.long)], ids=["alone", "replacing"])
+@pytest.mark.parametrize(
+    ("before", "then"),
+    long_but(
+        [(False, "again"), (False, ASIDE)],
+        [(before, then) for before in (False, True) for then in ("again", JOB, ASIDE)],
+    ),
+)
 def test_a_kill_at_any_moment(before: bool, then: str, folders: list[Path]) -> None:
     """A second start completes the move, and the training resumes by either name, or the error says by which."""
     moment, was_killed = 0, True

@@ -1,22 +1,22 @@
-"""Holds a storage folder until a line arrives on standard input: ``python -m tests.training.holder FOLDER``."""
+"""Holds the first rank's part of a job until a line arrives: ``python -m tests.training.holder FOLDER JOB``.
+
+It imports no more than the store, as the rest of a training takes seconds.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from lightning_smartinfinity import SmartInfinityStrategy
-from tests.helpers.models import LitTiny, Recipe
-from tests.training.test_bad_input import fit
+from lightning_smartinfinity.store.folders import RankFolder
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    strategy = SmartInfinityStrategy(folder)
-    fit(LitTiny(Recipe()), strategy, folder.parent / "holder")
+    held = RankFolder(Path(sys.argv[1]) / sys.argv[2] / "rank-00000", create=True)
     sys.stdout.write("HOLDING\n")
     sys.stdout.flush()
     sys.stdin.readline()
+    held.close(remove=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ is a method of the Trainer, or a key of :data:`LOOPS`. If SIGTERM ends a fit, th
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import signal
@@ -163,6 +164,20 @@ def main() -> None:
         callbacks=[Happening(folder, cause)],
     )
     getattr(trainer, doing)(Endless(RECIPE))
+
+
+def run_forked(environment: dict[str, str], output: Path, *arguments: str) -> None:
+    """Run as a rank in a process that was forked: with this environment, and output to a file."""
+    os.environ.clear()
+    os.environ |= environment
+    with output.open("w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    sys.argv[1:] = arguments
+    try:
+        main()
+    finally:
+        atexit._run_exitfuncs()
 
 
 if __name__ == "__main__":

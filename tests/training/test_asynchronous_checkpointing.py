@@ -137,12 +137,12 @@ SAVING: dict[str, Any] = {"filename": "{step}", "every_n_train_steps": 3, "save_
     ("options", "settings", "share"),
     [
         (SAVING, {}, 1.5),
-        (SAVING, {"folders": 2}, 1.5),
+        pytest.param(SAVING, {"folders": 2}, 1.5, marks=pytest.mark.long),
         ({"save_top_k": 0, "save_last": True}, {}, 1.5),
         ({"save_top_k": 0}, {}, 1),
-        (SAVING, {"transfer": {"asynchronous": False}}, 1),
+        pytest.param(SAVING, {"transfer": {"asynchronous": False}}, 1, marks=pytest.mark.long),
         (SAVING, {"transfer": {"durability": "none"}}, 1),
-        (SAVING, {"trainer": {"fast_dev_run": True}}, 1),
+        pytest.param(SAVING, {"trainer": {"fast_dev_run": True}}, 1, marks=pytest.mark.long),
     ],
     ids=["saves", "folders", "last alone", "saves nothing", "waits", "one place", "fast_dev_run"],
 )
@@ -158,7 +158,7 @@ def test_room_is_made_before_the_fit(
 
 @pytest.mark.parametrize(
     ("durability", "refused", "num_warnings", "waits"),
-    [("none", 9, 0, True), ("step", 9, 1, True), ("step", 1, 1, False)],
+    [pytest.param("none", 9, 0, True, marks=pytest.mark.long), ("step", 9, 1, True), ("step", 1, 1, False)],
     ids=["one place", "never room", "room at the first save"],
 )
 def test_without_room_training_waits(

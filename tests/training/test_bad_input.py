@@ -290,9 +290,9 @@ def test_too_little_space_is_found_before_anything_is_allocated(
 
 
 def test_two_jobs_on_one_folder_are_kept_apart(tmp_path: Path) -> None:
-    """A second process with the same storage and job gets the holder's pid; with another job name both run."""
+    """A job whose store another process has is refused with its pid; under another name it runs beside the other."""
     holder = subprocess.Popen(
-        [sys.executable, "-m", "tests.training.holder", str(tmp_path / "s")],
+        [sys.executable, "-m", "tests.training.holder", str(tmp_path / "s"), "default"],
         cwd=REPOSITORY,
         env=fresh_environment(),
         stdin=subprocess.PIPE,

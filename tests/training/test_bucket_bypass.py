@@ -51,9 +51,10 @@ CASES = {
     "retained": GRAPHS["one forward, two backwards"],
     "penalty": GRAPHS["a gradient penalty in bf16"],
 }
+USUAL = ("random shapes, 32-true", "random shapes, accumulating", "reentrant", "unused", "retained", "penalty")
 
 
-@pytest.mark.parametrize("name", long_but([name for name in CASES if "16-" not in name], CASES))
+@pytest.mark.parametrize("name", long_but(USUAL, CASES))
 def test_same_bits_with_and_without_buckets(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, masters and update counts are the same bit for bit."""
     straight = train_near_storage(CASES[name], tmp_path / "straight")
@@ -93,7 +94,7 @@ class FirstDirect(Manual):
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("build", [Manual, FirstDirect])
+@pytest.mark.parametrize("build", long_but([FirstDirect], [Manual, FirstDirect]))
 def test_manual_optimization_gives_the_same_bits(
     build: type[Manual], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

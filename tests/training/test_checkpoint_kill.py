@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.attacks import Attack
-from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.long_cases import long_but
-from tests.helpers.waiting import PROCESS_LIMIT
+from tests.helpers.processes import run_module
 from tests.training.killed_save_worker import CODEC, RECIPE, TRANSFER
-from tests.training.worker import REPOSITORY, Run, train
+from tests.training.worker import Run, train
 
 
 def killed(folder: Path, devices: int, when: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.killed_save_worker", str(folder), str(devices), when],
-        cwd=REPOSITORY,
-        env=fresh_environment(),
-        capture_output=True,
-        text=True,
-        timeout=PROCESS_LIMIT,
-    )
+    done = run_module("tests.training.killed_save_worker", folder, str(devices), when, ranks=devices)
     assert done.returncode != 0, "the save was not killed"
     assert (folder / "first.ckpt").is_dir(), done.stderr[-4000:]
 

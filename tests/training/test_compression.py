@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from lightning_smartinfinity.transfer.compressed_gradients import CompressedGrad
 from lightning_smartinfinity.transfer.device_selection import DeviceSelection
 from lightning_smartinfinity.zero3 import storage_optimizer
 from tests.helpers import reference
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit
 from tests.training.test_overlap import SMALL_RING, assert_same, result
@@ -32,6 +34,7 @@ CODECS = {
     "8 bits": BlockScaled(),
 }
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+OVERLAPS = ("forward", "backward")
 
 Result = tuple[Any, dict[str, torch.Tensor]]
 
@@ -59,8 +62,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str | N
 
 
 @pytest.mark.filterwarnings("ignore:.*no gain")
-@pytest.mark.parametrize("error_feedback", [True, False])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "error_feedback"),
+    long_but([("32-true", True), ("bf16-mixed", False)], itertools.product(PRECISIONS, [True, False])),
+)
 def test_sending_everything_changes_no_bit(precision: str, error_feedback: bool, straight: Any, tmp_path: Path) -> None:
     """With ratio=1 nothing is compressed, and the other settings are ignored."""
     with pytest.warns(UserWarning, match="value_dtype and exact are ignored"):
@@ -74,16 +79,24 @@ def test_compression_changes_training(name: str, straight: Any) -> None:
     assert straight("32-true", name)[0][0][0] != straight("32-true", None)[0][0][0]
 
 
-@pytest.mark.parametrize("overlap", ["forward", "backward"])
-@pytest.mark.parametrize("name", CODECS)
+# Each codec always runs with one kind of overlap.
+@pytest.mark.parametrize(
+    ("name", "overlap"),
+    long_but([(name, OVERLAPS[index % 2]) for index, name in enumerate(CODECS)], itertools.product(CODECS, OVERLAPS)),
+)
 def test_overlap_changes_no_bit(name: str, overlap: str, straight: Any, tmp_path: Path) -> None:
     """A speculative update that is rolled back leaves the residual unchanged."""
     run = run_of(tmp_path, "32-true", CODECS[name], overlap=overlap, delays=0)
     assert_same(result(run), straight("32-true", name)[0])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["top 5 %", "8 bits"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    long_but(
+        [("top 5 %", "32-true"), ("top 5 %", "16-mixed"), ("8 bits", "bf16-mixed")],
+        itertools.product(["top 5 %", "8 bits"], PRECISIONS),
+    ),
+)
 def test_resume_changes_no_bit(name: str, precision: str, straight: Any, tmp_path: Path) -> None:
     """A checkpoint restores the residual."""
     (expected, expected_masters), checkpoint = straight(precision, name)
@@ -94,8 +107,13 @@ def test_resume_changes_no_bit(name: str, precision: str, straight: Any, tmp_pat
         assert torch.equal(masters[parameter], master), parameter
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["top 5 %", "top 5 %, without error feedback"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    long_but(
+        [("top 5 %", "32-true"), ("top 5 %", "bf16-mixed"), ("top 5 %, without error feedback", "16-mixed")],
+        itertools.product(["top 5 %", "top 5 %, without error feedback"], PRECISIONS),
+    ),
+)
 def test_selecting_on_a_device_changes_no_bit(
     name: str, precision: str, straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,8 +176,10 @@ def sent(gradients: dict[str, torch.Tensor], ratio: float) -> dict[str, torch.Te
     return {name: part.view_as(gradient) for (name, gradient), part in zip(gradients.items(), parts, strict=True)}
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("error_feedback", [True, False])
+@pytest.mark.parametrize(
+    ("error_feedback", "clip"),
+    long_but([(True, 0.1), (False, None)], itertools.product([True, False], [None, 0.1])),
+)
 def test_trains_like_torch_with_the_same_compression(error_feedback: bool, clip: float | None, tmp_path: Path) -> None:
     """With one tasklet, training equals a torch loop that applies the largest sums of gradient and residual.
 

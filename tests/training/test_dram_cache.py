@@ -43,7 +43,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
     "settings",
     [
         {"cache": 100_000, "overlap": "backward", "delays": 1},
-        {"cache": 100_000, "overlap": "forward", "durability": "none", "delays": 2},
+        pytest.param(
+            {"cache": 100_000, "overlap": "forward", "durability": "none", "delays": 2}, marks=pytest.mark.long
+        ),
         {"cache": 1 << 30, "durability": "none", "save_at": (2,)},
         {"cache": 100_000, "zero": {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}},
     ],

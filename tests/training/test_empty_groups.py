@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_smartinfinity import CheckpointError
 from tests.helpers.groups import grouped
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
 from tests.helpers.trainers import quiet_trainer
@@ -70,7 +71,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "two.ckpt"
 
 
-@pytest.mark.parametrize("converted_by", [None, convert_by_command, convert])
+@pytest.mark.parametrize("converted_by", long_but([None, convert_by_command], [None, convert_by_command, convert]))
 def test_a_fit_with_empty_groups_resumes_exactly(converted_by: Any, saved: Path, tmp_path: Path) -> None:
     """Losses, rates and moments go on as those of a fit that never stopped, also from universal checkpoints.
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import CheckpointError, StorageError, UnsupportedError
 from tests.helpers import native_testing as testing
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.training.test_bad_input import assert_helpful
@@ -112,7 +113,9 @@ def _lose_the_tag(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [_truncate, _lose_a_file, _lose_the_tag, _damage], ids=lambda damage: damage.__name__.strip("_")
+    "damage",
+    long_but([_lose_a_file, _damage], [_truncate, _lose_a_file, _lose_the_tag, _damage]),
+    ids=lambda damage: damage.__name__.strip("_"),
 )
 def test_damaged_checkpoints_are_refused(damage: Any, tmp_path: Path) -> None:
     """A truncated, missing or overwritten file raises a CheckpointError that names the folder."""
@@ -174,7 +177,7 @@ class TakesTheModule(pl.Callback):
             getattr(self.trainer, self.use)(pl_module)
 
 
-@pytest.mark.parametrize("use", ["validate", "fit"])
+@pytest.mark.parametrize("use", long_but(["fit"], ["validate", "fit"]))
 def test_a_module_in_a_fit_is_not_given_to_another_trainer(use: str, tmp_path: Path) -> None:
     """The other Trainer raises an error, and the module's own fit can still be saved and loses nothing."""
     module, taker = Evaluated(RECIPE), TakesTheModule(tmp_path / "other", use)

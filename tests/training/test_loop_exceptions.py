@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError, UnsupportedError
 from tests.helpers import native_testing as testing
+from tests.helpers.long_cases import long_but
 from tests.helpers.plain import Everything, assert_like_plain_lightning
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import assert_threads_end, join, num_threads
@@ -68,6 +69,8 @@ class _BreakOff(torch.autograd.Function):
         return gradients[0], None
 
 
+# Between backward and the step nothing of ours is at work, and the first place comes before the engine.
+USUAL = ("forward", "backward", "on_before_optimizer_step", "on_validation_start")
 PLACES = [
     "training_step",
     "forward",
@@ -78,7 +81,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", long_but(USUAL, PLACES))
 def test_an_exception_leaves_the_last_step(place: str, tmp_path: Path) -> None:
     """The saved state resumes, the same Trainer continues, and no gradient of the interrupted window is left."""
 
@@ -121,7 +124,7 @@ def stores(folder: Path) -> list[str]:
     [
         ({}, 2, [["default"], ["default", "default.aside"], ["default", "default.aside"]]),
         ({}, 0, [[], [], []]),
-        ({"durability": "none"}, 2, [[], [], []]),
+        pytest.param({"durability": "none"}, 2, [[], [], []], marks=pytest.mark.long),
         pytest.param({"keep": False}, 2, [[], [], []], marks=pytest.mark.long),
     ],
     ids=["after a step", "before any step", "one place", "keep=False"],
@@ -170,7 +173,13 @@ class InterruptTheWait(pl.Callback):
             self.timer.start()
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+GATHERS: list[tuple[Any, str]] = [
+    (InflightParamRegistry, "__setitem__"),
+    (partition_parameters.NoGatherCoalescedHandle, "wait"),
+]
+
+
+@pytest.mark.parametrize("precision", long_but(["bf16-mixed"], ["32-true", "bf16-mixed"]))
 def test_ctrl_c_during_the_update_stops_the_step(precision: Any, tmp_path: Path) -> None:
     """Parameters equal those of the previous step bit for bit, and the checkpoint saved then resumes."""
     straight = Everything()
@@ -200,9 +209,12 @@ def test_ctrl_c_during_the_update_stops_the_step(precision: Any, tmp_path: Path)
     assert trainer.global_step == 3
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward"])
 @pytest.mark.parametrize(
-    ("owner", "call"), [(InflightParamRegistry, "__setitem__"), (partition_parameters.NoGatherCoalescedHandle, "wait")]
+    ("owner", "call", "overlap"),
+    long_but(
+        [(*GATHERS[0], "none"), (*GATHERS[1], "forward")],
+        [(*gather, overlap) for gather in GATHERS for overlap in ("none", "forward")],
+    ),
 )
 def test_ctrl_c_while_parameters_are_gathered(
     owner: Any, call: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

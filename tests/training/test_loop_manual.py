@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_smartinfinity import UnsupportedError
+from tests.helpers.long_cases import long_but
 from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
 from tests.helpers.trainers import quiet_trainer
 
@@ -105,8 +106,13 @@ class ByHand(Manual):
         super().finish(optimizer)
 
 
-@pytest.mark.parametrize("module", [Direct, ByHand])
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize(
+    ("module", "precision"),
+    long_but(
+        [(Direct, "32-true"), (ByHand, "16-mixed")],
+        [(module, precision) for module in (Direct, ByHand) for precision in ("32-true", "16-mixed")],
+    ),
+)
 def test_gradients_that_no_rank_reduced_are_refused(module: type[Manual], precision: Any, tmp_path: Path) -> None:
     """The step refuses gradients of loss.backward() and assigned gradients, and changes nothing."""
     trainer = quiet_trainer(tmp_path, precision=precision)

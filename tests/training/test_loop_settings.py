@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_smartinfinity import SmartInfinityStrategy
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import Tokens
 from tests.helpers.plain import Everything, assert_like_plain_lightning
 
@@ -33,6 +34,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "at least so many steps": {"min_steps": 6, "max_epochs": 2},
 }
 
+USUAL = (
+    "fast_dev_run",
+    "overfit_batches",
+    "no training batch",
+    "windows that the limit cuts",
+    "some batches of each",
+    "validation across epochs",
+    "reloaded loaders",
+)
+
 
 class Counting(Everything):
     """A module that counts how often each loader was requested."""
@@ -52,7 +63,7 @@ class Counting(Everything):
     test_dataloader = predict_dataloader = val_dataloader
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", long_but(USUAL, SETTINGS))
 def test_setting(name: str, tmp_path: Path) -> None:
     """Losses, metrics, predictions, progress and the number of loaders made equal plain Lightning."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import platform
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,27 +14,27 @@ import pytest
 
 from lightning_smartinfinity.native import RANK_LOST_STATUS
 from tests.helpers.attacks import Attack
-from tests.helpers.processes import REPOSITORY, environments_of
+from tests.helpers.fork_server import PRELOADED
+from tests.helpers.processes import environments_of
 from tests.helpers.waiting import PROCESS_LIMIT, await_that, lenient
-from tests.training.lost_rank_worker import IO_TIMEOUT, SILENCE
+from tests.training.lost_rank_worker import IO_TIMEOUT, SILENCE, run_forked
 
 LONG = pytest.mark.long
 NAME = f"rank 1 on {platform.node()}"
 
 
 class Ranks:
-    """Ranks that train or evaluate in processes of their own."""
+    """Ranks that train or evaluate in processes of their own, which have everything imported."""
 
     def __init__(self, folder: Path, cause: str, doing: str = "fit", count: int = 2) -> None:
         self.folder = folder
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*PRELOADED, "tests.training.lost_rank_worker"])
         self.processes = []
         for rank, environment in enumerate(environments_of(count)):
-            with (folder / f"output-{rank}").open("w") as output:
-                command = [sys.executable, "-m", "tests.training.lost_rank_worker", str(folder), cause, doing]
-                command.append(str(count))
-                self.processes.append(
-                    subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=output)
-                )
+            arguments = (environment, folder / f"output-{rank}", str(folder), cause, doing, str(count))
+            self.processes.append(context.Process(target=run_forked, args=arguments))
+            self.processes[-1].start()
 
     def await_work(self) -> None:
         """Return when all ranks are in their fourth batch."""
@@ -42,7 +42,7 @@ class Ranks:
 
     def _work_or_ended(self) -> bool:
         return all(
-            (self.folder / f"at-work-{rank}").exists() or process.poll() is not None
+            (self.folder / f"at-work-{rank}").exists() or process.exitcode is not None
             for rank, process in enumerate(self.processes)
         )
 
@@ -50,11 +50,20 @@ class Ranks:
         """Send SIGTERM when all ranks are at work."""
         self.await_work()
         for rank in ranks:
-            self.processes[rank].send_signal(signal.SIGTERM)
+            self.send(signal.SIGTERM, rank)
+
+    def send(self, signum: int, rank: int) -> None:
+        """Send a signal to a rank."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, signum)
 
     def status(self, rank: int) -> int:
         """Wait until a rank ends, and return its exit status."""
-        return self.processes[rank].wait(PROCESS_LIMIT)
+        self.processes[rank].join(PROCESS_LIMIT)
+        status = self.processes[rank].exitcode
+        assert status is not None, self.said(rank)
+        return status
 
     def said(self, rank: int) -> str:
         """Return what a rank has written."""
@@ -64,7 +73,7 @@ class Ranks:
         """Leave nothing behind."""
         for process in self.processes:
             process.kill()
-            process.wait(PROCESS_LIMIT)
+            process.join(PROCESS_LIMIT)
 
 
 @pytest.fixture
@@ -155,7 +164,7 @@ def test_a_stopped_rank(ranks: Ranks, attack: Attack) -> None:
     attack("SIGSTOP to one of two ranks", tries=1, outcome="the other one ends and says which one does not answer")
     assert ranks.status(0) == RANK_LOST_STATUS, ranks.said(0)
     assert f"{NAME} has not answered for {SILENCE:.0f} s" in ranks.said(0)
-    ranks.processes[1].send_signal(signal.SIGCONT)
+    ranks.send(signal.SIGCONT, 1)
     assert ranks.status(1) != 0
     assert f"{NAME} is lost" in ranks.said(1)
 
@@ -179,7 +188,7 @@ def test_a_rank_whose_disk_does_not_answer(asked: int | None, ranks: Ranks, atta
     began = time.monotonic()
     if asked is not None:
         time.sleep(1)  # until it waits for its disk
-        ranks.processes[asked].send_signal(signal.SIGTERM)
+        ranks.send(signal.SIGTERM, asked)
     for rank in range(2):
         assert ranks.status(rank) != 0, ranks.said(rank)
     seconds = time.monotonic() - began
@@ -199,7 +208,7 @@ def test_a_rank_whose_disk_does_not_answer_in_a_save(asked: tuple[int, ...], ran
     if asked:
         time.sleep(1)  # until it waits for its disk
     for rank in asked:
-        ranks.processes[rank].send_signal(signal.SIGTERM)
+        ranks.send(signal.SIGTERM, rank)
     for rank in range(2):
         assert ranks.status(rank) != 0, ranks.said(rank)
     assert time.monotonic() - began < IO_TIMEOUT + (0 if asked else lenient(12)), ranks.said(1)

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.long_cases import long_but
 from tests.training.model_cases import CHECKPOINTS
 from tests.training.model_runs import assert_trains_like_torch, train_near_storage
 
+# Two processes train the others in turn.
+USUAL = ("reentrant, small buckets", "reentrant, bf16, accumulating", "not reentrant", "selective")
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+
+@pytest.mark.parametrize("name", long_but(USUAL, CHECKPOINTS))
 def test_shared_weights_under_checkpoints_train_like_torch(name: str, tmp_path: Path) -> None:
     """Each arrival of a shared weight's gradient counts once, before or after its bucket has left.
 

@@ -11,11 +11,15 @@ import torch
 from lightning_smartinfinity import UnsupportedError
 from tests.helpers.hard_models import Case
 from tests.helpers.hard_structures import Penalty
+from tests.helpers.long_cases import long_but
 from tests.training.model_cases import GRAPHS
 from tests.training.model_runs import assert_trains_like_torch, train_near_storage
 
+# Two processes train the others in turn, or another case has the same in another precision.
+LONG = ("a gradient penalty", "losses balanced by their slopes", "two forwards, one backward")
 
-@pytest.mark.parametrize("name", GRAPHS)
+
+@pytest.mark.parametrize("name", long_but([name for name in GRAPHS if name not in LONG], GRAPHS))
 def test_unusual_graphs_train_like_torch(name: str, tmp_path: Path) -> None:
     """Parameters are gathered for retained graphs and for gradients of gradients.
 

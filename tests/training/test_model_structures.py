@@ -15,7 +15,16 @@ from tests.helpers.hard_structures import Reused, Shapes
 from tests.training.model_cases import STRUCTURES
 from tests.training.model_runs import assert_trains_like_torch, train_near_storage
 
-LONG = {"ten thousand tiny tensors"}
+# Two processes train the others in turn, except for these: "ten thousand tiny tensors" takes minutes.
+LONG = {
+    "ten thousand tiny tensors",
+    "a thousand tiny tensors",
+    "empty parameter groups",
+    "adapters, and an empty parameter group",
+    "parameters in containers",
+    "a tensor larger than ring and sub-group",
+    "a module in two parents",
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in STRUCTURES])

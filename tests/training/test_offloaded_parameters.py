@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from lightning_smartinfinity.store import TensorStore
 from lightning_smartinfinity.zero3.parameters import param_swapper
 from tests.helpers import native_testing as testing
 from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.training.test_lives import Evaluated
@@ -62,31 +64,33 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return trained
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+WHERE: dict[str, dict[str, Any]] = {
+    "cpu": {"offload_param": {"device": "cpu", "pin_memory": True}},
+    "nvme": {**NVME, "sub_group_size": 3000},
+    # The first sub-groups stay in memory.
+    "partly nvme": {**NVME, "sub_group_size": 3000, "offload_param": {"device": "nvme", "max_in_cpu": 9000}},
+}
+
+
 @pytest.mark.parametrize(
-    "zero",
-    [
-        {"offload_param": {"device": "cpu", "pin_memory": True}},
-        {**NVME, "sub_group_size": 3000},
-        # The first sub-groups stay in memory.
-        {**NVME, "sub_group_size": 3000, "offload_param": {"device": "nvme", "max_in_cpu": 9000}},
-    ],
-    ids=["cpu", "nvme", "partly nvme"],
+    ("where", "precision"),
+    long_but(
+        [("cpu", "bf16-mixed"), ("nvme", "32-true"), ("nvme", "16-mixed"), ("partly nvme", "bf16-mixed")],
+        itertools.product(WHERE, ["32-true", "bf16-mixed", "16-mixed"]),
+    ),
 )
-def test_every_precision_trains_to_the_same_bits(
-    precision: str, zero: dict[str, Any], plain: Any, tmp_path: Path
-) -> None:
+def test_every_precision_trains_to_the_same_bits(where: str, precision: str, plain: Any, tmp_path: Path) -> None:
     """Accumulation, parameter groups, unused and frozen parameters and a ring of two small buffers change no bit."""
     recipe = dataclasses.replace(FULL, precision=precision)
-    assert_same(result(run_of(tmp_path, recipe, zero, transfer=SMALL_RING)), plain(recipe))
+    assert_same(result(run_of(tmp_path, recipe, WHERE[where], transfer=SMALL_RING)), plain(recipe))
 
 
 @pytest.mark.parametrize(
     ("zero", "settings"),
     [
-        ({"stage3_prefetch_bucket_size": 0}, {}),
+        pytest.param({"stage3_prefetch_bucket_size": 0}, {}, marks=pytest.mark.long),
         ({"stage3_max_reuse_distance": 10**9, "offload_param": {"device": "nvme", "buffer_count": 100}}, {}),
-        ({"stage3_param_persistence_threshold": 2100}, {}),
+        pytest.param({"stage3_param_persistence_threshold": 2100}, {}, marks=pytest.mark.long),
         ({"overlap_comm": True, "offload_param": {"device": "nvme", "pin_memory": False}}, {}),
         ({}, {"transfer": {"durability": "none", "direct_io": "off", "num_buffers": 3}}),
     ],
@@ -160,7 +164,9 @@ def test_the_default_threshold_keeps_small_parameters_in_memory(plain: Any, tmp_
     assert_same((module.losses, module.validated, recorder.masters), plain(recipe))
 
 
-@pytest.mark.parametrize(("saved_with", "resumed_with"), [(NVME, NVME), (NVME, None), (None, NVME)])
+@pytest.mark.parametrize(
+    ("saved_with", "resumed_with"), [pytest.param(NVME, NVME, marks=pytest.mark.long), (NVME, None), (None, NVME)]
+)
 def test_resuming(saved_with: Any, resumed_with: Any, plain: Any, tmp_path: Path) -> None:
     """A resumed run equals an uninterrupted one, with parameters on storage before, after, or both."""
     recipe = Recipe(precision="bf16-mixed", frozen=True, max_steps=2)
@@ -241,7 +247,7 @@ class Closing(pl.Callback):
             self.other.close()
 
 
-@pytest.mark.parametrize("does", ["fit", "validate"])
+@pytest.mark.parametrize("does", long_but(["fit"], ["fit", "validate"]))
 def test_closing_an_earlier_strategy_leaves_a_later_training_alone(does: str, tmp_path: Path, plain: Any) -> None:
     """A training goes on to the same bits when a strategy is closed that used the same storage before it."""
     recipe = Recipe(precision="bf16-mixed", max_steps=3)

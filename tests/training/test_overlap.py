@@ -96,7 +96,7 @@ def test_without_the_waits_it_would_differ(
 ) -> None:
     """The delays are long enough: without the waits the next forward would read old parameters."""
     monkeypatch.setattr(UpdateInFlight, "_wait_for", lambda self, wanted: None)
-    (losses, *_), _ = result(run_of(tmp_path, "32-true", "forward", delays=0, delay_us=200_000))
+    (losses, *_), _ = result(run_of(tmp_path, "32-true", "forward", delays=0, delay_us=100_000))
     assert losses != straight("32-true")[0][0]
 
 
@@ -227,8 +227,15 @@ class FailAt(pl.Callback):
             testing.inject(handler._device._pipeline, max_delay_us=1000, **self.faults)
 
 
-@pytest.mark.parametrize("zero", [None, NVME], ids=["in memory", "nvme"])
-@pytest.mark.parametrize("faults", [{"fail_read_at": 0}, {"fail_write_at": 0}], ids=["read", "write"])
+@pytest.mark.parametrize(
+    ("faults", "zero"),
+    [
+        pytest.param({"fail_read_at": 0}, None, id="read-in memory"),
+        pytest.param({"fail_write_at": 0}, NVME, id="write-nvme"),
+        pytest.param({"fail_read_at": 0}, NVME, id="read-nvme", marks=pytest.mark.long),
+        pytest.param({"fail_write_at": 0}, None, id="write-in memory", marks=pytest.mark.long),
+    ],
+)
 def test_a_failure_in_the_background_rolls_the_step_back(
     faults: dict[str, int], zero: dict[str, Any] | None, tmp_path: Path
 ) -> None:

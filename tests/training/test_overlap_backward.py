@@ -17,6 +17,7 @@ from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, StorageE
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.step import Step
 from lightning_smartinfinity.zero3.step.speculation import Speculation
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.training.test_overlap import BF16, CASES, SMALL_RING, FailAt, assert_same, result
@@ -38,7 +39,7 @@ def run_of(root: Path, recipe: Recipe, overlap: str, *, delays: int | None = Non
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", long_but(["32-true", "bf16-mixed", "nvme"], CASES))
 def test_same_bits(name: str, tmp_path: Path) -> None:
     """Accumulation, clipping, skipped steps, unused and offloaded parameters give the same bits as without overlap."""
     recipe, options = CASES[name]
@@ -94,7 +95,11 @@ def change_rate(module: Any) -> None:
         group["lr"] *= 0.5
 
 
-@pytest.mark.parametrize("action", [look, gather, edit_gradient, change_rate], ids=lambda action: action.__name__)
+@pytest.mark.parametrize(
+    "action",
+    long_but([look, edit_gradient], [look, gather, edit_gradient, change_rate]),
+    ids=lambda action: action.__name__,
+)
 def test_what_happens_between_backward_and_the_step(action: Callable[[Any], None], tmp_path: Path) -> None:
     """Reads see the values before the step, changes take effect, and the speculative update is rolled back."""
     seen = {}
@@ -136,7 +141,7 @@ def spoil_rate(module: Any) -> None:
         module.trainer.strategy.optimizers[0].param_groups[0]["lr"] = -1.0
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+@pytest.mark.parametrize("overlap", long_but(["none", "backward"], ["none", "forward", "backward"]))
 def test_a_rate_that_is_out_of_range_takes_no_step(overlap: str, tmp_path: Path) -> None:
     """An invalid learning rate raises at once, and the previous step is the last."""
     strategy = SmartInfinityStrategy(tmp_path / "storage", overlap=overlap, zero=BUCKET)

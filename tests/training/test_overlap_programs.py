@@ -29,7 +29,7 @@ from tests.transfer.wandering import Wandering
 # and two folders, and some of every other kind. OVERLAP_PROGRAMS=200 makes a longer search.
 FIRST_PROGRAM = 1459
 NUM_PROGRAMS = int(os.environ.get("OVERLAP_PROGRAMS", "5"))
-NUM_FAILURES = int(os.environ.get("OVERLAP_PROGRAMS", "4"))
+NUM_FAILURES = int(os.environ.get("OVERLAP_PROGRAMS", "3"))
 
 Action = Callable[[pl.Trainer, Any], None]
 HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers import reference
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import Recipe
 from tests.training.worker import Run, train
 
@@ -35,6 +36,17 @@ SCENARIOS = {
     "maximize": Recipe(optimizer_kwargs={"maximize": True}, lr=1e-4, max_steps=3),
     "other betas and eps": Recipe(optimizer_kwargs={"betas": (0.4, 0.99), "eps": 1e-3}),
 }
+# The tests of precisions, of bf16 and of step counts have the others, or a usual one has them among more.
+USUAL = (
+    "plain",
+    "scheduler by epoch",
+    "incomplete windows at the end of each epoch",
+    "accumulation with clipping and groups",
+    "frozen parameter",
+    "parameter unused at first",
+    "Adam with L2",
+    "maximize",
+)
 
 
 def compare(recipe: Recipe, out: Path, **options: float) -> None:
@@ -59,15 +71,13 @@ def test_every_precision_trains_like_torch(precision: str, tmp_path: Path) -> No
     compare(recipe, tmp_path, **(STATIC_SCALE if precision.startswith("16") else {}))
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", long_but(USUAL, SCENARIOS))
 def test_every_scenario_trains_like_torch_in_fp32(scenario: str, tmp_path: Path) -> None:
     """fp32 training equals torch in every scenario."""
     compare(SCENARIOS[scenario], tmp_path)
 
 
-@pytest.mark.parametrize(
-    "scenario", ["accumulation with clipping and groups", "parameter unused for two steps", "Adam with L2"]
-)
+@pytest.mark.parametrize("scenario", ["accumulation with clipping and groups", "parameter unused for two steps"])
 def test_scenarios_train_like_torch_in_bf16(scenario: str, tmp_path: Path) -> None:
     """Scenarios with accumulation and unused parameters also equal torch in bf16."""
     compare(dataclasses.replace(SCENARIOS[scenario], precision="bf16-mixed"), tmp_path)

@@ -15,6 +15,7 @@ from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.residual_file import residual_bytes
 from lightning_smartinfinity.store.residual_write import ResidualWrite
 from lightning_smartinfinity.transfer.handler import TransferHandler
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.helpers.waiting import LIMIT
@@ -59,7 +60,7 @@ class Breaking(LitTiny):
             raise Broken
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("overlap", long_but(["none", "backward"], OVERLAPS))
 def test_a_fit_that_is_resumed(tmp_path: Path, overlap: str) -> None:
     """It ends with the residual and the masters of a fit that never stopped."""
     straight = strategy_in(tmp_path / "straight", overlap)

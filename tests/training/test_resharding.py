@@ -18,6 +18,7 @@ import torch
 from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
@@ -179,6 +180,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "not whole": (lambda c: (c / "latest").unlink(), "no file 'latest'"),
 }
 
+USUAL = (
+    "a bit of an array",
+    "optimizer states are missing",
+    "model states are missing",
+    "a bit of model states",
+    "optimizer states exchanged",
+    "of two saves",
+    "a process without a moment",
+)
+
 
 def assert_nothing_was_loaded(trainer: Any, module: LitTiny) -> None:
     optimizer = trainer.strategy.model.optimizer
@@ -188,7 +199,7 @@ def assert_nothing_was_loaded(trainer: Any, module: LitTiny) -> None:
         assert torch.equal(param.ds_tensor, expected[name].detach().flatten()), name
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("name", long_but(USUAL, DAMAGES))
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_loaded(
     name: str, two: Path, tmp_path: Path, attack: Attack
 ) -> None:
@@ -228,7 +239,9 @@ def test_a_value_that_is_read_wrongly_when_it_is_loaded(
         trainer.fit(LitTiny(TINY), ckpt_path=folder)
 
 
-@pytest.mark.parametrize("name", MISFITS)
+@pytest.mark.parametrize(
+    "name", long_but(["another precision", "another optimizer", "another shape", "a parameter less"], MISFITS)
+)
 def test_a_checkpoint_that_does_not_fit_is_refused(name: str, two: Path, tmp_path: Path) -> None:
     """The error names the first difference."""
     changes, named = MISFITS[name]

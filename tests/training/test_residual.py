@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError, TopK, TransferConfig, native
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer
 
@@ -41,8 +43,13 @@ class Watching(LitTiny):
         self.seen.append(residual_of(self.trainer.strategy).clone())
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("precision", "overlap"),
+    long_but(
+        [("32-true", "none"), ("bf16-mixed", "forward"), ("bf16-mixed", "backward")],
+        itertools.product(["32-true", "bf16-mixed"], ["none", "forward", "backward"]),
+    ),
+)
 def test_a_skipped_step_leaves_it(tmp_path: Path, precision: str, overlap: str) -> None:
     """A gradient that is not finite reaches neither the update nor the residual."""
     module = Watching(dataclasses.replace(RECIPE, nan_at=(2,), precision=precision))
@@ -90,7 +97,7 @@ def test_a_failed_step_leaves_it(tmp_path: Path) -> None:
 INTERRUPTED = [("none", "record"), ("forward", "record"), ("backward", "record"), ("forward", "all")]
 
 
-@pytest.mark.parametrize(("overlap", "done"), INTERRUPTED)
+@pytest.mark.parametrize(("overlap", "done"), long_but([("backward", "record"), ("forward", "all")], INTERRUPTED))
 def test_ctrl_c_right_after_a_commit(tmp_path: Path, overlap: str, done: str) -> None:
     """A step counts once its commit record is written: its residual is kept.
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.fresh_python import fresh_environment
-from tests.helpers.long_cases import long_but
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.training.worker import REPOSITORY
 
@@ -21,7 +20,8 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize("where", long_but(["configure_model"], BOUNDS))
+@pytest.mark.long  # as tests/training/test_memory.py has it for a model that is built before the fit
+@pytest.mark.parametrize("where", BOUNDS)
 def test_set_up_takes_little_more_than_the_model(where: str, tmp_path: Path) -> None:
     """The peak above imports is bounded in bytes per parameter, and training needs more than its set-up."""
     done = subprocess.run(

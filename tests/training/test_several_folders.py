@@ -51,7 +51,7 @@ def one_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     "settings",
     [
         {"folders": 2, "overlap": "backward", "delays": 1},
-        {"folders": 3, "overlap": "forward", "durability": "none", "delays": 2},
+        pytest.param({"folders": 3, "overlap": "forward", "durability": "none", "delays": 2}, marks=pytest.mark.long),
         {"folders": 2, "save_at": (2,)},
     ],
     ids=["backward", "forward-none", "resumed"],

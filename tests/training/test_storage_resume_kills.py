@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two processes, compressed": {"options": {**COMPRESSION, "overlap": "none"}, "devices": 2, "folders": 2},
     "DRAM tier": {"options": {"overlap": "forward"}, "transfer": {"dram_cache_bytes": 100_000, "durability": "power"}},
 }
-SHORT = {"forward": 16, "two processes": 4, "compressed": 3, "two processes, compressed": 1}
+SHORT = {"forward": 12, "two processes": 4, "compressed": 3, "two processes, compressed": 1}
 NUM_LONG = 25  # kills of each case: 225 in all
 MOMENTS = {"start": 1.2, "batch start": 0.03, "step": 0.03, "batch end": 0.03, "save": 0.1, "growth": 0.01}
 """Moments, and how many seconds later a kill comes at most."""
@@ -56,24 +56,27 @@ class Fits:
         return [int(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def killed(fits: Fits, draw: random.Random) -> Iterator[bool]:
+def killed(fits: Fits, draw: random.Random, num_kills: int) -> Iterator[bool]:
     """Fit until the end comes; yield after every fit whether it was killed before its last step.
 
-    A process that is killed later may have left others that came to their end, and removed their state.
+    No fit is killed after this number of kills. A process that is killed after its last step may have left others that
+    came to their end, and removed their state.
     """
     begun = False
+    # Nothing grows in fits whose tasklets stay where they are.
+    moments = [moment for moment in MOMENTS if moment != "growth" or "spread_every" in fits.settings]
     while True:
         before = fits.numbers()
-        when = draw.choice(list(MOMENTS))
+        when = draw.choice(moments)
         step = 0 if when == "start" else min(fits.num_steps - 2, (before[-1] if before else 0) + draw.randrange(1, 5))
         step -= step % {"save": 4, "growth": fits.settings.get("spread_every", 1)}.get(when, 1)
-        code, output = fits.fit(
-            resume=begun,
-            kill_at=f"kill at {when}",
-            kill_step=step,
-            kill_rank=draw.randrange(fits.devices),
-            kill_after=draw.uniform(1e-6, MOMENTS[when]),
-        )
+        kill: dict[str, Any] = {
+            "kill_at": f"kill at {when}",
+            "kill_step": step,
+            "kill_rank": draw.randrange(fits.devices),
+            "kill_after": draw.uniform(1e-6, MOMENTS[when]),
+        }
+        code, output = fits.fit(resume=begun, **(kill if num_kills else {}))
         nothing = "There is no" in output and not before  # killed before the first step was done
         assert code in (0, -signal.SIGKILL) or nothing, (when, step, begun, before, output[-4000:])
         numbers = fits.numbers()
@@ -82,7 +85,9 @@ def killed(fits: Fits, draw: random.Random) -> Iterator[bool]:
         assert not lost or (max(lost) <= 1 and min(lost) >= 0), (when, step, numbers)
         begun = not nothing
         is_over = code == 0 or fits.num_steps in numbers
-        yield not is_over and code == -signal.SIGKILL
+        was_killed = not is_over and code == -signal.SIGKILL
+        num_kills -= was_killed
+        yield was_killed
         if is_over:
             return
 
@@ -109,7 +114,7 @@ def test_kills_at_random(name: str, num_kills: int, tmp_path: Path, attack: Atta
         chains += 1
         assert chains <= TRIES * num_kills, "too many fits escaped their kill"
         fits = Fits(tmp_path / f"killed{chains}", **CASES[name])
-        left -= sum(killed(fits, draw))
+        left -= sum(killed(fits, draw, left))
         for rank in range(fits.devices):
             steps, expected = steps_of(fits.folder, rank), steps_of(straight.folder, rank)
             assert list(steps.items()) == list(expected.items())[: len(steps)]

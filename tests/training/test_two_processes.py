@@ -18,10 +18,16 @@ from tests.training.worker import Outcome, Run, launch, train
 # 16-bit gradients of two ranks may cancel to rounding noise, which Adam with a small eps turns into full steps.
 EPS_OF_16_BIT = 1e-2
 SCENARIOS = {
-    "incomplete windows": Recipe(accumulate=3, epoch_batches=4, max_steps=4),
-    "frozen": Recipe(frozen=True, max_steps=4),
-    "epoch scheduler": Recipe(scheduler="epoch", epoch_batches=2, max_steps=4, validate=True),
-    "parameters smaller than the number of ranks": Recipe(odd=True, clip=0.5, max_steps=4),
+    "everything in fp32": Recipe(
+        odd=True,
+        frozen=True,
+        scheduler="epoch",
+        accumulate=3,
+        clip=0.5,
+        epoch_batches=4,
+        max_steps=4,
+        validate=True,
+    ),
     "everything in bf16": Recipe(
         precision="bf16-mixed",
         eps=EPS_OF_16_BIT,
@@ -79,14 +85,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(root: Path) -> dict[str, Outcome]:
-    """Train every run that starts from scratch in one pair of processes.
+    """Train every run that starts from scratch in one pair of new processes, without a compiler on the machine.
 
     Lightning starts the second process, and random hash seeds give each process its own order of hashed items.
     """
+    (root / "extensions").mkdir()
+    tools = dict.fromkeys(("CC", "CXX", "CUDAHOSTCXX"), "/nonexistent")
+    environment = {**tools, "TORCH_EXTENSIONS_DIR": str(root / "extensions"), "PYTHONHASHSEED": "random"}
     recipes = {**SCENARIOS, **NOT_FINITE}
     runs = [_run(root / name, recipe) for name, recipe in recipes.items()]
     straight = dataclasses.replace(_run(root / "straight", RESUMED), save_at=(3,))
-    outcomes = launch(*runs, straight, env={"PYTHONHASHSEED": "random"}, anew=True)
+    outcomes = launch(*runs, straight, env=environment, anew=True)
     return dict(zip([*recipes, "straight"], outcomes, strict=True))
 
 
@@ -95,6 +104,12 @@ def test_every_scenario_trains_like_torch(name: str, trained: dict[str, Outcome]
     """Incomplete windows, frozen and tiny parameters, epoch schedulers and validation equal one torch process."""
     assert_equals_torch(trained[name], SCENARIOS[name], world_size=2)
     assert bool(trained[name].extra["validated"]) == SCENARIOS[name].validate
+
+
+@pytest.mark.usefixtures("trained")
+def test_training_compiles_nothing(root: Path) -> None:
+    """Nothing is compiled between installation and the end of a fit: torch's extension cache stays empty."""
+    assert not list((root / "extensions").iterdir())
 
 
 @pytest.mark.parametrize("name", NOT_FINITE)

@@ -26,6 +26,7 @@ from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.zero3 import prepare_environment
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import UniversalFolder
 from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import assert_same_tensors, convert, convert_by_command
@@ -88,7 +89,20 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize(
+    "name",
+    long_but(
+        [
+            "a moment is missing",
+            "a master has too few elements",
+            "a bit of a master",
+            "a bit of the model's states",
+            "it was not converted to the end",
+            "no loss scale",
+        ],
+        DAMAGES,
+    ),
+)
 def test_damaged_universal_checkpoints_are_refused_and_nothing_is_loaded(
     name: str, tiny: Path, tmp_path: Path, attack: Attack
 ) -> None:
@@ -111,7 +125,7 @@ def test_damaged_universal_checkpoints_are_refused_and_nothing_is_loaded(
             assert torch.equal(param.ds_tensor, expected[param_name].detach().flatten()), param_name
 
 
-@pytest.mark.parametrize("array", ["fp32", "exp_avg"])
+@pytest.mark.parametrize("array", long_but(["exp_avg"], ["fp32", "exp_avg"]))
 def test_a_value_that_is_read_wrongly_when_it_is_loaded(
     array: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Attack
 ) -> None:

@@ -12,12 +12,12 @@ from tests.helpers.models import Recipe
 from tests.training.worker import Recorder, Run, train
 
 RECIPE = Recipe(groups=True, clip=0.3, accumulate=2, skip_side_at=(1,), max_steps=3)
-SETTINGS: list[dict[str, Any]] = [
+SETTINGS: list[Any] = [
     {"offload_param": {"device": "cpu"}},
     {"overlap_comm": True},
-    {"contiguous_gradients": False},
+    pytest.param({"contiguous_gradients": False}, marks=pytest.mark.long),
     {"sub_group_size": 3000},
-    {"stage3_param_persistence_threshold": 0},
+    pytest.param({"stage3_param_persistence_threshold": 0}, marks=pytest.mark.long),
 ]
 
 

@@ -14,6 +14,7 @@ import torch
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.store import StateStore
 from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
 from tests.helpers.waiting import LIMIT
 from tests.transfer.crash_worker import NUM_STEPS, train
 from tests.transfer.harness import Case, Run, assert_equal, running
@@ -67,9 +68,10 @@ CASES = {
     "int8": Case(state_format="int8", dtype=torch.float16),
     "int8_remainder, all in memory": Case(state_format="int8_remainder", dtype=torch.bfloat16, cache_bytes=1 << 30),
 }
+USUAL = ("fp32 in two folders", "bf16 parameters", "int8_remainder, all in memory")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", long_but(USUAL, CASES))
 def test_killed_in_the_middle_of_a_step(tmp_path: Path, name: str, attack: Attack) -> None:
     """Recovery finds a committed generation bit for bit, and training continues from it."""
     attack("kill within a step", tries=6, outcome="the state of a committed step is whole")

@@ -23,6 +23,7 @@ from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from lightning_smartinfinity.zero3 import collectives, update_device
 from lightning_smartinfinity.zero3.update_device import choose_update_device
 from tests.helpers.card_runs import OPTIMIZERS, cards, same_as_host, settled_host
+from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that, lenient
 from tests.transfer.harness import Case, running
@@ -144,7 +145,10 @@ def test_cards_whose_memory_is_too_small(
     assert choose_update_device(asked, optimizer="Adam").cards is not None
 
 
-@pytest.mark.parametrize(("gradient", "parameter", "mib"), [(4, 4, 107), (4, 2, 97), (2, 4, 97), (2, 2, 86)])
+@pytest.mark.parametrize(
+    ("gradient", "parameter", "mib"),
+    long_but([(4, 4, 107), (2, 2, 86)], [(4, 4, 107), (4, 2, 97), (2, 4, 97), (2, 2, 86)]),
+)
 @pytest.mark.usefixtures("alone")
 def test_memory_for_the_types_of_gradients_and_parameters(
     tmp_path: Path, emulated_cards: EmulatedCards, gradient: int, parameter: int, mib: int

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from lightning_smartinfinity.native import Card, CardError
+from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import join, lenient
@@ -48,13 +49,14 @@ KINDS: dict[str, tuple[Callable[[EmulatedCards, int], None], str]] = {
 }
 
 
+@pytest.mark.parametrize("num_failures", long_but([20], [20, 100]))
 @pytest.mark.parametrize("kind", KINDS)
-def test_failed_runs_and_calls(tmp_path: Path, emulated_cards: EmulatedCards, kind: str) -> None:
+def test_failed_runs_and_calls(tmp_path: Path, emulated_cards: EmulatedCards, kind: str, num_failures: int) -> None:
     """Every failed run or call is reported and made good by the host, and the card works again afterwards."""
     start, message = KINDS[kind]
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET)) as state:
         state.write(*ARRAYS)
-        for number in range(100):
+        for number in range(num_failures):
             start(emulated_cards, number % 5)
             failure, parameter = fail(state)
             assert failure.tasklet in range(5)
@@ -70,7 +72,7 @@ def test_runs_that_do_not_return(tmp_path: Path, emulated_cards: EmulatedCards) 
     case = CardCase(tasklet_numel=TASKLET, timeout_ms=round(1000 * lenient()))
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
-        for number in range(15):
+        for number in range(5):
             emulated_cards.inject("hang", skipped=number % 5)
             failure, parameter = fail(state)
             assert f"did not return within {case.timeout_ms} ms" in failure.message

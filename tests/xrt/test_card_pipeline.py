@@ -25,6 +25,7 @@ from lightning_smartinfinity.native import (
 from lightning_smartinfinity.store.extents import extent_bytes
 from tests.helpers.compressed import block_scaled_codes
 from tests.helpers.golden import DTYPES, STEPS, STEPS_OF_RULES, assert_same_bits, encode, random_arrays
+from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import sync_from_card, sync_to_card
 from tests.helpers.payload import BLOCK, compress
 from tests.helpers.runif import RunIf
@@ -190,7 +191,7 @@ def test_compressed_gradients(tmp_path: Path, emulated_cards: EmulatedCards, dty
     assert counters.internal_read_bytes == 12 * numel + (nbytes if route == "storage" else 0)
 
 
-@pytest.mark.parametrize("route", ["host", "storage"])
+@pytest.mark.parametrize("route", long_but(["storage"], ["host", "storage"]))
 @pytest.mark.parametrize(
     ("name", "dtype", "state_bytes", "payload_bytes"),
     [

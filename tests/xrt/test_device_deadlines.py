@@ -15,6 +15,7 @@ from lightning_smartinfinity.devices.smartssd import worker as worker_module
 from lightning_smartinfinity.native import Pipeline
 from lightning_smartinfinity.store import StateStore
 from tests.helpers.card_runs import cards, same_as_host, settled_host
+from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that, lenient
 from tests.transfer.harness import Case, Run, assert_equal, running
@@ -49,7 +50,9 @@ def pipeline(run: Run, card: int = 0) -> Pipeline:
     return run.device._workers[card].pipeline
 
 
-@pytest.mark.parametrize("kind", ["read", "trailer", "sync", "gradient down", "gradient up"])
+@pytest.mark.parametrize(
+    "kind", long_but(["read", "sync", "gradient up"], ["read", "trailer", "sync", "gradient down", "gradient up"])
+)
 def test_the_host_takes_over(
     tmp_path: Path,
     emulated_cards: EmulatedCards,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ NUM_FAILURES = 100
 MOST_STEPS = 3 * NUM_FAILURES  # a machine under load may be late with something else first
 CASE = Case(dtype=torch.bfloat16, num_devices=2, shapes=((3_000, 0, 0, 0), (2_000, 3, 1, 0), (2_500, 0, 0, 1)))
 SHORT = 0.01
+ROUTES = ("host", "storage")
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +113,7 @@ class Both:
         same_as_host(self.run, self.host)
 
 
-@pytest.fixture(params=["host", "storage"])
+@pytest.fixture
 def both(request: pytest.FixtureRequest, tmp_path: Path, emulated_cards: EmulatedCards) -> Iterator[Both]:
     device = cards(emulated_cards.build.xclbin, timeout=lenient(SHORT, pauses=5), gradient_route=request.param)
     with (
@@ -121,7 +123,11 @@ def both(request: pytest.FixtureRequest, tmp_path: Path, emulated_cards: Emulate
         yield Both(run, host)
 
 
-@pytest.mark.parametrize("kind", long_but([LateRead], [LateSync, LateRead]))
+@pytest.mark.parametrize(
+    ("both", "kind"),
+    long_but([("storage", LateRead)], itertools.product(ROUTES, [LateSync, LateRead])),
+    indirect=["both"],
+)
 def test_a_hundred_that_the_host_takes_over(both: Both, emulated_cards: EmulatedCards, kind: type[Late]) -> None:
     """The host takes over for a late sync or read, and the card works again once the request has returned."""
 
@@ -132,6 +138,7 @@ def test_a_hundred_that_the_host_takes_over(both: Both, emulated_cards: Emulated
     both.fail(kind(emulated_cards), work)
 
 
+@pytest.mark.parametrize("both", long_but(["storage"], ROUTES), indirect=True)
 def test_a_hundred_writes_that_an_ssd_recovers(
     both: Both, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +155,7 @@ def test_a_hundred_writes_that_an_ssd_recovers(
     both.fail(LateWrite(emulated_cards), work)
 
 
+@pytest.mark.parametrize("both", long_but(["host"], ROUTES), indirect=True)
 def test_a_hundred_writes_that_do_not_return(
     both: Both, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +179,7 @@ def test_a_hundred_writes_that_do_not_return(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("route", ["host", "storage"])
+@pytest.mark.parametrize("route", ROUTES)
 def test_a_hundred_allocations_that_fail(tmp_path: Path, emulated_cards: EmulatedCards, route: str) -> None:
     """A failed allocation stops the training and leaves nothing allocated; a new one then gives the host's bits."""
     device = cards(emulated_cards.build.xclbin, gradient_route=route)

@@ -92,7 +92,7 @@ def test_selecting_on_a_device(emulated_cards: EmulatedCards, tmp_path: Path, mo
     assert_same(trained(BASE, tmp_path / "cards", strategy), expected)
 
 
-@pytest.mark.parametrize("codec", ["top", "8 bits"])
+@pytest.mark.parametrize("codec", long_but(["top"], ["top", "8 bits"]))
 def test_cards_that_fail(
     emulated_cards: EmulatedCards, tmp_path: Path, caplog: pytest.LogCaptureFixture, codec: str
 ) -> None:

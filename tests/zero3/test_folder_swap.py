@@ -152,8 +152,11 @@ def test_a_file_in_the_place_of_the_subfolder(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_file_system")
-def test_a_kill_at_any_system_call_leaves_one_save_whole(tmp_path: Path, attack: Attack) -> None:
+def test_a_kill_at_any_system_call_leaves_one_save_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Attack
+) -> None:
     """A killed first save leaves itself or nothing, a killed second one itself or the first; a third cleans up."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a kill loses nothing that was written, flushed or not
     for first in (True, False):
         outcomes = set()
         for number in range(1000):
@@ -345,7 +348,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_two_processes_that_save_to_one_path(tmp_path: Path, attack: Attack) -> None:
     """Every save that is reported done is whole, the other process's is refused, and a further save succeeds."""
-    rounds = 10
+    rounds = 5
     attack("two processes save to one path at once", tries=rounds, outcome="each save is whole or refused")
     for number in range(rounds):
         path = tmp_path / str(number) / "a.ckpt"

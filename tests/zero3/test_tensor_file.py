@@ -94,12 +94,12 @@ def test_files_of_torch_are_read_in_pieces(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_is_found_wherever_it_matters(tmp_path: Path, attack: Attack) -> None:
-    """Each of 300 single flipped bits is either reported with the file's name or changes nothing that is read."""
-    attack("bit flip in a torch file", tries=300, outcome="CheckpointError, or nothing that is read changes")
+    """Each of 100 single flipped bits is either reported with the file's name or changes nothing that is read."""
+    attack("bit flip in a torch file", tries=100, outcome="CheckpointError, or nothing that is read changes")
     path = tmp_path / "file.pt"
     write(path)
     good, generator, found = path.read_bytes(), random.Random(0), 0
-    for _ in range(300):
+    for _ in range(100):
         offset = generator.randrange(len(good))
         path.write_bytes(good[:offset] + bytes([good[offset] ^ (1 << generator.randrange(8))]) + good[offset + 1 :])
         try:
@@ -111,7 +111,7 @@ def test_a_flipped_bit_is_found_wherever_it_matters(tmp_path: Path, attack: Atta
             continue
         for actual, values in zip(arrays, content(), strict=True):
             assert actual.tobytes() == values.tobytes(), offset
-    assert found > 250
+    assert found > 80
 
 
 def test_a_file_that_was_cut_short_is_reported(tmp_path: Path) -> None:
