@@ -39,6 +39,7 @@ __all__ = [
     "NUM_BUFFERS",
     "SmartSSDConfig",
     "TransferConfig",
+    "launched_as",
     "resolved_folder",
     "smartssd_config",
     "storage_folders",
@@ -354,10 +355,14 @@ def resolved_folder(folder: str | Path, *, setting: str, has_variables: bool = F
         raise ConfigError(f"{setting} cannot be a folder: {error}.", "Pass the path of a folder.") from error
 
 
+def launched_as() -> str:
+    """Return the number that the launcher gave to this process on its machine; "0" if there is no launcher."""
+    return next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0")
+
+
 def _filled(folder: str, *, setting: str) -> str:
     """Return a path with the values of the variables that it names."""
-    local_ranks = (os.environ[name] for name in _LOCAL_RANKS if name in os.environ)
-    folder = folder.replace("{node}", platform.node()).replace("{local_rank}", next(local_ranks, "0"))
+    folder = folder.replace("{node}", platform.node()).replace("{local_rank}", launched_as())
     filled = os.path.expandvars(folder)
     unset = next((name for name in _VARIABLE.findall(folder) if name.strip("${}") not in os.environ), None)
     if unset is not None:

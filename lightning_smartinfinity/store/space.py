@@ -203,8 +203,8 @@ def _of_interrupted(item: Shortfall) -> str:
     if not item.resumable_bytes:
         return ""
     return (
-        f"{_readable(item.resumable_bytes)} there hold a training that was interrupted: resume it with"
-        f" ckpt_path='storage', or remove it (smart-infinity jobs {item.paths[0]} lists it). "
+        f"{_readable(item.resumable_bytes)} there belong to earlier trainings, which smart-infinity jobs"
+        f" {item.paths[0]} lists: resume one with ckpt_path='storage', or remove it. "
     )
 
 

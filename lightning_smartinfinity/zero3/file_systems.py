@@ -11,7 +11,6 @@ import os
 import platform
 import time
 import uuid
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -31,13 +30,13 @@ from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.space import nearest_existing
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 
-__all__ = ["REMEMBERED", "Place", "device_of", "first_seen", "places_of", "warn_of_network"]
+__all__ = ["REMEMBERED", "Place", "device_of", "first_seen", "places_of", "network_warning"]
 
 REMEMBERED = 75.0
 """Seconds after which every file system has forgotten that a name was not there. NFS takes 60 at most by default."""
 _GLANCE = 0.1
-_OF_NETWORKS = {"9p", "afs", "beegfs", "ceph", "cifs", "fuse.cephfs", "fuse.glusterfs", "fuse.s3fs", "fuse.sshfs"}
-_OF_NETWORKS |= {"gpfs", "lustre", "nfs", "nfs4", "panfs", "smb3"}
+_OF_NETWORKS = {"9p", "afs", "beegfs", "ceph", "cifs", "gpfs", "lustre", "nfs", "nfs4", "panfs", "smb3", "wekafs"}
+_OF_NETWORKS |= {f"fuse.{name}" for name in ("cephfs", "gcsfuse", "glusterfs", "juicefs", "rclone", "s3fs", "sshfs")}
 
 
 class Place(NamedTuple):
@@ -131,17 +130,17 @@ def device_of(path: Path) -> int:
     return unless_idle(partial(_spot_of, path), doing="Looking at", path=path).device
 
 
-def warn_of_network(folders: Sequence[Path]) -> None:
-    """Warn if folders that are read and written at every step lie on a network file system."""
-    mounts = {folder: mount_of(System(), folder) for folder in folders}
-    remote = {folder: mount for folder, mount in mounts.items() if mount is not None and mount.kind in _OF_NETWORKS}
-    for folder, mount in list(remote.items())[:1]:
-        warnings.warn(
-            f"{str(folder)!r} on {platform.node()} lies on a network file system ({mount.kind}, {mount.source}): the "
-            "optimizer state would cross the network at every step. Pass a folder on a drive of each machine, such as "
-            "storage='/mnt/nvme' or storage='$SLURM_TMPDIR'.",
-            stacklevel=2,
-        )
+def network_warning(folders: Sequence[Path]) -> str | None:
+    """Return a warning if folders that are read and written at every step lie on a network file system, or None."""
+    for folder in folders:
+        mount = mount_of(System(), folder)
+        if mount is not None and mount.kind in _OF_NETWORKS:
+            return (
+                f"{str(folder)!r} on {platform.node()} lies on a network file system ({mount.kind}, {mount.source}): "
+                "the optimizer state would cross the network at every step. Pass a folder on a drive of each machine, "
+                "such as storage='/mnt/nvme' or storage='$SLURM_TMPDIR'."
+            )
+    return None
 
 
 def first_seen(paths: Iterable[Path], *, shared: bool) -> Path | None:

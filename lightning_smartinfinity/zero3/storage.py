@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import uuid
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lightning_smartinfinity.config import launched_as
 from lightning_smartinfinity.devices.base import StorageDevice
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.devices.smartssd import (
@@ -35,7 +37,7 @@ from lightning_smartinfinity.store import (
     measure_space,
     require_space,
 )
-from lightning_smartinfinity.store.in_time import io_limit
+from lightning_smartinfinity.store.in_time import io_limit, unless_idle
 from lightning_smartinfinity.store.setting_aside import Plan
 from lightning_smartinfinity.transfer.free_memory import measure_memory, share_of_memory
 from lightning_smartinfinity.transfer.handler import TransferHandler
@@ -43,7 +45,7 @@ from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLay
 from lightning_smartinfinity.transfer.partitions import ParameterMemory
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.zero3.collectives import gather, raise_together, raising_together, show_on_rank_zero
-from lightning_smartinfinity.zero3.file_systems import places_of, warn_of_network
+from lightning_smartinfinity.zero3.file_systems import network_warning, places_of
 from lightning_smartinfinity.zero3.reopening import recover_for_training
 from lightning_smartinfinity.zero3.setting_aside import look_aside, put_together, set_aside, space_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
@@ -87,8 +89,7 @@ def open_storage(
     """
     settings = replace(settings, gradient_itemsize=gradient_dtype.itemsize, parameter_itemsize=dtype.itemsize)
     description = _describe(layout, rule, dtype, groups)
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        warn_of_network(settings.storage)
+    _warn_of_network(settings, group)
     if settings.resumes:
         return _reopen_storage(settings, layout, rule, description, group)
     aside = look_aside(settings, group)
@@ -134,6 +135,15 @@ def _reopen_storage(
             handler.open()
         opened.pop_all()
     return handler
+
+
+def _warn_of_network(settings: OffloadSettings, group: ProcessGroup | None) -> None:
+    """Warn once on each machine whose state would cross the network."""
+    folders, warning = settings.storage, None
+    with raising_together(group), io_limit(settings.transfer.io_timeout):
+        warning = unless_idle(partial(network_warning, folders), doing="Looking at", path=folders[0])
+    if warning is not None and launched_as() == "0":
+        warnings.warn(warning, stacklevel=2)
 
 
 def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: ProcessGroup | None) -> PartitionLayout:

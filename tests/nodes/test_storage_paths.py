@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import warnings
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,9 @@ from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
 from lightning_smartinfinity.devices.smartssd.discovery.mounts import Mount
 from lightning_smartinfinity.settings import nvme_path_of
 from lightning_smartinfinity.zero3 import file_systems
-from lightning_smartinfinity.zero3.file_systems import warn_of_network
+from lightning_smartinfinity.zero3.file_systems import network_warning
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import fit
 
 
 def folders_of(*storage: str | Path) -> list[str]:
@@ -53,12 +54,11 @@ def test_a_folder_named_by_a_variable_twice(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_storage_on_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One warning names the folder, the file system and the remedy; a local disk has none."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_network([tmp_path])
+    """A fit warns once, with the folder, the file system and the remedy; a local disk has no warning."""
+    assert network_warning([tmp_path]) is None
     mount = Mount(tmp_path, "nfs4", "0:99", "filer:/home")
     monkeypatch.setattr(file_systems, "mount_of", lambda system, folder: mount)
     with pytest.warns(UserWarning, match=r"network file system \(nfs4, filer:/home\): the .* at every step") as caught:
-        warn_of_network([tmp_path, tmp_path / "b"])
-    assert len(caught) == 1 and str(tmp_path) in str(caught[0].message)
+        fit(LitTiny(Recipe(max_steps=1)), tmp_path, max_steps=1)
+    warned = [str(each.message) for each in caught if "network file system" in str(each.message)]
+    assert len(warned) == 1 and str(tmp_path) in warned[0]

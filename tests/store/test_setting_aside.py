@@ -315,7 +315,7 @@ def test_a_full_disk_names_the_interrupted_training(tmp_path: Path) -> None:
     small = [SpaceRequest(**{**vars(one), "free_bytes": 0}) for one in (request, aside)]
     with pytest.raises(StorageFullError) as caught:
         require_space(small)
-    assert "there hold a training that was interrupted: resume it with ckpt_path='storage'" in caught.value.remedy
+    assert "resume one with ckpt_path='storage', or remove it" in caught.value.remedy
     assert leftover_bytes(moved[0]) >= extents().file_bytes(0)
     set_aside([tmp_path])
     leave([tmp_path], step=8)

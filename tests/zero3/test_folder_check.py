@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightning_smartinfinity import CheckpointError, ConfigError
-from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoints import checkpoint_folder
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import _require_part, _Seen, reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.folder_check import check_frozen, check_needed
 
 
@@ -40,3 +41,21 @@ def test_our_own_errors_pass() -> None:
     """Our own errors pass unchanged, because they say more."""
     with pytest.raises(ConfigError, match="mine"), reading_checkpoint("there"):
         raise ConfigError("mine", "Do.")
+
+
+def test_a_rank_without_its_own_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the rank, its host, the file and how to put the parts together."""
+    monkeypatch.setattr(checkpoint_folder.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(checkpoint_folder.dist, "get_world_size", lambda: 4)
+    own = _Seen(Path("a.ckpt/checkpoint"), frozenset({2}), frozenset({2, 3}), True, "node1")
+    named = (
+        r"Rank 3 on node1 finds no file '\*zero_pp_rank_3_mp_rank_00_optim_states.pt' in a.ckpt/checkpoint, which has "
+    )
+    with pytest.raises(CheckpointError, match=named + "those of the processes 2") as caught:
+        _require_part(own, frozenset({0, 1, 2}))
+    assert "copy the parts of all machines into one folder" in caught.value.remedy
+    with pytest.raises(CheckpointError, match="model_states"):
+        _require_part(own._replace(saved=frozenset({2, 3}), models=frozenset({2})), frozenset(range(4)))
+    _require_part(own._replace(saved=frozenset({2, 3})), frozenset(range(4)))
+    with pytest.raises(CheckpointError, match="the processes 2, 3 only, of 6 that saved it, and 4 processes"):
+        _require_part(own._replace(saved=frozenset({2, 3})), frozenset(range(6)))

@@ -38,6 +38,7 @@ __all__ = [
 OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
 """Pattern of the names of the files with optimizer states."""
 
+_MODEL_FILES = "zero_pp_rank_*_mp_rank_*_model_states.pt"
 _NAMED = 3
 _MAX_TAG_BYTES = 255  # of a name in a file system
 _RANK = re.compile(r"zero_pp_rank_([0-9]+)_mp_rank_")
@@ -69,9 +70,13 @@ class FoundCheckpoint(NamedTuple):
 
 
 class _Seen(NamedTuple):
+    """Says of which processes a rank sees optimizer states and model states."""
+
     folder: Path
     saved: frozenset[int]
+    models: frozenset[int]
     has_latest: bool
+    host: str
 
 
 def find_checkpoint(path: str | Path, *, engine: PortableEngine, latest: bool = False) -> FoundCheckpoint:
@@ -101,19 +106,20 @@ def find_checkpoint(path: str | Path, *, engine: PortableEngine, latest: bool = 
         found = gather(seen, None)
     with raising_together():
         if problem is not None:
-            raise problem
+            raise _with_others(problem, found)
     whole = [each for each in found if each is not None]
     with raising_together():
         _require_one_tag(path, whole)
         if latest and not any(each.has_latest for each in whole):
             require_latest(whole[0].folder)
     saved = frozenset[int]().union(*(each.saved for each in whole))
-    in_parts = any(each.saved != saved for each in whole)
-    folder = whole[dist.get_rank()].folder
+    models = frozenset[int]().union(*(each.models for each in whole))
+    in_parts = any(each.saved != saved or each.models != models for each in whole)
+    own = whole[dist.get_rank()]
     with raising_together():
         if in_parts:
-            _require_part(folder, whole[dist.get_rank()].saved, saved)
-    return FoundCheckpoint(folder, len(saved), in_parts)
+            _require_part(own, saved)
+    return FoundCheckpoint(own.folder, len(saved), in_parts)
 
 
 def _look(
@@ -127,7 +133,8 @@ def _look(
         if not files:
             raise CheckpointError(f"{folder} holds no ZeRO-3 optimizer states.", "Pass a ZeRO-3 checkpoint.")
         _check_precision(files, engine)
-        return _Seen(folder, frozenset(map(saved_by, files)), _has_latest(folder))
+        models = frozenset(map(saved_by, folder.glob(_MODEL_FILES)))
+        return _Seen(folder, frozenset(map(saved_by, files)), models, _has_latest(folder), platform.node())
 
     try:
         with reading_checkpoint(path):
@@ -160,20 +167,35 @@ def _require_one_tag(path: str | Path, found: Sequence[_Seen]) -> None:
         )
 
 
-def _require_part(folder: Path, own: frozenset[int], saved: frozenset[int]) -> None:
-    """Check that a rank that does not see all of a checkpoint sees its own files."""
+def _with_others(problem: CheckpointError, found: Sequence[_Seen | None]) -> CheckpointError:
+    """Return why this rank cannot load a checkpoint, with what others see of it."""
+    others = [f"{each.host} has the files of the processes {_listed(each.saved)}" for each in found if each is not None]
+    if not others:
+        return problem
+    seen = "; ".join(dict.fromkeys(others))
+    return CheckpointError(f"{problem.problem} But {seen}.", _MERGE)
+
+
+def _require_part(own: _Seen, saved: frozenset[int]) -> None:
+    """Check that a rank that may not see all of a checkpoint sees its own files."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    seen = f"{folder} on {platform.node()} has the files of the processes {_listed(own)} only"
-    if len(saved) != world_size or max(saved) >= world_size:
+    for kind, there in (("optim", own.saved), ("model", own.models)):
+        if rank not in there:
+            raise CheckpointError(
+                f"Rank {rank} on {own.host} finds no file '*zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt' in "
+                f"{own.folder}, which has those of the processes {_listed(there)}.",
+                _MERGE,
+            )
+    if len(saved) > world_size:
         raise CheckpointError(
-            f"{seen}, of at least {max(saved) + 1} that saved it, and {world_size} processes are to load it.", _MERGE
+            f"{own.folder} on {own.host} has the files of the processes {_listed(own.saved)} only, of {max(saved) + 1} "
+            f"that saved it, and {world_size} processes are to load it.",
+            _MERGE,
         )
-    if rank not in own:
-        raise CheckpointError(f"{seen}, and rank {rank} needs its own.", _MERGE)
 
 
 def _listed(ranks: frozenset[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
+    return ", ".join(map(str, sorted(ranks))) or "nobody"
 
 
 def saved_by(file: Path) -> int:

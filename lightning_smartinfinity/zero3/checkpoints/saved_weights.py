@@ -170,7 +170,7 @@ class SavedWeights(ABC):
             raise CheckpointError(
                 f"{self.path} holds the model states of {self.num_saved} processes; {states['dp_world_size']} saved "
                 "the checkpoint.",
-                self.remedy,
+                f"{self.remedy} If each machine saved its own part, put the parts of all together.",
             )
         return states
 
