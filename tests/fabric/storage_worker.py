@@ -51,7 +51,7 @@ def train(run: FabricRun) -> None:
     if run.resume:
         fabric.strategy.resume()
     model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.01))
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=40)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=100)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0, "random": RandomStates()}
     if run.resume:
         fabric.load("storage", state)

@@ -126,6 +126,7 @@ USUAL = {("parameters on storage", "int8_remainder", "forward", 1)}
             id="-".join(map(str, case)).replace(" ", "-"),
         )
         for case in itertools.product(WHERE, STATE_FORMATS, ("none", "forward", "backward"), (1, 2))
+        if STATE_FORMATS[case[1]].on_cards or "cards" not in case[0]
     ],
 )
 def test_every_home_of_the_state(
