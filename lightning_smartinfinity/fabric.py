@@ -400,7 +400,10 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
 
     def _load_full(self, path: str | Path, state: ClientState, engine: PortableEngine, *, strict: bool) -> ClientState:
         """Load weights from a file with the state's own keys, and return the rest of the file."""
+        from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import await_seen
+
         (key,) = (key for key, value in state.items() if value is engine)
+        await_seen(path)
         contents = dict(read_state_dict(self.checkpoint_io.load_checkpoint, path))
         weights = weights_in(contents, key, path)
         self._load_weights(weights, engine, strict=strict)

@@ -302,7 +302,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> ClientState:
-        from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
+        from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import await_seen, reading_checkpoint
         from lightning_smartinfinity.zero3.checkpoints.full_weights import full_state_dict
         from lightning_smartinfinity.zero3.checkpoints.load_save import load_engine
         from lightning_smartinfinity.zero3.checkpoints.trust import door, load_by
@@ -320,6 +320,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         consent = f"weights_only=False to Trainer.{doing.value if doing else 'fit'}"
         with io_limit(self._settings.transfer.io_timeout), door(weights_only, consent=consent):
             if self.load_full_weights:
+                await_seen(checkpoint_path)
                 with raising_together(), reading_checkpoint(checkpoint_path):
                     loaded: ClientState = load_by(super().load_checkpoint, checkpoint_path)
                     full_state_dict(loaded, checkpoint_path)

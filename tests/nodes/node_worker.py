@@ -30,6 +30,7 @@ from lightning_smartinfinity import (
     TransferConfig,
 )
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
+from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from lightning_smartinfinity.zero3.file_systems import places_of
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.nodes import RememberedLookups, become_node, mount_own
@@ -167,6 +168,22 @@ def fabric(scratch: Path) -> Any:
     return [first, train()]
 
 
+def universal(scratch: Path) -> Any:
+    """Resume from a universal checkpoint that the other machine has looked for before it was made."""
+    ordinary, made = scratch / "shared" / "ordinary.ckpt", scratch / "shared" / "universal"
+    trainer = _trainer(scratch, max_steps=2)
+    trainer.fit(LitTiny(RECIPE))
+    trainer.save_checkpoint(ordinary)
+    assert not made.exists()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        convert_checkpoint(ordinary, made)
+    dist.barrier()
+    module = LitTiny(RECIPE)
+    _trainer(scratch, max_steps=4).fit(module, ckpt_path=str(made))
+    return len(module.losses)
+
+
 def missing(scratch: Path) -> Any:
     """Resume where the second machine has lost its part, and where it has no part at all."""
     folder, errors = scratch / "local", []
@@ -211,6 +228,7 @@ def main() -> None:
         "local": lambda: fits(scratch, "local"),
         "fabric": lambda: fabric(scratch),
         "links": lambda: links(scratch),
+        "universal": lambda: universal(scratch),
         "missing": lambda: missing(scratch),
     }[doing]()
     (scratch / f"found-{rank}.json").write_text(json.dumps(found))

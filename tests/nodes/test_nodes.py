@@ -106,6 +106,11 @@ def test_two_processes_on_each_machine(where: str, scratch: Path) -> None:
     assert_resumed(run(where, scratch, mounts=True, ranks=4))
 
 
+def test_a_universal_checkpoint(scratch: Path) -> None:
+    """It is waited for, though the other machine remembers that nothing was there."""
+    assert run("universal", scratch, mounts=False) == [2, 2]
+
+
 @pytest.mark.usefixtures("_own_mounts")
 def test_a_loop_of_fabric(scratch: Path) -> None:
     """It saves to the machines' own disks, and goes back to that to the same bits."""

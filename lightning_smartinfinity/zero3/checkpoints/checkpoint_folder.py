@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OPTIMIZER_FILES",
     "FoundCheckpoint",
+    "await_seen",
     "find_checkpoint",
     "optimizer_files",
     "reading_checkpoint",
@@ -98,7 +99,7 @@ def find_checkpoint(path: str | Path, *, engine: PortableEngine, latest: bool = 
         seen, problem = _look(path, engine)
     found = gather(seen, None)
     if None in found and any(found):
-        _await(path, found)
+        _await(path, [None if each is None else each.folder for each in found])
         tag = next(each.folder.name for each in found if each is not None)
         with raising_together():
             if problem is not None:
@@ -143,15 +144,29 @@ def _look(
         return None, error
 
 
-def _await(path: str | Path, found: Sequence[_Seen | None]) -> None:
-    """Wait until this rank sees a checkpoint that others see on its file system, which may not show it at once."""
+def await_seen(path: str | Path) -> None:
+    """Return when this rank sees what others see under a path on a file system that it shares with them. Collective.
+
+    A network file system may not show at once what another machine has made. What this rank does not see then is
+    for others to tell.
+    """
+    seen = False
+    with raising_together():
+        seen = unless_idle(Path(path).exists, doing="Looking at", path=Path(path))
+    _await(path, [Path(path) if each else None for each in gather(seen, None)])
+
+
+def _await(path: str | Path, found: Sequence[Path | None]) -> None:
+    """Wait until this rank sees what others have found on its file system; None stands for a rank without."""
+    if None not in found or not any(found):
+        return
     (place,) = places_of([Path(path)])
     on_same = [number == place.number or not place.is_certain for number in gather(place.number, None)]
     seen = [each for each, same in zip(found, on_same, strict=True) if each is not None and same]
     give_up = time.monotonic() + REMEMBERED
     with raising_together():
         while seen and place.may_be_shared and time.monotonic() < give_up:
-            if unless_idle(seen[0].folder.is_dir, doing="Looking at", path=Path(path)):
+            if unless_idle(seen[0].exists, doing="Looking at", path=Path(path)):
                 return
             time.sleep(_GLANCE)
 

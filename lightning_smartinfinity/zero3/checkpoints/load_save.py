@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import await_seen
 from lightning_smartinfinity.zero3.checkpoints.client_state import user_state
 from lightning_smartinfinity.zero3.checkpoints.full_weights import load_full_weights
 from lightning_smartinfinity.zero3.checkpoints.resharding import load_resharded
@@ -45,6 +46,7 @@ def load_engine(
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it belongs to another model.
     """
+    await_seen(path)
     if not with_optimizer:
         return load_saved_weights(engine, path, strict=strict)
     if is_universal(path):
