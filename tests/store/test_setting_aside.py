@@ -351,7 +351,7 @@ def ranks_on(disk: Path, job: str = JOB) -> list[str]:
     return sorted(path.name for path in (disk / job).iterdir()) if (disk / job).exists() else []
 
 
-def test_ten_kills_with_machines_in_changing_order(tmp_path: Path, attack: Attack) -> None:
+def test_ten_interruptions_with_machines_in_changing_order(tmp_path: Path, attack: Attack) -> None:
     """Nothing is left but one training that was set aside, with the parts of all of its ranks."""
     disks = [tmp_path / "node0", tmp_path / "node1"]
     for number in range(10):
@@ -361,7 +361,11 @@ def test_ten_kills_with_machines_in_changing_order(tmp_path: Path, attack: Attac
         assert sorted(ranks_on(disks[0], ASIDE) + ranks_on(disks[1], ASIDE)) == ["rank-00000", "rank-00001"]
     parts = [part for disk in disks for part in find_parts([disk], [ASIDE])]
     assert [max(part.points).step for part in parts] == [9, 9] and len({part.store for part in parts}) == 1
-    attack("kills with machines in changing order", tries=10, outcome="one training is aside, nothing else is left")
+    attack(
+        "interrupted training, then its machines in another order",
+        tries=10,
+        outcome="one is aside, nothing else is left",
+    )
 
 
 @pytest.mark.parametrize("why", ["kept", "in use"])
