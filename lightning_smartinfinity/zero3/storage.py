@@ -49,6 +49,7 @@ from lightning_smartinfinity.zero3.file_systems import network_warning, places_o
 from lightning_smartinfinity.zero3.reopening import recover_for_training
 from lightning_smartinfinity.zero3.setting_aside import look_aside, put_together, set_aside, space_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
+from lightning_smartinfinity.zero3.succession import Predecessor, fill_successor, find_predecessor, make_way, plan_way
 from lightning_smartinfinity.zero3.untyped import ParamGroup
 
 __all__ = ["open_storage", "require_parameter_space", "with_cache"]
@@ -125,8 +126,10 @@ def _reopen_storage(
 ) -> TransferHandler:
     """Open the store of an interrupted training at the newest record that all ranks have. Collective."""
     put_together(settings, group)
-    opened = ExitStack()
-    with opened:
+    predecessor = find_predecessor(settings, description, group)
+    if predecessor is not None:
+        return _succeed(predecessor, settings, layout, rule, description, group)
+    with ExitStack() as opened:
         with raising_together(group):
             store = recover_for_training(settings, layout, description, group)
             opened.callback(store.close, remove=False)
@@ -144,6 +147,40 @@ def _warn_of_network(settings: OffloadSettings, group: ProcessGroup | None) -> N
         warning = unless_idle(partial(network_warning, folders), doing="Looking at", path=folders[0])
     if warning is not None and launched_as() == "0":
         warnings.warn(warning, stacklevel=2)
+
+
+def _succeed(
+    predecessor: Predecessor,
+    settings: OffloadSettings,
+    layout: PartitionLayout,
+    rule: UpdateRule,
+    description: StoreDescription,
+    group: ProcessGroup | None,
+) -> TransferHandler:
+    """Create this rank's store, and fill it from those of a training of other ranks, which go. Collective."""
+    job_id = gather(uuid.uuid4().bytes, group)[0]
+    plan = plan_way(predecessor, settings, job_id)
+    make_way(
+        plan,
+        predecessor,
+        settings,
+        group,
+        require_room=lambda: require_space(_space_of_all_ranks(settings, layout, plan, group)),
+    )
+    with ExitStack() as opened:
+        with raising_together(group):
+            store = _create_store(settings, layout, description, group, job_id)
+            opened.callback(store.close, remove=True)
+            handler = TransferHandler(layout, store, _device(settings, layout, rule), rule=rule)
+            opened.callback(handler.close, remove=True)
+            handler.open()
+        fill_successor(predecessor, settings, layout, handler.state, store, group)
+        opened.pop_all()
+    with ExitStack() as opened:
+        opened.callback(handler.close, remove=False)
+        put_together(settings, group)
+        opened.pop_all()
+    return handler
 
 
 def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: ProcessGroup | None) -> PartitionLayout:
