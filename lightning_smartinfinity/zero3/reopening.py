@@ -1,10 +1,11 @@
-"""Opens the optimizer state that an interrupted training has left on storage, to resume from it."""
+"""Describes trainings, and opens the state that an interrupted one has left on storage, to resume from it."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Sequence
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -12,10 +13,46 @@ from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.store import StateStore, StoreDescription
 from lightning_smartinfinity.store.manifest import Manifest
 from lightning_smartinfinity.transfer.layout import PartitionLayout
+from lightning_smartinfinity.transfer.rules import UpdateRule
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
+from lightning_smartinfinity.zero3.untyped import ParamGroup
 
-__all__ = ["check_description", "newest_common", "recover_for_training"]
+__all__ = ["check_description", "describe_training", "newest_common", "recover_for_training"]
+
+
+def describe_training(
+    layout: PartitionLayout, rule: UpdateRule, dtype: torch.dtype, groups: Sequence[ParamGroup]
+) -> StoreDescription:
+    """Return what a store's manifest says of the training, by which a later one knows that it can go on from there."""
+    return StoreDescription(
+        optimizer=rule.name,
+        arrays=rule.arrays,
+        parameters=tuple(
+            {
+                "name": parameter.name,
+                "shape": list(parameter.shape),
+                "numel": parameter.numel,
+                "real_numel": parameter.real_numel,
+                "group": parameter.group,
+                "sub_group": parameter.sub_group,
+                "dtype": str(dtype).removeprefix("torch."),
+            }
+            for parameter in layout.parameters
+        ),
+        groups=tuple(_plain(group) for group in groups),
+    )
+
+
+def _plain(group: ParamGroup) -> dict[str, object]:
+    values = {key: _scalar(value) for key, value in group.items() if key != "params"}
+    return {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str, list))}
+
+
+def _scalar(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return [_scalar(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
 def recover_for_training(

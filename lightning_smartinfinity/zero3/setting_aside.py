@@ -16,8 +16,9 @@ from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.mover import Mover
 from lightning_smartinfinity.store.open_folder import ASIDE
 from lightning_smartinfinity.store.parts import Part, find_parts
-from lightning_smartinfinity.store.setting_aside import Plan, jobs_beside, plan_reunion, plan_setting_aside
+from lightning_smartinfinity.store.setting_aside import Plan, plan_reunion, plan_setting_aside
 from lightning_smartinfinity.store.space import measure_parts
+from lightning_smartinfinity.store.trainings import jobs_beside
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 

@@ -46,7 +46,7 @@ from lightning_smartinfinity.transfer.partitions import ParameterMemory
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.zero3.collectives import gather, raise_together, raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.file_systems import network_warning, places_of
-from lightning_smartinfinity.zero3.reopening import recover_for_training
+from lightning_smartinfinity.zero3.reopening import describe_training, recover_for_training
 from lightning_smartinfinity.zero3.setting_aside import look_aside, put_together, set_aside, space_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
 from lightning_smartinfinity.zero3.succession import Predecessor, fill_successor, find_predecessor, make_way, plan_way
@@ -89,7 +89,7 @@ def open_storage(
         DeviceError: A card cannot be opened or has too little memory; raised on every rank.
     """
     settings = replace(settings, gradient_itemsize=gradient_dtype.itemsize, parameter_itemsize=dtype.itemsize)
-    description = _describe(layout, rule, dtype, groups)
+    description = describe_training(layout, rule, dtype, groups)
     _warn_of_network(settings, group)
     if settings.resumes:
         return _reopen_storage(settings, layout, rule, description, group)
@@ -347,36 +347,3 @@ def _state_space(
         *_gradient_space(settings, extents),
         *measure_residual_space(settings.storage[0], numel=settings.recorded_numel(numel)),
     ]
-
-
-def _describe(
-    layout: PartitionLayout, rule: UpdateRule, dtype: torch.dtype, groups: Sequence[ParamGroup]
-) -> StoreDescription:
-    return StoreDescription(
-        optimizer=rule.name,
-        arrays=rule.arrays,
-        parameters=tuple(
-            {
-                "name": parameter.name,
-                "shape": list(parameter.shape),
-                "numel": parameter.numel,
-                "real_numel": parameter.real_numel,
-                "group": parameter.group,
-                "sub_group": parameter.sub_group,
-                "dtype": str(dtype).removeprefix("torch."),
-            }
-            for parameter in layout.parameters
-        ),
-        groups=tuple(_plain(group) for group in groups),
-    )
-
-
-def _plain(group: ParamGroup) -> dict[str, object]:
-    values = {key: _scalar(value) for key, value in group.items() if key != "params"}
-    return {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str, list))}
-
-
-def _scalar(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    return [_scalar(item) for item in value] if isinstance(value, (tuple, list)) else value

@@ -25,15 +25,9 @@ from lightning_smartinfinity.store.folders import rank_folder_path
 from lightning_smartinfinity.store.open_folder import ASIDE
 from lightning_smartinfinity.store.parts import Part
 from lightning_smartinfinity.store.recovery import require_recoverable
-from lightning_smartinfinity.store.setting_aside import (
-    Condition,
-    Plan,
-    Training,
-    movers_of,
-    plan_making_way,
-    trainings_in,
-)
+from lightning_smartinfinity.store.setting_aside import Plan, plan_making_way
 from lightning_smartinfinity.store.training_record import TrainingRecord
+from lightning_smartinfinity.store.trainings import Condition, Training, movers_of, trainings_in
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.state_access import StateAccess
 from lightning_smartinfinity.transfer.stored_state import StoredState
@@ -192,6 +186,13 @@ def make_way(
             f"{_by_checkpoint(predecessor.num_ranks)}, or free space there.",
         ) from error
     carry_out(plan, settings, group)
+    if plan.replaced is not None and dist.get_rank(group) == 0:
+        _log.warning(
+            "The training that was interrupted after step %d, in the job %r, was deleted: the one to resume was moved "
+            "there, to go on with another number of processes.",
+            plan.replaced,
+            plan.job,
+        )
     if dist.get_rank(group) == 0:
         _log.info(
             "The training was interrupted after step %d on %d processes. It goes on with %d.",

@@ -14,14 +14,8 @@ from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.folders import RankFolder
 from lightning_smartinfinity.store.mover import Mover
 from lightning_smartinfinity.store.parts import find_parts
-from lightning_smartinfinity.store.setting_aside import (
-    Plan,
-    jobs_beside,
-    movers_of,
-    plan_making_way,
-    plan_reunion,
-    trainings_in,
-)
+from lightning_smartinfinity.store.setting_aside import Plan, plan_making_way, plan_reunion
+from lightning_smartinfinity.store.trainings import jobs_beside, movers_of, trainings_in
 from tests.store.makers import commit_generation, create
 from tests.store.test_setting_aside import ASIDE, JOB, carry_out, leave, set_aside, steps_in, whole
 

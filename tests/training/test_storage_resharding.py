@@ -65,7 +65,8 @@ def passed_on(root: Path, numbers: tuple[int, ...], **settings: Any) -> None:
     for rank in range(numbers[-1]):
         assert end_of(root / "storage", rank)["state"] == end_of(root / "checkpoint", rank)["state"]
     assert max(steps_of(root / "storage")) == EVERY * len(numbers)
-    assert stores(root / "storage") == []
+    is_kept = settings.get("transfer", {}).get("keep") is True
+    assert stores(root / "storage") == [f"default/rank-{rank:05d}" for rank in range(numbers[-1] if is_kept else 0)]
 
 
 def test_one_two_three_one(tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_a_kill_within_the_change(
             assert stores(folder) == []
         for rank in range(devices):
             assert steps_of(after, rank) == steps_of(expected, rank)
-            assert end_of(after, rank)["state"] == end_of(expected, rank)["state"]
+        assert end_of(after)["state"] == end_of(expected)["state"]  # further ranks may have got the first one's buffers
 
 
 def refused(folder: Path, **settings: Any) -> Exception:
