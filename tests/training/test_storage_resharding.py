@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import shutil
 import signal
 from collections.abc import Collection
@@ -14,11 +15,15 @@ import pytest
 from lightning_smartinfinity.errors import CheckpointError, StorageError, StorageFullError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.store import space
+from lightning_smartinfinity.store.parts import find_parts
+from lightning_smartinfinity.store.trainings import trainings_in
+from lightning_smartinfinity.zero3 import succession
 from tests.helpers.attacks import Attack
-from tests.training.storage_worker import StorageRun, end_of, fit, launch, steps_of
+from tests.training.storage_worker import CHANGE, StorageRun, end_of, fit, launch, steps_of
 
 # Nothing depends on random numbers, which differ when the number of processes has changed.
 STEADY = {"noise": False, "shuffle": False, "dropout": 0.0, "length": 72, "last": 1.0}
+NUM_KILLS = 12
 EVERY = 3  # steps between changes of the number of processes
 
 
@@ -26,7 +31,7 @@ def run_of(folder: Path, **settings: Any) -> StorageRun:
     storage = [str(folder / f"storage{number}") for number in range(settings.pop("folders", 1))]
     settings["transfer"] = {"keep": "on-failure", **settings.get("transfer", {})}
     settings["module"] = {**STEADY, **settings.get("module", {})}
-    return StorageRun(out=str(folder), storage=storage, epochs=1, **settings)
+    return StorageRun(out=str(folder), storage=storage, **{"epochs": 1, **settings})
 
 
 def run(folder: Path, **settings: Any) -> tuple[int, str]:
@@ -185,3 +190,48 @@ def test_what_is_refused_changes_nothing(left: Path, monkeypatch: pytest.MonkeyP
     (left / "elsewhere").rename(part)
     fit(run_of(left, **FURTHER)).close()
     assert end_of(left)["step"] == 5 and stores(left) == []
+
+
+def test_a_process_that_cannot_reach_a_part(left: Path) -> None:
+    """The error names the part, and says how to go on without it: by a checkpoint."""
+    parts = find_parts([left / "storage0", left / "storage1"], ["default"])
+    (training,) = trainings_in(parts, "default")
+    lost = next(part for part in parts if part.rank == 1 and part.device == 1)
+    whole = succession._folders_here(training, parts, rank=2)
+    assert whole == ((left / "storage0", left / "storage1"),) * 2
+    with pytest.raises(StorageError) as caught:
+        succession._folders_here(training, [part for part in parts if part != lost], rank=2)
+    assert f"Rank 2 cannot reach {str(lost.path)!r}" in str(caught.value)
+    assert "Resume with 2 processes, save a checkpoint, and resume from that" in caught.value.remedy
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+def test_kills_while_the_number_changes(overlap: str, tmp_path: Path, attack: Attack) -> None:
+    """A fit that goes on with one process and two in turn, killed again and again, ends as one that never stopped.
+
+    Both processes see the same batch, which is the whole epoch: half of it twice is the same gradient to the bit.
+    """
+    attack(
+        "kill at a random moment of a fit or of a change of its number of processes, then ckpt_path='storage'",
+        tries=NUM_KILLS,
+        outcome="resumed to the bit",
+    )
+    settings: dict[str, Any] = {
+        "epochs": 4 * NUM_KILLS,
+        "module": {"batch": 12, "length": 12, "width": 128},
+        "trainer": {"use_distributed_sampler": False},
+        "options": {"overlap": overlap},
+    }
+    assert run(tmp_path / "straight", **settings)[0] == 0
+    draw, changes, folder = random.Random(overlap), False, tmp_path / "killed"
+    for number in range(NUM_KILLS):
+        when = draw.choice([*CHANGE] if changes else ["batch start", "step", "batch end"])
+        moment = {"kill_at": f"kill at {when}", "kill_step": max([1, *steps_of(folder)]) + draw.randrange(2, 4)}
+        code, output = run(folder, devices=1 + number % 2, resume=number > 0, **moment, **settings)
+        assert code == -signal.SIGKILL, (number, when, output[-4000:])
+        changes = not changes
+    code, output = run(folder, resume=True, **settings)
+    assert code == 0, output[-4000:]
+    assert steps_of(folder) == steps_of(tmp_path / "straight")
+    assert end_of(folder)["state"] == end_of(tmp_path / "straight")["state"] and stores(folder) == []
