@@ -187,11 +187,13 @@ class Recording:
             StorageCorruptError: The record, or its residual, cannot be read; raised on every rank.
             CheckpointError: It belongs to another model; raised on every rank.
         """
+        from lightning_smartinfinity.zero3.checkpoints.engine_record import frozen_checksum
         from lightning_smartinfinity.zero3.collectives import raising_together
 
         loop: ClientState = {}
+        frozen = frozen_checksum(engine.module)
         with raising_together():
-            loop = _restore(engine)
+            loop = _restore(engine, frozen=frozen)
         return loop
 
     def end(self) -> None:
@@ -199,7 +201,7 @@ class Recording:
         self._recorder = None
 
 
-def _restore(engine: SmartInfinityEngine) -> ClientState:
+def _restore(engine: SmartInfinityEngine, *, frozen: int) -> ClientState:
     from lightning_smartinfinity.zero3.checkpoints.engine_record import restore_engine
 
     record = engine.optimizer.rank_state.handler.training
@@ -212,6 +214,6 @@ def _restore(engine: SmartInfinityEngine) -> ClientState:
             f"The training record of step {record.step} is not what this package writes: {error}.",
             "Resume from a checkpoint.",
         ) from error
-    restore_engine(engine, of_engine)
+    restore_engine(engine, of_engine, frozen=frozen)
     kept: ClientState = loop
     return kept

@@ -20,6 +20,7 @@ from lightning_smartinfinity.resume.loops import (
     load_loader_states,
     load_only_own_states,
     passed_to_run,
+    without_saved_positions,
 )
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import StrategySettings
@@ -94,8 +95,15 @@ class FitRecording(Recording):
             StorageCorruptError, CheckpointError: As for :meth:`restore`.
         """
         loop = self.restore(engine)
-        self._goes_on_after_batch, self._random_state = loop["after_batch"], loop[RNG_KEY]
-        return restore_loop(trainer, loop)
+        checkpoint = restore_loop(trainer, loop)
+        self._goes_on_after_batch = loop["after_batch"]
+        if fits(loop[RNG_KEY], world_size=trainer.world_size, warn=trainer.is_global_zero):
+            self._random_state = loop[RNG_KEY]
+        else:
+            # The positions of plain loaders are states of random generators, too.
+            checkpoint["loops"] = without_saved_positions(checkpoint["loops"])
+            load_only_own_states(trainer)
+        return checkpoint
 
     def begin_fit(self, trainer: pl.Trainer, engine: SmartInfinityEngine, transfer: TransferConfig) -> None:
         """Let the fit go on from where it resumes, and begin to record it: its first batch follows."""
@@ -103,12 +111,12 @@ class FitRecording(Recording):
         state, self._random_state = self._random_state, None
         if state is not None:
             restore(state, trainer.strategy.root_device)
-            if self._goes_on_after_batch:
-                go_on_after_batch(trainer)
-            else:
-                continue_epoch(trainer)
-                if self.resumes:
-                    begin_first_epoch(trainer)
+        if self._goes_on_after_batch:
+            go_on_after_batch(trainer)
+        elif state is not None:
+            continue_epoch(trainer)
+            if self.resumes:
+                begin_first_epoch(trainer)
         self.begin(engine, transfer, says=trainer.is_global_zero)
         if not self.resumes:  # else the record that the fit resumes from holds until the next step
             self._record_loop(trainer, after_batch=False)

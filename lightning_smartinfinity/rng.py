@@ -60,7 +60,7 @@ def fits(state: Mapping[str, Any], *, world_size: int, warn: bool) -> bool:
         return True
     if warn:
         warnings.warn(
-            f"The checkpoint was saved by {state['world_size']} processes and is resumed by {world_size}: random "
+            f"The training was saved by {state['world_size']} processes and is resumed by {world_size}: random "
             "states are not restored, so batches, dropout and augmentations differ from those of a run that never "
             "stopped. Call seed_everything with another seed than the first run's, so that they are not repeated.",
             stacklevel=2,

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-__all__ = ["begin_epoch", "draw_as_saved", "keeping_position", "keeps_position"]
+__all__ = ["begin_epoch", "draw_as_saved", "is_position", "keeping_position", "keeps_position"]
 
 _KEPT = "_kept_position"  # Lightning ignores attributes with an underscore when it makes a loader again
 _MARK = "_keeps_position"
@@ -56,6 +56,11 @@ def keeping_position(loader: Any) -> Any:
 def keeps_position(loader: Any) -> bool:
     """Return whether a loader's state is that of :func:`keeping_position`, and not the user's."""
     return hasattr(type(loader), _MARK)
+
+
+def is_position(state: Any) -> bool:
+    """Return whether the state of a loader is one that a loader of :func:`keeping_position` has saved."""
+    return isinstance(state, dict) and {"is_within", "num_fetched", "generators", "is_alive"} <= state.keys()
 
 
 def begin_epoch(loader: Any) -> None:

@@ -10,7 +10,7 @@ import inspect
 import warnings
 from typing import Any
 
-from lightning_smartinfinity.resume.loader_position import begin_epoch, draw_as_saved, keeps_position
+from lightning_smartinfinity.resume.loader_position import begin_epoch, draw_as_saved, is_position, keeps_position
 
 __all__ = [
     "begin_epoch_after_last",
@@ -20,6 +20,7 @@ __all__ = [
     "load_only_own_states",
     "passed_to_run",
     "without_positions",
+    "without_saved_positions",
 ]
 
 _LIGHTNING_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
@@ -58,9 +59,26 @@ def without_positions(loops: dict[str, Any], trainer: Any) -> dict[str, Any]:
         return loops
     stateful = [one for one in loader.flattened if keeps_position(one) or _is_stateful(one)]
     states = zip(stateful, saved["combined_loader"], strict=True)
-    own = {"combined_loader": [state for one, state in states if not keeps_position(one)]}
-    rest = {key: value for key, value in saved.items() if key != "combined_loader"}
-    return {**loops, "fit_loop": {**loops["fit_loop"], "state_dict": rest | (own if own["combined_loader"] else {})}}
+    return _with_loader_states(loops, [state for one, state in states if not keeps_position(one)])
+
+
+def without_saved_positions(loops: dict[str, Any]) -> dict[str, Any]:
+    """Return loops of a training record as :func:`without_positions` does, before there are loaders.
+
+    Args:
+        loops: What the record holds of Lightning's ``"loops"``.
+    """
+    saved = loops.get("fit_loop", {}).get("state_dict", {})
+    if "combined_loader" not in saved:
+        return loops
+    return _with_loader_states(loops, [state for state in saved["combined_loader"] if not is_position(state)])
+
+
+def _with_loader_states(loops: dict[str, Any], states: list[Any]) -> dict[str, Any]:
+    fit_loop = loops["fit_loop"]
+    rest = {key: value for key, value in fit_loop["state_dict"].items() if key != "combined_loader"}
+    own = {"combined_loader": states} if states else {}
+    return {**loops, "fit_loop": {**fit_loop, "state_dict": rest | own}}
 
 
 def load_only_own_states(trainer: Any) -> None:

@@ -15,6 +15,7 @@ from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.store.spread import apportion, interleave
 
 __all__ = [
+    "blocks_of",
     "BLOCK_BYTES",
     "CELL_NUMEL",
     "Extent",
@@ -132,6 +133,12 @@ class ExtentMap:
             numel, self.num_arrays, state_format=self.state_format, num_borders=len(self.borders_of(index))
         )
         return Extent(numel=numel, nbytes=nbytes)
+
+
+def blocks_of(extents: ExtentMap) -> tuple[native.Blocks | None, ...]:
+    """Return the cut of each tasklet's elements into blocks, for the native core; None means on the grid alone."""
+    borders = (extents.borders_of(index) for index in range(extents.num_tasklets))
+    return tuple(native.Blocks(list(found)) if found else None for found in borders)
 
 
 def extent_bytes(numel: int, num_arrays: int, *, state_format: str = "fp32", num_borders: int = 0) -> int:

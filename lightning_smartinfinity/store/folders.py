@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.store.lock import KEPT, LOCK_NAME, SET_ASIDE, FolderLock, reading
+from lightning_smartinfinity.store.lock import KEPT, LOCK_NAME, SET_ASIDE, SUCCESSOR, FolderLock, reading
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, manifest_content, read_manifest
 from lightning_smartinfinity.store.open_folder import ASIDE, OpenFolder, Trust
 from lightning_smartinfinity.store.os_errors import storage_errors
@@ -177,13 +177,25 @@ class RankFolder:
                 self.inside.remove(name)
             self._lock.erase()
 
-    def mark_aside(self) -> None:
+    def mark_aside(self, *, successor: bytes | None = None) -> None:
         """Mark the store there as set aside: the next one that is set aside replaces it. :meth:`adopt` ends that.
+
+        Args:
+            successor: Job id of the stores that are to be filled from it, if there are any.
 
         Raises:
             StorageError: The lock cannot be written.
         """
-        self._lock.note(SET_ASIDE)
+        if successor is None:
+            self._lock.note(SET_ASIDE)
+        else:
+            self._forget_aside()
+            self._lock.note(SET_ASIDE, f"{SUCCESSOR}{successor.hex()}")
+
+    def _forget_aside(self) -> None:
+        notes = [note for note in self._lock.notes if note == SET_ASIDE or note.startswith(SUCCESSOR)]
+        if notes:
+            self._lock.erase(*notes)
 
     def make_job(self, job: str) -> None:
         """Make the folder of another job beside this one's, if it is missing, for :meth:`move`.
@@ -227,8 +239,7 @@ class RankFolder:
             StorageError: The lock cannot be written.
         """
         self._lock.note(*owned_names(self.inside, (), manifest))
-        if SET_ASIDE in self._lock.notes:
-            self._lock.erase(SET_ASIDE)
+        self._forget_aside()
 
     def allocate(self, name: str, num_bytes: int) -> Path:
         """Create a file whose blocks are all reserved and read as zeros.

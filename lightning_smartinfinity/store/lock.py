@@ -17,13 +17,27 @@ from lightning_smartinfinity.errors import StorageCorruptError, StorageError, St
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
 
-__all__ = ["KEPT", "LOCK_NAME", "SET_ASIDE", "FolderLock", "acquire", "is_locked", "read_lock", "reading", "try_lock"]
+__all__ = [
+    "KEPT",
+    "LOCK_NAME",
+    "SET_ASIDE",
+    "SUCCESSOR",
+    "FolderLock",
+    "acquire",
+    "is_locked",
+    "read_lock",
+    "reading",
+    "successor_in",
+    "try_lock",
+]
 
 LOCK_NAME = "lock"
 KEPT = "keep"
 """Note in the lock of a store that a later job must leave alone."""
 SET_ASIDE = "aside"
 """Note in the lock of a store that was set aside, as long as no training has gone on with it."""
+SUCCESSOR = "successor-"
+"""Begin of a note beside it, which names the stores of other ranks that are filled from that store by their job id."""
 
 _GLANCE = 0.1  # seconds: far more than :func:`is_locked` takes
 _MOST_BYTES = 1 << 16  # of a lock file; only a file of something else has more
@@ -139,6 +153,15 @@ def read_lock(folder: OpenFolder) -> tuple[int | None, frozenset[str]]:
         return None, frozenset()
     with folder.reader(LOCK_NAME) as file:
         return _parsed(folder.path / LOCK_NAME, file.read(_MOST_BYTES))
+
+
+def successor_in(notes: Iterable[str]) -> bytes | None:
+    """Return the job id in a note of :data:`SUCCESSOR`; None if there is none."""
+    for note in notes:
+        if note.startswith(SUCCESSOR):
+            with suppress(ValueError):
+                return bytes.fromhex(note.removeprefix(SUCCESSOR))
+    return None
 
 
 def acquire(path: Path, *, mode: int, in_use: Callable[[int], StorageLockedError], parent: int | None = None) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from lightning_smartinfinity.errors import StorageCorruptError
 from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.store.folders import COMMIT_NAME, open_rank_folder, owned_names
-from lightning_smartinfinity.store.lock import KEPT, SET_ASIDE, is_locked, read_lock
+from lightning_smartinfinity.store.lock import KEPT, SET_ASIDE, is_locked, read_lock, successor_in
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
@@ -48,6 +48,7 @@ class Part:
         folders: Storage folders of the rank.
         kept: Whether the store is marked ``keep``.
         is_aside: Whether it was set aside, and no training has gone on with it since.
+        successor: Job id of the stores of other ranks that are filled from it, if it was set aside for that.
         points: Points that the rank can be resumed at, as far as its records say; only in its first folder.
         num_bytes: Bytes allocated by its files.
         in_use: Whether a process had locked it.
@@ -63,6 +64,7 @@ class Part:
     folders: tuple[str, ...] = ()
     kept: bool = False
     is_aside: bool = False
+    successor: bytes | None = None
     points: frozenset[Point] = frozenset()
     num_bytes: int = field(default=0, compare=False)  # blocks may be allocated late
     in_use: bool = field(default=False, compare=False)
@@ -81,7 +83,8 @@ class Part:
 def find_parts(folders: Sequence[Path], jobs: Sequence[str]) -> list[Part]:
     """Return the parts of these jobs in storage folders, and in those that their manifests name.
 
-    Nothing there changes. A storage folder that does not exist holds nothing.
+    Nothing there changes. A storage folder that does not exist holds nothing. Of copies of a part, the first that is
+    found counts: manifests name the folders of the original.
 
     Raises:
         StorageError: A folder is not to be trusted, a file cannot be read, or a newer version wrote it.
@@ -89,6 +92,7 @@ def find_parts(folders: Sequence[Path], jobs: Sequence[str]) -> list[Part]:
     found: list[Part] = []
     pending = [Path(os.path.abspath(folder)) for folder in folders]
     seen: set[tuple[int, int] | None] = {None}
+    known: set[tuple[bytes, int, int, str]] = set()
     while pending:
         storage = pending.pop(0)
         identity = _identity_of(storage)
@@ -96,7 +100,12 @@ def find_parts(folders: Sequence[Path], jobs: Sequence[str]) -> list[Part]:
             seen.add(identity)
             parts = [part for job in jobs for part in _parts_of(storage / job)]
             pending += [Path(folder) for part in parts for folder in part.folders]
-            found += parts
+            for part in parts:
+                key = None if part.store is None else (part.store, part.rank, part.device, part.job)
+                if key is None or key not in known:
+                    found.append(part)
+                if key is not None:
+                    known.add(key)
     return found
 
 
@@ -136,6 +145,7 @@ def look_at(folder: OpenFolder) -> Part:
         rank=rank,
         kept=KEPT in notes,
         is_aside=SET_ASIDE in notes,
+        successor=successor_in(notes),
         num_bytes=sum(status.st_blocks * 512 for status in sizes if status is not None),
         in_use=is_locked(folder),
     )

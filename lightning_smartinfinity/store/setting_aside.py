@@ -1,49 +1,28 @@
 """Moves interrupted trainings out of the way of a new one, each as a whole: all ranks' parts in all storage folders.
 
 All ranks look at what lies there (:func:`~.parts.find_parts`), and decide alike from what all of them have seen
-(:func:`plan_setting_aside`). Then they lock what they are to move (:meth:`Mover.claim`), and only if all could, they
-delete what was set aside before and move. A kill in between leaves each part in one of the two jobs: the next start
-completes the move, and a training that resumes puts the parts together (:func:`plan_reunion`).
+(:func:`plan_setting_aside`). Then they lock what they are to move (:meth:`~.mover.Mover.claim`), and only if all could,
+they delete what was set aside before and move. A kill in between leaves each part in one of the two jobs: the next
+start completes the move, and a training that resumes puts the parts together (:func:`plan_reunion`).
+
+A training that resumes on another number of ranks moves aside, too (:func:`plan_making_way`), while the stores of its
+*successor* are filled from it. Its parts then name the successor. When that is whole, they are deleted; if a kill comes
+before, what there is of the successor is deleted, and they are moved back.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
-from itertools import product
 from pathlib import Path
 
-from lightning_smartinfinity.errors import StorageError, StorageLockedError
-from lightning_smartinfinity.store.folders import RankFolder, rank_folder_path
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.store.folders import rank_folder_path
 from lightning_smartinfinity.store.open_folder import ASIDE
-from lightning_smartinfinity.store.parts import Part, Point, look_at
+from lightning_smartinfinity.store.parts import Part
+from lightning_smartinfinity.store.trainings import Condition, Training, jobs_beside, movers_of, trainings_in
 
-__all__ = [
-    "Condition",
-    "Mover",
-    "Plan",
-    "Training",
-    "jobs_beside",
-    "plan_reunion",
-    "plan_setting_aside",
-    "trainings_in",
-]
-
-
-class Condition(Enum):
-    """Says what can be done with a training that has left its parts on storage."""
-
-    RESUMABLE = auto()
-    """It has taken a step, and all of its parts are there."""
-
-    TORN = auto()
-    """It may have taken a step, and parts of it are missing, which may be on a drive that is not mounted."""
-
-    NO_STEP = auto()
-    """There is nothing in it that resuming would save."""
+__all__ = ["Plan", "plan_making_way", "plan_reunion", "plan_setting_aside"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +36,7 @@ class Plan:
         reclaimed: Parts of no use to delete before, which no rank of the new training finds in its own folder.
         left: Parts that stay beside the new training.
         aside: Whether parts are set aside; otherwise a training that resumes puts its parts together.
+        successor: Job id of the stores that are filled from what is set aside; None if there are none.
         step: Step after which the training was interrupted.
         replaced: Step after which the one was interrupted that was set aside before; None if there was none.
     """
@@ -67,6 +47,7 @@ class Plan:
     reclaimed: tuple[tuple[int, Part], ...] = ()
     left: tuple[tuple[int, Part], ...] = ()
     aside: bool = True
+    successor: bytes | None = None
     step: int = 0
     replaced: int | None = None
 
@@ -93,37 +74,6 @@ class Plan:
         return list(dict.fromkeys(part.storage for _, part in self.moved))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """The parts of one training, as all ranks together have seen them.
-
-    Args:
-        parts: The parts, at least one.
-        condition: What can be done with it.
-        point: The newest point that all ranks have whose first part is there; None if there is none.
-        missing: Rank and number of the storage folder of a part that is missing, or None.
-    """
-
-    parts: tuple[Part, ...]
-    condition: Condition
-    point: Point | None
-    missing: tuple[int, int] | None
-
-    @property
-    def step(self) -> int:
-        """Step after which it was interrupted; 0 before the first, or if the parts do not tell."""
-        return 0 if self.point is None or self.point.number == 0 else self.point.step
-
-    def parts_in(self, job: str) -> list[Part]:
-        """Return its parts in a job."""
-        return [part for part in self.parts if part.job == job]
-
-
-def jobs_beside(job: str) -> list[str]:
-    """Return the names under which parts of a job's training may lie: its own, and where they are moved to or from."""
-    return [job, f"{job}{ASIDE}", *([job.removesuffix(ASIDE)] if job.endswith(ASIDE) and job != ASIDE else [])]
-
-
 def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequence[Sequence[Path]]) -> Plan:
     """Decide what has to be moved to the job ``<job>.aside`` before a new training begins.
 
@@ -136,7 +86,7 @@ def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Seq
         StorageError: A store in the way, or what was set aside before, is marked ``keep``; a training has gone on with
             what was set aside before; or a part of the training to move is missing.
     """
-    movers = _movers(seen)
+    movers = movers_of(seen)
     aside, of_job = f"{job}{ASIDE}", {part: rank for part, rank in movers.items() if part.job == job}
     in_own_folder = {part for part, rank in of_job.items() if part.storage in folders[rank]}
     in_the_way = {part for part in in_own_folder if part.rank < len(folders)}
@@ -157,20 +107,53 @@ def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Seq
     left = tuple((movers[part], part) for part in movers if part in rest and part not in useless)
     if not moved:
         return Plan(job=aside, reclaimed=reclaimed, left=left)
-    before = [part for part in movers if part.job == aside and part not in whole]
+    deleted, replaced = _replaced(movers, aside, whole)
+    return Plan(
+        job=aside,
+        moved=tuple((movers[part], part) for training in moved for part in training.parts_in(job)),
+        deleted=deleted,
+        reclaimed=reclaimed,
+        left=left,
+        step=max(training.step for training in moved),
+        replaced=replaced,
+    )
+
+
+def plan_making_way(seen: Sequence[Sequence[Part]], *, job: str, training: Training, successor: bytes) -> Plan:
+    """Decide what has to be moved to ``<job>.aside`` so that a training goes on there in stores of other ranks.
+
+    Args:
+        seen: For each rank, what it has seen of the job and of ``<job>.aside``.
+        job: ``TransferConfig.job`` of the training.
+        training: The training, whose parts all lie in that job.
+        successor: Job id of the stores that are filled from it.
+
+    Raises:
+        StorageError: As for :func:`plan_setting_aside`, of what was set aside before.
+    """
+    movers, aside = movers_of(seen), f"{job}{ASIDE}"
+    deleted, replaced = _replaced(movers, aside, training.parts)
+    return Plan(
+        job=aside,
+        moved=tuple((movers[part], part) for part in training.parts),
+        deleted=deleted,
+        successor=successor,
+        step=training.step,
+        replaced=replaced,
+    )
+
+
+def _replaced(
+    movers: Mapping[Part, int], aside: str, moved: Collection[Part]
+) -> tuple[tuple[tuple[int, Part], ...], int | None]:
+    """Return what was set aside before, which goes, and the step after which that training was interrupted."""
+    before = [part for part in movers if part.job == aside and part not in moved]
     _refuse_kept(before)
     replaced = trainings_in(before, aside)
     for training in replaced:
         _require_replaceable(training)
-    return Plan(
-        job=aside,
-        moved=tuple((movers[part], part) for training in moved for part in training.parts_in(job)),
-        deleted=tuple((movers[part], part) for part in before),
-        reclaimed=reclaimed,
-        left=left,
-        step=max(training.step for training in moved),
-        replaced=max((one.step for one in replaced if one.condition is Condition.RESUMABLE), default=None),
-    )
+    resumable = (one.step for one in replaced if one.condition is Condition.RESUMABLE)
+    return tuple((movers[part], part) for part in before), max(resumable, default=None)
 
 
 def plan_reunion(seen: Sequence[Sequence[Part]], *, job: str) -> Plan:
@@ -183,7 +166,10 @@ def plan_reunion(seen: Sequence[Sequence[Part]], *, job: str) -> Plan:
     Raises:
         StorageError: Nothing can be resumed under this name, and an interrupted training lies under another one.
     """
-    movers = _movers(seen)
+    movers = movers_of(seen)
+    plan = _plan_of_succession(movers, job)
+    if plan is not None:
+        return plan
     can_resume = False
     moved: list[Part] = []
     for other in jobs_beside(job)[1:]:
@@ -202,56 +188,30 @@ def plan_reunion(seen: Sequence[Sequence[Part]], *, job: str) -> Plan:
     return Plan(job=job, moved=tuple((movers[part], part) for part in moved), aside=False)
 
 
-def trainings_in(parts: Iterable[Part], job: str, other: str | None = None) -> list[Training]:
-    """Return the trainings that have parts in a job; what is missing of one there is looked for in ``other``."""
-    everything = list(parts)
-    found = []
-    for store in dict.fromkeys(part.store for part in everything if part.job == job and part.store is not None):
-        of_store = [part for part in everything if part.store == store and part.job in (job, other)]
-        training = _training([part for part in of_store if part.job == job], everything)
-        found.append(training if training.condition is not Condition.TORN else _training(of_store, everything))
-    return found
+def _plan_of_succession(movers: Mapping[Part, int], job: str) -> Plan | None:
+    """Return how to end a change to other ranks that a kill has interrupted, or that is complete; None: there is none.
 
-
-def _training(parts: Sequence[Part], around: Collection[Part]) -> Training:
-    missing = next(_missing(parts), None)
-    points = [part.points for part in parts if part.device == 0]
-    point = max(frozenset.intersection(*points), default=None) if points else None
-    nothing_saved = bool(points) and (point is None or point.number == 0)
-    if nothing_saved or (missing is not None and _is_gone(*missing, parts, around)):
-        condition = Condition.NO_STEP
-    else:
-        condition = Condition.RESUMABLE if missing is None else Condition.TORN
-    return Training(parts=tuple(parts), condition=condition, point=point, missing=missing)
-
-
-def _missing(parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
-    """Yield rank and device of what a training lacks; a manifest may speak of billions of ranks."""
-    present = {(part.rank, part.device) for part in parts}
-    devices = range(len(parts[0].folders))
-    return (place for place in product(range(parts[0].world_size), devices) if place not in present)
-
-
-def _is_gone(rank: int, device: int, parts: Sequence[Part], around: Collection[Part]) -> bool:
-    """Return whether something else lies where a missing part must have been.
-
-    Of a training on several machines nobody knows which of them that was, and all may have disks of the same path.
+    The plan deletes the stores that were being filled and moves the others back; or it deletes the others.
     """
-    storage, machine, jobs = Path(parts[0].folders[device]), parts[0].machine, {part.job for part in parts}
-    return parts[0].num_machines == 1 and any(
-        (part.rank, part.machine, part.storage) == (rank, machine, storage) and part.job in jobs for part in around
-    )
-
-
-def _movers(seen: Sequence[Sequence[Part]]) -> dict[Part, int]:
-    """Return each part that was seen, once, with the rank that looks after it: its own, or else the first to see it."""
-    movers: dict[object, tuple[int, Part]] = {}
-    for rank, parts in enumerate(seen):
-        for part in parts:
-            key = (part.store, part.rank, part.device, part.job) if part.store else (part.machine, part.path)
-            if key not in movers or part.rank == rank:
-                movers[key] = rank, part
-    return {part: rank for rank, part in movers.values()}
+    aside = f"{job}{ASIDE}"
+    for successor in dict.fromkeys(part.successor for part in movers if part.job == aside and part.successor):
+        sources = [part for part in movers if part.job == aside and part.successor == successor]
+        filled = (one for one in trainings_in(movers, job) if one.parts[0].store == successor)
+        if any(one.condition is Condition.RESUMABLE for one in filled):
+            return Plan(job=job, deleted=tuple((movers[part], part) for part in sources), aside=False)
+        whole = (one for one in trainings_in(movers, aside, job) if one.condition is Condition.RESUMABLE)
+        source = next((one for one in whole if set(sources) <= set(one.parts)), None)
+        if source is None:
+            continue
+        rest = [part for part in movers if part.job == job and part not in source.parts]
+        if all(part.store == successor or not (part.store or part.kept or part.in_use) for part in rest):
+            return Plan(
+                job=job,
+                deleted=tuple((movers[part], part) for part in rest),
+                moved=tuple((movers[part], part) for part in source.parts_in(aside)),
+                aside=False,
+            )
+    return None
 
 
 def _useless(parts: Iterable[Part], job: str, aside: str) -> set[Part]:
@@ -307,74 +267,3 @@ def _after(step: int) -> str:
 def _removal(training: Training, job: str) -> str:
     storage = dict.fromkeys(str(part.storage) for part in training.parts)
     return f"smart-infinity jobs {' '.join(storage)} --remove {job}"
-
-
-class Mover:
-    """Carries out a rank's share of a plan. All ranks call each method, and go on only if none has raised.
-
-    Args:
-        plan: What is to be done, the same on all ranks.
-        rank: Rank of this process.
-    """
-
-    def __init__(self, plan: Plan, *, rank: int) -> None:
-        self._plan = plan
-        self._rank = rank
-        self._locked = ExitStack()
-        self._moved: list[RankFolder] = []
-        self._deleted: list[RankFolder] = []
-
-    def claim(self) -> None:
-        """Lock the parts, and make the folders that they are moved into.
-
-        Raises:
-            StorageLockedError: A process uses one of them, or has changed it meanwhile.
-            StorageError: A folder cannot be used or made.
-        """
-        self._deleted = [self._claimed(part) for part in self._plan.deleted_by(self._rank)]
-        self._moved = [self._claimed(part) for part in self._plan.moved_by(self._rank)]
-        for folder in self._moved:
-            folder.make_job(self._plan.job)
-
-    def _claimed(self, part: Part) -> RankFolder:
-        folder = RankFolder(part.path, create=False)
-        self._locked.callback(folder.discard)
-        if look_at(folder.inside) != part:
-            raise StorageLockedError(
-                f"Another process has used {str(part.path)!r} meanwhile.",
-                "Wait for that job, or give this one its own TransferConfig(job=...) or storage folder.",
-            )
-        return folder
-
-    def make_room(self) -> None:
-        """Delete what is replaced.
-
-        Raises:
-            StorageError: A file cannot be deleted, or something that this package did not make is in the way.
-        """
-        for folder in self._deleted:
-            folder.mark_aside()  # so that after a kill the rest can be replaced, too
-        for folder in self._deleted:
-            folder.destroy()
-        for folder in self._moved:
-            target = folder.path.parents[1] / self._plan.job / folder.path.name
-            if os.path.lexists(target):
-                raise StorageError(
-                    f"{str(folder.path)!r} cannot be moved: {str(target)!r} is in the way.",
-                    "Remove it if it is no longer needed, or choose another TransferConfig(job=...).",
-                )
-
-    def move(self) -> None:
-        """Move the parts.
-
-        Raises:
-            StorageError: A part could not be moved. The next start moves those that are left.
-        """
-        for folder in self._moved:
-            if self._plan.aside:
-                folder.mark_aside()
-            folder.move(self._plan.job)
-
-    def close(self) -> None:
-        """Unlock what was not moved; idempotent. Never raises."""
-        self._locked.close()

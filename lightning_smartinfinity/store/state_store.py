@@ -19,7 +19,7 @@ from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.capacities import Capacities
 from lightning_smartinfinity.store.claiming import claim_folders, clear_folders, fill_folders
 from lightning_smartinfinity.store.direct import open_state_file
-from lightning_smartinfinity.store.extents import ExtentMap
+from lightning_smartinfinity.store.extents import ExtentMap, blocks_of
 from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, RankFolder
 from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.limited_calls import LimitedCalls
@@ -282,8 +282,7 @@ class StateStore:
     @cached_property
     def blocks(self) -> tuple[native.Blocks | None, ...]:
         """The cut of each tasklet's elements into blocks, for the native core; None means on the grid alone."""
-        borders = (self.extents.borders_of(index) for index in range(self.extents.num_tasklets))
-        return tuple(native.Blocks(list(found)) if found else None for found in borders)
+        return blocks_of(self.extents)
 
     @property
     def control_bytes(self) -> int:

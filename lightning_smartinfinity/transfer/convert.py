@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lightning_smartinfinity.checks import check, one_of, require_distinct
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
@@ -19,7 +18,7 @@ from lightning_smartinfinity.progress import Advance, Show, hidden
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.manifest import Manifest
 from lightning_smartinfinity.store.os_errors import storage_errors
-from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
+from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layout, described_slices, layout_over
 from lightning_smartinfinity.transfer.state_access import StateAccess
 from lightning_smartinfinity.transfer.windows import Window
 
@@ -148,11 +147,9 @@ def _layout(manifest: Manifest, *, tasklet_bytes: int, num_devices: int, state_f
         StorageCorruptError: The manifest describes no partition, or not the one on storage.
     """
     try:
-        slices = [_slice_of(parameter) for parameter in manifest.description.parameters]
-        if sum(parameter.numel for parameter in slices) != manifest.extents.numel:
-            raise ValueError("the parameters are not those of the partition")
+        present = layout_over(described_slices(manifest.description.parameters), manifest.extents)
         return build_layout(
-            slices,
+            present.parameters,
             tasklet_bytes=tasklet_bytes,
             num_arrays=manifest.extents.num_arrays,
             num_devices=num_devices,
@@ -164,16 +161,6 @@ def _layout(manifest: Manifest, *, tasklet_bytes: int, num_devices: int, state_f
             f"The manifest in {manifest.folders[0]!r} does not describe the parameters whose state lies there.",
             "Resume from a checkpoint in the format that you want.",
         ) from error
-
-
-def _slice_of(parameter: Mapping[str, Any]) -> ParameterSlice:
-    return ParameterSlice(
-        name=str(parameter["name"]),
-        numel=int(parameter["numel"]),
-        real_numel=int(parameter["real_numel"]),
-        group=int(parameter["group"]),
-        sub_group=int(parameter["sub_group"]),
-    )
 
 
 def _copy(source: StateStore, target: StateStore, layout: PartitionLayout, advance: Advance) -> None:

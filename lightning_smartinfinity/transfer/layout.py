@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ __all__ = [
     "SubGroupSlice",
     "TaskletSlice",
     "build_layout",
+    "described_slices",
+    "layout_over",
     "with_residents",
 ]
 
@@ -219,6 +221,14 @@ class PartitionLayout:
         first = bisect_right(self._parameter_ends, begin)
         return self.parameters[first : bisect_left(self._parameter_offsets, end)]
 
+    def real_ranges_between(self, begin: int, end: int) -> list[tuple[ParameterSlice, int, int]]:
+        """Return the slices in ``[begin, end)``, each with its range of the flat partition there, without padding."""
+        ranges = [
+            (parameter, max(begin, parameter.offset), min(end, parameter.offset + parameter.real_numel))
+            for parameter in self.parameters_between(begin, end)
+        ]
+        return [(parameter, first, last) for parameter, first, last in ranges if first < last]
+
     def sub_group_at(self, offset: int) -> SubGroupSlice:
         """Return the sub-group that holds element ``offset`` of the flat partition."""
         return self.sub_groups[bisect_right(self._sub_group_offsets, offset) - 1]
@@ -271,6 +281,36 @@ def build_layout(
         state_format=state_format,
         borders=borders,
     )
+    return PartitionLayout(parameters=placed, sub_groups=_sub_groups(placed), extents=extents)
+
+
+def described_slices(parameters: Iterable[Mapping[str, Any]]) -> list[ParameterSlice]:
+    """Return the slices that a manifest describes; see ``StoreDescription``.
+
+    Raises:
+        KeyError, TypeError, ValueError: It describes none.
+    """
+    return [
+        ParameterSlice(
+            name=str(parameter["name"]),
+            numel=int(parameter["numel"]),
+            real_numel=int(parameter["real_numel"]),
+            group=int(parameter["group"]),
+            sub_group=int(parameter["sub_group"]),
+        )
+        for parameter in parameters
+    ]
+
+
+def layout_over(parameters: Iterable[ParameterSlice], extents: ExtentMap) -> PartitionLayout:
+    """Return the layout of slices whose tasklets are cut already.
+
+    Raises:
+        ValueError: They are not the slices of these tasklets.
+    """
+    placed = _place(parameters)
+    if sum(parameter.numel for parameter in placed) != extents.numel:
+        raise ValueError("the parameters are not those of the partition")
     return PartitionLayout(parameters=placed, sub_groups=_sub_groups(placed), extents=extents)
 
 

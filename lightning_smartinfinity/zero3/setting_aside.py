@@ -13,14 +13,16 @@ from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.store import SpaceRequest
 from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.store.mover import Mover
 from lightning_smartinfinity.store.open_folder import ASIDE
 from lightning_smartinfinity.store.parts import Part, find_parts
-from lightning_smartinfinity.store.setting_aside import Mover, Plan, jobs_beside, plan_reunion, plan_setting_aside
+from lightning_smartinfinity.store.setting_aside import Plan, plan_reunion, plan_setting_aside
 from lightning_smartinfinity.store.space import measure_parts
+from lightning_smartinfinity.store.trainings import jobs_beside
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 
-__all__ = ["look_aside", "put_together", "set_aside", "space_of"]
+__all__ = ["carry_out", "look_aside", "put_together", "seen_parts", "set_aside", "space_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ def look_aside(settings: OffloadSettings, group: ProcessGroup | None) -> Plan:
     """
     job = settings.transfer.job
     return plan_setting_aside(
-        _seen(settings, [job, f"{job}{ASIDE}"], group),
+        seen_parts(settings, [job, f"{job}{ASIDE}"], group),
         job=job,
         folders=gather([folder.absolute() for folder in settings.storage], group),
     )
@@ -59,7 +61,7 @@ def set_aside(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None)
     """
     if not plan.changes_something:
         return
-    _carry_out(plan, settings, group)
+    carry_out(plan, settings, group)
     if plan.moved and dist.get_rank(group) == 0:
         folders = " ".join(map(str, plan.storage))
         _log.warning(
@@ -81,16 +83,23 @@ def set_aside(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None)
 def put_together(settings: OffloadSettings, group: ProcessGroup | None) -> None:
     """Move the parts of a training that is to be resumed to its job, if a kill has left it divided. Collective.
 
+    If it was being moved to stores of other ranks, either the old or the new ones are left, whichever are whole.
+
     Raises:
         StorageError: A part cannot be moved, or the training lies under another name; raised on every rank.
     """
     job = settings.transfer.job
-    plan = plan_reunion(_seen(settings, jobs_beside(job), group), job=job)
-    if plan.moved:
-        _carry_out(plan, settings, group)
+    plan = plan_reunion(seen_parts(settings, jobs_beside(job), group), job=job)
+    if plan.changes_something:
+        carry_out(plan, settings, group)
 
 
-def _seen(settings: OffloadSettings, jobs: Sequence[str], group: ProcessGroup | None) -> list[list[Part]]:
+def seen_parts(settings: OffloadSettings, jobs: Sequence[str], group: ProcessGroup | None) -> list[list[Part]]:
+    """Return, for each rank, the parts of these jobs that it sees in its storage folders. Collective.
+
+    Raises:
+        StorageError: A folder or file cannot be read; raised on every rank.
+    """
     parts: list[Part] = []
     with raising_together(group):
         first = Path(settings.storage[0]).absolute()
@@ -99,7 +108,12 @@ def _seen(settings: OffloadSettings, jobs: Sequence[str], group: ProcessGroup | 
     return gather(parts, group)
 
 
-def _carry_out(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None) -> None:
+def carry_out(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None) -> None:
+    """Carry out a plan: all ranks do their share, or none does. Collective.
+
+    Raises:
+        StorageError: A part cannot be moved or deleted; raised on every rank.
+    """
     path, seconds = Path(settings.storage[0], plan.job), settings.transfer.io_timeout
     with closing(Mover(plan, rank=dist.get_rank(group))) as mover:
         stages: list[tuple[Callable[[], None], str]] = [

@@ -46,9 +46,10 @@ from lightning_smartinfinity.transfer.partitions import ParameterMemory
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.zero3.collectives import gather, raise_together, raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.file_systems import network_warning, places_of
-from lightning_smartinfinity.zero3.reopening import recover_for_training
+from lightning_smartinfinity.zero3.reopening import describe_training, recover_for_training
 from lightning_smartinfinity.zero3.setting_aside import look_aside, put_together, set_aside, space_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
+from lightning_smartinfinity.zero3.succession import Predecessor, fill_successor, find_predecessor, make_way, plan_way
 from lightning_smartinfinity.zero3.untyped import ParamGroup
 
 __all__ = ["open_storage", "require_parameter_space", "with_cache"]
@@ -88,7 +89,7 @@ def open_storage(
         DeviceError: A card cannot be opened or has too little memory; raised on every rank.
     """
     settings = replace(settings, gradient_itemsize=gradient_dtype.itemsize, parameter_itemsize=dtype.itemsize)
-    description = _describe(layout, rule, dtype, groups)
+    description = describe_training(layout, rule, dtype, groups)
     _warn_of_network(settings, group)
     if settings.resumes:
         return _reopen_storage(settings, layout, rule, description, group)
@@ -125,8 +126,10 @@ def _reopen_storage(
 ) -> TransferHandler:
     """Open the store of an interrupted training at the newest record that all ranks have. Collective."""
     put_together(settings, group)
-    opened = ExitStack()
-    with opened:
+    predecessor = find_predecessor(settings, description, group)
+    if predecessor is not None:
+        return _succeed(predecessor, settings, layout, rule, description, group)
+    with ExitStack() as opened:
         with raising_together(group):
             store = recover_for_training(settings, layout, description, group)
             opened.callback(store.close, remove=False)
@@ -144,6 +147,40 @@ def _warn_of_network(settings: OffloadSettings, group: ProcessGroup | None) -> N
         warning = unless_idle(partial(network_warning, folders), doing="Looking at", path=folders[0])
     if warning is not None and launched_as() == "0":
         warnings.warn(warning, stacklevel=2)
+
+
+def _succeed(
+    predecessor: Predecessor,
+    settings: OffloadSettings,
+    layout: PartitionLayout,
+    rule: UpdateRule,
+    description: StoreDescription,
+    group: ProcessGroup | None,
+) -> TransferHandler:
+    """Create this rank's store, and fill it from those of a training of other ranks, which go. Collective."""
+    job_id = gather(uuid.uuid4().bytes, group)[0]
+    plan = plan_way(predecessor, settings, job_id)
+    make_way(
+        plan,
+        predecessor,
+        settings,
+        group,
+        require_room=lambda: require_space(_space_of_all_ranks(settings, layout, plan, group)),
+    )
+    with ExitStack() as opened:
+        with raising_together(group):
+            store = _create_store(settings, layout, description, group, job_id)
+            opened.callback(store.close, remove=True)
+            handler = TransferHandler(layout, store, _device(settings, layout, rule), rule=rule)
+            opened.callback(handler.close, remove=True)
+            handler.open()
+        fill_successor(predecessor, settings, layout, handler.state, store, group)
+        opened.pop_all()
+    with ExitStack() as opened:
+        opened.callback(handler.close, remove=False)
+        put_together(settings, group)
+        opened.pop_all()
+    return handler
 
 
 def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: ProcessGroup | None) -> PartitionLayout:
@@ -310,36 +347,3 @@ def _state_space(
         *_gradient_space(settings, extents),
         *measure_residual_space(settings.storage[0], numel=settings.recorded_numel(numel)),
     ]
-
-
-def _describe(
-    layout: PartitionLayout, rule: UpdateRule, dtype: torch.dtype, groups: Sequence[ParamGroup]
-) -> StoreDescription:
-    return StoreDescription(
-        optimizer=rule.name,
-        arrays=rule.arrays,
-        parameters=tuple(
-            {
-                "name": parameter.name,
-                "shape": list(parameter.shape),
-                "numel": parameter.numel,
-                "real_numel": parameter.real_numel,
-                "group": parameter.group,
-                "sub_group": parameter.sub_group,
-                "dtype": str(dtype).removeprefix("torch."),
-            }
-            for parameter in layout.parameters
-        ),
-        groups=tuple(_plain(group) for group in groups),
-    )
-
-
-def _plain(group: ParamGroup) -> dict[str, object]:
-    values = {key: _scalar(value) for key, value in group.items() if key != "params"}
-    return {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str, list))}
-
-
-def _scalar(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    return [_scalar(item) for item in value] if isinstance(value, (tuple, list)) else value

@@ -27,10 +27,12 @@ class FabricRun:
     out: str
     devices: int = 1
     resume: bool = False
+    checkpoint: str = ""  # from which the loop resumes, in place of storage
     num_steps: int = 8
     kill_step: int = -1  # the step in which the last rank is killed
     kill_after: float = 0.0  # seconds after that step has begun
     fail_step: int = -1  # the step behind which the loop raises
+    save_step: int = -1  # the step behind which the loop saves saved.ckpt
     record_every: int = 1
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -48,13 +50,13 @@ def train(run: FabricRun) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 128), nn.BatchNorm1d(128), nn.Dropout(0.3), nn.Linear(128, 3))
     torch.manual_seed(5 if run.resume else 4 + fabric.global_rank)
-    if run.resume:
+    if run.resume and not run.checkpoint:
         fabric.strategy.resume()
     model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.01))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=100)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0, "random": RandomStates()}
     if run.resume:
-        fabric.load("storage", state)
+        fabric.load(run.checkpoint or "storage", state)
     while state["step"] < run.num_steps:
         if state["step"] == run.kill_step and fabric.global_rank == run.devices - 1:
             kill_later(run.kill_after)
@@ -68,6 +70,8 @@ def train(run: FabricRun) -> None:
             file.write(f"{state['step']} {float(loss).hex()} {random.random()}\n")
         if state["step"] % run.record_every == 0:
             fabric.strategy.record(state)
+        if state["step"] == run.save_step:
+            fabric.save(out / "saved.ckpt", state)
         if state["step"] == run.fail_step:
             raise RuntimeError("an error of the user's")
     end = {"state": state_digest(optimizer.engine.optimizer, module), "random": [torch.rand(1).item(), random.random()]}

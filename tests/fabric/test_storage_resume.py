@@ -64,6 +64,21 @@ def test_an_error_leaves_the_state_and_an_end_does_not(tmp_path: Path) -> None:
     assert files(tmp_path / "a" / "storage") == []
 
 
+def test_another_number_of_processes(tmp_path: Path) -> None:
+    """A loop goes on from storage as from a checkpoint of the same step, on every rank."""
+    folder, other = tmp_path / "storage", tmp_path / "checkpoint"
+    code, output = launch(FabricRun(str(folder), save_step=3, fail_step=3))
+    assert code != 0 and "an error of the user's" in output, output[-3000:]
+    for out, checkpoint in ((folder, ""), (other, str(folder / "saved.ckpt"))):
+        code, output = launch(FabricRun(str(out), devices=2, num_steps=5, resume=True, checkpoint=checkpoint))
+        assert code == 0 and output.count("random states are not restored") == 1, output[-3000:]
+    for rank in range(2):
+        ours, theirs = steps_of(folder, rank), steps_of(other, rank)
+        assert [ours[step] for step in (4, 5)] == [theirs[step] for step in (4, 5)]
+        assert end_of(folder, rank) == end_of(other, rank)
+    assert files(folder / "storage") == []
+
+
 @pytest.mark.long
 def test_steps_without_a_record(tmp_path: Path) -> None:
     """Two steps behind the last record there is nothing to resume from, so nothing is left; a warning says so."""

@@ -16,8 +16,9 @@ import pytest
 from lightning_smartinfinity.errors import StorageError, StorageFullError, StorageLockedError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.lock import SET_ASIDE
+from lightning_smartinfinity.store.mover import Mover
 from lightning_smartinfinity.store.parts import Part, find_parts
-from lightning_smartinfinity.store.setting_aside import Mover, Plan, jobs_beside, plan_reunion, plan_setting_aside
+from lightning_smartinfinity.store.setting_aside import Plan, plan_reunion, plan_setting_aside
 from lightning_smartinfinity.store.space import (
     SpaceRequest,
     leftover_bytes,
@@ -25,6 +26,7 @@ from lightning_smartinfinity.store.space import (
     measure_space,
     require_space,
 )
+from lightning_smartinfinity.store.trainings import jobs_beside
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.store.makers import commit_generation, create, extents

@@ -21,6 +21,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TopK
+from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store.folders import RankFolder
+from lightning_smartinfinity.zero3 import storage, succession
 from tests.helpers.interrupted_runs import kill_later, launch_run, state_digest
 from tests.helpers.trainers import quiet_trainer
 from tests.training.asynchronous_worker import save_beside
@@ -37,6 +40,7 @@ class StorageRun:
     devices: int = 1
     cards: bool = False  # whether emulated SmartSSDs update, one for each folder
     resume: bool = False
+    checkpoint: str = ""  # from which the fit resumes, in place of storage
     seed: int = 1
     epochs: int = 3
     kill_at: str = ""  # how and when: "kill at step"; see die
@@ -92,10 +96,14 @@ class Module(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         settings = {"width": 24, "batch": 2, "length": 12, "workers": 0, "noise": True, "plateau": False, "steps": 1}
-        self.settings = {**settings, "turned": False, "last": 0.0, **run.module}
+        self.settings = {**settings, "turned": False, "last": 0.0, "shuffle": True, "dropout": 0.3, **run.module}
         width = self.settings["width"]
         self.net = nn.Sequential(
-            nn.Linear(8, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, width), nn.Linear(width, 3)
+            nn.Linear(8, width),
+            nn.BatchNorm1d(width),
+            nn.Dropout(self.settings["dropout"]),
+            nn.Linear(width, width),
+            nn.Linear(width, 3),
         )
         self.frozen = nn.Linear(8, 8)
         self.frozen.requires_grad_(False)
@@ -138,8 +146,8 @@ class Module(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         data = Noisy(length=self.settings["length"], noise=self.settings["noise"])
-        workers = self.settings["workers"]
-        return DataLoader(data, batch_size=self.settings["batch"], shuffle=True, num_workers=workers)
+        workers, shuffle = self.settings["workers"], self.settings["shuffle"]
+        return DataLoader(data, batch_size=self.settings["batch"], shuffle=shuffle, num_workers=workers)
 
     def val_dataloader(self) -> Any:
         return DataLoader(Noisy(length=4, noise=False), batch_size=2)
@@ -197,7 +205,8 @@ def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
     """End in the way that the run asks for, if this is the moment.
 
     The moments are ``start`` (of the set-up), ``batch start``, ``step``, ``batch end``, ``validation``, ``epoch end``,
-    ``save``, ``growth`` (of the state files), ``end`` (of the fit) and ``saved end``.
+    ``save``, ``growth`` (of the state files), ``end`` (of the fit) and ``saved end``; and those of
+    :func:`kill_in_change`.
     """
     how, _, when = run.kill_at.partition(" at ")
     if when != moment or trainer.global_step != run.kill_step or trainer.global_rank != run.kill_rank:
@@ -214,6 +223,28 @@ def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
         raise KeyboardInterrupt
 
 
+CHANGE: dict[str, tuple[Any, str]] = {
+    "way made": (storage, "_create_store"),
+    "fill": (succession._Sources, "read"),
+    "first record": (StateStore, "record_training"),
+    "removal": (RankFolder, "destroy"),
+}
+"""Moments of a change to another number of processes, each with the function that begins it."""
+
+
+def kill_in_change(run: StorageRun) -> None:
+    """Let a process be killed when a change to another number of processes has come to the run's moment."""
+    owner, name = CHANGE[run.kill_at.removeprefix("kill at ")]
+    do = getattr(owner, name)
+
+    def die_or_do(*args: Any, **kwargs: Any) -> Any:
+        if torch.distributed.get_rank() == run.kill_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return do(*args, **kwargs)
+
+    setattr(owner, name, die_or_do)
+
+
 def strategy_of(run: StorageRun) -> SmartInfinityStrategy:
     """Return the strategy that a run asks for."""
     options = dict(run.options)
@@ -228,8 +259,15 @@ def strategy_of(run: StorageRun) -> SmartInfinityStrategy:
 
 
 def main(path: str) -> None:
-    """Fit as the run says."""
+    """Fit as the run in a file says."""
     run = StorageRun(**json.loads(Path(path).read_text()))
+    if run.kill_at.removeprefix("kill at ") in CHANGE:
+        kill_in_change(run)
+    fit(run)
+
+
+def fit(run: StorageRun) -> SmartInfinityStrategy:
+    """Fit as one of the run's processes; return the strategy."""
     pl.seed_everything(run.seed)
     module, watch = Module(run), Watch(run)
     strategy = strategy_of(run)
@@ -242,7 +280,7 @@ def main(path: str) -> None:
         **{"precision": "bf16-mixed", "num_sanity_val_steps": 0, **run.trainer},
     )
     die(run, "start", trainer)
-    trainer.fit(module, ckpt_path="storage" if run.resume else None)
+    trainer.fit(module, ckpt_path=run.checkpoint or ("storage" if run.resume else None))
     die(run, "end", trainer)
     if run.kill_at.endswith("at saved end"):
         trainer.save_checkpoint(Path(run.out) / "end.ckpt")
@@ -257,6 +295,7 @@ def main(path: str) -> None:
         "random": [torch.rand(1).item(), float(np.random.rand()), random.random()],
     }
     (Path(run.out) / f"end-{trainer.global_rank}.json").write_text(json.dumps(end))
+    return strategy
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.zero3.checkpoints.joined_checksum import crc32c_of_both
 from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of, numbers_of
 from lightning_smartinfinity.zero3.checkpoints.saved_residual import begin_residual
 from lightning_smartinfinity.zero3.checkpoints.weight_source import persistent_buffers
+from lightning_smartinfinity.zero3.collectives import gather
 from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import SavedState, ZeroParameter
@@ -44,15 +46,20 @@ def describe_engine(engine: SmartInfinityEngine) -> SavedState:
     }
 
 
-def restore_engine(engine: SmartInfinityEngine, saved: SavedState) -> None:
+def restore_engine(engine: SmartInfinityEngine, saved: SavedState, *, frozen: int) -> None:
     """Continue with an engine's part of a training record.
+
+    Args:
+        engine: The engine.
+        saved: Its part of the record.
+        frozen: :func:`frozen_checksum` of its module.
 
     Raises:
         StorageCorruptError: The residual of compressed gradients is damaged.
         CheckpointError: The module's buffers, or its parameters that are not trained, are others than they were.
     """
     optimizer = engine.optimizer
-    if saved["frozen"] != frozen_checksum(engine.module):
+    if saved["frozen"] != frozen:
         raise CheckpointError(
             "The parameters that are not trained have other values than in the training that was interrupted, and "
             "storage holds none of theirs.",
@@ -94,15 +101,23 @@ def _restore_residual(optimizer: StorageOptimizer) -> None:
 
 
 def frozen_checksum(module: torch.nn.Module) -> int:
-    """Return a checksum of this rank's parts of the parameters that are not trained. Collective."""
+    """Return a checksum of the parameters that are not trained, the same for any number of ranks. Collective."""
+    frozen = [param for param in module.parameters() if not param.requires_grad]
     crc = 0
-    for param in module.parameters():
-        if not param.requires_grad:
-            partition = _partition_of(param)
-            for begin in range(0, partition.numel(), _CHUNK_NUMEL):
-                values = partition[begin : begin + _CHUNK_NUMEL].cpu().contiguous()
-                crc = native.crc32c(values.data_ptr(), values.nbytes, crc)
+    # Of each parameter the ranks hold consecutive parts.
+    for parts in zip(*gather([_checksum_of(_partition_of(param)) for param in frozen], None), strict=True):
+        for of_part, nbytes in parts:
+            crc = crc32c_of_both(crc, of_part, nbytes)
     return crc
+
+
+def _checksum_of(values: torch.Tensor) -> tuple[int, int]:
+    """Return the CRC32C of values, and their bytes."""
+    crc = 0
+    for begin in range(0, values.numel(), _CHUNK_NUMEL):
+        chunk = values[begin : begin + _CHUNK_NUMEL].cpu().contiguous()
+        crc = native.crc32c(chunk.data_ptr(), chunk.nbytes, crc)
+    return crc, values.nbytes
 
 
 def _partition_of(param: ZeroParameter) -> torch.Tensor:

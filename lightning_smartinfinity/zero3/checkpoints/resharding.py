@@ -16,7 +16,6 @@ import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, LOSS_SCALER
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
 from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.client_state import user_state
@@ -104,7 +103,7 @@ def _filler(optimizer: StorageOptimizer, saved: SavedTraining, numbers: Mapping[
     def fill(window: Window) -> None:
         for array in window.arrays:
             array.fill(0)
-        for parameter, begin, end in _parameters_in(layout, window):
+        for parameter, begin, end in layout.real_ranges_between(window.begin, window.end):
             target = slice(begin - window.begin, end - window.begin)
             first = rank * parameter.numel + begin - parameter.offset
             for number, first_value in enumerate(first_values, start=1):
@@ -114,15 +113,6 @@ def _filler(optimizer: StorageOptimizer, saved: SavedTraining, numbers: Mapping[
         optimizer.partition.write(window.begin, torch.from_numpy(window.arrays[0]))
 
     return fill
-
-
-def _parameters_in(layout: PartitionLayout, window: Window) -> list[tuple[ParameterSlice, int, int]]:
-    """Return a window's parameters, each with its range ``[begin, end)`` of the partition, without padding."""
-    ranges = [
-        (parameter, max(window.begin, parameter.offset), min(window.end, parameter.offset + parameter.real_numel))
-        for parameter in layout.parameters_between(window.begin, window.end)
-    ]
-    return [(parameter, begin, end) for parameter, begin, end in ranges if begin < end]
 
 
 class _FrozenSlices:

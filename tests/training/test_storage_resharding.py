@@ -1,0 +1,237 @@
+"""An interrupted fit goes on from storage on another number of processes, as it does from an ordinary checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+import signal
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_smartinfinity.errors import CheckpointError, StorageError, StorageFullError
+from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.store import space
+from lightning_smartinfinity.store.parts import find_parts
+from lightning_smartinfinity.store.trainings import trainings_in
+from lightning_smartinfinity.zero3 import succession
+from tests.helpers.attacks import Attack
+from tests.training.storage_worker import CHANGE, StorageRun, end_of, fit, launch, steps_of
+
+# Nothing depends on random numbers, which differ when the number of processes has changed.
+STEADY = {"noise": False, "shuffle": False, "dropout": 0.0, "length": 72, "last": 1.0}
+NUM_KILLS = 12
+EVERY = 3  # steps between changes of the number of processes
+
+
+def run_of(folder: Path, **settings: Any) -> StorageRun:
+    storage = [str(folder / f"storage{number}") for number in range(settings.pop("folders", 1))]
+    settings["transfer"] = {"keep": "on-failure", **settings.get("transfer", {})}
+    settings["module"] = {**STEADY, **settings.get("module", {})}
+    return StorageRun(out=str(folder), storage=storage, **{"epochs": 1, **settings})
+
+
+def run(folder: Path, **settings: Any) -> tuple[int, str]:
+    """Fit in processes of their own."""
+    return launch(run_of(folder, **settings))
+
+
+def stores(folder: Path) -> list[str]:
+    """Return the stores in all storage folders, as job and rank."""
+    return sorted(f"{path.parents[1].name}/{path.parent.name}" for path in folder.glob("storage*/*/rank-*/state.bin"))
+
+
+def passed_on(root: Path, numbers: tuple[int, ...], **settings: Any) -> None:
+    """Let fits on these numbers of processes go on from each other, from storage and from checkpoints.
+
+    Every fit but the last one ends with an error after three steps. Both chains have to be equal in every step.
+    """
+    settings |= {"save_every": EVERY, "trainer": {"max_steps": EVERY * len(numbers), **settings.get("trainer", {})}}
+    for position, devices in enumerate(numbers):
+        step, is_last = EVERY * (position + 1), position == len(numbers) - 1
+        moment = {} if is_last else {"kill_at": "error at batch start", "kill_step": step}
+        for kind in ("storage", "checkpoint") if position else ("storage",):
+            resumed: dict[str, Any] = {"resume": True} if position else {}
+            if position and kind == "checkpoint":
+                saved = root / kind / f"{position}.ckpt"
+                shutil.move(root / kind / "last.ckpt", saved)
+                shutil.rmtree(root / kind / "storage0")
+                resumed = {"checkpoint": str(saved)}
+            code, output = run(root / kind, devices=devices, seed=1 + position, **resumed, **moment, **settings)
+            assert (code == 0) == is_last and ("an error of the user's" in output) != is_last, output[-4000:]
+            assert output.count("random states are not restored") == (1 if position else 0)
+        if position == 0:
+            shutil.copytree(root / "storage", root / "checkpoint")
+    for rank in range(max(numbers)):
+        assert steps_of(root / "storage", rank) == steps_of(root / "checkpoint", rank) != {}
+    for rank in range(numbers[-1]):
+        assert end_of(root / "storage", rank)["state"] == end_of(root / "checkpoint", rank)["state"]
+    assert max(steps_of(root / "storage")) == EVERY * len(numbers)
+    is_kept = settings.get("transfer", {}).get("keep") is True
+    assert stores(root / "storage") == [f"default/rank-{rank:05d}" for rank in range(numbers[-1] if is_kept else 0)]
+
+
+def test_one_two_three_one(tmp_path: Path) -> None:
+    """A fit on one process goes on with two, three and one again, with the bits with which checkpoints go on."""
+    passed_on(tmp_path, (1, 2, 3, 1), options={"overlap": "forward"}, module={"width": 128})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+@pytest.mark.parametrize("state_format", STATE_FORMATS)
+def test_every_format(state_format: str, overlap: str, tmp_path: Path) -> None:
+    """In every format both chains round alike."""
+    passed_on(tmp_path, (2, 3, 1, 2), options={"overlap": overlap, "state_format": state_format}, module={"width": 128})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "transfer"),
+    [
+        ({"zero": {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}}, {}),
+        ({"zero": {"sub_group_size": 3000}}, {"dram_cache_bytes": 100_000, "durability": "power"}),
+        ({}, {"keep": True}),
+        ({"compression": {"ratio": 0.1}}, {}),
+    ],
+)
+def test_every_home_of_the_state(options: dict[str, Any], transfer: dict[str, Any], tmp_path: Path) -> None:
+    """Parameters on storage, a DRAM tier with sub-groups, a store that is kept, and a residual that begins at zero."""
+    passed_on(tmp_path, (3, 1, 2), options=options, transfer=transfer, module={"width": 128})
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a fit on two processes in two folders that was interrupted after three steps."""
+    folder = tmp_path_factory.mktemp("two") / "run"
+    code, output = run(folder, devices=2, folders=2, kill_at="error at batch start", kill_step=3)
+    assert code != 0 and len(stores(folder)) == 4, output[-4000:]
+    return folder.rename(folder.with_name("elsewhere"))  # manifests name the storage folders, which must not be found
+
+
+@pytest.fixture
+def left(interrupted: Path, tmp_path: Path) -> Path:
+    """Return a copy of that folder."""
+    return copied(interrupted, tmp_path / "left")
+
+
+def copied(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to)
+    return to
+
+
+FURTHER: dict[str, Any] = {"resume": True, "seed": 9, "folders": 2, "trainer": {"max_steps": 5}}
+
+
+@pytest.mark.parametrize(
+    ("moment", "numbers"),
+    [
+        ("fill", (2, 1)),
+        *(
+            pytest.param(moment, (1, 2, 3), marks=pytest.mark.long)
+            for moment in ("way made", "fill", "first record", "removal")
+        ),
+    ],
+)
+def test_a_kill_within_the_change(
+    moment: str, numbers: Collection[int], left: Path, tmp_path: Path, attack: Attack
+) -> None:
+    """A fit that is killed while its stores are moved to another number of processes goes on with any number."""
+    attack(
+        "kill in a change to another number of processes, then ckpt_path='storage'",
+        tries=len(numbers),
+        outcome="resumed to the bit with the old, the new and another number",
+    )
+    killed = copied(left, tmp_path / "killed")
+    change = {"devices": 3, "kill_at": f"kill at {moment}", "kill_rank": 1}
+    code, output = run(killed, **FURTHER | change)
+    assert code == -signal.SIGKILL, output[-4000:]
+    assert any("default.aside" in store for store in stores(killed))
+    for devices in numbers:
+        after, expected = (copied(folder, tmp_path / f"{folder.name}{devices}") for folder in (killed, left))
+        for folder in (after, expected):
+            code, output = run(folder, devices=devices, **FURTHER)
+            assert code == 0, output[-4000:]
+            assert stores(folder) == []
+        for rank in range(devices):
+            assert steps_of(after, rank) == steps_of(expected, rank)
+        assert end_of(after)["state"] == end_of(expected)["state"]  # further ranks may have got the first one's buffers
+
+
+def refused(folder: Path, **settings: Any) -> Exception:
+    """Return the error of a fit in this process that resumes on one process, and changes nothing."""
+    before = stores(folder)
+    with pytest.raises((StorageError, CheckpointError)) as caught:
+        fit(run_of(folder, **FURTHER | settings))
+    assert stores(folder) == before
+    return caught.value
+
+
+def test_what_is_refused_changes_nothing(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too little space for both, another model and a part that is missing: each error says what to do."""
+    request = space._request
+
+    def nearly_full(*args: Any, **kwargs: Any) -> Any:
+        return dataclasses.replace(request(*args, **kwargs), free_bytes=1000)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(space, "_request", nearly_full)
+        full = refused(left)
+    assert isinstance(full, StorageFullError) and "of 2 processes, which goes on with 1" in str(full)
+    assert "Resume with 2 processes, save a checkpoint, and resume from that" in full.remedy
+    assert "its model was" in str(refused(left, module={"width": 32}))
+    part = left / "storage1/default/rank-00001"
+    part.rename(left / "elsewhere")
+    missing = refused(left)
+    assert "takes all of its parts, and '" in str(missing)
+    assert "storage1/default/rank-00001' cannot be found" in str(missing)
+    (left / "elsewhere").rename(part)
+    fit(run_of(left, **FURTHER)).close()
+    assert end_of(left)["step"] == 5 and stores(left) == []
+
+
+def test_a_process_that_cannot_reach_a_part(left: Path) -> None:
+    """The error names the part, and says how to go on without it: by a checkpoint."""
+    parts = find_parts([left / "storage0", left / "storage1"], ["default"])
+    (training,) = trainings_in(parts, "default")
+    lost = next(part for part in parts if part.rank == 1 and part.device == 1)
+    whole = succession._folders_here(training, parts, rank=2)
+    assert whole == ((left / "storage0", left / "storage1"),) * 2
+    with pytest.raises(StorageError) as caught:
+        succession._folders_here(training, [part for part in parts if part != lost], rank=2)
+    assert f"Rank 2 cannot reach {str(lost.path)!r}" in str(caught.value)
+    assert "Resume with 2 processes, save a checkpoint, and resume from that" in caught.value.remedy
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+def test_kills_while_the_number_changes(overlap: str, tmp_path: Path, attack: Attack) -> None:
+    """A fit that goes on with one process and two in turn, killed again and again, ends as one that never stopped.
+
+    Both processes see the same batch, which is the whole epoch: half of it twice is the same gradient to the bit.
+    """
+    attack(
+        "kill at a random moment of a fit or of a change of its number of processes, then ckpt_path='storage'",
+        tries=NUM_KILLS,
+        outcome="resumed to the bit",
+    )
+    settings: dict[str, Any] = {
+        "epochs": 4 * NUM_KILLS,
+        "module": {"batch": 12, "length": 12, "width": 128},
+        "trainer": {"use_distributed_sampler": False},
+        "options": {"overlap": overlap},
+    }
+    assert run(tmp_path / "straight", **settings)[0] == 0
+    draw, changes, folder = random.Random(overlap), False, tmp_path / "killed"
+    for number in range(NUM_KILLS):
+        when = draw.choice([*CHANGE] if changes else ["batch start", "step", "batch end"])
+        moment = {"kill_at": f"kill at {when}", "kill_step": max([1, *steps_of(folder)]) + draw.randrange(2, 4)}
+        code, output = run(folder, devices=1 + number % 2, resume=number > 0, **moment, **settings)
+        assert code == -signal.SIGKILL, (number, when, output[-4000:])
+        changes = not changes
+    code, output = run(folder, resume=True, **settings)
+    assert code == 0, output[-4000:]
+    assert steps_of(folder) == steps_of(tmp_path / "straight")
+    assert end_of(folder)["state"] == end_of(tmp_path / "straight")["state"] and stores(folder) == []
