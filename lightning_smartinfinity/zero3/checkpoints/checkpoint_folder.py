@@ -151,7 +151,7 @@ def await_seen(path: str | Path) -> None:
     for others to tell.
     """
     seen = False
-    with raising_together():
+    with raising_together(), reading_checkpoint(path):
         seen = unless_idle(Path(path).exists, doing="Looking at", path=Path(path))
     _await(path, [Path(path) if each else None for each in gather(seen, None)])
 

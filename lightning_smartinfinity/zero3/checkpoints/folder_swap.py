@@ -110,7 +110,8 @@ def replacing(path: str | Path, tag: str, *, closing_group: ProcessGroup | None 
         made = gather(made, None)[place.leader]
         assert made is not None
         with raising_together(), writing(path):
-            there = [made[1] / name, _as_here(path, *made) / name]
+            here = unless_idle(partial(_as_here, path, *made), doing="Looking at", path=target)
+            there = [made[1] / name, here / name]
             seen = first_seen(there, shared=place.num_machines > 1)
             if seen is None:
                 raise CheckpointError(
