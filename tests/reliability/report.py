@@ -1,14 +1,13 @@
 """Runs the attacks and prints their table: ``python -m tests.reliability.report``.
 
-Tests say what they attacked by the fixture ``attack``, whichever folder they are in. With ``--write`` the table
-replaces the one in docs/reliability.md. The attacks take hours; with ``--results FILE`` several runs, each of some of
-the tests, make one table. With ``--short`` the attacks are repeated as often as in ``make test``.
+Tests say what they attacked by the fixture ``attack``, whichever folder they are in. With ``--write`` the rows go into
+the table of docs/reliability.md, in place of those of the same files. The attacks take hours, so several runs, each of
+some of the files, can make one table. With ``--short`` the attacks are repeated as often as in ``make test``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -93,21 +92,21 @@ def table_of(rows: Iterable[Row]) -> str:
 
 
 def page_with(table: str, page: str) -> str:
-    """Return a page whose table of attacks, which it must have, is replaced."""
+    """Return a page whose table of attacks, which it must have, has the rows of another one, too.
+
+    They replace the rows of the same files of tests.
+    """
     before, header, behind = page.partition("\n".join(_HEADER))
     assert header, "the page has no table of attacks"
-    _, end, rest = behind.partition("\n\n")
-    return before + table + end + rest
+    known, end, rest = behind.partition("\n\n")
+    new = table.splitlines()[len(_HEADER) :]
+    files = set(map(_file_of, new))
+    rows = new + [row for row in known.split("\n") if row and _file_of(row) not in files]
+    return "\n".join([before + header, *sorted(rows, key=_file_of)]) + end + rest
 
 
-def joined_results(file: Path, rows: Iterable[Row]) -> list[Row]:
-    """Put the rows of some tests into a file, in place of those that these tests had there, and return all rows."""
-    rows = list(rows)
-    known = [Row(*values) for values in json.loads(file.read_text())] if file.exists() else []
-    tests = {row.test for row in rows}
-    rows += [row for row in known if row.test not in tests]
-    file.write_text(json.dumps(rows, indent=0))
-    return rows
+def _file_of(row: str) -> str:
+    return row.rpartition(" | ")[2]
 
 
 def files_with_attacks() -> list[str]:
@@ -120,15 +119,12 @@ def main() -> int:
     """Run the attacks, print their table, and return pytest's exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="repeat attacks as often as `make test` does")
-    parser.add_argument("--results", type=Path, help="file that joins the results of several runs")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="write the rows into docs/reliability.md")
     parser.add_argument("options", nargs="*", help="further options for pytest")
     arguments = parser.parse_args()
     limits = [] if arguments.short else ["--long", "-o", "timeout=3600", "-o", "faulthandler_timeout=3630"]
     named = any(option.startswith("tests/") for option in arguments.options)
     rows, code = rows_of([*([] if named else files_with_attacks()), *limits, *arguments.options])
-    if arguments.results:
-        rows = joined_results(arguments.results, rows)
     table = table_of(rows)
     print(f"\n{table}")
     if arguments.write:

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.attacks import PROPERTY
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.waiting import PROCESS_LIMIT
-from tests.reliability.report import Row, Rows, files_with_attacks, joined_results, page_with, table_of
+from tests.reliability.report import Row, Rows, files_with_attacks, page_with, table_of
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -77,17 +77,10 @@ def test_seconds_of_a_row_are_added() -> None:
     assert table_of(rows).splitlines()[2:] == ["| a, 152 s | 5 | whole | `x.py` |"]
 
 
-def test_results_of_several_runs(tmp_path: Path) -> None:
-    """A test that ran again replaces what it found before; the others stay."""
-    file = tmp_path / "results.json"
-    first = [Row("a", 1, "**FAILED**", "tests/x.py::one"), Row("b", 2, "whole", "tests/x.py::two", 2.0)]
-    assert joined_results(file, first) == first
-    again = Row("a", 3, "whole", "tests/x.py::one")
-    assert joined_results(file, [again]) == [again, first[1]]
-    assert joined_results(file, []) == [again, first[1]]
-
-
 def test_the_table_of_a_page() -> None:
-    """Only the table is replaced."""
-    old, new = (table_of([Row("a", tries, "whole", "tests/x.py::one")]) for tries in (1, 2))
-    assert page_with(new, f"before\n\n{old}\n\nbehind\n") == f"before\n\n{new}\n\nbehind\n"
+    """The rows of files that ran again are replaced; the others stay, in the order of files, and so does the text."""
+    rows = [Row("a", 1, "**FAILED**", "tests/x.py::one"), Row("b", 2, "whole", "tests/y.py::two", 2.0)]
+    again = Row("a", 3, "whole", "tests/x.py::one")
+    page = page_with(table_of([again]), f"before\n\n{table_of(rows)}\n\nbehind\n")
+    assert page == f"before\n\n{table_of([again, rows[1]])}\n\nbehind\n"
+    assert page_with(table_of([]), page) == page
