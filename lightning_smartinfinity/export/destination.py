@@ -28,7 +28,7 @@ from lightning_smartinfinity.store.replacement import (
 )
 from lightning_smartinfinity.store.staging_folder import locked, remove_content
 
-__all__ = ["require_folder", "require_room", "require_unused", "resolved", "staged"]
+__all__ = ["require_folder", "require_outside", "require_room", "require_unused", "resolved", "staged"]
 
 _OLDER_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*")
 
@@ -69,18 +69,25 @@ def require_folder(target: Path) -> None:
         raise CheckpointError(f"{target} is no folder, and models are saved as folders.", "Name another path.")
 
 
-def require_unused(target: Path, *, outside: Path | None = None) -> None:
-    """Check that an export to ``target`` replaces nothing.
-
-    Args:
-        target: Path of the export.
-        outside: Folder that must not contain it.
+def require_outside(target: Path, checkpoint: Path) -> None:
+    """Check that an export to ``target`` lies outside the checkpoint that it is made from.
 
     Raises:
-        CheckpointError: There is something already, or it would lie in ``outside``.
+        CheckpointError: It would lie in it.
     """
-    if outside is not None and Path(os.path.realpath(target)).is_relative_to(os.path.realpath(outside)):
-        raise CheckpointError(f"The export {target} would lie in the checkpoint {outside}.", "Name a folder elsewhere.")
+    exists = os.path.lexists(checkpoint)  # False for a path with a NUL byte, which realpath refuses
+    if exists and Path(os.path.realpath(target)).is_relative_to(os.path.realpath(checkpoint)):
+        raise CheckpointError(
+            f"The export {target} would lie in the checkpoint {checkpoint}.", "Name a folder elsewhere."
+        )
+
+
+def require_unused(target: Path) -> None:
+    """Check that an export to ``target`` replaces nothing.
+
+    Raises:
+        CheckpointError: There is something already.
+    """
     with storage_errors("Looking for", target):
         empty = target.is_dir() and not any(target.iterdir())
     if os.path.lexists(target) and not empty:

@@ -13,7 +13,7 @@ import torch
 from lightning_smartinfinity.checks import Rule, one_of, optional, require
 from lightning_smartinfinity.errors import CheckpointError, ConfigError
 from lightning_smartinfinity.export.companions import CheckpointOrigin, Origin, has_tokenizer, origin_of
-from lightning_smartinfinity.export.destination import require_unused, resolved
+from lightning_smartinfinity.export.destination import require_outside, require_unused, resolved
 from lightning_smartinfinity.export.lightning_file import write_lightning_file
 from lightning_smartinfinity.export.models import choose, described_by, described_in, without_memory
 from lightning_smartinfinity.export.pretrained import FolderExport, plain_export, pretrained_export, writing_folder
@@ -87,7 +87,8 @@ def export_checkpoint(checkpoint: Path, target: Path, settings: ExportSettings) 
         SmartInfinityError: The checkpoint cannot be read or exported, or the export cannot be written.
     """
     target = resolved(target)
-    require_unused(target, outside=checkpoint)
+    require_outside(target, checkpoint)
+    require_unused(target)
     with door(settings.weights_only, consent="--no-weights-only (in Python, weights_only=False)"):
         return _exported(checkpoint, target, settings)
 

@@ -449,7 +449,7 @@ def test_an_export_stays_out_of_the_checkpoint(trained: Train, tmp_path: Path) -
         export(trained("llama").checkpoint, tmp_path / "link" / "out")
 
 
-@pytest.mark.parametrize("bad", ["missing", "file", "folder"])
+@pytest.mark.parametrize("bad", ["missing", "file", "folder", "nul\0byte"])
 def test_what_is_no_checkpoint_is_refused(bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command prints our error, and exits with 1."""
     (tmp_path / "file").write_text("text")
