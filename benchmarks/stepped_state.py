@@ -14,7 +14,7 @@ from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.native import DType, HostBuffer, StateFile
-from lightning_smartinfinity.store import StateStore, StoreDescription
+from lightning_smartinfinity.store import StoreDescription, create_store
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
@@ -64,7 +64,7 @@ class SteppedState:
         rule = rule_for(OPTIMIZER)
         named = tuple({"name": parameter.name} for parameter in parameters)
         description = StoreDescription(optimizer=rule.name, arrays=rule.arrays, parameters=named)
-        store = StateStore.create(list(folders), config=transfer, extents=layout.extents, description=description)
+        store = create_store(list(folders), config=transfer, extents=layout.extents, description=description)
         host = HostDevice(num_buffers=transfer.num_buffers, io_engine=transfer.io_engine)
         device = host if make_device is None else make_device(layout)
         self._store = store

@@ -159,7 +159,7 @@ class TransferConfig:
             training begins, less a quarter of all memory, divided among the ranks of a machine. No result depends on
             it.
         durability: ``"none"`` (one place for each tasklet: a failed step cannot be rolled back), ``"step"``
-            (two: a failed step is rolled back exactly, and ``StateStore.recover`` can open the store after a kill) or
+            (two: a failed step is rolled back exactly, and ``recover_store`` can open the store after a kill) or
             ``"power"`` (also after a power loss: every step flushes the device). With each of them training resumes
             from checkpoints.
         direct_io: ``"on"`` (O_DIRECT or an error), ``"off"`` (through the page cache) or ``"auto"`` (O_DIRECT where

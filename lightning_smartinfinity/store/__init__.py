@@ -4,11 +4,12 @@ Typical use::
 
     requests = measure_space(folders, job=config.job, rank=rank, extents=layout.extents, num_parameters=len(names))
     require_space(gathered_requests_of_all_ranks)         # the same result on every rank
-    store = StateStore.create(folders, config=config, extents=layout.extents, description=description)
+    store = create_store(folders, config=config, extents=layout.extents, description=description)
 """
 
 from lightning_smartinfinity.store.extents import Extent, ExtentMap
 from lightning_smartinfinity.store.manifest import StoreDescription
+from lightning_smartinfinity.store.opening import create_store, find_resumable, recover_store
 from lightning_smartinfinity.store.space import (
     Shortfall,
     SpaceRequest,
@@ -33,10 +34,13 @@ __all__ = [
     "StoredTensor",
     "TensorFiles",
     "TensorStore",
+    "create_store",
+    "find_resumable",
     "measure_gradient_space",
     "measure_parameter_space",
     "measure_residual_space",
     "measure_space",
+    "recover_store",
     "require_space",
     "shortfalls",
 ]

@@ -119,7 +119,7 @@ def measure_space(
     """Return this rank's requests, one per storage folder, and leave nothing there.
 
     Args:
-        folders: Storage folders, as for ``StateStore.create``.
+        folders: Storage folders, as for ``create_store``.
         job: ``TransferConfig.job``.
         rank: Rank of this process.
         extents: ``PartitionLayout.extents``.

@@ -17,7 +17,7 @@ import torch
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import StorageError
-from lightning_smartinfinity.store import StateStore, StoreDescription
+from lightning_smartinfinity.store import StoreDescription, create_store
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, build_layout
 from lightning_smartinfinity.transfer.partitions import HostPartition
@@ -86,7 +86,7 @@ def _handler(storage: Path, *, state_format: str, numel: int) -> Iterator[tuple[
         state_format=state_format,
     )
     description = StoreDescription(optimizer=rule.name, arrays=rule.arrays, parameters=({"name": "p"},))
-    store = StateStore.create([storage], config=config, extents=layout.extents, description=description)
+    store = create_store([storage], config=config, extents=layout.extents, description=description)
     handler = TransferHandler(layout, store, HostDevice(num_buffers=config.num_buffers), rule=rule)
     values = [torch.full((numel,), 0.01, dtype=torch.bfloat16) for _ in range(2)]
     flats = [[Flat(each.data_ptr(), numel, native_dtype(each.dtype))] for each in values]

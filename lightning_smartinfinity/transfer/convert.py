@@ -15,7 +15,7 @@ from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, UnsupportedError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where, optimizers_of, serves
 from lightning_smartinfinity.progress import Advance, Show, hidden
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import StateStore, create_store, recover_store
 from lightning_smartinfinity.store.manifest import Manifest
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layout, described_slices, layout_over
@@ -100,13 +100,13 @@ def _convert(
 ) -> tuple[StateStore, bool]:
     """Return one rank's new store, which ``undo`` removes, and whether the old store is marked ``keep``."""
     with ExitStack() as opened:
-        source = StateStore.recover(folders, job=config.job, rank=rank)
+        source = recover_store(folders, job=config.job, rank=rank)
         opened.callback(source.close, remove=False)
         manifest = source.manifest
         _check_format(state_format, manifest)
         wanted = config.buffer_bytes or HOST_TASKLET_BYTES
         layout = _layout(manifest, tasklet_bytes=wanted, num_devices=len(into), state_format=state_format)
-        target = StateStore.create(
+        target = create_store(
             into,
             config=replace(config, durability=manifest.durability),
             extents=layout.extents,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.store import StateStore, StoreDescription
+from lightning_smartinfinity.store import StateStore, StoreDescription, find_resumable, recover_store
 from lightning_smartinfinity.store.manifest import Manifest
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.rules import UpdateRule
@@ -74,7 +74,7 @@ def recover_for_training(
     rank, transfer = dist.get_rank(group), settings.transfer
     points: set[tuple[int, int, bytes]] = set()
     with raising_together(group):
-        manifest, records = StateStore.resumable(
+        manifest, records = find_resumable(
             settings.storage, job=transfer.job, rank=rank, io_timeout=transfer.io_timeout
         )
         _check(manifest, layout, description, world_size=dist.get_world_size(group))
@@ -82,7 +82,7 @@ def recover_for_training(
     number, generation, _ = newest_common(gather(points, group), settings)
     run = gather(uuid.uuid4().bytes, group)[0]
     with raising_together(group):
-        store = StateStore.recover(
+        store = recover_store(
             settings.storage,
             job=transfer.job,
             rank=rank,

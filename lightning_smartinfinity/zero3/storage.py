@@ -31,6 +31,7 @@ from lightning_smartinfinity.store import (
     SpaceRequest,
     StateStore,
     StoreDescription,
+    create_store,
     measure_gradient_space,
     measure_parameter_space,
     measure_residual_space,
@@ -288,7 +289,7 @@ def _create_store(
     job_id: bytes,
 ) -> StateStore:
     num_machines = len(set(gather(machine_identity(), group)))
-    return StateStore.create(
+    return create_store(
         settings.storage,
         config=settings.transfer,
         extents=layout.extents,

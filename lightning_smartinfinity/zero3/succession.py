@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.errors import StorageError, StorageFullError
-from lightning_smartinfinity.store import StateStore, StoreDescription
+from lightning_smartinfinity.store import StateStore, StoreDescription, find_resumable
 from lightning_smartinfinity.store.folders import rank_folder_path
 from lightning_smartinfinity.store.open_folder import ASIDE
 from lightning_smartinfinity.store.parts import Part
@@ -92,7 +92,7 @@ def find_predecessor(
     with raising_together(group):
         folders = _folders_here(training, seen[rank], rank=rank)
         for source in range(rank, len(folders), num_ranks):
-            manifest, records = StateStore.resumable(
+            manifest, records = find_resumable(
                 folders[source], job=job, rank=source, io_timeout=settings.transfer.io_timeout
             )
             require_recoverable(folders[source][0], manifest, state_format=None)

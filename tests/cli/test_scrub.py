@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from lightning_smartinfinity.store import recover_store
+
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
@@ -22,7 +24,6 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from lightning_smartinfinity import progress
 from lightning_smartinfinity.cli import main
-from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import RANK_KEY, SAVE_ID
 from tests.cli.test_jobs import damage, left, parameters_alone, refusing
@@ -129,7 +130,7 @@ def test_damage_is_told_beside_a_rank_that_cannot_be_read(
         commit_generation(store, 0)
         store.close(remove=False)
     damage(tmp_path / f"default/rank-0000{1 - in_use}/state.bin")
-    store = StateStore.recover([tmp_path], rank=in_use)
+    store = recover_store([tmp_path], rank=in_use)
     assert main(["scrub", str(tmp_path), "--quiet"]) == 1
     store.close(remove=False)
     said = capsys.readouterr()

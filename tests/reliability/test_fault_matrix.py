@@ -15,7 +15,7 @@ import torch
 
 from lightning_smartinfinity import SmartInfinityError
 from lightning_smartinfinity.native import io_engines
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import recover_store
 from lightning_smartinfinity.store.folders import COMMIT_NAME
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from tests.helpers.attacks import Attack
@@ -141,7 +141,7 @@ def test_commit_record(tmp_path: Path, attack: Attack, damage: str) -> None:
         intact = newest(path.read_bytes()) == newest(content)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            store = StateStore.recover([tmp_path])
+            store = recover_store([tmp_path])
         found = store.generation
         assert found == (2 if intact else 1)
         told = [str(warning.message) for warning in warned]

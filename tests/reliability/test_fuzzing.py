@@ -19,7 +19,7 @@ import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import SmartInfinityError
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import recover_store
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
@@ -68,7 +68,7 @@ def fuzz_store(
             (store / file).write_bytes(content)
         (store / name).write_bytes(change(originals[name], random))
         try:
-            StateStore.recover([store.parent.parent]).close(remove=False)
+            recover_store([store.parent.parent]).close(remove=False)
         except SmartInfinityError as error:
             assert refused, error
             raise

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.huggingface import SmartInfinityTraining
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import find_resumable
 from lightning_smartinfinity.store.folders import rank_folder_path, read_rank_folder
 from lightning_smartinfinity.store.replacement import flush_tree
 from lightning_smartinfinity.store.residual_file import read_residual
@@ -184,7 +184,7 @@ def recorded_after_power_loss(disk: Disk, folder: Path, residuals: list[NDArray[
     """Return the step of the newest training record, whose residual is as it was; -1 without a record."""
     with disk.after_power_loss() as root:
         storage = root / folder.relative_to(disk.folder)
-        manifest, records = StateStore.resumable([storage], job="default", rank=0)
+        manifest, records = find_resumable([storage], job="default", rank=0)
         if not records:
             return -1
         residual = residual_of(records[0], manifest.identity)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.config import TransferConfig
-from lightning_smartinfinity.store import ExtentMap, StateStore, StoreDescription
+from lightning_smartinfinity.store import ExtentMap, StateStore, StoreDescription, create_store
 from lightning_smartinfinity.store.spread import Placement
 
 NUMEL = 5_000
@@ -45,7 +45,7 @@ def create(
     **config: Any,
 ) -> StateStore:
     settings = TransferConfig(**config)
-    return StateStore.create(
+    return create_store(
         folders,
         config=settings,
         extents=extents(len(folders), places_per_tasklet=settings.places_per_tasklet),

@@ -17,7 +17,8 @@ from lightning_smartinfinity.errors import (
     StorageError,
     StorageFullError,
 )
-from lightning_smartinfinity.store import ExtentMap, StateStore
+from lightning_smartinfinity.store import ExtentMap
+from lightning_smartinfinity.store.opening import create_store, recover_store
 from tests.store.makers import commit_generation, create, created, description, tree
 
 RANK_FILES = {"lock", "manifest.json", "state.bin"}
@@ -78,7 +79,7 @@ def test_close_keeps_or_removes(tmp_path: Path) -> None:
     commit_generation(store, 0)
     store.close(remove=False)
     store.close(remove=True)  # already closed: nothing is removed
-    StateStore.recover([tmp_path]).close(remove=True)
+    recover_store([tmp_path]).close(remove=True)
     assert tree(tmp_path) == set()
 
 
@@ -168,7 +169,7 @@ def test_too_little_space(tmp_path: Path) -> None:
     """A store too large for the file system is refused before anything is allocated."""
     huge = ExtentMap(numel=1 << 50, tasklet_numel=1 << 45, num_arrays=3, num_devices=1, places_per_tasklet=2)
     with pytest.raises(StorageFullError, match=r"needs .* GiB in '.*where .* GiB are free"):
-        StateStore.create([tmp_path / "new"], config=TransferConfig(), extents=huge, description=description())
+        create_store([tmp_path / "new"], config=TransferConfig(), extents=huge, description=description())
     assert tree(tmp_path) == set()
 
 
@@ -269,7 +270,7 @@ def test_interrupted_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         commit_generation(store, 1)
     assert store.generation == 0
     store.close(remove=False)
-    store = StateStore.recover([tmp_path])
+    store = recover_store([tmp_path])
     assert store.generation == 0
     commit_generation(store, 1)
     assert store.generation == 1

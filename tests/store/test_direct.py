@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_smartinfinity.errors import StorageError
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import recover_store
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.store.makers import commit_generation, create, created, tree
 
@@ -60,7 +60,7 @@ def test_memory_file_system_warns(memory_folder: Path) -> None:
     commit_generation(store, 0)
     store.close(remove=False)
     with pytest.warns(UserWarning, match="tmpfs"):
-        StateStore.recover([memory_folder]).close(remove=True)
+        recover_store([memory_folder]).close(remove=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         create([memory_folder], direct_io="off").close(remove=True)

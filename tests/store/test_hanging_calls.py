@@ -10,7 +10,14 @@ import pytest
 
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.errors import StorageTimeoutError
-from lightning_smartinfinity.store import StateStore, TensorStore, in_time, jobs, measure_parameter_space, scrub
+from lightning_smartinfinity.store import (
+    TensorStore,
+    in_time,
+    jobs,
+    measure_parameter_space,
+    recover_store,
+    scrub,
+)
 from lightning_smartinfinity.store.in_time import io_limit
 from tests.helpers.attacks import Attack
 from tests.helpers.silent_disk import ERROR, SAID, SECONDS, SilentDisk, gives_up
@@ -60,9 +67,9 @@ def test_a_store_that_is_not_recovered(tmp_path: Path, disk: SilentDisk, attack:
     state = tmp_path / "default" / "rank-00000" / "state.bin"
     disk.hang(os, "pread", when=lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}") == str(state))
     with gives_up(state, "Reading"):
-        StateStore.recover([tmp_path], io_timeout=SECONDS)
+        recover_store([tmp_path], io_timeout=SECONDS)
     disk.answer()
-    recovered = StateStore.recover([tmp_path])
+    recovered = recover_store([tmp_path])
     assert recovered.generation == 0
     recovered.close(remove=True)
 

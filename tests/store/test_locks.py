@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageLockedError
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import recover_store
 from lightning_smartinfinity.store.lock import FolderLock, acquire, is_locked
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.replacement import flush
@@ -51,7 +51,7 @@ def test_kept_store_is_refused(tmp_path: Path, device: int) -> None:
         create([tmp_path / "new", folders[device]])
     assert "Remove that folder" in caught.value.remedy
     assert tree(tmp_path) == before
-    assert StateStore.recover(folders).generation == 0
+    assert recover_store(folders).generation == 0
 
 
 def test_locked_by_another_process(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_locked_by_another_process(tmp_path: Path) -> None:
     create([tmp_path]).close(remove=False)
     before = tree(tmp_path)
     with locked_by_another_process(tmp_path / "default" / "rank-00000" / "lock") as holder:
-        for attempt in (lambda: create([tmp_path]), lambda: StateStore.recover([tmp_path])):
+        for attempt in (lambda: create([tmp_path]), lambda: recover_store([tmp_path])):
             with pytest.raises(StorageLockedError, match=f"process {holder}") as caught:
                 attempt()
             assert "TransferConfig(job=...)" in caught.value.remedy
@@ -135,7 +135,7 @@ def test_a_lock_of_something_else(tmp_path: Path, foreign: bytes) -> None:
         (lock.parent / "manifest.json").unlink()
     lock.write_bytes(foreign)
     before = tree(tmp_path)
-    for attempt in (create, StateStore.recover):
+    for attempt in (create, recover_store):
         with pytest.raises(StorageCorruptError, match="is not a lock of this package") as caught:
             attempt([tmp_path])
         assert "Remove it" in caught.value.remedy

@@ -12,7 +12,7 @@ from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradient_file
 from lightning_smartinfinity.errors import StorageCorruptError
 from lightning_smartinfinity.native import HostBuffer
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import recover_store
 from lightning_smartinfinity.store.replacement import beside
 from lightning_smartinfinity.store.tensor_store import TensorStore
 from tests.cli.test_jobs import damage
@@ -34,11 +34,11 @@ def test_a_store(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert Path(store.files[0].path) == folder / "default/rank-00000/state.bin"
     commit_generation(store, 0)
     store.close(remove=False)
-    store = StateStore.recover([folder])
+    store = recover_store([folder])
     commit_generation(store, 1)
     store.keep()
     store.close(remove=False)
-    store = StateStore.recover([folder])
+    store = recover_store([folder])
     assert store.generation == 1 and store.manifest.folders == (str(folder),)
     store.close(remove=False)
     assert main(["jobs", str(folder), "--verify", "--quiet"]) == 0

@@ -15,7 +15,7 @@ import pytest
 
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.store import StateStore, TensorFiles, open_folder
+from lightning_smartinfinity.store import TensorFiles, open_folder, recover_store
 from lightning_smartinfinity.store.open_folder import OpenFolder, Trust
 from tests.helpers import power_loss
 from tests.helpers.attacks import Attack
@@ -190,7 +190,7 @@ def test_folders_behind_links_are_not_used(tmp_path: Path, level: str, attack: A
     before = tree(tmp_path / "elsewhere")
     (tmp_path / "s" / level).parent.mkdir(parents=True)
     (tmp_path / "s" / level).symlink_to(tmp_path / "elsewhere" / level)
-    for attempt in (create, StateStore.recover):
+    for attempt in (create, recover_store):
         with pytest.raises(StorageError, match="is a symbolic link, which is not followed"):
             attempt([tmp_path / "s"])
     assert tree(tmp_path / "elsewhere") == before
@@ -354,7 +354,7 @@ def test_a_manifest_that_was_being_written(tmp_path: Path) -> None:
     store.close(remove=False)
     temporary = tmp_path / "default/rank-00000/manifest.json.new"
     temporary.write_text("half")
-    store = StateStore.recover([tmp_path])
+    store = recover_store([tmp_path])
     store.keep()
     assert not temporary.exists()
     store.close(remove=True)
@@ -368,5 +368,5 @@ def test_a_recovered_store_without_its_lock(tmp_path: Path) -> None:
     store.close(remove=False)
     (tmp_path / "default/rank-00000/lock").unlink()
     (tmp_path / "default/rank-00000/parameters.bin").write_bytes(PRECIOUS)
-    StateStore.recover([tmp_path]).close(remove=True)
+    recover_store([tmp_path]).close(remove=True)
     assert tree(tmp_path / "default/rank-00000") == {"parameters.bin"}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_smartinfinity.errors import StorageFullError
-from lightning_smartinfinity.store import StateStore, capacities
+from lightning_smartinfinity.store import capacities, recover_store
 from lightning_smartinfinity.store.pin import Pin
 from lightning_smartinfinity.store.record import CommitRecord
 from lightning_smartinfinity.store.spread import Placement, next_placement, places_needed
@@ -90,7 +90,7 @@ def test_a_killed_process_leaves_a_store_that_opens(tmp_path: Path) -> None:
         for generation in range(1, 4):
             commit_generation(store, generation)
         store.close(remove=False)
-    recovered = StateStore.recover([tmp_path])
+    recovered = recover_store([tmp_path])
     assert recovered.generation == 3
     recovered.close(remove=True)
 

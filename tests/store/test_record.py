@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_smartinfinity.errors import StorageCorruptError
 from lightning_smartinfinity.progress import hidden
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import recover_store
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.record import (
     CommitRecord,
@@ -128,13 +128,13 @@ def test_the_newest_record_cannot_be_read(damage: str, tmp_path: Path) -> None:
     (scrubbed,) = scrub_rank([path.parent], rank=0, show=hidden).unknown
     assert re.search(said.replace("Going on from generation 1", "Generation 1 was read"), scrubbed)
     with pytest.warns(UserWarning, match=said):
-        store = StateStore.recover([tmp_path])
+        store = recover_store([tmp_path])
     assert store.generation == 1
     store.close(remove=False)
     assert path.read_bytes()[4096:] == whole[4096:]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        store = StateStore.recover([tmp_path])
+        store = recover_store([tmp_path])
     assert store.generation == 1
     store.close(remove=True)
 
@@ -144,7 +144,7 @@ def test_the_older_record_cannot_be_read(tmp_path: Path) -> None:
     path = three_generations(tmp_path)
     path.write_bytes(flipped(path.read_bytes(), 4096 + 60))
     with pytest.warns(UserWarning, match=r"torn by a power loss or damaged since\. Going on from generation 2\."):
-        store = StateStore.recover([tmp_path])
+        store = recover_store([tmp_path])
     assert store.generation == 2
     store.close(remove=True)
 
@@ -154,7 +154,7 @@ def test_no_record_can_be_read(tmp_path: Path) -> None:
     path = three_generations(tmp_path)
     path.write_bytes(flipped(flipped(path.read_bytes(), 60), 4096 + 60))
     with pytest.raises(StorageCorruptError, match="torn by a power loss or damaged since"):
-        StateStore.recover([tmp_path])
+        recover_store([tmp_path])
 
 
 @pytest.mark.parametrize("last", [0, 1, 2])
@@ -170,6 +170,6 @@ def test_a_record_that_was_erased(last: int, tmp_path: Path) -> None:
     assert scrub_rank([tmp_path / "default/rank-00000"], rank=0, show=hidden).unknown == ()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        store = StateStore.recover([tmp_path])
+        store = recover_store([tmp_path])
     assert store.generation == last
     store.close(remove=True)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import recover_store
 from lightning_smartinfinity.store.manifest import read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.record import (
@@ -29,7 +29,7 @@ def test_newest_generation_is_found(tmp_path: Path) -> None:
     for generation in range(4):
         commit_generation(store, generation)
     store.close(remove=False)
-    store = StateStore.recover([tmp_path / "a", tmp_path / "b"])
+    store = recover_store([tmp_path / "a", tmp_path / "b"])
     assert store.generation == 3
     assert store.placement.devices.tolist() == [0, 1, 0, 1, 0]
     assert store.placement.positions.tolist() == [3, 2, 4, 3, 5]
@@ -45,11 +45,11 @@ def test_newest_generation_common_to_all_ranks(tmp_path: Path) -> None:
         commit_generation(store, generation)
     store.close(remove=False)
     for newest in (1, None):
-        store = StateStore.recover([tmp_path], newest=newest)
+        store = recover_store([tmp_path], newest=newest)
         assert store.generation == 1
         store.close(remove=False)
     with pytest.raises(StorageCorruptError, match="no commit record up to generation 0"):
-        StateStore.recover([tmp_path], newest=0)
+        recover_store([tmp_path], newest=0)
 
 
 def test_generation_that_was_being_written(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_generation_that_was_being_written(tmp_path: Path) -> None:
     store.close(remove=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        store = StateStore.recover([tmp_path])
+        store = recover_store([tmp_path])
     assert store.generation == 1
     store.close(remove=True)
 
@@ -78,7 +78,7 @@ def test_record_whose_extents_were_lost(tmp_path: Path) -> None:
         file.seek(offset)
         file.write(bytes(128))
     with pytest.warns(UserWarning, match=r"generation 2 of tasklet 2.*\. Going on from generation 1\."):
-        store = StateStore.recover([tmp_path])
+        store = recover_store([tmp_path])
     assert store.generation == 1
     store.close(remove=True)
 
@@ -87,7 +87,7 @@ def test_store_without_any_generation(tmp_path: Path) -> None:
     """A store that was never written is refused with a remedy."""
     create([tmp_path]).close(remove=False)
     with pytest.raises(StorageCorruptError, match="holds no commit record") as caught:
-        StateStore.recover([tmp_path])
+        recover_store([tmp_path])
     assert "checkpoint" in caught.value.remedy
 
 
@@ -131,7 +131,7 @@ def test_manifest_of_another_format(tmp_path: Path, changes: dict[str, Any], mes
     store.close(remove=False)
     change_manifest(tmp_path, **changes)
     with pytest.raises(StorageError, match=re.escape(message)) as caught:
-        StateStore.recover([tmp_path])
+        recover_store([tmp_path])
     not_damaged = "newer" in message or "state_format" in changes
     assert isinstance(caught.value, StorageCorruptError) is not not_damaged
     assert "rank-00000" in caught.value.problem
@@ -157,7 +157,7 @@ def test_manifest_that_is_none(name: str, tmp_path: Path) -> None:
     path = tmp_path / "default" / "rank-00000" / "manifest.json"
     path.write_bytes(MANIFESTS[name])
     with pytest.raises(StorageCorruptError, match=r"manifest\.json' is not a readable manifest"):
-        StateStore.recover([tmp_path])
+        recover_store([tmp_path])
 
 
 def test_every_bit_of_a_manifest(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_manifest_of_the_version_before(tmp_path: Path) -> None:
     values = json.loads(path.read_text())
     del values["crc32"]
     path.write_text(json.dumps(values | {"version": 3}, indent=1))
-    recovered = StateStore.recover([tmp_path])
+    recovered = recover_store([tmp_path])
     assert recovered.generation == 0
     recovered.close(remove=True)
 
@@ -227,7 +227,7 @@ def test_manifest_with_impossible_numbers(numbers: dict[str, Any], tmp_path: Pat
     layout = json.loads(path.read_text())["layout"]
     change_manifest(tmp_path, layout=layout | numbers)
     with pytest.raises(StorageCorruptError, match="not a readable manifest"):
-        StateStore.recover([tmp_path])
+        recover_store([tmp_path])
 
 
 def test_manifest_of_more_tasklets_than_the_record_has_room_for(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_manifest_of_more_tasklets_than_the_record_has_room_for(tmp_path: Path) 
     path = tmp_path / "default" / "rank-00000" / "manifest.json"
     change_manifest(tmp_path, layout=json.loads(path.read_text())["layout"] | {"numel": 1 << 49})
     with pytest.raises(StorageCorruptError, match=r"commit\.bin' holds no commit record"):
-        StateStore.recover([tmp_path])
+        recover_store([tmp_path])
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_record_that_was_made_up(changed: dict[str, int], tmp_path: Path) -> Non
     column[-1] = value
     write_record(folder, record, job=job, flush=False)
     with pytest.raises(StorageCorruptError, match=r"contradicts itself|does not hold"):
-        StateStore.recover([tmp_path])
+        recover_store([tmp_path])
 
 
 def test_folders_must_be_those_of_the_store(tmp_path: Path) -> None:
@@ -280,16 +280,16 @@ def test_folders_must_be_those_of_the_store(tmp_path: Path) -> None:
     other.close(remove=False)
     for wrong in (folders[::-1], folders[:1], [folders[0], tmp_path / "c"]):
         with pytest.raises(StorageCorruptError) as caught:
-            StateStore.recover(wrong)
+            recover_store(wrong)
         assert caught.value.remedy
-    StateStore.recover(folders).close(remove=True)
+    recover_store(folders).close(remove=True)
 
 
 def test_nothing_to_recover(tmp_path: Path) -> None:
     """A missing job and a rank without files are refused with the path."""
     with pytest.raises(StorageError, match=r"There is no optimizer state in .*other/rank-00000"):
-        StateStore.recover([tmp_path], job="other")
+        recover_store([tmp_path], job="other")
     (tmp_path / "default" / "rank-00000").mkdir(parents=True)
     with pytest.raises(StorageError, match=r"Reading .*manifest\.json.*No such file"):
-        StateStore.recover([tmp_path])
+        recover_store([tmp_path])
     assert not (tmp_path / "default" / "rank-00000" / "lock").exists()

@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import StorageCorruptError
 from lightning_smartinfinity.progress import hidden
-from lightning_smartinfinity.store import StateStore, residual_file, residual_write, space
+from lightning_smartinfinity.store import (
+    StateStore,
+    find_resumable,
+    recover_store,
+    residual_file,
+    residual_write,
+    space,
+)
 from lightning_smartinfinity.store.jobs import find_job
 from lightning_smartinfinity.store.residual_file import residual_bytes
 from lightning_smartinfinity.store.scrub import scrub_rank
@@ -47,8 +54,8 @@ def trained(folder: Path, *, numel: int = NUMEL, **config: Any) -> list[NDArray[
 
 def resumed(folder: Path) -> tuple[int, NDArray[np.float32]]:
     """Return the step that a training resumes from, and the residual that it finds."""
-    _, (newest, *_) = StateStore.resumable([folder], job="default", rank=0)
-    store = StateStore.recover([folder], newest=newest.generation, training=newest.number)
+    _, (newest, *_) = find_resumable([folder], job="default", rank=0)
+    store = recover_store([folder], newest=newest.generation, training=newest.number)
     found = np.empty(newest.residual_numel, np.float32)
     store.records.read_residual(found)
     store.close(remove=False)
@@ -135,19 +142,19 @@ def test_a_damaged_one(tmp_path: Path, at: int | str, attack: Attack) -> None:
     (sentence,) = scrub_rank([path.parent], rank=0, show=hidden).damaged
     assert str(path) in sentence and "residual" in sentence
     with pytest.warns(UserWarning, match=r"residual.*Going on from step 0"):
-        _, (taken,) = StateStore.resumable([tmp_path], job="default", rank=0)
+        _, (taken,) = find_resumable([tmp_path], job="default", rank=0)
     assert taken.step == 0
     (path.parent / "training-1.bin").write_bytes(b"")
     with pytest.raises(StorageCorruptError, match="residual"):
-        StateStore.resumable([tmp_path], job="default", rank=0)
+        find_resumable([tmp_path], job="default", rank=0)
     attack("bit flip in a residual on storage", tries=1, outcome="told; the step before is resumed from, or an error")
 
 
 def test_damage_within_a_read(tmp_path: Path) -> None:
     """A residual that is damaged after it was looked at is not taken over."""
     trained(tmp_path)
-    _, (newest, *_) = StateStore.resumable([tmp_path], job="default", rank=0)
-    store = StateStore.recover([tmp_path], newest=1, training=newest.number)
+    _, (newest, *_) = find_resumable([tmp_path], job="default", rank=0)
+    store = recover_store([tmp_path], newest=1, training=newest.number)
     flip(tmp_path / "default/rank-00000/residual-0.bin", 4096)
     with pytest.raises(StorageCorruptError, match="residual"):
         store.records.read_residual(np.empty(NUMEL, np.float32))
@@ -157,7 +164,7 @@ def test_damage_within_a_read(tmp_path: Path) -> None:
 def test_one_of_another_run(tmp_path: Path) -> None:
     """After a resume, the residual of a record with the same number, but of the run before, is not taken for it."""
     trained(tmp_path)
-    store = StateStore.recover([tmp_path], newest=0, training=1)
+    store = recover_store([tmp_path], newest=0, training=1)
     commit_generation(store, 1)
     store.records.write(generation=1, step=9, content=b"", has_steps=True, residual=memory(7))
     store.close(remove=False)  # before the residual was written

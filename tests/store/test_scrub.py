@@ -13,7 +13,7 @@ import pytest
 
 from lightning_smartinfinity.errors import StorageError, StorageLockedError
 from lightning_smartinfinity.progress import hidden
-from lightning_smartinfinity.store import StateStore, scrub
+from lightning_smartinfinity.store import StateStore, recover_store, scrub
 from lightning_smartinfinity.store.jobs import find_jobs
 from lightning_smartinfinity.store.scrub import scrub_rank
 from tests.helpers.attacks import Attack
@@ -55,7 +55,7 @@ def test_a_whole_store(tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPat
     assert found.num_bytes == sum(extent.nbytes for extent in store.extents.extents) > 0
     assert sum(told) == 0 and len(told) > 1
     assert tree(tmp_path) == before
-    assert StateStore.recover([tmp_path / "a", tmp_path / "b"]).generation == 1
+    assert recover_store([tmp_path / "a", tmp_path / "b"]).generation == 1
 
 
 def test_every_damaged_extent_is_named(tmp_path: Path, attack: Attack) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity.errors import StorageError, StorageFullError, StorageLockedError
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import recover_store
 from lightning_smartinfinity.store.lock import SET_ASIDE
 from lightning_smartinfinity.store.mover import Mover
 from lightning_smartinfinity.store.parts import Part, find_parts
@@ -47,7 +47,7 @@ def leave(folders: Sequence[Path], *, step: int, ranks: int = 1, job: str = JOB,
 def go_on(folders: Sequence[Path], *, step: int, ranks: int = 1, job: str = ASIDE) -> None:
     """Resume a training and interrupt it after a further step."""
     for rank in range(ranks):
-        store = StateStore.recover(folders, job=job, rank=rank, training=1, run=bytes(16))
+        store = recover_store(folders, job=job, rank=rank, training=1, run=bytes(16))
         store.record_training(generation=0, step=step, content=b"", has_steps=True)
         store.close(remove=False)
 
@@ -163,7 +163,7 @@ def test_a_store_that_is_to_be_kept(tmp_path: Path) -> None:
     """Neither one in the way nor one that lies where the training would be moved is touched, and nothing is moved."""
     for job in (JOB, ASIDE):
         leave([tmp_path], step=7)
-        store = create([tmp_path], world_size=1, job=job, keep=True) if job == ASIDE else StateStore.recover([tmp_path])
+        store = create([tmp_path], world_size=1, job=job, keep=True) if job == ASIDE else recover_store([tmp_path])
         if job == ASIDE:
             commit_generation(store, 0)
         store.keep()
@@ -193,7 +193,7 @@ def test_one_rank_has_gone_on(tmp_path: Path) -> None:
     """A kill while the ranks take a training over leaves it as one that nobody replaces."""
     leave([tmp_path], step=100, ranks=2)
     set_aside([tmp_path], ranks=2)
-    StateStore.recover([tmp_path], job=ASIDE, rank=1).close(remove=False)
+    recover_store([tmp_path], job=ASIDE, rank=1).close(remove=False)
     leave([tmp_path], step=2, ranks=2)
     with pytest.raises(StorageError, match="resumed there"):
         set_aside([tmp_path], ranks=2)
@@ -287,7 +287,7 @@ def test_the_mark_ends_with_the_resume(tmp_path: Path) -> None:
     set_aside([tmp_path])
     lock = tmp_path / ASIDE / "rank-00000/lock"
     assert SET_ASIDE in lock.read_text().splitlines()
-    StateStore.recover([tmp_path], job=ASIDE).close(remove=False)
+    recover_store([tmp_path], job=ASIDE).close(remove=False)
     assert SET_ASIDE not in lock.read_text().splitlines()
 
 

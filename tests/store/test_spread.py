@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import StorageFullError
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import StateStore, recover_store
 from lightning_smartinfinity.store import capacities as capacities_module
 from lightning_smartinfinity.store.space import has_room
 from lightning_smartinfinity.store.spread import Placement, apportion, interleave, next_placement, places_needed
@@ -163,7 +163,7 @@ def test_files_grow_with_their_share(tmp_path: Path, durability: str) -> None:
         assert not store.placement.devices.any()
     placement, length = store.placement, sizes(store)
     store.close(remove=False)
-    store = StateStore.recover(folders)
+    store = recover_store(folders)
     assert all(np.array_equal(*pair) for pair in zip(store.placement, placement, strict=True))
     assert sizes(store) == length and store.counts == ALL_ON_ONE
     commit_generation(store, 3)
@@ -231,8 +231,8 @@ def test_a_file_that_lost_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", _full)
         with pytest.raises(StorageFullError, match=r"state\.bin"):
-            StateStore.recover([tmp_path])
-    store = StateStore.recover([tmp_path])
+            recover_store([tmp_path])
+    store = recover_store([tmp_path])
     assert sizes(store)[0] == length
     commit_generation(store, 1)
     store.close(remove=True)
@@ -246,7 +246,7 @@ def test_a_file_that_grew_before_its_process_died(tmp_path: Path, more: int) -> 
     path, length = store.files[0].path, sizes(store)[0]
     store.close(remove=False)
     os.truncate(path, length + more)
-    store = StateStore.recover([tmp_path])
+    store = recover_store([tmp_path])
     assert store.generation == 0 and length <= store.storage_bytes <= length + more
     commit_generation(store, 1)
     store.close(remove=True)

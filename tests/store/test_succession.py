@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import recover_store
 from lightning_smartinfinity.store.folders import RankFolder
 from lightning_smartinfinity.store.mover import Mover
 from lightning_smartinfinity.store.parts import find_parts
@@ -115,7 +115,7 @@ def test_a_training_that_is_set_aside_later_is_no_source(folders: list[Path]) ->
     resume(folders, ranks=1)
     assert {part.successor for part in find_parts(folders, [JOB])} == {SUCCESSOR}
     for rank in range(OLD):
-        StateStore.recover(folders, rank=rank, training=1, run=os.urandom(16)).close(remove=False)
+        recover_store(folders, rank=rank, training=1, run=os.urandom(16)).close(remove=False)
     assert {part.successor for part in find_parts(folders, [JOB])} == {None}
     set_aside(folders)
     assert {part.successor for part in find_parts(folders, [ASIDE])} == {None}

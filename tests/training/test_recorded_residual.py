@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError, StorageFullError, TopK
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import StateStore, recover_store
 from lightning_smartinfinity.store.residual_file import residual_bytes
 from lightning_smartinfinity.store.residual_write import ResidualWrite
 from lightning_smartinfinity.transfer.handler import TransferHandler
+from lightning_smartinfinity.zero3 import reopening
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer
@@ -166,16 +167,15 @@ def test_damage_on_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         fit(module, tmp_path, broken, max_steps=4)
     broken.close()
     newest = max(tmp_path.rglob("residual-*.bin"), key=lambda path: path.stat().st_mtime_ns)
-    recover = StateStore.recover
 
     def damaging(*args: Any, **settings: Any) -> StateStore:
         with newest.open("r+b") as file:
             (byte,) = file.read(1)
             file.seek(0)
             file.write(bytes([byte ^ 1]))
-        return recover(*args, **settings)
+        return recover_store(*args, **settings)
 
-    monkeypatch.setattr(StateStore, "recover", damaging)
+    monkeypatch.setattr(reopening, "recover_store", damaging)
     with pytest.raises(StorageError, match=f"offset 0 of '{newest}' is damaged"):
         quiet_trainer(tmp_path, strategy_in(tmp_path), max_steps=4).fit(LitTiny(RECIPE), ckpt_path="storage")
     assert newest.exists()

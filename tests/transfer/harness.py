@@ -14,7 +14,7 @@ import torch
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
-from lightning_smartinfinity.store import StateStore, StoreDescription
+from lightning_smartinfinity.store import StoreDescription, create_store, recover_store
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.handler import TransferHandler
@@ -98,9 +98,9 @@ class Run:
         self.device = (device or _host_device)(self)
         rule = rule_for(self.optimizer)
         if recover:
-            self.store = StateStore.recover(self.folders, rank=case.rank)
+            self.store = recover_store(self.folders, rank=case.rank)
         else:
-            self.store = StateStore.create(
+            self.store = create_store(
                 self.folders,
                 config=TransferConfig(
                     tasklet_bytes=case.tasklet_bytes,

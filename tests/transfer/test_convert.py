@@ -15,7 +15,7 @@ import torch
 
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, StorageLockedError
 from lightning_smartinfinity.progress import hidden
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import recover_store
 from lightning_smartinfinity.transfer.convert import convert_store
 from tests.store.makers import manifest_with
 from tests.transfer.harness import Case, Run, assert_equal, running
@@ -73,7 +73,7 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="into=\\[\\]"):
         convert_store(source, [], state_format="bf16")
     assert not into[0].exists()
-    StateStore.recover(source).close(remove=True)
+    recover_store(source).close(remove=True)
 
 
 def test_damaged_source(tmp_path: Path) -> None:
@@ -194,6 +194,6 @@ def test_killed(tmp_path: Path) -> None:
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     with pytest.raises(StorageError, match="holds no commit record"):
-        StateStore.recover(folders[1])
+        recover_store(folders[1])
     convert_store(*folders, state_format="fp32", tasklet_bytes=64 * 1024)
     assert_equal(opened(tmp_path / "new", Case(), state["partition"]), state)

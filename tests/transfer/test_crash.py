@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import recover_store
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.waiting import LIMIT
@@ -115,4 +115,4 @@ def test_killed_with_state_in_memory_only(tmp_path: Path) -> None:
     """State that died with the process is not recovered, and the error says so."""
     kill_while_training(tmp_path, Case(durability="none", cache_bytes=200_000), seed=0)
     with pytest.raises(StorageError, match="were in the memory of the process"):
-        StateStore.recover([tmp_path / "disk0"])
+        recover_store([tmp_path / "disk0"])

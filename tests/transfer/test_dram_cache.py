@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import StorageError
-from lightning_smartinfinity.store import StateStore, measure_space
+from lightning_smartinfinity.store import measure_space, recover_store
 from lightning_smartinfinity.transfer.layout import with_residents
 from lightning_smartinfinity.transfer.windows import Window
 from tests.helpers.native_testing import inject
@@ -272,7 +272,7 @@ def test_a_store_with_state_in_memory_is_not_recovered(tmp_path: Path) -> None:
         run = Run(tmp_path / str(cache_bytes), case.but(cache_bytes=cache_bytes))
         run.step(1)
         run.close(remove=False)
-    StateStore.recover([tmp_path / "0" / "disk0"]).close(remove=True)
+    recover_store([tmp_path / "0" / "disk0"]).close(remove=True)
     with pytest.raises(StorageError, match="1 tasklets were in the memory") as caught:
-        StateStore.recover([tmp_path / str(sizes(case)[0]) / "disk0"])
+        recover_store([tmp_path / str(sizes(case)[0]) / "disk0"])
     assert "checkpoint" in caught.value.remedy

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, StorageCorruptError, StorageError
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import recover_store
 from lightning_smartinfinity.transfer.windows import Window
 from tests.helpers.native_testing import inject
 from tests.store.makers import manifest_with
@@ -211,8 +211,8 @@ def test_recovery(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     run.close(remove=False)
     folders = [str(tmp_path / f"disk{index}") for index in range(2)]
     with pytest.raises(ConfigError, match=f"is in the format '{name}', state_format='fp32' was asked for"):
-        StateStore.recover(run.folders, state_format="fp32")
-    StateStore.recover(run.folders, state_format=name).close(remove=False)
+        recover_store(run.folders, state_format="fp32")
+    recover_store(run.folders, state_format=name).close(remove=False)
     with running(tmp_path, case, recover=True) as recovered:
         recovered.partition = run.partition
         assert recovered.store.manifest.state_format == name
@@ -227,5 +227,5 @@ def test_unknown_format_in_a_manifest(tmp_path: Path) -> None:
     path = next(tmp_path.rglob("manifest.json"))
     path.write_bytes(manifest_with(json.loads(path.read_text()) | {"state_format": "int2"}))
     with pytest.raises(StorageError, match="in the format 'int2'; this package reads fp32, bf16, int8") as refused:
-        StateStore.recover(run.folders)
+        recover_store(run.folders)
     assert not isinstance(refused.value, StorageCorruptError) and "version" in refused.value.remedy

@@ -13,7 +13,7 @@ import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import ConfigError
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import recover_store
 from tests.helpers.native_testing import inject
 from tests.transfer.harness import Case, Run, assert_equal, running
 
@@ -224,7 +224,7 @@ def test_close_in_the_middle_of_a_step(tmp_path: Path) -> None:
     run.handler.begin_step(run.collect(1))
     run.close(remove=False)
     run.close(remove=False)
-    store = StateStore.recover([tmp_path / "disk0"])
+    store = recover_store([tmp_path / "disk0"])
     assert store.generation == 0
     store.close(remove=True)
     assert list((tmp_path / "disk0").iterdir()) == []

@@ -13,7 +13,7 @@ from lightning_smartinfinity import DeviceError, StorageLockedError
 from lightning_smartinfinity.devices.smartssd import SmartSSDDevice, unreturned
 from lightning_smartinfinity.devices.smartssd import worker as worker_module
 from lightning_smartinfinity.native import Pipeline
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store import recover_store
 from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
@@ -156,7 +156,7 @@ def test_a_store_that_may_still_be_written(
         run.handler.commit()
     run.handler.close(remove=False)
     with pytest.raises(StorageLockedError):
-        StateStore.recover(run.folders)
+        recover_store(run.folders)
     held.release()
     await_that(unreturned.close_returned)
     with running(tmp_path, case, recover=True) as again:
