@@ -82,6 +82,8 @@ def awaiting_ranks() -> Iterator[None]:
     try:
         yield
     except (dist.DistStoreError, dist.DistNetworkError) as error:
+        if "timed out" not in str(error).lower():
+            raise
         raise RankLostError(
             f"Not all ranks have come together, as seen from {platform.node()}: {str(error).rstrip('.')}.",
             "Start the script on every machine, each with the same MASTER_ADDR and MASTER_PORT, which all must reach. "
