@@ -62,6 +62,7 @@ def test_as_on_one_machine(settings: str, machines: TwoMachines) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("machines", [5], indirect=True)  # each save waits until that has passed
 def test_saves_beside_remembered_look_ups(machines: TwoMachines, attack: Attack) -> None:
     """Every save is whole, and the newest is in place."""
     assert found(machines, "swaps", num_saves=20) == [[True] * 20, [False] * 20]
@@ -72,6 +73,7 @@ def test_saves_beside_remembered_look_ups(machines: TwoMachines, attack: Attack)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("machines", [5], indirect=True)
 def test_trainings_beside_remembered_look_ups(machines: TwoMachines, attack: Attack) -> None:
     """Each checkpoint is whole and in place: the newest ones, which ModelCheckpoint prunes, and the replaced ones."""
     assert_saved(found(machines, "saves", num_saves=20)[0], 20)
