@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,12 +31,15 @@ from lightning_smartinfinity import (
     StorageFullError,
     TransferConfig,
 )
+from lightning_smartinfinity.zero3.checkpoints import folder_swap
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
+from lightning_smartinfinity.zero3.checkpoints.found_checkpoint import find_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from lightning_smartinfinity.zero3.file_systems import places_of
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.nodes import RememberedLookups, become_node, mount_own
 from tests.helpers.trainers import quiet_trainer
+from tests.helpers.waiting import LIMIT, await_that
 
 TAG = "checkpoint"
 PER_NODE = int(os.environ["WORLD_SIZE"]) // 2
@@ -97,6 +102,89 @@ def swaps(scratch: Path) -> Any:
         dist.barrier()
         found.append(staging.leads)
     return found
+
+
+def save(path: Path, content: str) -> None:
+    """Save what :func:`loaded` reads."""
+    rank = dist.get_rank()
+    with replacing(path, TAG) as staging:
+        (staging.folder / TAG).mkdir(exist_ok=True)
+        for kind in ("model", "optim"):
+            (staging.folder / TAG / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt").write_text(content)
+        if staging.leads:
+            (staging.folder / "latest").write_text(TAG)
+
+
+def loaded(path: Path) -> str:
+    """Return what this rank would load, and check that nothing is left beside it."""
+    engine = SimpleNamespace(bfloat16_enabled=lambda: False)
+    found = find_checkpoint(path, engine=engine, latest=True)  # type: ignore[arg-type]
+    (own,) = found.folder.glob(f"zero_pp_rank_{dist.get_rank()}_*_optim_states.pt")
+    assert sorted(os.listdir(path)) == [TAG, "latest"]
+    return own.read_text()
+
+
+def swap_on_one(first: int, other: Callable[[], None], scratch: Path) -> None:
+    """Let one machine swap its part of a save, and the other one do something else when that is done."""
+    done, put = scratch / f"swapped-{first}", folder_swap._put_in_place
+
+    def put_first(*arguments: Any) -> None:
+        put(*arguments)
+        done.touch()
+
+    def put_later(*_: Any) -> None:
+        await_that(done.exists, seconds=LIMIT)
+        done.unlink()
+        other()
+
+    folder_swap._put_in_place = put_first if dist.get_rank() == first else put_later
+
+
+def killed(scratch: Path, first: int) -> Any:
+    """Be killed when the first machine has swapped its part of the second save."""
+    dist.init_process_group("gloo")
+    save(scratch / "local" / "a.ckpt", "old")
+    swap_on_one(first, lambda: os.kill(os.getpid(), signal.SIGKILL), scratch)
+    save(scratch / "local" / "a.ckpt", "new")
+
+
+def load(scratch: Path) -> Any:
+    dist.init_process_group("gloo")
+    return loaded(scratch / "local" / "a.ckpt")
+
+
+def divided(scratch: Path) -> Any:
+    """Leave parts of two saves in several ways; return what is loaded then."""
+    dist.init_process_group("gloo")
+    return {f"{case} {first}": _divided(scratch, case, first) for case in DIVIDED for first in range(2)}
+
+
+DIVIDED = ("both are whole", "the new one is not", "another save", "an interrupted save", "none is whole")
+
+
+def _divided(scratch: Path, case: str, first: int) -> str:
+    path, put = scratch / "local" / f"{case}-{first}.ckpt", folder_swap._put_in_place
+    leftover = path / ".saving"
+
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    save(path, "old")
+    swap_on_one(first, fail, scratch)
+    with suppress(CheckpointError):
+        save(path, "new")
+    folder_swap._put_in_place = put
+    if case == "none is whole" or (case == "the new one is not" and dist.get_rank() != first):
+        _remove(leftover)
+    elif case == "another save":
+        save(path, "newest")
+    elif case == "an interrupted save":
+        with suppress(ZeroDivisionError), replacing(path, TAG):
+            _ = 1 // 0
+    try:
+        return loaded(path)
+    except CheckpointError as error:
+        return str(error)
 
 
 def fit(scratch: Path, folder: Path, *, resume: str | None = None, max_steps: int = 6) -> dict[str, Any]:
@@ -230,6 +318,10 @@ def main() -> None:
         "links": lambda: links(scratch),
         "universal": lambda: universal(scratch),
         "missing": lambda: missing(scratch),
+        "divided": lambda: divided(scratch),
+        "killed-0": lambda: killed(scratch, 0),
+        "killed-1": lambda: killed(scratch, 1),
+        "load": lambda: load(scratch),
     }[doing]()
     (scratch / f"found-{rank}.json").write_text(json.dumps(found))
 

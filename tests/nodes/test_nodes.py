@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_saves_where_failed_look_ups_are_remembered(scratch: Path, attack: Attac
     assert ours == [True] * 20 and theirs == [False] * 20
     for number in range(4):
         path = scratch / "shared" / f"{number}.ckpt"
-        found = {file.name: file.read_text() for file in (path / TAG).iterdir()}
+        found = {file.name: file.read_text() for file in (path / TAG).glob("*.pt")}
         assert found == {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt": str(16 + number) for rank in range(2)}
         assert sorted(each.name for each in path.iterdir()) == [TAG, "latest"]
     assert sorted(path.name for path in (scratch / "shared").iterdir()) == [f"{number}.ckpt" for number in range(4)]
@@ -94,6 +95,7 @@ def test_checkpoints_on_own_disks(scratch: Path) -> None:
         files = [path.name for path in (scratch / f"node-{rank}/whole/step=6.ckpt/{TAG}").iterdir()]
         assert sorted(files) == [
             f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+            "save_id",
             f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
         ]
 
@@ -122,7 +124,7 @@ def test_a_loop_of_fabric(scratch: Path) -> None:
 def test_a_link_to_another_mount_point_on_each_machine(scratch: Path) -> None:
     """They see that they save to one folder, and one of them leads."""
     assert run("links", scratch, mounts=True) == [[True] * 3, [False] * 3]
-    files = {file.name: file.read_text() for file in (scratch / "shared/a.ckpt" / TAG).iterdir()}
+    files = {file.name: file.read_text() for file in (scratch / "shared/a.ckpt" / TAG).glob("*.pt")}
     assert files == {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt": "2" for rank in range(2)}
 
 
@@ -134,6 +136,34 @@ def test_a_part_that_is_gone(scratch: Path) -> None:
         for error in (part, nothing):
             assert "But node0 has the files of the processes 0. It comes from rank 1 on node1." in error
             assert "copy the parts of all machines into one folder" in error
+
+
+@pytest.mark.usefixtures("_own_mounts")
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_kill_when_one_machine_has_replaced_its_part(first: int, scratch: Path, attack: Attack) -> None:
+    """The next load goes on to the new save on both machines, whichever was first."""
+    killed = run_module("tests.nodes.node_worker", f"killed-{first}", scratch, "made up", ranks=2)
+    assert killed.returncode != 0
+    parts = [scratch / f"node-{rank}/a.ckpt/{TAG}/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+    assert [part.read_text() for part in parts] == (["new", "old"] if first == 0 else ["old", "new"])
+    assert run("load", scratch, mounts=True) == ["new", "new"]
+    attack("kill when one of two machines has replaced its part", tries=1, outcome="the next load has one save")
+
+
+@pytest.mark.usefixtures("_own_mounts")
+def test_parts_of_two_saves_on_two_machines(scratch: Path) -> None:
+    """A load or a save goes to the newest save that both have whole; if there is none, the error says who has what."""
+    ours, theirs = run("divided", scratch, mounts=True)
+    for first in range(2):
+        for found in (ours, theirs):
+            assert found[f"both are whole {first}"] == "new"
+            assert found[f"the new one is not {first}"] == "old"
+            assert found[f"another save {first}"] == "newest"
+            assert found[f"an interrupted save {first}"] == "new"
+            assert re.search(
+                "has parts of different saves, and none is whole on all machines: node0 has that of .* node1 has that",
+                found[f"none is whole {first}"],
+            )
 
 
 def test_the_view_forgets(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ subfolder is exchanged, by one system call; whatever else lies in ``path`` stays
 not DeepSpeed's is linked into the new one before. A kill or a power loss at any moment leaves the old save or the new
 one; the next save to ``path`` removes the partial files of the one that was ended. After the call the new save is on
 the device. One process, or one group of ranks, saves to a path at a time.
+
+Machines that do not see the same files each swap their own part. What they have replaced stays until all have done so;
+if a kill comes in between, the next load or save goes to the save that all of them have (:func:`put_one_in_place`).
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from fnmatch import fnmatch
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,10 +50,17 @@ from lightning_smartinfinity.store.staging_folder import (
     remove_content,
     remove_leftover,
 )
+from lightning_smartinfinity.zero3.checkpoints.divided_save import (
+    SAVE_ID_NAME,
+    PartsHere,
+    common_save,
+    parts_here,
+    put_common_in_place,
+)
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
-from lightning_smartinfinity.zero3.file_systems import first_seen, places_of
+from lightning_smartinfinity.zero3.file_systems import Place, first_seen, places_of
 
-__all__ = ["FILES_BESIDE", "LATEST", "Staging", "replacing", "restore_interrupted", "writing"]
+__all__ = ["FILES_BESIDE", "LATEST", "Staging", "put_one_in_place", "replacing", "restore_interrupted", "writing"]
 
 LATEST = "latest"
 """Name of DeepSpeed's file that holds the tag."""
@@ -69,10 +80,12 @@ class Staging(NamedTuple):
     Args:
         folder: The folder that becomes the save.
         leads: Whether this rank writes what each file system has once.
+        save_id: Random id of the save, the same on all ranks.
     """
 
     folder: Path
     leads: bool
+    save_id: str
 
 
 @contextmanager
@@ -95,50 +108,53 @@ def replacing(path: str | Path, tag: str, *, closing_group: ProcessGroup | None 
     """
     if Path(tag).name != tag or tag in ("", ".."):
         raise CheckpointError(f"The tag {shown(tag)} is not the name of a folder.", "Pass a tag without slashes.")
-    name = gather(uuid.uuid4().hex, None)[0]  # of a file that nobody has looked for
-    target, lock = Path(path), StagingLock()
-    made: tuple[Path, Path] | None = None
-    with writing(path):
-        (place,) = places_of([target])
-    leads = place.leader == dist.get_rank()
+    save_id = gather(uuid.uuid4().hex, None)[0]  # also the name of a file that nobody has looked for
     with ExitStack() as leading:
-        with raising_together(), writing(path):
-            if leads:
-                target = unless_idle(partial(_resolved, path), doing="Looking at", path=target)
-                lock, staging = leading.enter_context(_staged(path, target, tag, name))
-                made = target, staging
-        made = gather(made, None)[place.leader]
-        assert made is not None
-        with raising_together(), writing(path):
-            here = unless_idle(partial(_as_here, path, *made), doing="Looking at", path=target)
-            there = [made[1] / name, here / name]
-            seen = first_seen(there, shared=place.num_machines > 1)
-            if seen is None:
-                raise CheckpointError(
-                    f"The folder {made[1]}, in which {path} is being saved, is not seen on {platform.node()}.",
-                    "Save to a path that is the same on all machines which mount the file system, or let it remember "
-                    "for less than a minute what was not there (acdirmax of NFS).",
-                )
-            staging = seen.parent
-        new = staging / _NEW
-        yield Staging(new, leads)
+        led = _lead(path, tag, leading, errors=writing)
+        new = _staging_of_all(path, tag, led, save_id) / _NEW
+        yield Staging(new, led.leads, save_id)
         with raising_together(closing_group), writing(path):
-            if leads and staging.parent == target:
-                link = partial(_link_others, target / tag, new / tag)
-                unless_idle(link, doing="Linking what is kept of", path=target / tag)
+            if led.leads:
+                complete = partial(_complete, led.staging, led.target, tag, save_id)
+                unless_idle(complete, doing="Linking what is kept of", path=led.target / tag)
         with raising_together(closing_group), writing(path):
-            if place.is_first_here:
+            if led.place.is_first_here:
                 flush_tree(new)  # on every machine: what it has written to a shared file system is in its own memory
         with raising_together(closing_group), _swapping(path):
-            if leads:
-                lock.leaves_content = staging.parent == target  # it may hold what the path held before
-                put = partial(_put_in_place, staging, target, tag, name)
-                unless_idle(put, doing="Replacing", path=target)
-                lock.leaves_content = False
+            if led.leads:
+                # It may hold what the path held before, until all machines have the new save in place.
+                led.lock.leaves_content = led.staging.parent == led.target
+                put = partial(_put_in_place, led.staging, led.target, tag, save_id)
+                unless_idle(put, doing="Replacing", path=led.target)
+        led.lock.leaves_content = False
+
+
+def put_one_in_place(path: str | Path, tag: str) -> None:
+    """Put the parts of one save in place on all machines, where a kill has left those of two. Collective.
+
+    Nothing changes if no save is whole on all of them.
+
+    Args:
+        path: Path as given to :func:`replacing`.
+        tag: The subfolder.
+
+    Raises:
+        CheckpointError: A part cannot be put in place; raised on every rank.
+        StorageLockedError: A process is saving to the same path; raised on every rank.
+        StorageTimeoutError: The disk does not answer; raised on every rank.
+    """
+    with ExitStack() as leading:
+        led = _lead(path, tag, leading, errors=_swapping)
+        led.lock.leaves_content = True
+        with raising_together(), _swapping(path):
+            if led.leads:
+                put = partial(put_common_in_place, led.common, led.staging / _NEW / tag, led.target / tag)
+                unless_idle(put, doing="Replacing", path=led.target)
+        led.lock.leaves_content = led.common is None
 
 
 def restore_interrupted(path: str | Path, tag: str) -> None:
-    """Roll back a swap that was interrupted between its two renames, on systems that cannot exchange in one call.
+    """Roll back a swap by renames that was interrupted when nothing had the tag: not all systems exchange in one call.
 
     Any number of processes may call it at once. It waits for one that is just between them.
 
@@ -178,18 +194,78 @@ def _swapping(path: str | Path) -> Iterator[None]:
         raise CheckpointError(
             f"The checkpoint {path} was written, but could not be put in place: {error}.",
             "Look for the disk in the kernel log. The path holds the checkpoint of before or the new one, whole; if it "
-            "has neither, loading it or saving to it puts the former back.",
+            "has neither, or machines have parts of both, loading it or saving to it puts one of them in place.",
         ) from error
 
 
+class _Led(NamedTuple):
+    """What ranks know of the path, and their leaders of the folder that they have locked there.
+
+    Args:
+        place: Where the path lies.
+        leads: Whether this rank is the leader there.
+        target: The path; a leader has followed its links.
+        staging: The folder in which a save is written; of no meaning on other ranks.
+        lock: Its lock; likewise.
+        common: Id of the save that all machines have to go to, if they have parts of several.
+    """
+
+    place: Place
+    leads: bool
+    target: Path
+    staging: Path
+    lock: StagingLock
+    common: str | None
+
+
+def _lead(
+    path: str | Path, tag: str, leading: ExitStack, *, errors: Callable[[str | Path], AbstractContextManager[None]]
+) -> _Led:
+    """Lock the folder in which saves are written, on one rank of each file system, and look at what lies there."""
+    target = staging = Path(path)
+    lock, parts = StagingLock(), list[PartsHere]()
+    with errors(path):
+        (place,) = places_of([target])
+    leads = place.leader == dist.get_rank()
+    with raising_together(), errors(path):
+        if leads:
+            target = unless_idle(partial(_resolved, path), doing="Looking at", path=target)
+            lock, staging = leading.enter_context(_staged(path, target, tag))
+            parts = [unless_idle(partial(_parts_here, staging, target, tag), doing="Looking at", path=target)]
+    common = common_save(list(chain.from_iterable(gather(parts, None))))
+    return _Led(place, leads, target, staging, lock, common)
+
+
+def _staging_of_all(path: str | Path, tag: str, led: _Led, save_id: str) -> Path:
+    """Prepare the folder in which the save is written, and return its path as this machine sees it."""
+    made: tuple[Path, Path] | None = None
+    with raising_together(), writing(path):
+        if led.leads:
+            prepare = partial(_prepare, led.staging, led.target, tag, save_id=save_id, common=led.common)
+            unless_idle(prepare, doing="Preparing", path=led.target)
+            made = led.target, led.staging
+    made = gather(made, None)[led.place.leader]
+    assert made is not None
+    with raising_together(), writing(path):
+        here = unless_idle(partial(_as_here, path, *made), doing="Looking at", path=led.target)
+        seen = first_seen([made[1] / save_id, here / save_id], shared=led.place.num_machines > 1)
+        if seen is None:
+            raise CheckpointError(
+                f"The folder {made[1]}, in which {path} is being saved, is not seen on {platform.node()}.",
+                "Save to a path that is the same on all machines which mount the file system, or let it remember for "
+                "less than a minute what was not there (acdirmax of NFS).",
+            )
+    return seen.parent
+
+
 @contextmanager
-def _staged(path: str | Path, target: Path, tag: str, name: str) -> Iterator[tuple[StagingLock, Path]]:
-    """Lock the folder in which a save is written, make in it what all ranks look for, and yield lock and folder."""
+def _staged(path: str | Path, target: Path, tag: str) -> Iterator[tuple[StagingLock, Path]]:
+    """Lock the folder in which a save is written, and yield lock and folder."""
     while True:
         staging = unless_idle(partial(_staging_for, target, tag), doing="Looking at", path=target)
         with locked(staging, path) as lock:
-            prepare = partial(_prepare, staging, target, tag, name)
-            if unless_idle(prepare, doing="Preparing", path=target):
+            # Another process may have made or removed the target before the lock.
+            if staging == unless_idle(partial(_staging_for, target, tag), doing="Looking at", path=target):
                 yield lock, staging
                 return
 
@@ -231,21 +307,27 @@ def _is_of_a_save(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in (*_OF_DEEPSPEED, *FILES_BESIDE, NOTE_NAME))
 
 
-def _prepare(staging: Path, target: Path, tag: str, name: str) -> bool:
-    """Make what is written into a locked folder; return False if another process has made or removed the target."""
-    if staging != _staging_for(target, tag):
-        return False
+def _parts_here(staging: Path, target: Path, tag: str) -> PartsHere:
+    """Return which saves have a part at the path and beside it, after undoing what was interrupted between renames."""
     _put_back(target, tag)
-    remove_content(staging)
+    return parts_here(staging / _NEW / tag, target / tag)
+
+
+def _prepare(staging: Path, target: Path, tag: str, *, save_id: str, common: str | None) -> None:
+    """Make what a save is written into, and what all ranks look for, in the place of what lies in the locked folder."""
     if staging.parent == target:
+        put_common_in_place(common, staging / _NEW / tag, target / tag)
         remove_leftover(beside(target))
+    remove_content(staging)
     (staging / _NEW).mkdir()
-    (staging / name).touch()
-    return True
+    (staging / save_id).touch()
 
 
-def _link_others(old: Path, new: Path) -> None:
-    if old.exists():
+def _complete(staging: Path, target: Path, tag: str, save_id: str) -> None:
+    """Write the id into what was saved, and link what else lies in what it is to replace."""
+    new, old = staging / _NEW / tag, target / tag
+    (new / SAVE_ID_NAME).write_text(save_id)
+    if staging.parent == target and old.exists():
         link_others(old, new, replaced=_OF_DEEPSPEED)
 
 
@@ -253,9 +335,9 @@ def _put_back(target: Path, tag: str) -> None:
     put_back(target / _STAGING / _NEW, target / tag)
 
 
-def _put_in_place(staging: Path, target: Path, tag: str, name: str) -> None:
+def _put_in_place(staging: Path, target: Path, tag: str, save_id: str) -> None:
     new = staging / _NEW
-    if not (staging / name).exists():
+    if not (staging / save_id).exists():
         raise FileNotFoundError(errno.ENOENT, "somebody has removed what was written", str(staging))
     if staging.parent == target:
         beside_tag = [entry.name for entry in new.iterdir() if entry.name != tag]
