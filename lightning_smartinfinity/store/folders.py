@@ -28,6 +28,7 @@ __all__ = [
     "owned_names",
     "parameter_folder_path",
     "rank_folder_path",
+    "rank_of_parameters",
     "read_rank_folder",
 ]
 
@@ -55,6 +56,11 @@ def rank_folder_path(storage: Path, *, job: str, rank: int) -> Path:
 def parameter_folder_path(storage: Path, *, job: str, rank: int) -> Path:
     """Return ``<storage>/<job>/parameters-<n>``: parameters are stored before the state, and may outlive it."""
     return storage / job / f"parameters-{rank:05d}"
+
+
+def rank_of_parameters(name: str) -> int | None:
+    """Return the rank whose parameters a folder of this name holds, or None if it is no such name."""
+    return int(name.removeprefix("parameters-")) if _PARAMETER_FOLDER.fullmatch(name) else None
 
 
 def open_rank_folder(path: Path, *, trust: Trust = Trust.OWN) -> OpenFolder:
@@ -417,7 +423,7 @@ class RankFolder:
 
     def _holds_parameters_alone(self) -> bool:
         """Return whether this is a folder of parameters, which end with their process, and holds nothing else."""
-        if _PARAMETER_FOLDER.fullmatch(self.path.name) is None:
+        if rank_of_parameters(self.path.name) is None:
             return False
         return all(name in (LOCK_NAME, PARAMETERS_NAME) or name.endswith(ASIDE) for name in self.inside.names())
 
