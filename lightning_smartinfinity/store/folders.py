@@ -10,7 +10,15 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.store.lock import KEPT, LOCK_NAME, SET_ASIDE, SUCCESSOR, FolderLock, reading
+from lightning_smartinfinity.store.lock import (
+    KEPT,
+    LOCK_NAME,
+    SET_ASIDE,
+    SUCCESSOR,
+    FolderLock,
+    reading,
+    remove_unlocked,
+)
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, manifest_content, read_manifest
 from lightning_smartinfinity.store.open_folder import ASIDE, OpenFolder, Trust
 from lightning_smartinfinity.store.os_errors import storage_errors
@@ -487,7 +495,7 @@ def _open_storage(path: Path) -> int:
 def _remove_folders_quietly(folders: Iterable[Path]) -> None:
     for folder in folders:
         try:
-            folder.rmdir()
+            remove_unlocked(folder)
         except OSError:
             # The folder holds files of another rank or of the user.
             return

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import stat
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,6 +37,8 @@ __all__ = ["REMEMBERED", "Place", "device_of", "first_seen", "places_of", "netwo
 REMEMBERED = 75.0
 """Seconds after which every file system has forgotten that a name was not there. NFS takes 60 at most by default."""
 _GLANCE = 0.1
+_MADE = re.compile(r"\.smart-infinity-[0-9a-f]{32}")
+_OLD_SECONDS = 3600.0  # much longer than the waits of all ranks for a slow disk
 _OF_NETWORKS = {"9p", "afs", "beegfs", "ceph", "cifs", "gpfs", "lustre", "nfs", "nfs4", "panfs", "smb3", "wekafs"}
 _OF_NETWORKS |= {f"fuse.{name}" for name in ("cephfs", "gcsfuse", "glusterfs", "juicefs", "rclone", "s3fs", "sshfs")}
 
@@ -230,7 +234,7 @@ def _file_in(folder: Path) -> Iterator[Path | None]:
     """Yield the path of a file that others may look for; None if none can be made there."""
     path = folder / f".smart-infinity-{uuid.uuid4().hex}"
     try:
-        unless_idle(partial(path.touch, exist_ok=False), doing="Creating a file in", path=folder)
+        unless_idle(partial(_make, path), doing="Creating a file in", path=folder)
     except OSError:
         yield None
         return
@@ -239,6 +243,22 @@ def _file_in(folder: Path) -> Iterator[Path | None]:
     finally:
         with suppress(OSError, StorageError):
             unless_idle(path.unlink, doing="Removing a file from", path=folder)
+
+
+def _make(path: Path) -> None:
+    """Make a file that others may look for, and remove old ones beside it, which kills have left."""
+    path.touch(exist_ok=False)
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        now = path.stat().st_mtime  # by the clock of the file system
+        for entry in entries:
+            if _MADE.fullmatch(entry.name) and _is_old(entry.stat(follow_symlinks=False), now):
+                os.unlink(entry)
+
+
+def _is_old(status: os.stat_result, now: float) -> bool:
+    """Return whether this user made such a file so long ago that nobody looks for it any more."""
+    is_ours = stat.S_ISREG(status.st_mode) and status.st_size == 0 and status.st_uid == os.geteuid()
+    return is_ours and now - status.st_mtime > _OLD_SECONDS
 
 
 def _joined(num: int, pairs: Iterable[tuple[int, int]]) -> list[int]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_smartinfinity.zero3.file_systems import _file_in
 from tests.helpers.attacks import Attack
 from tests.helpers.nodes import why_no_mounts
 from tests.helpers.processes import run_module
@@ -164,6 +166,21 @@ def test_parts_of_two_saves_on_two_machines(scratch: Path) -> None:
                 "has parts of different saves, and none is whole on all machines: node0 has that of .* node1 has that",
                 found[f"none is whole {first}"],
             )
+
+
+def test_what_a_kill_left_where_machines_looked(tmp_path: Path) -> None:
+    """The next look removes an old file of that name; a new one stays, and whatever a user may have put there."""
+    name, hour = ".smart-infinity-" + 31 * "0", 3600
+    old, new, content, link, other = (tmp_path / f"{name}{number}" for number in "0123g")
+    for path in (old, new, other):
+        path.touch()
+    content.write_text("mine")
+    link.symlink_to(other)
+    for path in (old, content, link, other):
+        os.utime(path, (time.time() - 2 * hour,) * 2, follow_symlinks=False)
+    with _file_in(tmp_path) as made:
+        assert made is not None and made.exists()
+    assert set(tmp_path.iterdir()) == {new, content, link, other}
 
 
 def test_the_view_forgets(tmp_path: Path) -> None:
