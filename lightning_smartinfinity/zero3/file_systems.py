@@ -151,7 +151,7 @@ def first_seen(paths: Iterable[Path], *, shared: bool) -> Path | None:
     """Return the first of these paths that this rank sees; None if it sees none.
 
     Args:
-        paths: Paths, one of which somebody has made.
+        paths: Paths of one thing that somebody has made, which another machine may mount elsewhere.
         shared: Whether that may have been another machine, so that this one may remember for some time that the path
             was not there.
     """

@@ -19,7 +19,7 @@ from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.mover import Mover
 from lightning_smartinfinity.store.open_folder import ASIDE
 from lightning_smartinfinity.store.parts import Part, find_parts
-from lightning_smartinfinity.store.setting_aside import Plan, plan_reunion, plan_setting_aside
+from lightning_smartinfinity.store.setting_aside import Plan, plan_putting_together, plan_setting_aside
 from lightning_smartinfinity.store.space import measure_parts
 from lightning_smartinfinity.store.tensor_files import are_in_use, remove_leftovers
 from lightning_smartinfinity.store.trainings import jobs_beside
@@ -93,7 +93,7 @@ def put_together(settings: OffloadSettings, group: ProcessGroup | None) -> None:
         StorageError: A part cannot be moved, or the training lies under another name; raised on every rank.
     """
     job = settings.transfer.job
-    plan = plan_reunion(seen_parts(settings, jobs_beside(job), group), job=job)
+    plan = plan_putting_together(seen_parts(settings, jobs_beside(job), group), job=job)
     if plan.changes_something:
         carry_out(plan, settings, group)
 

@@ -146,7 +146,7 @@ class ZeroFolder(SavedTraining):
 
     @override
     def require_whole(self) -> None:
-        if self.is_part:
+        if self.in_parts:
             return
         found, saved = (
             sum(len(optimizer_files(each)) for each in (self.path, *self._parts)),
