@@ -29,12 +29,13 @@ from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInf
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
 from lightning_smartinfinity.zero3.checkpoints.folder_check import check_checkpoint, check_same_save
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import LATEST, replacing, writing
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing, writing
 from lightning_smartinfinity.zero3.checkpoints.found_checkpoint import find_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_loading
 from lightning_smartinfinity.zero3.checkpoints.note import write_note
 from lightning_smartinfinity.zero3.checkpoints.resharding import load_resharded
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import RANK_KEY, SAVE_ID
+from lightning_smartinfinity.zero3.checkpoints.staged_save import LATEST
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 from lightning_smartinfinity.zero3.collectives import background_group, raising_together

@@ -13,12 +13,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
@@ -126,7 +128,7 @@ def loaded(path: Path) -> str:
 
 def swap_on_one(first: int, other: Callable[[], None], scratch: Path) -> None:
     """Let one machine swap its part of a save, and the other one do something else when that is done."""
-    done, put = scratch / f"swapped-{first}", folder_swap._put_in_place
+    done, put = scratch / f"swapped-{first}", folder_swap.put_save_in_place
 
     def put_first(*arguments: Any) -> None:
         put(*arguments)
@@ -137,7 +139,7 @@ def swap_on_one(first: int, other: Callable[[], None], scratch: Path) -> None:
         done.unlink()
         other()
 
-    folder_swap._put_in_place = put_first if dist.get_rank() == first else put_later
+    folder_swap.put_save_in_place = put_first if dist.get_rank() == first else put_later
 
 
 def killed(scratch: Path, first: int) -> Any:
@@ -159,11 +161,18 @@ def divided(scratch: Path) -> Any:
     return {f"{case} {first}": _divided(scratch, case, first) for case in DIVIDED for first in range(2)}
 
 
-DIVIDED = ("both are whole", "the new one is not", "another save", "an interrupted save", "none is whole")
+DIVIDED = (
+    "both are whole",
+    "the new one is not",
+    "a failed load",
+    "another save",
+    "an interrupted save",
+    "none is whole",
+)
 
 
 def _divided(scratch: Path, case: str, first: int) -> str:
-    path, put = scratch / "local" / f"{case}-{first}.ckpt", folder_swap._put_in_place
+    path, put = scratch / "local" / f"{case}-{first}.ckpt", folder_swap.put_save_in_place
     leftover = path / ".saving"
 
     def fail() -> None:
@@ -173,9 +182,13 @@ def _divided(scratch: Path, case: str, first: int) -> str:
     swap_on_one(first, fail, scratch)
     with suppress(CheckpointError):
         save(path, "new")
-    folder_swap._put_in_place = put
-    if case == "none is whole" or (case == "the new one is not" and dist.get_rank() != first):
+    folder_swap.put_save_in_place = put
+    if case == "none is whole" or (case in ("the new one is not", "a failed load") and dist.get_rank() != first):
         _remove(leftover)
+    if case == "a failed load":
+        fails = mock.patch.object(folder_swap, "parts_at", side_effect=OSError("the disk is gone"))
+        with fails if dist.get_rank() != first else nullcontext(), pytest.raises(CheckpointError, match="is gone"):
+            loaded(path)
     elif case == "another save":
         save(path, "newest")
     elif case == "an interrupted save":
@@ -184,6 +197,7 @@ def _divided(scratch: Path, case: str, first: int) -> str:
     try:
         return loaded(path)
     except CheckpointError as error:
+        assert sorted(os.listdir(path)) == [TAG, "latest"]
         return str(error)
 
 

@@ -26,7 +26,8 @@ from lightning_smartinfinity.store.replacement import beside, exchange, flush, f
 from lightning_smartinfinity.store.staging_folder import is_in_use, locked, mark_of
 from lightning_smartinfinity.zero3 import file_systems
 from lightning_smartinfinity.zero3.checkpoints import folder_swap
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import FILES_BESIDE, replacing, restore_interrupted
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
+from lightning_smartinfinity.zero3.checkpoints.staged_save import FILES_BESIDE, restore_interrupted
 from tests.helpers.attacks import Attack
 from tests.helpers.power_loss import RecordedDisk, observed
 from tests.helpers.waiting import LIMIT, await_that
@@ -302,7 +303,7 @@ def test_a_second_save_to_a_path_that_another_one_writes(first: bool, tmp_path: 
 
 def test_a_folder_that_another_save_made_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that looked before another one ended looks again once it has the lock, and exchanges the subfolder."""
-    path, looked = tmp_path / "a.ckpt", folder_swap._staging_for
+    path, looked = tmp_path / "a.ckpt", folder_swap.staging_for
     calls = []
 
     def late(target: Path, tag: str) -> Path:
@@ -313,7 +314,7 @@ def test_a_folder_that_another_save_made_meanwhile(tmp_path: Path, monkeypatch: 
             (path / "notes.txt").write_text("mine")
         return staging
 
-    monkeypatch.setattr(folder_swap, "_staging_for", late)
+    monkeypatch.setattr(folder_swap, "staging_for", late)
     save(path, "new")
     assert saved(path) == {"new"}
     assert (path / "notes.txt").read_text() == "mine"

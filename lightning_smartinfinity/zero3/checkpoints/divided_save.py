@@ -1,4 +1,4 @@
-"""Finds out whether machines have parts of two saves under one path, and which save all of them can go to.
+"""Says which save all machines can go to that have parts of two saves under one path.
 
 A machine that saves to a disk of its own swaps its part of the new save with that of the old one. If a kill comes when
 some machines have done so, the others still have the old part in place, and their new part, whole, beside it. What a
@@ -12,9 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_smartinfinity.store.replacement import flush, flush_names, put_in_place
-
-__all__ = ["SAVE_ID_NAME", "PartsHere", "common_save", "id_of", "parts_here", "put_common_in_place", "time_of"]
+__all__ = ["SAVE_ID_NAME", "PartsHere", "common_save", "id_of", "time_of"]
 
 SAVE_ID_NAME = "save_id"
 """Name of the file, beside those of the processes, that holds the random id of the save, the same on all machines."""
@@ -48,11 +46,6 @@ def time_of(folder: Path) -> float:
     return 0.0
 
 
-def parts_here(beside: Path, place: Path) -> PartsHere:
-    """Return what lies in place, and beside it."""
-    return PartsHere(id_of(place), id_of(beside), time_of(beside) > time_of(place))
-
-
 def common_save(machines: Sequence[PartsHere]) -> str | None:
     """Return the id of the newest save that all machines have whole, if they have parts of several saves in place.
 
@@ -64,11 +57,3 @@ def common_save(machines: Sequence[PartsHere]) -> str | None:
     common = in_place.intersection(*({each.in_place, each.beside} for each in machines)) - {None}
     first = machines[0]
     return max(common, key=lambda save: (save == first.beside) == first.newer_beside, default=None)
-
-
-def put_common_in_place(save: str | None, beside: Path, place: Path) -> None:
-    """Put the part of the save that all machines go to in place, if the other one lies there."""
-    if save is not None and id_of(place) != save:
-        put_in_place(beside, place)
-        flush(place.parent)
-        flush_names(place)

@@ -13,14 +13,11 @@ if a kill comes in between, the next load or save goes to the save that all of t
 
 from __future__ import annotations
 
-import errno
 import os
 import platform
-import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from fnmatch import fnmatch
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -29,49 +26,25 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
 from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.store.in_time import unless_idle
-from lightning_smartinfinity.store.replacement import (
-    beside,
-    flush,
-    flush_names,
-    flush_tree,
-    link_others,
-    put_back,
-    put_in_place,
-)
-from lightning_smartinfinity.store.staging_folder import (
-    StagingLock,
-    is_in_use,
-    locked,
-    mark_of,
-    remove_content,
-    remove_leftover,
-)
-from lightning_smartinfinity.zero3.checkpoints.divided_save import (
-    SAVE_ID_NAME,
-    PartsHere,
-    common_save,
-    parts_here,
+from lightning_smartinfinity.store.replacement import flush_tree
+from lightning_smartinfinity.store.staging_folder import StagingLock, locked
+from lightning_smartinfinity.zero3.checkpoints.divided_save import PartsHere, common_save
+from lightning_smartinfinity.zero3.checkpoints.staged_save import (
+    complete,
+    new_in,
+    parts_at,
+    prepare,
     put_common_in_place,
+    put_save_in_place,
+    staging_for,
 )
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.file_systems import Place, first_seen, places_of
 
-__all__ = ["FILES_BESIDE", "LATEST", "Staging", "put_one_in_place", "replacing", "restore_interrupted", "writing"]
-
-LATEST = "latest"
-"""Name of DeepSpeed's file that holds the tag."""
-
-FILES_BESIDE = (LATEST, "zero_to_fp32.py", "zero_to_torch.py")
-"""Names of DeepSpeed's files beside the subfolder. They are replaced by every save."""
-
-_STAGING = ".saving"
-_NEW = "new"
-_GLANCE, _MOST_GLANCES = 0.05, 200  # ten seconds, for two system calls
-_OF_DEEPSPEED = ("*mp_rank_[0-9]*_states.pt",)
+__all__ = ["Staging", "put_one_in_place", "replacing", "writing"]
 
 
 class Staging(NamedTuple):
@@ -111,12 +84,12 @@ def replacing(path: str | Path, tag: str, *, closing_group: ProcessGroup | None 
     save_id = gather(uuid.uuid4().hex, None)[0]  # also the name of a file that nobody has looked for
     with ExitStack() as leading:
         led = _lead(path, tag, leading, errors=writing)
-        new = _staging_of_all(path, tag, led, save_id) / _NEW
+        new = _made_for_all(path, tag, led, save_id)
         yield Staging(new, led.leads, save_id)
         with raising_together(closing_group), writing(path):
             if led.leads:
-                complete = partial(_complete, led.staging, led.target, tag, save_id)
-                unless_idle(complete, doing="Linking what is kept of", path=led.target / tag)
+                end = partial(complete, led.staging, led.target, tag, save_id)
+                unless_idle(end, doing="Linking what is kept of", path=led.target / tag)
         with raising_together(closing_group), writing(path):
             if led.place.is_first_here:
                 flush_tree(new)  # on every machine: what it has written to a shared file system is in its own memory
@@ -124,7 +97,7 @@ def replacing(path: str | Path, tag: str, *, closing_group: ProcessGroup | None 
             if led.leads:
                 # It may hold what the path held before, until all machines have the new save in place.
                 led.lock.leaves_content = led.staging.parent == led.target
-                put = partial(_put_in_place, led.staging, led.target, tag, save_id)
+                put = partial(put_save_in_place, led.staging, led.target, tag, save_id)
                 unless_idle(put, doing="Replacing", path=led.target)
         led.lock.leaves_content = False
 
@@ -145,31 +118,12 @@ def put_one_in_place(path: str | Path, tag: str) -> None:
     """
     with ExitStack() as leading:
         led = _lead(path, tag, leading, errors=_swapping)
-        led.lock.leaves_content = True
         with raising_together(), _swapping(path):
             if led.leads:
-                put = partial(put_common_in_place, led.common, led.staging / _NEW / tag, led.target / tag)
+                put = partial(put_common_in_place, led.common, led.staging, led.target, tag)
                 unless_idle(put, doing="Replacing", path=led.target)
-        led.lock.leaves_content = led.common is None
-
-
-def restore_interrupted(path: str | Path, tag: str) -> None:
-    """Roll back a swap by renames that was interrupted when nothing had the tag: not all systems exchange in one call.
-
-    Any number of processes may call it at once. It waits for one that is just between them.
-
-    Args:
-        path: Path as given to :func:`replacing`.
-        tag: The subfolder.
-    """
-    target = Path(os.path.realpath(path))
-    for _ in range(_MOST_GLANCES):
-        if os.path.lexists(target / tag):
-            return
-        if not is_in_use(target / _STAGING):
-            _put_back(target, tag)
-            return
-        time.sleep(_GLANCE)
+        if led.common is not None:
+            led.lock.leaves_content = False
 
 
 @contextmanager
@@ -206,7 +160,7 @@ class _Led(NamedTuple):
         leads: Whether this rank is the leader there.
         target: The path; a leader has followed its links.
         staging: The folder in which a save is written; of no meaning on other ranks.
-        lock: Its lock; likewise.
+        lock: Its lock; likewise. What other machines may go to stays when it is unlocked.
         common: Id of the save that all machines have to go to, if they have parts of several.
     """
 
@@ -231,19 +185,22 @@ def _lead(
         if leads:
             target = unless_idle(partial(_resolved, path), doing="Looking at", path=target)
             lock, staging = leading.enter_context(_staged(path, target, tag))
-            parts = [unless_idle(partial(_parts_here, staging, target, tag), doing="Looking at", path=target)]
+            lock.leaves_content = True  # it may hold the part of a save that other machines have in place
+            parts = [unless_idle(partial(parts_at, staging, target, tag), doing="Looking at", path=target)]
+            lock.leaves_content = parts[0].beside is not None
     common = common_save(list(chain.from_iterable(gather(parts, None))))
     return _Led(place, leads, target, staging, lock, common)
 
 
-def _staging_of_all(path: str | Path, tag: str, led: _Led, save_id: str) -> Path:
-    """Prepare the folder in which the save is written, and return its path as this machine sees it."""
+def _made_for_all(path: str | Path, tag: str, led: _Led, save_id: str) -> Path:
+    """Make the folder that becomes the save, and return its path as this machine sees it."""
     made: tuple[Path, Path] | None = None
     with raising_together(), writing(path):
         if led.leads:
-            prepare = partial(_prepare, led.staging, led.target, tag, save_id=save_id, common=led.common)
-            unless_idle(prepare, doing="Preparing", path=led.target)
+            make = partial(prepare, led.staging, led.target, tag, save_id=save_id, common=led.common)
+            unless_idle(make, doing="Preparing", path=led.target)
             made = led.target, led.staging
+    led.lock.leaves_content = False
     made = gather(made, None)[led.place.leader]
     assert made is not None
     with raising_together(), writing(path):
@@ -255,17 +212,17 @@ def _staging_of_all(path: str | Path, tag: str, led: _Led, save_id: str) -> Path
                 "Save to a path that is the same on all machines which mount the file system, or let it remember for "
                 "less than a minute what was not there (acdirmax of NFS).",
             )
-    return seen.parent
+    return new_in(seen.parent)
 
 
 @contextmanager
 def _staged(path: str | Path, target: Path, tag: str) -> Iterator[tuple[StagingLock, Path]]:
     """Lock the folder in which a save is written, and yield lock and folder."""
     while True:
-        staging = unless_idle(partial(_staging_for, target, tag), doing="Looking at", path=target)
+        staging = unless_idle(partial(staging_for, target, tag), doing="Looking at", path=target)
         with locked(staging, path) as lock:
             # Another process may have made or removed the target before the lock.
-            if staging == unless_idle(partial(_staging_for, target, tag), doing="Looking at", path=target):
+            if staging == unless_idle(partial(staging_for, target, tag), doing="Looking at", path=target):
                 yield lock, staging
                 return
 
@@ -277,80 +234,3 @@ def _as_here(path: str | Path, target: Path, staging: Path) -> Path:
 
 def _resolved(path: str | Path) -> Path:
     return Path(os.path.realpath(path))
-
-
-def _staging_for(target: Path, tag: str) -> Path:
-    """Return the folder in which a save is written, after refusing what the save could not replace."""
-    if not target.exists():
-        return beside(target)
-    for folder in (target, target / tag):
-        if os.path.lexists(folder) and not folder.is_dir():
-            raise CheckpointError(
-                f"{folder} is a file; checkpoints of this strategy are folders.", "Remove it or save to another path."
-            )
-    for file in (target / name for name in FILES_BESIDE):
-        if file.is_dir():
-            raise CheckpointError(f"{file} is a folder, and a file is saved there.", "Remove it or save elsewhere.")
-    _mark_leftover(target / _STAGING)
-    return target / _STAGING
-
-
-def _mark_leftover(staging: Path) -> None:
-    """Mark what two processes left that saved to one path with older versions, if it has files of checkpoints only."""
-    if not staging.is_symlink() and staging.is_dir() and os.listdir(staging) == [_NEW]:
-        entries = [staging / _NEW, *(staging / _NEW).rglob("*")]
-        if not any(entry.is_symlink() or not (entry.is_dir() or _is_of_a_save(entry.name)) for entry in entries):
-            mark_of(staging).touch()
-
-
-def _is_of_a_save(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in (*_OF_DEEPSPEED, *FILES_BESIDE, NOTE_NAME))
-
-
-def _parts_here(staging: Path, target: Path, tag: str) -> PartsHere:
-    """Return which saves have a part at the path and beside it, after undoing what was interrupted between renames."""
-    _put_back(target, tag)
-    return parts_here(staging / _NEW / tag, target / tag)
-
-
-def _prepare(staging: Path, target: Path, tag: str, *, save_id: str, common: str | None) -> None:
-    """Make what a save is written into, and what all ranks look for, in the place of what lies in the locked folder."""
-    if staging.parent == target:
-        put_common_in_place(common, staging / _NEW / tag, target / tag)
-        remove_leftover(beside(target))
-    remove_content(staging)
-    (staging / _NEW).mkdir()
-    (staging / save_id).touch()
-
-
-def _complete(staging: Path, target: Path, tag: str, save_id: str) -> None:
-    """Write the id into what was saved, and link what else lies in what it is to replace."""
-    new, old = staging / _NEW / tag, target / tag
-    (new / SAVE_ID_NAME).write_text(save_id)
-    if staging.parent == target and old.exists():
-        link_others(old, new, replaced=_OF_DEEPSPEED)
-
-
-def _put_back(target: Path, tag: str) -> None:
-    put_back(target / _STAGING / _NEW, target / tag)
-
-
-def _put_in_place(staging: Path, target: Path, tag: str, save_id: str) -> None:
-    new = staging / _NEW
-    if not (staging / save_id).exists():
-        raise FileNotFoundError(errno.ENOENT, "somebody has removed what was written", str(staging))
-    if staging.parent == target:
-        beside_tag = [entry.name for entry in new.iterdir() if entry.name != tag]
-        try:
-            put_in_place(new / tag, target / tag)
-        except OSError:
-            with suppress(OSError):
-                put_back(new, target / tag)
-            raise
-        flush(target)
-        for name in beside_tag:
-            os.replace(new / name, target / name)
-        flush_names(target / tag)
-    else:
-        os.rename(new, target)
-        flush_names(target)

@@ -186,7 +186,7 @@ def _require_one_tag(path: str | Path, found: Sequence[_Seen]) -> None:
         raise CheckpointError(
             f"{path} names the folder {own!r} on {platform.node()}, and {found[other].folder.name!r} for rank {other}: "
             "the parts on the machines come from different saves.",
-            "Use a checkpoint whose parts were saved together.",
+            "Pass the path of a subfolder that all machines have, or use another checkpoint.",
         )
 
 
