@@ -235,6 +235,30 @@ def fits(scratch: Path, where: str) -> Any:
     return {"whole": whole, "resumed": resumed}
 
 
+def replaced(scratch: Path) -> Any:
+    """Go on from a checkpoint whose second save ended when only the second machine had swapped its part."""
+    path = scratch / "local" / "a.ckpt"
+    whole = LitTiny(RECIPE)
+    _trainer(scratch, max_steps=6).fit(whole)
+    trainer = _trainer(scratch, max_steps=2)
+    trainer.fit(LitTiny(RECIPE))
+    trainer.save_checkpoint(path)
+    trainer = _trainer(scratch, max_steps=4)
+    trainer.fit(LitTiny(RECIPE), ckpt_path=str(path))
+
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    put = folder_swap.put_save_in_place
+    swap_on_one(1, fail, scratch)
+    with pytest.raises(CheckpointError, match="the disk is gone"):
+        trainer.save_checkpoint(path)
+    folder_swap.put_save_in_place = put
+    resumed = LitTiny(RECIPE)
+    _trainer(scratch, max_steps=6).fit(resumed, ckpt_path=str(path))
+    return [whole.losses[4:], resumed.losses]
+
+
 def fabric(scratch: Path) -> Any:
     """Save in a loop of Fabric's to the machine's own disk, go on, and go back; return the losses of both ways."""
     storage = scratch / f"storage-{os.environ['RANK']}"
@@ -332,6 +356,7 @@ def main() -> None:
         "links": lambda: links(scratch),
         "universal": lambda: universal(scratch),
         "missing": lambda: missing(scratch),
+        "replaced": lambda: replaced(scratch),
         "divided": lambda: divided(scratch),
         "killed-0": lambda: killed(scratch, 0),
         "killed-1": lambda: killed(scratch, 1),

@@ -152,6 +152,14 @@ def test_a_kill_when_one_machine_has_replaced_its_part(first: int, scratch: Path
     attack("kill when one of two machines has replaced its part", tries=1, outcome="the next load has one save")
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("_own_mounts")
+def test_a_training_whose_checkpoint_only_one_machine_has_replaced(scratch: Path) -> None:
+    """It goes on from the new checkpoint, with the bits of one that never stopped."""
+    for whole, resumed in run("replaced", scratch, mounts=True):
+        assert len(whole) == 2 and whole == resumed
+
+
 @pytest.mark.usefixtures("_own_mounts")
 def test_parts_of_two_saves_on_two_machines(scratch: Path) -> None:
     """A load or a save goes to the newest save that both have whole; if there is none, the error says who has what."""
