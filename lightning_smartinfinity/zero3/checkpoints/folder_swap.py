@@ -153,7 +153,7 @@ def _swapping(path: str | Path) -> Iterator[None]:
 
 
 class _Led(NamedTuple):
-    """What ranks know of the path, and their leaders of the folder that they have locked there.
+    """Holds what a rank knows of a path, and a leader of the folder that it has locked there.
 
     Args:
         place: Where the path lies.

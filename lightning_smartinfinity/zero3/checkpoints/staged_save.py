@@ -1,4 +1,4 @@
-"""What a save does on one file system: where it is written, and how it gets to its place.
+"""Writes a save on one file system, and puts it in place.
 
 A new path is written beside it; in a path that exists, only the subfolder is replaced. No rank waits for another here.
 """
