@@ -102,7 +102,8 @@ def places_of(folders: Sequence[Path], group: ProcessGroup | None = None, *, by_
         firsts.setdefault(spot.key, (rank, spot))
     keys, pairs, probed = list(firsts), list[tuple[int, int]](), set(range(len(firsts)))
     is_one_machine = len({spot.machine for _, spot in spots}) == 1
-    if len(keys) > 1 and not (by_device and is_one_machine):
+    makes_files = len(keys) > 1 and not (by_device and is_one_machine)
+    if makes_files:
         pairs, probed = _pairs(list(firsts.values()), group, by_device=by_device)
     if by_device:
         pairs += [(i, j) for j, other in enumerate(keys) for i in range(j) if keys[i][:2] == other[:2]]
@@ -121,6 +122,10 @@ def places_of(folders: Sequence[Path], group: ProcessGroup | None = None, *, by_
                 is_certain=any(keys.index(other.key) in probed for _, other in there),
             )
         )
+        # Only the leader lists the folder: others would have their views of it changed for what they look for next.
+        if makes_files and there[0][0] == dist.get_rank(group):
+            with suppress(OSError, StorageError):
+                unless_idle(partial(_remove_old, spot.folder), doing="Removing old files from", path=spot.folder)
     return places
 
 
@@ -234,7 +239,7 @@ def _file_in(folder: Path) -> Iterator[Path | None]:
     """Yield the path of a file that others may look for; None if none can be made there."""
     path = folder / f".smart-infinity-{uuid.uuid4().hex}"
     try:
-        unless_idle(partial(_make, path), doing="Creating a file in", path=folder)
+        unless_idle(partial(path.touch, exist_ok=False), doing="Creating a file in", path=folder)
     except OSError:
         yield None
         return
@@ -245,11 +250,10 @@ def _file_in(folder: Path) -> Iterator[Path | None]:
             unless_idle(path.unlink, doing="Removing a file from", path=folder)
 
 
-def _make(path: Path) -> None:
-    """Make a file that others may look for, and remove old ones beside it, which kills have left."""
-    path.touch(exist_ok=False)
-    with suppress(OSError), os.scandir(path.parent) as entries:
-        now = path.stat().st_mtime  # by the clock of the file system
+def _remove_old(folder: Path) -> None:
+    """Remove old files that others could look for, which kills have left in a folder where one was just made."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        now = folder.stat().st_mtime  # by the clock of the file system
         for entry in entries:
             if _MADE.fullmatch(entry.name) and _is_old(entry.stat(follow_symlinks=False), now):
                 os.unlink(entry)
