@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
+from lightning_smartinfinity.errors import StorageError, StorageTimeoutError
 from lightning_smartinfinity.store.direct import open_state_file
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
-from lightning_smartinfinity.store.folders import PARAMETERS_NAME, RankFolder, parameter_folder_path
+from lightning_smartinfinity.store.folders import (
+    PARAMETERS_NAME,
+    RankFolder,
+    open_rank_folder,
+    parameter_folder_path,
+    rank_of_parameters,
+)
+from lightning_smartinfinity.store.lock import is_locked
 
-__all__ = ["TensorFiles", "deal", "whole_blocks"]
+__all__ = ["TensorFiles", "are_in_use", "deal", "remove_leftovers", "whole_blocks"]
 
 
 def whole_blocks(nbytes: int) -> int:
@@ -68,3 +76,49 @@ class TensorFiles:
         for folder in self._folders:
             folder.close(remove=True)
         self._folders = ()
+
+
+def are_in_use(folders: Sequence[Path], *, job: str, rank: int) -> bool:
+    """Return whether a process has locked the folder of a rank's parameters in one of the storage folders."""
+    for folder in folders:
+        path = parameter_folder_path(Path(os.path.abspath(folder)), job=job, rank=rank)
+        with suppress(OSError, StorageError), closing(open_rank_folder(path)) as opened:
+            if is_locked(opened):
+                return True
+    return False
+
+
+def remove_leftovers(folders: Sequence[Path], *, job: str, spared: Collection[int] = ()) -> None:
+    """Delete what killed processes have left of a job's parameters. What is locked or cannot be deleted stays.
+
+    Any number of processes may call it at once.
+
+    Args:
+        folders: Storage folders.
+        job: ``TransferConfig.job``.
+        spared: Ranks whose folders stay.
+
+    Raises:
+        StorageTimeoutError: A disk does not answer.
+    """
+    for folder in folders:
+        of_job = Path(os.path.abspath(folder)) / job
+        names: list[str] = []
+        with suppress(OSError):
+            names = os.listdir(of_job)
+        for name in names:
+            rank = rank_of_parameters(name)
+            if rank is not None and rank not in spared:
+                _remove_leftover(of_job / name)
+
+
+def _remove_leftover(path: Path) -> None:
+    try:
+        with ExitStack() as opened:
+            folder = RankFolder(path, create=False)
+            opened.callback(folder.close, remove=False)
+            folder.destroy()
+    except StorageTimeoutError:
+        raise
+    except (OSError, StorageError):
+        return
