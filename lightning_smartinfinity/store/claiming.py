@@ -40,7 +40,8 @@ def claim_folders(folders: Sequence[Path], *, job: str, rank: int, create: bool,
         path = rank_folder_path(Path(os.path.abspath(folder)), job=job, rank=rank)
         if not create and not os.path.lexists(path):
             raise StorageError(
-                f"There is no optimizer state in {str(path)!r}.", "Check the storage folder and the job."
+                f"There is no optimizer state in {str(path)!r}.",
+                "Check the storage folder and the job, or leave ckpt_path out to begin anew.",
             )
         claimed.append(RankFolder(path, create=create))
         undo.callback(claimed[-1].discard)

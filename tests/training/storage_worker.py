@@ -5,6 +5,7 @@ Every rank appends a line for each step to ``steps-<rank>.txt``, and writes ``en
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -24,6 +26,8 @@ from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TopK
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.folders import RankFolder
 from lightning_smartinfinity.zero3 import storage, succession
+from lightning_smartinfinity.zero3.background_jobs import BackgroundJobs
+from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
 from tests.helpers.interrupted_runs import kill_later, launch_run, state_digest
 from tests.helpers.trainers import quiet_trainer
 from tests.training.asynchronous_worker import save_beside
@@ -47,6 +51,7 @@ class StorageRun:
     kill_step: int = 0
     kill_rank: int = 0
     kill_after: float = 0.0  # seconds after that moment
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)  # settings of ModelCheckpoints
     save_every: int = 0  # steps between checkpoints, which are saved beside the training
     spread_every: int = 0  # steps between moves of all but one tasklet from folder to folder
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -205,8 +210,8 @@ def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
     """End in the way that the run asks for, if this is the moment.
 
     The moments are ``start`` (of the set-up), ``batch start``, ``step``, ``batch end``, ``validation``, ``epoch end``,
-    ``save``, ``growth`` (of the state files), ``end`` (of the fit) and ``saved end``; and those of
-    :func:`kill_in_change`.
+    ``save``, ``growth`` (of the state files), ``end`` (of the fit) and ``saved end``; ``copy``, for
+    :func:`kill_in_copy`; and those of :func:`kill_in_change`.
     """
     how, _, when = run.kill_at.partition(" at ")
     if when != moment or trainer.global_step != run.kill_step or trainer.global_rank != run.kill_rank:
@@ -245,6 +250,18 @@ def kill_in_change(run: StorageRun) -> None:
     setattr(owner, name, die_or_do)
 
 
+def kill_in_copy(run: StorageRun) -> None:
+    """Let a process be killed within a copy beside the training: when the save of the run's number begins its own."""
+    complete, numbers = BackgroundSaves.complete, itertools.count(1)
+
+    def die_or_complete(*args: Any) -> None:
+        if next(numbers) == run.kill_step and torch.distributed.get_rank() == run.kill_rank:
+            BackgroundJobs.pause = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        complete(*args)
+
+    BackgroundSaves.complete = die_or_complete  # type: ignore[method-assign]
+
+
 def strategy_of(run: StorageRun) -> SmartInfinityStrategy:
     """Return the strategy that a run asks for."""
     options = dict(run.options)
@@ -263,6 +280,8 @@ def main(path: str) -> None:
     run = StorageRun(**json.loads(Path(path).read_text()))
     if run.kill_at.removeprefix("kill at ") in CHANGE:
         kill_in_change(run)
+    if run.kill_at == "kill at copy":
+        kill_in_copy(run)
     fit(run)
 
 
@@ -271,12 +290,14 @@ def fit(run: StorageRun) -> SmartInfinityStrategy:
     pl.seed_everything(run.seed)
     module, watch = Module(run), Watch(run)
     strategy = strategy_of(run)
+    checkpoints = [ModelCheckpoint(dirpath=Path(run.out) / "saved", **settings) for settings in run.checkpoints]
     trainer = quiet_trainer(
         Path(run.out),
         strategy,
         devices=run.devices,
         max_epochs=run.epochs,
-        callbacks=[watch],
+        callbacks=[*checkpoints, watch],
+        enable_checkpointing=bool(checkpoints),
         **{"precision": "bf16-mixed", "num_sanity_val_steps": 0, **run.trainer},
     )
     die(run, "start", trainer)
@@ -293,8 +314,11 @@ def fit(run: StorageRun) -> SmartInfinityStrategy:
         "epoch": trainer.current_epoch,
         "seen": module.seen,
         "random": [torch.rand(1).item(), float(np.random.rand()), random.random()],
+        "books": [[*one.best_k_models, one.best_model_path, one.last_model_path] for one in checkpoints],
     }
     (Path(run.out) / f"end-{trainer.global_rank}.json").write_text(json.dumps(end))
+    if checkpoints:
+        trainer.validate(module, ckpt_path="best")
     return strategy
 
 

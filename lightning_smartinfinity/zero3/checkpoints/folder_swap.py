@@ -49,7 +49,7 @@ from lightning_smartinfinity.store.staging_folder import (
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.file_systems import first_seen, places_of
 
-__all__ = ["FILES_BESIDE", "LATEST", "Staging", "replacing", "restore_interrupted", "writing"]
+__all__ = ["FILES_BESIDE", "LATEST", "Staging", "remove_interrupted", "replacing", "restore_interrupted", "writing"]
 
 LATEST = "latest"
 """Name of DeepSpeed's file that holds the tag."""
@@ -154,6 +154,23 @@ def restore_interrupted(path: str | Path, tag: str) -> None:
             _put_back(target, tag)
             return
         time.sleep(_GLANCE)
+
+
+def remove_interrupted(path: str | Path, tag: str) -> None:
+    """Remove what a killed process has left of its save to a path, as the next save to it does.
+
+    What this package did not make stays, and so does what a live process uses.
+
+    Args:
+        path: Path as given to :func:`replacing`.
+        tag: The subfolder.
+    """
+    target = _resolved(path)
+    leftovers = (target / _STAGING, beside(target))
+    with suppress(SmartInfinityError, OSError):
+        if unless_idle(lambda: any(leftover.exists() for leftover in leftovers), doing="Looking at", path=target):
+            with _staged(path, target, tag, uuid.uuid4().hex):
+                pass
 
 
 @contextmanager
