@@ -44,14 +44,16 @@ class _Entry:
 
     Args:
         fields: What the callback's state holds of its checkpoints.
-        path: The checkpoint saved last, or the one that is being saved.
-        step: Optimizer steps of the training at that save.
+        path: What is saved, or a link to it.
+        saved: The checkpoint saved last.
+        step: Optimizer steps of the training at its save.
         has_begun: Whether the save is whole, or one of the jobs.
         num_jobs: Jobs that have to be done for these books to be right; None: all that were started.
     """
 
     fields: dict[str, Any]
     path: str
+    saved: str
     step: int
     has_begun: bool = True
     num_jobs: int | None = None
@@ -69,12 +71,25 @@ class CheckpointBooks:
         self._trainer, self._jobs = trainer, jobs
         self._entries = {one.state_key: [_present(one)] for one in model_checkpoints(trainer)}
 
-    def begin_save(self, callback: ModelCheckpoint, path: str) -> None:
-        """Note that a save begins which the callback has in its books already."""
+    def begin_save(self, callback: ModelCheckpoint, path: str, *, link_to: str | None = None) -> None:
+        """Note that a save begins which the callback has in its books already.
+
+        Args:
+            callback: The callback.
+            path: What is saved.
+            link_to: The checkpoint that it is a link to; None: it is a checkpoint.
+        """
         entries = self._settled(callback)
         entries[-1].num_jobs = self._jobs.num_started
-        step = self._trainer.global_step
-        entries.append(_Entry(_fields_of(callback), os.path.abspath(path), step, has_begun=False))
+        entries.append(
+            _Entry(
+                fields=_fields_of(callback),
+                path=os.path.abspath(path),
+                saved=path if link_to is None else link_to,
+                step=self._trainer.global_step,
+                has_begun=False,
+            )
+        )
 
     def end_save(self, callback: ModelCheckpoint) -> None:
         """Note that the save begun last is whole, or goes on beside the training."""
@@ -84,7 +99,8 @@ class CheckpointBooks:
         """Return, by the callbacks' keys, the books for a training record."""
         return {
             callback.state_key: [
-                {"fields": entry.fields, "path": entry.path, "step": entry.step} for entry in self._settled(callback)
+                {"fields": entry.fields, "path": entry.path, "saved": entry.saved, "step": entry.step}
+                for entry in self._settled(callback)
             ]
             for callback in model_checkpoints(self._trainer)
         }
@@ -104,13 +120,13 @@ class CheckpointBooks:
             described: Its part of :meth:`describe`.
             num_whole: How many of these books are right, from the first on.
         """
-        entries = [_Entry(dict(one["fields"]), one["path"], one["step"]) for one in described[:num_whole]]
+        entries = [_Entry(**one) for one in described[:num_whole]]
         for before, after in pairwise(entries):
             for path in _outdated(callback, before.fields, after.fields):
                 if os.path.lexists(path) and callback._should_remove_checkpoint(self._trainer, path, after.path):
                     callback._remove_checkpoint(self._trainer, path)
         newest = entries[-1]
-        callback._last_checkpoint_saved, callback._last_global_step_saved = newest.path, newest.step
+        callback._last_checkpoint_saved, callback._last_global_step_saved = newest.saved, newest.step
         self._entries[callback.state_key] = [newest]
         return newest.fields
 
@@ -127,7 +143,8 @@ class CheckpointBooks:
 
 
 def _present(callback: ModelCheckpoint) -> _Entry:
-    return _Entry(_fields_of(callback), callback._last_checkpoint_saved, callback._last_global_step_saved)
+    saved = callback._last_checkpoint_saved
+    return _Entry(fields=_fields_of(callback), path=saved, saved=saved, step=callback._last_global_step_saved)
 
 
 def _fields_of(callback: ModelCheckpoint) -> dict[str, Any]:

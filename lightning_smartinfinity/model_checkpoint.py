@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -93,13 +94,21 @@ class _Beside:
 
     def save(self, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, *, may_go_on: bool) -> None:
         """Save, and let training go on meanwhile if it may."""
-        if sys.exc_info()[0] is not None:  # nothing would tell of a save that fails later
+        fails = sys.exc_info()[0] is not None  # then nothing would tell of a save that fails later
+        with self._noted(callback, filepath, fails=fails), replaced(self._saves, "wanted", may_go_on and not fails):
             type(callback)._save_checkpoint(callback, trainer, filepath)
+
+    @contextmanager
+    def _noted(
+        self, callback: ModelCheckpoint, path: str, *, fails: bool, link_to: str | None = None
+    ) -> Iterator[None]:
+        """Have the training record know of a save, unless an error ends the fit: then no record follows."""
+        if fails:
+            yield
             return
-        self._books.begin_save(callback, filepath)
+        self._books.begin_save(callback, path, link_to=link_to)
         self._record()
-        with replaced(self._saves, "wanted", may_go_on):
-            type(callback)._save_checkpoint(callback, trainer, filepath)
+        yield
         self._books.end_save(callback)
 
     def exists(self, callback: ModelCheckpoint, filepath: str, trainer: pl.Trainer) -> bool:
@@ -111,4 +120,6 @@ class _Beside:
         """Link ``last.ckpt`` to a checkpoint once it is whole, on one rank for each file system."""
         self._finish()
         view: Any = SimpleNamespace(is_global_zero=self._saves.leads_at(filepath), strategy=trainer.strategy)
-        type(callback)._link_checkpoint(view, filepath, linkpath)
+        fails = sys.exc_info()[0] is not None
+        with self._noted(callback, linkpath, fails=fails, link_to=filepath):
+            type(callback)._link_checkpoint(view, filepath, linkpath)

@@ -156,9 +156,11 @@ def require_resumable(
     damaged = damaged_training_records(folder, identity=manifest.identity)
     if damaged:
         named, are = " and ".join(repr(str(folder.path / name)) for name in damaged), "are" if damaged[1:] else "is"
-        older = f", and later steps have overwritten the state of the one before (step {records[0].step})"
+        older = "".join(
+            f", and later steps have overwritten the state of the one before (step {record.step})" for record in records
+        )
         raise StorageCorruptError(
-            f"The training record{'s' if damaged[1:] else ''} {named} {are} damaged{older if records else ''}.",
+            f"The training record{'s' if damaged[1:] else ''} {named} {are} damaged{older}.",
             BEGIN_ANEW,
         )
     if records and records[0].generation < oldest:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TopK
+from lightning_smartinfinity.errors import StorageFullError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.folders import RankFolder
 from lightning_smartinfinity.zero3 import storage, succession
@@ -52,6 +53,7 @@ class StorageRun:
     kill_rank: int = 0
     kill_after: float = 0.0  # seconds after that moment
     checkpoints: list[dict[str, Any]] = field(default_factory=list)  # settings of ModelCheckpoints
+    fails: list[Any] = field(default_factory=list)  # how, on which rank, and behind which steps: see fail_to_record
     save_every: int = 0  # steps between checkpoints, which are saved beside the training
     spread_every: int = 0  # steps between moves of all but one tasklet from folder to folder
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -165,6 +167,8 @@ class Watch(pl.Callback):
         self.run, self.count = run, 0
 
     def state_dict(self) -> dict[str, Any]:
+        if fails_now(self.run, "unwritable", self.count):
+            return {"count": object()}
         return {"count": self.count, "odd": (1, {2: float("inf")}, torch.ones(2))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -262,6 +266,24 @@ def kill_in_copy(run: StorageRun) -> None:
     BackgroundSaves.complete = die_or_complete  # type: ignore[method-assign]
 
 
+def fails_now(run: StorageRun, how: str, step: int) -> bool:
+    """Return whether this rank is to fail in this way behind a step."""
+    wanted, rank, first, last = run.fails or ("", 0, 0, 0)
+    return how == wanted and torch.distributed.get_rank() == rank and first <= step <= last
+
+
+def fail_to_record(run: StorageRun) -> None:
+    """Let the records of one rank fail behind some steps, as on a full disk."""
+    write = StateStore.record_training
+
+    def fail_or_write(store: StateStore, *, step: int, **settings: Any) -> None:
+        if fails_now(run, "full", step):
+            raise StorageFullError("A test has no space for the record.", "Let it go on.")
+        write(store, step=step, **settings)
+
+    StateStore.record_training = fail_or_write  # type: ignore[method-assign]
+
+
 def strategy_of(run: StorageRun) -> SmartInfinityStrategy:
     """Return the strategy that a run asks for."""
     options = dict(run.options)
@@ -280,6 +302,7 @@ def main(path: str) -> None:
     run = StorageRun(**json.loads(Path(path).read_text()))
     if run.kill_at.removeprefix("kill at ") in CHANGE:
         kill_in_change(run)
+    fail_to_record(run)
     if run.kill_at == "kill at copy":
         kill_in_copy(run)
     fit(run)
