@@ -5,6 +5,7 @@ Every rank appends a line for each step to ``steps-<rank>.txt``, and writes ``en
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import lightning.pytorch as pl
 import numpy as np
 import torch
@@ -56,6 +58,7 @@ class StorageRun:
     fails: list[Any] = field(default_factory=list)  # how, on which rank, and behind which steps: see fail_to_record
     save_every: int = 0  # steps between checkpoints, which are saved beside the training
     spread_every: int = 0  # steps between moves of all but one tasklet from folder to folder
+    notes_weights: bool = False  # whether to write down the weights behind these steps, and where the fit resumes
     trainer: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     transfer: dict[str, Any] = field(default_factory=dict)
@@ -195,12 +198,19 @@ class Watch(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         die(self.run, "step", trainer)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_start(self, *_: Any) -> None:
+        enter(self.run, "steps")
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        if self.run.notes_weights and trainer.global_step % self.run.save_every == 0:
+            note_weights(self.run, trainer, module)
         die(self.run, "batch start", trainer)
         if self.run.spread_every and trainer.global_step % self.run.spread_every == 0:
             handler = trainer.strategy._near_storage_optimizer.update.drained_handler()  # type: ignore[attr-defined]
+            enter(self.run, "growth")
             die(self.run, "growth", trainer)
             spread(handler._store, last=trainer.global_step % (2 * self.run.spread_every) == 0)
+            enter(self.run, "steps")
 
 
 def spread(store: Any, *, last: bool) -> None:
@@ -214,8 +224,8 @@ def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
     """End in the way that the run asks for, if this is the moment.
 
     The moments are ``start`` (of the set-up), ``batch start``, ``step``, ``batch end``, ``validation``, ``epoch end``,
-    ``save``, ``growth`` (of the state files), ``end`` (of the fit) and ``saved end``; ``copy``, for
-    :func:`kill_in_copy`; and those of :func:`kill_in_change`.
+    ``save``, ``growth`` (of the state files), ``end`` (of the fit) and ``saved end``. :func:`note_load`,
+    :func:`kill_in_copy` and :func:`kill_in_change` have more.
     """
     how, _, when = run.kill_at.partition(" at ")
     if when != moment or trainer.global_step != run.kill_step or trainer.global_rank != run.kill_rank:
@@ -230,6 +240,40 @@ def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
         raise RuntimeError("an error of the user's")
     if how == "interrupt":
         raise KeyboardInterrupt
+
+
+def note_weights(run: StorageRun, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Append a digest of the whole parameters, which is the same on any number of processes, to ``weights.txt``."""
+    digest = hashlib.sha256()
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        for parameter in module.parameters():
+            digest.update(parameter.detach().float().numpy().tobytes())
+    if trainer.is_global_zero:
+        with (Path(run.out) / "weights.txt").open("a") as file:
+            file.write(f"{trainer.global_step} {digest.hexdigest()}\n")
+
+
+def enter(run: StorageRun, phase: str) -> None:
+    """Write down which phase the run is in, for :func:`phase_of`."""
+    (Path(run.out) / f"phase-{int(os.environ.get('RANK', 0))}.txt").write_text(phase)
+
+
+def phase_of(out: Path, rank: int = 0) -> str:
+    """Return the phase in which the last fit was killed: ``set-up``, ``load``, ``growth`` or ``steps``."""
+    return (out / f"phase-{rank}.txt").read_text()
+
+
+def note_load(run: StorageRun) -> None:
+    """Let the load of an interrupted training be a phase, and the moment ``load`` its beginning."""
+    recover = storage.recover_for_training
+
+    def enter_and_recover(*args: Any) -> StateStore:
+        enter(run, "load")
+        if run.kill_at == "kill at load" and torch.distributed.get_rank() == run.kill_rank:
+            kill_later(run.kill_after)
+        return recover(*args)
+
+    storage.recover_for_training = enter_and_recover
 
 
 CHANGE: dict[str, tuple[Any, str]] = {
@@ -302,6 +346,8 @@ def main(path: str) -> None:
     run = StorageRun(**json.loads(Path(path).read_text()))
     if run.kill_at.removeprefix("kill at ") in CHANGE:
         kill_in_change(run)
+    enter(run, "set-up")
+    note_load(run)
     fail_to_record(run)
     if run.kill_at == "kill at copy":
         kill_in_copy(run)
