@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,12 @@ from lightning_smartinfinity.zero3.background_jobs import BackgroundJobs
 from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
 from tests.helpers.interrupted_runs import kill_later, launch_run, state_digest
 from tests.helpers.trainers import quiet_trainer
+from tests.helpers.waiting import await_that
 from tests.training.asynchronous_worker import save_beside
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
+
+NEXT_BATCH = threading.Event()
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,7 @@ class Watch(pl.Callback):
         enter(self.run, "steps")
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        NEXT_BATCH.set()
         if self.run.notes_weights and trainer.global_step % self.run.save_every == 0:
             note_weights(self.run, trainer, module)
         die(self.run, "batch start", trainer)
@@ -299,12 +304,20 @@ def kill_in_change(run: StorageRun) -> None:
 
 
 def kill_in_copy(run: StorageRun) -> None:
-    """Let a process be killed within a copy beside the training: when the save of the run's number begins its own."""
+    """Let a process be killed within the copy of the save of the run's number, when it has begun the next batch.
+
+    If it waits for the copy, it is killed at once.
+    """
     complete, numbers = BackgroundSaves.complete, itertools.count(1)
+
+    def die(jobs: BackgroundJobs, seconds: float) -> None:
+        await_that(lambda: NEXT_BATCH.is_set() or jobs._is_awaited.is_set())
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def die_or_complete(*args: Any) -> None:
         if next(numbers) == run.kill_step and torch.distributed.get_rank() == run.kill_rank:
-            BackgroundJobs.pause = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+            NEXT_BATCH.clear()
+            BackgroundJobs.pause = die  # type: ignore[method-assign]
         complete(*args)
 
     BackgroundSaves.complete = die_or_complete  # type: ignore[method-assign]

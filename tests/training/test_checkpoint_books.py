@@ -42,7 +42,7 @@ def assert_agree(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kept", "save", "devices"),
     long_but(
-        [("best and last", 3, 2)],
+        [("newest", 2, 2)],
         [(kept, save, devices) for kept in KEPT for save in (1, 2, 3) for devices in (1, 2)],
     ),
 )
