@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
+from lightning_smartinfinity.checkpoint_books import CheckpointBooks, model_checkpoints
 from lightning_smartinfinity.patches import replaced
 
 if TYPE_CHECKING:
@@ -22,7 +24,14 @@ __all__ = ["save_beside_training", "save_in_turn"]
 _PATCHES = ("_save_checkpoint", "file_exists", "_link_checkpoint")
 
 
-def save_beside_training(trainer: pl.Trainer, saves: BackgroundSaves, *, finish: Callable[[], None]) -> None:
+def save_beside_training(
+    trainer: pl.Trainer,
+    saves: BackgroundSaves,
+    books: CheckpointBooks,
+    *,
+    finish: Callable[[], None],
+    record: Callable[[], None],
+) -> None:
     """Let the Trainer's ModelCheckpoints go on before their checkpoints are whole.
 
     They look at no checkpoint that they have saved. Whoever else saves may do so, such as a subclass with a method of
@@ -33,19 +42,21 @@ def save_beside_training(trainer: pl.Trainer, saves: BackgroundSaves, *, finish:
     Args:
         trainer: The Trainer.
         saves: The saves of its training.
+        books: Where they note their saves.
         finish: Waits for the saves in progress.
+        record: Writes the books into the training record.
     """
-    beside = _Beside(saves, finish)
+    beside = _Beside(saves, books, finish, record)
     callbacks = [
         callback
-        for callback in _model_checkpoints(trainer)
+        for callback in model_checkpoints(trainer)
         if type(callback)._save_checkpoint is ModelCheckpoint._save_checkpoint
         and not any(map(_looks_at_checkpoints, trainer.loggers))
     ]
-    for callback in _model_checkpoints(trainer):
+    for callback in model_checkpoints(trainer):
         callback._link_checkpoint = partial(beside.link, callback)  # type: ignore[method-assign]
+        callback._save_checkpoint = partial(beside.save, callback, may_go_on=callback in callbacks)  # type: ignore[method-assign]
     for callback in callbacks:
-        callback._save_checkpoint = partial(beside.save, callback)  # type: ignore[method-assign]
         callback.file_exists = partial(beside.exists, callback)  # type: ignore[method-assign]
     if any(map(_saves, callbacks)) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         saves.make_room()
@@ -53,13 +64,9 @@ def save_beside_training(trainer: pl.Trainer, saves: BackgroundSaves, *, finish:
 
 def save_in_turn(trainer: pl.Trainer) -> None:
     """Reverse :func:`save_beside_training`, since the callbacks may serve another Trainer next."""
-    for callback in _model_checkpoints(trainer):
+    for callback in model_checkpoints(trainer):
         for name in _PATCHES:
             vars(callback).pop(name, None)
-
-
-def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
-    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
 def _saves(callback: ModelCheckpoint) -> bool:
@@ -74,17 +81,35 @@ def _looks_at_checkpoints(logger: Logger) -> bool:
 class _Beside:
     """Holds the methods that a ModelCheckpoint uses in place of its own."""
 
-    def __init__(self, saves: BackgroundSaves, finish: Callable[[], None]) -> None:
+    def __init__(
+        self, saves: BackgroundSaves, books: CheckpointBooks, finish: Callable[[], None], record: Callable[[], None]
+    ) -> None:
         self._saves = saves
+        self._books = books
         self._finish = finish
+        self._record = record
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Beside:
         return self  # a copy of a callback belongs to the same training
 
-    def save(self, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str) -> None:
-        # After an error nothing would tell of a save that fails later.
-        with replaced(self._saves, "wanted", sys.exc_info()[0] is None):
+    def save(self, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, *, may_go_on: bool) -> None:
+        """Save, and let training go on meanwhile if it may."""
+        fails = sys.exc_info()[0] is not None  # then nothing would tell of a save that fails later
+        with self._noted(callback, filepath, fails=fails), replaced(self._saves, "wanted", may_go_on and not fails):
             type(callback)._save_checkpoint(callback, trainer, filepath)
+
+    @contextmanager
+    def _noted(
+        self, callback: ModelCheckpoint, path: str, *, fails: bool, link_to: str | None = None
+    ) -> Iterator[None]:
+        """Have the training record know of a save, unless an error ends the fit: then no record follows."""
+        if fails:
+            yield
+            return
+        self._books.begin_save(callback, path, link_to=link_to)
+        self._record()
+        yield
+        self._books.end_save(callback)
 
     def exists(self, callback: ModelCheckpoint, filepath: str, trainer: pl.Trainer) -> bool:
         """Return whether a path will exist, by which ModelCheckpoint chooses names. Collective."""
@@ -95,4 +120,6 @@ class _Beside:
         """Link ``last.ckpt`` to a checkpoint once it is whole, on one rank for each file system."""
         self._finish()
         view: Any = SimpleNamespace(is_global_zero=self._saves.leads_at(filepath), strategy=trainer.strategy)
-        type(callback)._link_checkpoint(view, filepath, linkpath)
+        fails = sys.exc_info()[0] is not None
+        with self._noted(callback, linkpath, fails=fails, link_to=filepath):
+            type(callback)._link_checkpoint(view, filepath, linkpath)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_smartinfinity.config import TransferConfig
@@ -41,8 +42,7 @@ class TrainingRecorder:
         self._engine, self._gap = engine, gap
         self._frozen = frozen_checksum(engine.module)
         self._warned = False
-        self._is_off = False
-        self._recorded: int | None = None
+        self._recorded: TrainingRecord | None = None
         engine.optimizer.outside_writes.frozen_written = False
 
     def record(self, loop: ClientState, *, step: int) -> None:
@@ -57,12 +57,10 @@ class TrainingRecorder:
         from lightning_smartinfinity.zero3.checkpoints.engine_record import describe_engine
 
         optimizer = self._engine.optimizer
-        if self._is_off or not optimizer.rank_state.is_usable:
+        if not self._is_on:
             return
         handler, residual = optimizer.rank_state.handler, optimizer.rank_state.residual
-        if handler.residual_failure is not None:
-            self._turn_off(f"a part of a training record could not be written. {handler.residual_failure}")
-            return
+        keeping = optimizer.rank_state.keeping
         if optimizer.outside_writes.frozen_written:
             self._turn_off("a parameter that is not trained was written, and storage holds none of these")
             return
@@ -77,20 +75,55 @@ class TrainingRecorder:
             handler.record_training(step=step, content=content, residual=None if residual is None else residual.numpy())
             record = handler.training
             assert record is not None
-            optimizer.rank_state.keeping.resumable = record.has_steps
+            keeping.recorded(has_steps=record.has_steps)
             self._warn_of_gap(record)
         except StorageError as error:
-            optimizer.rank_state.keeping.resumable = False
+            keeping.failed = True
             self._warn(f"a training record could not be written. {error}")
 
+    def rewrite(self, change: Callable[[ClientState], ClientState]) -> None:
+        """Change what the last record holds for the loop, if there is one that can be written again.
+
+        Args:
+            change: Function that returns the changed part of the loop.
+        """
+        rank_state = self._engine.optimizer.rank_state
+        record = rank_state.handler.training if self._is_on else None
+        if record is None or not record.has_steps or record.residual_numel or rank_state.keeping.failed:
+            return
+        saved: Any = decode(record.content)
+        try:
+            rank_state.handler.rewrite_record(encode({**saved, _LOOP: change(saved[_LOOP])}))
+        except StorageError as error:
+            rank_state.keeping.failed = True
+            self._warn(f"a training record could not be written. {error}")
+
+    @property
+    def _is_on(self) -> bool:
+        """Whether records are written. If one cannot, the ranks agree on that in the next step."""
+        rank_state = self._engine.optimizer.rank_state
+        if not rank_state.is_usable:
+            return False
+        rank_state.record_faults()
+        if rank_state.keeping.off is not None:
+            self._turn_off(rank_state.keeping.off)
+        return rank_state.keeping.off is None
+
     def _warn_of_gap(self, record: TrainingRecord) -> None:
-        before, self._recorded = self._recorded, record.generation
-        if before is not None and record.generation > before + 1:
+        before, self._recorded = self._recorded, record
+        if before is None or record.generation <= before.generation + 1:
+            return
+        if record.step > before.step + 1:
             self._warn(f"{self._gap}. A kill between these steps leaves nothing to resume from.")
+        else:
+            self._warn(
+                "something writes parameters or optimizer state between the steps, such as a callback that uses "
+                "GatheredParameters. A kill between such a write and the end of the next batch may leave nothing to "
+                "resume from."
+            )
 
     def _turn_off(self, reason: str) -> None:
-        self._is_off = True
-        self._engine.optimizer.rank_state.keeping.resumable = False
+        self._engine.optimizer.rank_state.keeping.off = reason
         self._warn(f"{reason.removesuffix('.')}.")
 
     def _warn(self, reason: str) -> None:
@@ -164,6 +197,11 @@ class Recording:
         """Write a record, as :meth:`TrainingRecorder.record` does; :meth:`begin` has been called."""
         assert self._recorder is not None
         self._recorder.record(loop, step=step)
+
+    def rewrite(self, change: Callable[[ClientState], ClientState]) -> None:
+        """Change the last record, as :meth:`TrainingRecorder.rewrite` does; :meth:`begin` has been called."""
+        assert self._recorder is not None
+        self._recorder.rewrite(change)
 
     def say_how_to_resume(self, settings: StrategySettings) -> None:
         """Log where an interrupted training's state stays, and how to resume or remove it."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_smartinfinity.checkpoint_books import CheckpointBooks, model_checkpoints
 from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.recorder import STORAGE, Recording
 from lightning_smartinfinity.resume.loops import (
@@ -24,14 +28,17 @@ from lightning_smartinfinity.resume.loops import (
 )
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import StrategySettings
+from lightning_smartinfinity.zero3.collectives import gather
 from lightning_smartinfinity.zero3.untyped import ClientState
 
 if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
     from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
     from lightning_smartinfinity.zero3.step.rank_state import RankState
 
 __all__ = ["FitRecording", "go_on_after_batch", "loop_state", "restore_loop", "watch_steps"]
 
+_BOOKS = "books"
 _LEFT_OUT = frozenset(
     {
         "state_dict",
@@ -60,6 +67,7 @@ class FitRecording(Recording):
             automatic=True,
         )
         self.was_interrupted = False
+        self._books: CheckpointBooks | None = None
         self._random_state: dict[str, Any] | None = None
         self._goes_on_after_batch = False
 
@@ -67,16 +75,30 @@ class FitRecording(Recording):
         """Forget the run before, and look whether this one resumes from storage.
 
         Raises:
-            ConfigError: It does, and the settings ask to keep nothing.
+            ConfigError: It does, and the settings ask to keep nothing; or it is no fit.
         """
         self.end()
         self._random_state = None
         self.resumes = self._goes_on_after_batch = self.was_interrupted = False
-        if trainer.state.fn == TrainerFn.FITTING and passed_to_run(trainer, "ckpt_path") == STORAGE:
+        doing = trainer.state.fn
+        if doing is None or passed_to_run(trainer, "ckpt_path") != STORAGE:
+            return
+        if doing == TrainerFn.FITTING:
             self.resume_next(transfer, what="fit(ckpt_path='storage')")
+        elif not os.path.exists(STORAGE):
+            raise ConfigError(
+                f"{doing.value}(ckpt_path='storage') cannot work: only fit goes on from an interrupted training.",
+                "Pass the path of a checkpoint, or 'best' or 'last'; or call fit(ckpt_path='storage') before.",
+            )
 
-    def watch(self, trainer: pl.Trainer) -> None:
-        """Write a record behind each step of a fit that is being set up, once :meth:`begin_fit` was called."""
+    def watch(self, trainer: pl.Trainer, books: CheckpointBooks | None) -> None:
+        """Write a record behind each step of a fit that is being set up, once :meth:`begin_fit` was called.
+
+        Args:
+            trainer: The Trainer.
+            books: Those of its ModelCheckpoints; None: nothing is trained.
+        """
+        self._books = books
         watch_steps(trainer, partial(self._record_loop, trainer, after_batch=True))
         if not self.resumes:
             load_only_own_states(trainer)
@@ -96,6 +118,8 @@ class FitRecording(Recording):
         """
         loop = self.restore(engine)
         checkpoint = restore_loop(trainer, loop)
+        if self._books is not None:
+            restore_books(trainer, self._books, engine.saves, loop, checkpoint.get("callbacks", {}))
         self._goes_on_after_batch = loop["after_batch"]
         if fits(loop[RNG_KEY], world_size=trainer.world_size, warn=trainer.is_global_zero):
             self._random_state = loop[RNG_KEY]
@@ -130,8 +154,22 @@ class FitRecording(Recording):
         """
         if self.is_on:
             random = capture(trainer.strategy.root_device, world_size=trainer.world_size)
-            loop = {"after_batch": after_batch, RNG_KEY: random, **loop_state(trainer)}
+            loop = {"after_batch": after_batch, RNG_KEY: random, **loop_state(trainer), **self._described_books()}
             self.record(loop, step=trainer.global_step)
+
+    def record_books(self, trainer: pl.Trainer) -> None:
+        """Write the last record again, with the books as they are before a save. Collective.
+
+        Raises:
+            SmartInfinityError: The step in flight has failed.
+        """
+        if self.is_on:
+            # The record before may be lost, so the generation of the last one has to be on storage.
+            trainer.strategy.drain()  # type: ignore[attr-defined]
+            self.rewrite(lambda loop: {**loop, **self._described_books()})
+
+    def _described_books(self) -> ClientState:
+        return {} if self._books is None else {_BOOKS: self._books.describe()}
 
     def end_fit(self, settings: StrategySettings, rank_state: RankState | None, *, says: bool) -> None:
         """Record no longer, and say how to resume if the fit was interrupted and its state stays.
@@ -147,6 +185,31 @@ class FitRecording(Recording):
             elif rank_state.keeping.stays:
                 self.say_how_to_resume(settings)
         self.end()
+
+
+def restore_books(
+    trainer: pl.Trainer, books: CheckpointBooks, saves: BackgroundSaves, loop: ClientState, states: ClientState
+) -> None:
+    """Let ModelCheckpoints know only the checkpoints that are whole, and remove the parts of others. Collective.
+
+    Args:
+        trainer: The Trainer.
+        books: Its ModelCheckpoints' books.
+        saves: Its saves.
+        loop: What a training record holds for the loop.
+        states: The callbacks' states from there, which are changed.
+    """
+    described = gather(loop.get(_BOOKS, {}), None)[0]
+    for callback in model_checkpoints(trainer):
+        entries = described.get(callback.state_key)
+        if not entries or callback.state_key not in states:
+            continue
+        in_progress = [entry["path"] for entry in entries[1:]]
+        for path in in_progress:
+            saves.remove_interrupted(path)
+        is_whole = map(all, zip(*gather([os.path.exists(path) for path in in_progress], None), strict=True))
+        num_whole = 1 + sum(1 for _ in takewhile(bool, is_whole))
+        states[callback.state_key] |= books.restore(callback, entries, num_whole)
 
 
 def loop_state(trainer: pl.Trainer) -> ClientState:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_smartinfinity import ending
+from lightning_smartinfinity.checkpoint_books import CheckpointBooks
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.compatibility import (
     OptimizerList,
@@ -129,6 +130,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         self.config = self._engine_config
         take_options(self, options, known=LightningOptions, answers=OF_TRAINER)
         self._recording = FitRecording()
+        self._books: CheckpointBooks | None = None
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -199,9 +201,16 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         self._recording.begin_run(trainer, self._settings.transfer)
         super().setup(trainer)
         ending.end_together_after_sigterm(trainer)
-        self._recording.watch(trainer)
-        if self._training_engine is not None:
-            save_beside_training(trainer, self._training_engine.saves, finish=self._finish_saves)
+        self._books = None if self._rank_state is None else CheckpointBooks(trainer, self._rank_state.background)
+        self._recording.watch(trainer, self._books)
+        if self._training_engine is not None and self._books is not None:
+            save_beside_training(
+                trainer,
+                self._training_engine.saves,
+                self._books,
+                finish=self._finish_saves,
+                record=partial(self._recording.record_books, trainer),
+            )
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -371,6 +380,9 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         if self.lightning_module is not None:
             save_in_turn(self.lightning_module.trainer)
         self._become_idle(completed=not self._recording.was_interrupted)
+        if self._books is not None:
+            self._books.roll_back()
+            self._books = None
         self._recording.end_fit(self._settings, self._rank_state, says=self.is_global_zero)
 
     @override

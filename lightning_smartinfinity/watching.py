@@ -231,7 +231,8 @@ def saving() -> Iterator[None]:
 def _error(watch: _Watch, notice: RankNotice) -> RankLostError:
     return RankLostError(
         f"Rank {notice.rank} on {watch.hosts[notice.rank]} {notice.why}; rank {dist.get_rank()} cannot go on alone.",
-        "Look at that rank's own output and at the kernel log of its machine, and resume from the last checkpoint.",
+        "Look at that rank's own output and at the kernel log of its machine, and resume with ckpt_path='storage', or "
+        "from the last checkpoint.",
     )
 
 

@@ -16,10 +16,12 @@ from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, StoreDescription
 from lightning_smartinfinity.store.record import no_record
 from lightning_smartinfinity.store.recovery import (
+    BEGIN_ANEW,
     common_manifest,
     complete_generations,
     newest_complete,
     require_recoverable,
+    require_resumable,
     with_whole_residuals,
     written_records,
 )
@@ -184,20 +186,15 @@ def find_resumable(
                 if folder.status(MANIFEST_NAME) is None:
                     raise StorageError(
                         f"There is no training to resume in {str(folder.path)!r}: it ended within its set-up.",
-                        "Begin anew, without resuming from storage, or pass a checkpoint.",
+                        BEGIN_ANEW,
                     )
             manifest = common_manifest(inside, rank=rank)
             records = written_records(inside[0], manifest)
-            if records:
-                complete = complete_generations(inside, manifest)
-                if records[0].generation < min(complete, default=0):
-                    raise StorageError(
-                        f"The training in {str(inside[0].path)!r} ended within several optimizer steps that came "
-                        f"after its last record (step {records[0].step}). They have overwritten its state.",
-                        "Begin anew, without resuming from storage, or pass a checkpoint.",
-                    )
-                records = [record for record in records if record.generation in complete]
-            return manifest, with_whole_residuals(inside[0], manifest, records)
+            complete = complete_generations(inside, manifest)
+            usable = [record for record in records if record.generation in complete]
+            if not usable:
+                require_resumable(inside[0], manifest, records, oldest=min(complete, default=0))
+            return manifest, with_whole_residuals(inside[0], manifest, usable)
 
     return unless_idle(look, doing="Reading the store in", path=Path(folders[0]).absolute(), seconds=io_timeout)
 

@@ -16,19 +16,29 @@ from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.record import CommitRecord, Records, erase_record, read_records
 from lightning_smartinfinity.store.residual_file import damaged_parts, was_cut_short
 from lightning_smartinfinity.store.trailer import first_mismatch
-from lightning_smartinfinity.store.training_record import TrainingRecord, read_training_records, residual_of
+from lightning_smartinfinity.store.training_record import (
+    TrainingRecord,
+    damaged_training_records,
+    read_training_records,
+    residual_of,
+)
 
 __all__ = [
+    "BEGIN_ANEW",
     "committed_records",
     "common_manifest",
     "complete_generations",
     "contradiction",
     "newest_complete",
     "records_of",
+    "require_resumable",
     "require_recoverable",
     "with_whole_residuals",
     "written_records",
 ]
+
+
+BEGIN_ANEW = "Begin anew, without resuming from storage (leave ckpt_path out), or pass a checkpoint."
 
 
 def common_manifest(folders: Sequence[OpenFolder], *, rank: int) -> Manifest:
@@ -122,6 +132,46 @@ def committed_records(folder: OpenFolder, manifest: Manifest) -> list[TrainingRe
     return [record for record in written_records(folder, manifest) if record.generation in committed]
 
 
+def require_resumable(
+    folder: OpenFolder, manifest: Manifest, records: Sequence[TrainingRecord], *, oldest: int
+) -> None:
+    """Raise what is wrong with training records that are of no use, unless a training has written none.
+
+    Args:
+        folder: The rank's first folder.
+        manifest: The store's manifest.
+        records: The intact ones, newest first.
+        oldest: The oldest generation that is whole.
+
+    Raises:
+        StorageCorruptError: One is damaged.
+        StorageError: The training wrote no more of them, or several generations have come after the last one.
+    """
+    ended = next((record for record in records if record.end is not None), None)
+    if ended is not None:
+        raise StorageError(
+            f"The training in {str(folder.path)!r} wrote no training records after step {ended.step}: {ended.end}",
+            BEGIN_ANEW,
+        )
+    damaged = damaged_training_records(folder, identity=manifest.identity)
+    if damaged:
+        named, are = " and ".join(repr(str(folder.path / name)) for name in damaged), "are" if damaged[1:] else "is"
+        older = "".join(
+            f", and later steps have overwritten the state of the one before (step {record.step})" for record in records
+        )
+        raise StorageCorruptError(
+            f"The training record{'s' if damaged[1:] else ''} {named} {are} damaged{older}.",
+            BEGIN_ANEW,
+        )
+    if records and records[0].generation < oldest:
+        raise StorageError(
+            f"The training in {str(folder.path)!r} ended after several generations that came after its last record "
+            f"(step {records[0].step}): several optimizer steps in a batch, or writes to its parameters. They have "
+            "overwritten its state.",
+            BEGIN_ANEW,
+        )
+
+
 def with_whole_residuals(
     folder: OpenFolder, manifest: Manifest, records: Sequence[TrainingRecord]
 ) -> list[TrainingRecord]:
@@ -138,7 +188,7 @@ def with_whole_residuals(
     whole = [record for record, problem in zip(records, problems, strict=True) if problem is None]
     damaged = [problem for problem in problems if problem is not None]
     if damaged and not whole:
-        raise StorageCorruptError(damaged[0], "Begin anew, without resuming from storage, or pass a checkpoint.")
+        raise StorageCorruptError(damaged[0], BEGIN_ANEW)
     if damaged:
         warnings.warn(f"{damaged[0]} Going on from step {whole[0].step}.", stacklevel=3)
     return whole

@@ -13,7 +13,8 @@ training-0.bin and training-1.bin take turns: record ``n`` goes to file ``n % 2`
     16 bytes   job id, as in the extents
     16 bytes   id of the run: the job id at first, and a new one after each resume
     i64        number of the record
-    i64        generation that was the newest, or about to be committed, when the record was written
+    i64        generation that was the newest, or about to be committed, when the record was written; -1 if no more
+               records follow, and the content says why
     i64        optimizer steps of the training so far
     u64        number of values of the residual that belongs to the record, in a file beside it (``residual_file``)
     u64        length of the content in bytes
@@ -40,13 +41,14 @@ from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.residual_file import ResidualOf, read_residual
 from lightning_smartinfinity.store.residual_write import ResidualWrite, WriteOptions
 
-__all__ = ["TrainingRecord", "TrainingRecords", "read_training_records", "residual_of"]
+__all__ = ["TrainingRecord", "TrainingRecords", "damaged_training_records", "read_training_records", "residual_of"]
 
 _MAGIC = b"LSITRN01"
 _VERSION = 3
 _HEADER = struct.Struct("<8sII16s16sqqqQQ")
 _CHECKSUM = struct.Struct("<I")
 _MOST_BYTES = 1 << 44  # far above what any training has
+_ENDED = -1  # in place of a generation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,11 @@ class TrainingRecord:
     run: bytes
     content: bytes
     residual_numel: int = 0
+
+    @property
+    def end(self) -> str | None:
+        """Why no more records follow, if this is what was written instead of them; then there is nothing to resume."""
+        return self.content.decode(errors="replace") if self.generation == _ENDED else None
 
     @property
     def has_steps(self) -> bool:
@@ -197,6 +204,34 @@ class TrainingRecords:
                 path=self._folder.path / TRAINING_NAMES[0],
             )
 
+    def end(self, reason: str) -> None:
+        """Write, in place of all records, that no more of them follow.
+
+        Args:
+            reason: Why.
+
+        Raises:
+            StorageError: It could not be written.
+        """
+        record = TrainingRecord(
+            number=0,
+            generation=_ENDED,
+            step=0 if self.current is None else self.current.step,
+            run=self.run,
+            content=reason.encode(),
+        )
+        self.current = self._residual = None
+        self._in_time(
+            partial(self._end, record),
+            doing="Ending the training records in",
+            path=self._folder.path / TRAINING_NAMES[0],
+        )
+
+    def _end(self, record: TrainingRecord) -> None:
+        self._folder.allocate_missing(*TRAINING_NAMES)
+        _erase(self._folder.inside, record.number + 1)
+        _write(self._folder.inside, record, identity=self._identity, flush=self._options.flush)
+
     def resume_from(self, number: int, *, run: bytes) -> None:
         """Take over the record of this number. A newer one is erased: its generation will be another one.
 
@@ -262,6 +297,20 @@ def read_training_records(folder: OpenFolder, *, identity: native.Identity) -> l
     """
     found = (_read(folder, number, identity) for number in range(len(TRAINING_NAMES)))
     return sorted(filter(None, found), key=lambda record: record.number, reverse=True)
+
+
+def damaged_training_records(folder: OpenFolder, *, identity: native.Identity) -> list[str]:
+    """Return the names of the files that hold something, but no intact record.
+
+    Raises:
+        StorageError: A file cannot be read.
+    """
+    found = []
+    for number, name in enumerate(TRAINING_NAMES):
+        status = folder.status(name)
+        if status is not None and status.st_size > 0 and _read(folder, number, identity) is None:
+            found.append(name)
+    return found
 
 
 def _read(folder: OpenFolder, number: int, identity: native.Identity) -> TrainingRecord | None:

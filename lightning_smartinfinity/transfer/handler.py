@@ -249,8 +249,11 @@ class TransferHandler:
         """
         record = self._store.training
         self.complete_record()
-        lasts = record is not None and record.generation >= self._store.generation - 1
-        return lasts and self.residual_failure is None
+        if record is None:
+            return False
+        lasts = record.generation >= self._store.generation - 1
+        # If the residual is not, those of the record before are, since no later step has begun.
+        return lasts and (self.residual_failure is None or record.number > 1)
 
     @property
     def residual_failure(self) -> StorageError | None:
@@ -276,6 +279,25 @@ class TransferHandler:
         self._store.record_training(
             generation=generation, step=step, content=content, has_steps=has_steps, residual=residual
         )
+
+    def rewrite_record(self, content: bytes) -> None:
+        """Write the training record once more, with other content; it has no residual. Raises as the first time."""
+        record = self._store.training
+        assert record is not None
+        self._store.record_training(
+            generation=record.generation, step=record.step, content=content, has_steps=record.has_steps
+        )
+
+    def end_records(self, reason: str) -> None:
+        """Let no training resume from here, since no more records follow.
+
+        Args:
+            reason: Why, for whoever tries.
+
+        Raises:
+            StorageError: What is written instead could not be written.
+        """
+        self._store.records.end(reason)
 
     def complete_record(self) -> None:
         """Return when the residual that belongs to the training record is on storage, or has failed to get there.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from itertools import takewhile
 
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.watching import is_ending, lost_rank_behind
@@ -13,16 +14,27 @@ __all__ = ["BackgroundJobs"]
 
 
 class BackgroundJobs:
-    """Does jobs in threads, in the order in which they are given. All calls but :meth:`pause` come from one thread."""
+    """Does jobs in threads, in the order in which they are given. All calls but :meth:`pause` come from one thread.
+
+    Attributes:
+        num_started: Number of jobs started so far.
+    """
 
     def __init__(self) -> None:
+        self.num_started = 0
         self._jobs: list[_Job] = []
+        self._num_done = 0
         self._is_awaited = threading.Event()
 
     @property
     def any(self) -> bool:
         """Whether a job was started since the last :meth:`join`. This is the same on all ranks."""
         return bool(self._jobs)
+
+    @property
+    def num_done(self) -> int:
+        """Number of jobs done so far, up to the first that failed."""
+        return self._num_done + sum(1 for _ in takewhile(lambda job: job.is_done, self._jobs))
 
     def start(self, work: Callable[[], None], *, after_success: bool = False) -> None:
         """Do a job once all earlier ones have ended.
@@ -33,6 +45,7 @@ class BackgroundJobs:
         """
         job = _Job(work, list(self._jobs), after_success=after_success)
         self._jobs.append(job)
+        self.num_started += 1
         try:
             job.start()
         except RuntimeError:  # no thread can be started
@@ -63,7 +76,7 @@ class BackgroundJobs:
                 job.join_if_alive()
         finally:
             self._is_awaited.clear()
-        failure = self.take_failure()
+        failure, self._num_done = self.take_failure(), self.num_done
         self._jobs.clear()
         return failure
 
@@ -76,6 +89,7 @@ class _Job(threading.Thread):
         self._after_success = after_success
         self._owner = os.getpid()
         self.failure: SmartInfinityError | None = None
+        self.is_done = False
         self.is_told = False
 
     def run(self) -> None:
@@ -89,6 +103,7 @@ class _Job(threading.Thread):
         self._earlier = []
         try:
             work()
+            self.is_done = True
         except SmartInfinityError as error:
             self.failure = error
         except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -25,6 +25,7 @@ __all__ = [
     "raising_together",
     "show_on_rank_zero",
     "sum_over_ranks",
+    "sums_over_ranks",
 ]
 
 T = TypeVar("T")
@@ -107,13 +108,19 @@ def failing_together(group: ProcessGroup | None) -> Iterator[None]:
 
 def sum_over_ranks(value: float, group: ProcessGroup | None) -> float:
     """Return the sum of one double over all ranks, reduced on the training device."""
+    return sums_over_ranks([value], group)[0]
+
+
+def sums_over_ranks(values: Sequence[float], group: ProcessGroup | None) -> list[float]:
+    """Return the sum of each double over all ranks, as :func:`sum_over_ranks`, in one exchange."""
     if dist.get_world_size(group) == 1:
-        return value
+        return list(values)
     from deepspeed.accelerator import get_accelerator
 
-    total = torch.tensor([value], dtype=torch.float64, device=get_accelerator().current_device_name())
-    dist.all_reduce(total, group=group)
-    return float(total.item())
+    totals = torch.tensor(values, dtype=torch.float64, device=get_accelerator().current_device_name())
+    dist.all_reduce(totals, group=group)
+    sums: list[float] = totals.tolist()
+    return sums
 
 
 def show_on_rank_zero(what: str, total_bytes: int | None) -> AbstractContextManager[Advance]:

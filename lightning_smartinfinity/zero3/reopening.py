@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.store import StateStore, StoreDescription, find_resumable, recover_store
 from lightning_smartinfinity.store.manifest import Manifest
+from lightning_smartinfinity.store.recovery import BEGIN_ANEW
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.rules import UpdateRule
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
@@ -112,7 +113,7 @@ def newest_common(points: Sequence[set[tuple[int, int, bytes]]], settings: Offlo
         raise CheckpointError(
             f"There is no training to resume in {', '.join(map(str, settings.storage))} (job {settings.transfer.job!r})"
             ": the processes have no training record in common, as if none had completed a step.",
-            "Begin anew, without resuming from storage, or pass a checkpoint.",
+            BEGIN_ANEW,
         )
     return max(common)
 

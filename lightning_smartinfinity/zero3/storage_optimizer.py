@@ -28,7 +28,7 @@ from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layou
 from lightning_smartinfinity.transfer.partitions import ParameterMemory
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.transfer.step_plan import StepPlan
-from lightning_smartinfinity.zero3.collectives import raise_together, raising_together, sum_over_ranks
+from lightning_smartinfinity.zero3.collectives import raise_together, raising_together, sum_over_ranks, sums_over_ranks
 from lightning_smartinfinity.zero3.environment import return_freed_memory, reuse_freed_memory
 from lightning_smartinfinity.zero3.parameter_groups import restore_groups, take_parameters
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
@@ -257,7 +257,11 @@ class StorageOptimizer(GradientPath):
         """Return the norm over all ranks; NaN if the gradients of one are not valid."""
         # Each rank enters this sum only after it has committed the previous step. So the sum is also the barrier that
         # keeps extents of a new generation from being written before all ranks have committed the previous one.
-        total = self._sum_over_ranks(self.arena.sum_of_squares() if valid else math.nan)
+        # They agree in it, too, whether they can resume from what they have recorded.
+        squares = self.arena.sum_of_squares() if valid else math.nan
+        faults = self.rank_state.record_faults()
+        total, *num_faults = sums_over_ranks([squares, *map(float, faults)], self.dp_process_group)
+        self.rank_state.agree_on_records(*num_faults, group=self.dp_process_group)
         return math.sqrt(total) if total >= 0 else math.nan
 
     def _clip_factor(self, norm: float) -> float:

@@ -121,6 +121,8 @@ def test_wrong_uses(tmp_path: Path) -> None:
     fabric.strategy.record(state)
     with pytest.warns(UserWarning, match="is a object, which a training record cannot hold"):
         fabric.strategy.record({**state, "step": object()})
+    fabric.backward(model(torch.ones(1, 4)).sum(), model=model)
+    optimizer.step()  # in which all processes agree on it
     try:
         raise RuntimeError
     except RuntimeError:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.store import recover_store
+from lightning_smartinfinity.store import find_resumable, recover_store
 from lightning_smartinfinity.store.manifest import read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.record import (
@@ -295,3 +295,44 @@ def test_nothing_to_recover(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"Reading .*manifest\.json.*No such file"):
         recover_store([tmp_path])
     assert not (tmp_path / "default" / "rank-00000" / "lock").exists()
+
+
+def recorded(folder: Path, *, num_records: int, num_later: int = 0) -> Path:
+    """Make a store with training records and further generations; return the rank's folder."""
+    store = create([folder])
+    for generation in range(num_records + num_later):
+        commit_generation(store, generation)
+        if generation < num_records:
+            store.record_training(generation=generation, step=generation, content=b"what a loop needs", has_steps=True)
+    store.close(remove=False)
+    return folder / "default" / "rank-00000"
+
+
+def damage(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+
+def refusal(folder: Path) -> str:
+    """Return why a training cannot be resumed."""
+    with pytest.raises(StorageError) as caught:
+        find_resumable([folder], job="default", rank=0)
+    assert "Begin anew, without resuming from storage (leave ckpt_path out)" in caught.value.remedy
+    return caught.value.problem
+
+
+def test_training_records_of_no_use(tmp_path: Path) -> None:
+    """The error says which record is damaged, where records have ended, or that later generations have come."""
+    one, both, late, ended = (tmp_path / name for name in ("one", "both", "late", "ended"))
+    damage(recorded(one, num_records=4, num_later=1) / "training-0.bin")
+    assert re.search(r"record '.*training-0.bin' is damaged, and later steps .* \(step 2\)", refusal(one))
+    for name in ("training-0.bin", "training-1.bin"):
+        damage(recorded(both, num_records=4) / name if not both.exists() else both / "default/rank-00000" / name)
+    assert re.search(r"records '.*0.bin' and '.*1.bin' are damaged\.", refusal(both))
+    recorded(late, num_records=2, num_later=2)
+    assert "after its last record (step 1): several optimizer steps" in refusal(late)
+    store = create([ended])
+    commit_generation(store, 0)
+    store.record_training(generation=0, step=7, content=b"", has_steps=True)
+    store.records.end("a callback holds a lock.")
+    store.close(remove=False)
+    assert refusal(ended).endswith("wrote no training records after step 7: a callback holds a lock.")

@@ -5,31 +5,42 @@ Every rank appends a line for each step to ``steps-<rank>.txt``, and writes ``en
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import os
 import random
 import signal
 import sys
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TopK
+from lightning_smartinfinity.errors import StorageFullError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.folders import RankFolder
 from lightning_smartinfinity.zero3 import storage, succession
+from lightning_smartinfinity.zero3.background_jobs import BackgroundJobs
+from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
 from tests.helpers.interrupted_runs import kill_later, launch_run, state_digest
 from tests.helpers.nodes import become_node, mount_own
 from tests.helpers.trainers import quiet_trainer
+from tests.helpers.waiting import await_that
 from tests.training.asynchronous_worker import save_beside
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
+
+NEXT_BATCH = threading.Event()
 
 
 @dataclass(frozen=True)
@@ -51,8 +62,11 @@ class StorageRun:
     kill_step: int = 0
     kill_rank: int = 0
     kill_after: float = 0.0  # seconds after that moment
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)  # settings of ModelCheckpoints
+    fails: list[Any] = field(default_factory=list)  # how, on which rank, and behind which steps: see fail_to_record
     save_every: int = 0  # steps between checkpoints, which are saved beside the training
     spread_every: int = 0  # steps between moves of all but one tasklet from folder to folder
+    notes_weights: bool = False  # whether to write down the weights behind these steps, and where the fit resumes
     trainer: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     transfer: dict[str, Any] = field(default_factory=dict)
@@ -164,6 +178,8 @@ class Watch(pl.Callback):
         self.run, self.count = run, 0
 
     def state_dict(self) -> dict[str, Any]:
+        if fails_now(self.run, "unwritable", self.count):
+            return {"count": object()}
         return {"count": self.count, "odd": (1, {2: float("inf")}, torch.ones(2))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -190,12 +206,20 @@ class Watch(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         die(self.run, "step", trainer)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_start(self, *_: Any) -> None:
+        enter(self.run, "steps")
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        NEXT_BATCH.set()
+        if self.run.notes_weights and trainer.global_step % self.run.save_every == 0:
+            note_weights(self.run, trainer, module)
         die(self.run, "batch start", trainer)
         if self.run.spread_every and trainer.global_step % self.run.spread_every == 0:
             handler = trainer.strategy._near_storage_optimizer.update.drained_handler()  # type: ignore[attr-defined]
+            enter(self.run, "growth")
             die(self.run, "growth", trainer)
             spread(handler._store, last=trainer.global_step % (2 * self.run.spread_every) == 0)
+            enter(self.run, "steps")
 
 
 def spread(store: Any, *, last: bool) -> None:
@@ -209,8 +233,8 @@ def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
     """End in the way that the run asks for, if this is the moment.
 
     The moments are ``start`` (of the set-up), ``batch start``, ``step``, ``batch end``, ``validation``, ``epoch end``,
-    ``save``, ``growth`` (of the state files), ``end`` (of the fit) and ``saved end``; and those of
-    :func:`kill_in_change`.
+    ``save``, ``growth`` (of the state files), ``end`` (of the fit) and ``saved end``. :func:`note_load`,
+    :func:`kill_in_copy` and :func:`kill_in_change` have more.
     """
     how, _, when = run.kill_at.partition(" at ")
     if when != moment or trainer.global_step != run.kill_step or trainer.global_rank != run.kill_rank:
@@ -225,6 +249,40 @@ def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
         raise RuntimeError("an error of the user's")
     if how == "interrupt":
         raise KeyboardInterrupt
+
+
+def note_weights(run: StorageRun, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Append a digest of the whole parameters, which is the same on any number of processes, to ``weights.txt``."""
+    digest = hashlib.sha256()
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        for parameter in module.parameters():
+            digest.update(parameter.detach().float().numpy().tobytes())
+    if trainer.is_global_zero:
+        with (Path(run.out) / "weights.txt").open("a") as file:
+            file.write(f"{trainer.global_step} {digest.hexdigest()}\n")
+
+
+def enter(run: StorageRun, phase: str) -> None:
+    """Write down which phase the run is in, for :func:`phase_of`."""
+    (Path(run.out) / f"phase-{int(os.environ.get('RANK', 0))}.txt").write_text(phase)
+
+
+def phase_of(out: Path, rank: int = 0) -> str:
+    """Return the phase in which the last fit was killed: ``set-up``, ``load``, ``growth`` or ``steps``."""
+    return (out / f"phase-{rank}.txt").read_text()
+
+
+def note_load(run: StorageRun) -> None:
+    """Let the load of an interrupted training be a phase, and the moment ``load`` its beginning."""
+    recover = storage.recover_for_training
+
+    def enter_and_recover(*args: Any) -> StateStore:
+        enter(run, "load")
+        if run.kill_at == "kill at load" and torch.distributed.get_rank() == run.kill_rank:
+            kill_later(run.kill_after)
+        return recover(*args)
+
+    storage.recover_for_training = enter_and_recover
 
 
 CHANGE: dict[str, tuple[Any, str]] = {
@@ -247,6 +305,44 @@ def kill_in_change(run: StorageRun) -> None:
         return do(*args, **kwargs)
 
     setattr(owner, name, die_or_do)
+
+
+def kill_in_copy(run: StorageRun) -> None:
+    """Let a process be killed within the copy of the save of the run's number, when it has begun the next batch.
+
+    If it waits for the copy, it is killed at once.
+    """
+    complete, numbers = BackgroundSaves.complete, itertools.count(1)
+
+    def die(jobs: BackgroundJobs, seconds: float) -> None:
+        await_that(lambda: NEXT_BATCH.is_set() or jobs._is_awaited.is_set())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_or_complete(*args: Any) -> None:
+        if next(numbers) == run.kill_step and torch.distributed.get_rank() == run.kill_rank:
+            NEXT_BATCH.clear()
+            BackgroundJobs.pause = die  # type: ignore[method-assign]
+        complete(*args)
+
+    BackgroundSaves.complete = die_or_complete  # type: ignore[method-assign]
+
+
+def fails_now(run: StorageRun, how: str, step: int) -> bool:
+    """Return whether this rank is to fail in this way behind a step."""
+    wanted, rank, first, last = run.fails or ("", 0, 0, 0)
+    return how == wanted and torch.distributed.get_rank() == rank and first <= step <= last
+
+
+def fail_to_record(run: StorageRun) -> None:
+    """Let the records of one rank fail behind some steps, as on a full disk."""
+    write = StateStore.record_training
+
+    def fail_or_write(store: StateStore, *, step: int, **settings: Any) -> None:
+        if fails_now(run, "full", step):
+            raise StorageFullError("A test has no space for the record.", "Let it go on.")
+        write(store, step=step, **settings)
+
+    StateStore.record_training = fail_or_write  # type: ignore[method-assign]
 
 
 def strategy_of(run: StorageRun) -> SmartInfinityStrategy:
@@ -272,6 +368,11 @@ def main(path: str) -> None:
             mount_own(scratch / f"disk-{run.made_up[rank]}", scratch / "disk")
     if run.kill_at.removeprefix("kill at ") in CHANGE:
         kill_in_change(run)
+    enter(run, "set-up")
+    note_load(run)
+    fail_to_record(run)
+    if run.kill_at == "kill at copy":
+        kill_in_copy(run)
     fit(run)
 
 
@@ -280,13 +381,15 @@ def fit(run: StorageRun) -> SmartInfinityStrategy:
     pl.seed_everything(run.seed)
     module, watch = Module(run), Watch(run)
     strategy = strategy_of(run)
+    checkpoints = [ModelCheckpoint(dirpath=Path(run.out) / "saved", **settings) for settings in run.checkpoints]
     trainer = quiet_trainer(
         Path(run.out),
         strategy,
         devices=run.devices // run.machines,
         num_nodes=run.machines,
         max_epochs=run.epochs,
-        callbacks=[watch],
+        callbacks=[*checkpoints, watch],
+        enable_checkpointing=bool(checkpoints),
         **{"precision": "bf16-mixed", "num_sanity_val_steps": 0, **run.trainer},
     )
     die(run, "start", trainer)
@@ -303,8 +406,11 @@ def fit(run: StorageRun) -> SmartInfinityStrategy:
         "epoch": trainer.current_epoch,
         "seen": module.seen,
         "random": [torch.rand(1).item(), float(np.random.rand()), random.random()],
+        "books": [[*one.best_k_models, one.best_model_path, one.last_model_path] for one in checkpoints],
     }
     (Path(run.out) / f"end-{trainer.global_rank}.json").write_text(json.dumps(end))
+    if checkpoints:
+        trainer.validate(module, ckpt_path="best")
     return strategy
 
 

@@ -23,6 +23,10 @@ from tests.training.storage_worker import CHANGE, StorageRun, end_of, fit, launc
 
 # Nothing depends on random numbers, which differ when the number of processes has changed.
 STEADY = {"noise": False, "shuffle": False, "dropout": 0.0, "length": 72, "last": 1.0}
+WHOLE_BATCH: dict[str, Any] = {
+    "module": {"batch": 12, "length": 12, "width": 128},
+    "trainer": {"use_distributed_sampler": False},
+}
 NUM_KILLS = 12
 EVERY = 3  # steps between changes of the number of processes
 
@@ -47,9 +51,14 @@ def stores(folder: Path) -> list[str]:
 def passed_on(root: Path, numbers: tuple[int, ...], **settings: Any) -> None:
     """Let fits on these numbers of processes go on from each other, from storage and from checkpoints.
 
-    Every fit but the last one ends with an error after three steps. Both chains have to be equal in every step.
+    Every fit but the last one ends with an error after three steps. Both chains have to be equal in every step, and
+    each fit begins with the weights at which the one before ended.
     """
-    settings |= {"save_every": EVERY, "trainer": {"max_steps": EVERY * len(numbers), **settings.get("trainer", {})}}
+    settings |= {
+        "save_every": EVERY,
+        "notes_weights": True,
+        "trainer": {"max_steps": EVERY * len(numbers), **settings.get("trainer", {})},
+    }
     for position, devices in enumerate(numbers):
         step, is_last = EVERY * (position + 1), position == len(numbers) - 1
         moment = {} if is_last else {"kill_at": "error at batch start", "kill_step": step}
@@ -70,6 +79,11 @@ def passed_on(root: Path, numbers: tuple[int, ...], **settings: Any) -> None:
     for rank in range(numbers[-1]):
         assert end_of(root / "storage", rank)["state"] == end_of(root / "checkpoint", rank)["state"]
     assert max(steps_of(root / "storage")) == EVERY * len(numbers)
+    for kind in ("storage", "checkpoint"):
+        weights = [line.split() for line in (root / kind / "weights.txt").read_text().splitlines()]
+        at = [str(EVERY * position) for position in range(1, len(numbers))]
+        assert [step for step, _ in weights] == ["0", *sorted(2 * at, key=int)]
+        assert len({digest for _, digest in weights}) == len(numbers)
     is_kept = settings.get("transfer", {}).get("keep") is True
     assert stores(root / "storage") == [f"default/rank-{rank:05d}" for rank in range(numbers[-1] if is_kept else 0)]
 
@@ -77,6 +91,24 @@ def passed_on(root: Path, numbers: tuple[int, ...], **settings: Any) -> None:
 def test_one_two_three_one(tmp_path: Path) -> None:
     """A fit on one process goes on with two, three and one again, with the bits with which checkpoints go on."""
     passed_on(tmp_path, (1, 2, 3, 1), options={"overlap": "forward"}, module={"width": 128})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_as_one_that_never_stopped(overlap: str, tmp_path: Path) -> None:
+    """A fit that went on with two processes and with one again equals one that never stopped.
+
+    Both processes see the same batch, which is the whole epoch: half of it twice is the same gradient to the bit.
+    Formats of fewer bits round otherwise on another number of processes.
+    """
+    settings: dict[str, Any] = {**WHOLE_BATCH, "epochs": 3 * EVERY, "options": {"overlap": overlap}}
+    assert run(tmp_path / "straight", **settings)[0] == 0
+    for number, devices in enumerate((1, 2, 1)):
+        moment = {"kill_at": "error at batch start", "kill_step": EVERY * (number + 1)} if number < 2 else {}
+        code, output = run(tmp_path / "resumed", devices=devices, resume=number > 0, **moment, **settings)
+        assert (code == 0) == (number == 2), output[-4000:]
+    assert steps_of(tmp_path / "resumed") == steps_of(tmp_path / "straight")
+    assert end_of(tmp_path / "resumed")["state"] == end_of(tmp_path / "straight")["state"]
 
 
 @pytest.mark.long
@@ -217,12 +249,7 @@ def test_kills_while_the_number_changes(overlap: str, tmp_path: Path, attack: At
         tries=NUM_KILLS,
         outcome="resumed to the bit",
     )
-    settings: dict[str, Any] = {
-        "epochs": 4 * NUM_KILLS,
-        "module": {"batch": 12, "length": 12, "width": 128},
-        "trainer": {"use_distributed_sampler": False},
-        "options": {"overlap": overlap},
-    }
+    settings: dict[str, Any] = {**WHOLE_BATCH, "epochs": 4 * NUM_KILLS, "options": {"overlap": overlap}}
     assert run(tmp_path / "straight", **settings)[0] == 0
     draw, changes, folder = random.Random(overlap), False, tmp_path / "killed"
     for number in range(NUM_KILLS):

@@ -7,12 +7,18 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import deepspeed
+import lightning.pytorch as pl
 import pytest
 
+from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.store.folders import RankFolder
+from tests.helpers import trainers
 from tests.helpers.attacks import Attack
+from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.runif import RunIf
+from tests.helpers.trainers import quiet_trainer
 from tests.training.storage_worker import StorageRun, end_of, launch, steps_of
 
 KEEP = {"keep": "on-failure"}
@@ -173,15 +179,37 @@ def test_several_optimizer_steps_in_a_batch(tmp_path: Path) -> None:
     code, output = run(tmp_path / "lost", kill_at="kill at batch end", kill_step=6, **settings)
     assert code == -signal.SIGKILL, output[-2000:]
     code, output = run(tmp_path / "lost", resume=True, **settings)
-    assert code != 0 and "after its last record (step 4). They have overwritten its state" in output, output[-2000:]
+    assert code != 0 and "after its last record (step 4): several optimizer steps" in output, output[-2000:]
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:
     """Without a training on storage the error says so, and nothing is left."""
     code, output = run(tmp_path / "none", resume=True)
-    assert code != 0 and "There is no optimizer state in" in output
+    assert code != 0 and "There is no optimizer state in" in output and "leave ckpt_path out" in output
     code, output = run(tmp_path / "none", resume=True, transfer={"keep": False})
     assert code != 0 and "keep" in output and "ConfigError" in output
+
+
+def test_only_fit_goes_on_from_storage(tmp_path: Path) -> None:
+    """An evaluation with ``ckpt_path="storage"`` is refused, with what it takes instead."""
+    trainer = quiet_trainer(tmp_path, SmartInfinityStrategy(tmp_path / "storage"))
+    with pytest.raises(ConfigError, match=r"validate\(ckpt_path='storage'\) cannot work: only fit goes on"):
+        trainer.validate(LitTiny(Recipe()), ckpt_path="storage")
+
+
+class WritesWeights(pl.Callback):
+    """Writes a parameter at the end of each batch."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        parameter = next(module.parameters())
+        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
+            parameter.data.mul_(0.99)
+
+
+def test_weights_written_at_each_step(tmp_path: Path) -> None:
+    """The warning tells of writes between steps, and not of several steps in a batch."""
+    with pytest.warns(UserWarning, match="something writes parameters or optimizer state between the steps"):
+        trainers.fit(LitTiny(Recipe()), tmp_path, max_steps=3, callbacks=[WritesWeights()])
 
 
 def test_a_new_fit_sets_a_resumable_one_aside(straight: Path, tmp_path: Path) -> None:

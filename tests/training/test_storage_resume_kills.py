@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.attacks import Attack
-from tests.training.storage_worker import StorageRun, end_of, launch, steps_of
+from tests.training.storage_worker import StorageRun, end_of, launch, phase_of, steps_of
 
 NVME = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
 COMPRESSION = {"compression": {"ratio": 0.1}}
@@ -30,7 +31,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 SHORT = {"forward": 12, "two machines": 4, "compressed": 3, "two processes, compressed": 1}
 NUM_LONG = 25  # kills of each case: 250 in all
-MOMENTS = {"start": 1.2, "batch start": 0.03, "step": 0.03, "batch end": 0.03, "save": 0.1, "growth": 0.01}
+MOMENTS = {
+    "start": 1.2,
+    "load": 0.05,
+    "batch start": 0.03,
+    "step": 0.03,
+    "batch end": 0.03,
+    "save": 0.1,
+    "growth": 0.01,
+}
 """Moments, and how many seconds later a kill comes at most."""
 NUM_STEPS = 18  # of all processes together
 TRIES = 4  # of a kill, which a fit that ends before it escapes
@@ -58,19 +67,21 @@ class Fits:
         return [int(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def killed(fits: Fits, draw: random.Random, num_kills: int) -> Iterator[bool]:
-    """Fit until the end comes; yield after every fit whether it was killed before its last step.
+def killed(fits: Fits, draw: random.Random, num_kills: int) -> Iterator[str]:
+    """Fit until the end comes; yield after every fit in which phase it was killed, or "" if not before its last step.
 
     No fit is killed after this number of kills. A process that is killed after its last step may have left others that
     came to their end, and removed their state.
     """
     begun = False
-    # Nothing grows in fits whose tasklets stay where they are.
-    moments = [moment for moment in MOMENTS if moment != "growth" or "spread_every" in fits.settings]
     while True:
         before = fits.numbers()
+        # Nothing grows in fits whose tasklets stay where they are, and the first one loads nothing.
+        left_out = {"growth": "spread_every" not in fits.settings, "load": not begun}
+        moments = [moment for moment in MOMENTS if not left_out.get(moment)]
         when = draw.choice(moments)
-        step = 0 if when == "start" else min(fits.num_steps - 2, (before[-1] if before else 0) + draw.randrange(1, 5))
+        step = min(fits.num_steps - 2, (before[-1] if before else 0) + draw.randrange(1, 5))
+        step *= when not in ("start", "load")
         step -= step % {"save": 4, "growth": fits.settings.get("spread_every", 1)}.get(when, 1)
         kill: dict[str, Any] = {
             "kill_at": f"kill at {when}",
@@ -89,7 +100,7 @@ def killed(fits: Fits, draw: random.Random, num_kills: int) -> Iterator[bool]:
         is_over = code == 0 or fits.num_steps in numbers
         was_killed = not is_over and code == -signal.SIGKILL
         num_kills -= was_killed
-        yield was_killed
+        yield phase_of(fits.folder, kill["kill_rank"]) if was_killed else ""
         if is_over:
             return
 
@@ -114,15 +125,18 @@ def test_kills_at_random(name: str, num_kills: int, tmp_path: Path, attack: Atta
     straight = Fits(tmp_path / "straight", **{**CASES[name], "machines": 1})
     code, output = straight.fit(resume=False)
     assert code == 0, output[-4000:]
-    draw, left, chains = random.Random(f"{name} {num_kills}"), num_kills, 0
-    while left > 0:
+    draw, chains = random.Random(f"{name} {num_kills}"), 0
+    phases: Counter[str] = Counter()
+    while (left := num_kills - phases.total()) > 0:
         chains += 1
         assert chains <= TRIES * num_kills, "too many fits escaped their kill"
         fits = Fits(tmp_path / f"killed{chains}", **CASES[name])
-        left -= sum(killed(fits, draw, left))
+        phases.update(filter(None, killed(fits, draw, left)))
         for rank in range(fits.devices):
             steps, expected = steps_of(fits.folder, rank), steps_of(straight.folder, rank)
             assert list(steps.items()) == list(expected.items())[: len(steps)]
             assert len(steps) >= fits.num_steps - 1 and len(expected) == fits.num_steps
             if (fits.folder / f"end-{rank}.json").exists():
                 assert end_of(fits.folder, rank) == end_of(straight.folder, rank)
+    hit = {"set-up", "load", "steps"} | ({"growth"} if "spread_every" in CASES[name] else set())
+    assert num_kills < NUM_LONG or hit <= phases.keys(), phases

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lightning_smartinfinity.checkpoint_books import _FIELDS
 from lightning_smartinfinity.patches import replaced
 
 
@@ -42,3 +46,15 @@ def test_a_checkpoint_without_weights() -> None:
     assert checkpoint["state_dict"] == {} and "fit_loop" in checkpoint["loops"]
     trainer._logger_connector._callback_metrics.update({"x": torch.ones(())})
     assert "x" in trainer.callback_metrics
+
+
+def test_the_books_of_a_model_checkpoint() -> None:
+    """Its state is these attributes and two settings; two more say what it has saved last, and one method removes."""
+    callback = ModelCheckpoint()
+    assert {*callback.state_dict()} == {*_FIELDS, "monitor", "dirpath"}
+    assert all(callback.state_dict()[name] is getattr(callback, name) for name in _FIELDS)
+    assert (callback._last_checkpoint_saved, callback._last_global_step_saved) == ("", 0)
+    names = ["trainer", "previous", "current"]
+    assert [*inspect.signature(callback._should_remove_checkpoint).parameters] == names
+    assert [*inspect.signature(callback._remove_checkpoint).parameters] == ["trainer", "filepath"]
+    assert "trainer.strategy.remove_checkpoint(filepath)" in inspect.getsource(ModelCheckpoint._remove_checkpoint)

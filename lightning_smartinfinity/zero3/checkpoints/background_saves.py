@@ -16,7 +16,7 @@ from lightning_smartinfinity.errors import StorageFullError
 from lightning_smartinfinity.store.in_time import io_limit
 from lightning_smartinfinity.transfer.pinned_state import PinnedState
 from lightning_smartinfinity.transfer.windows import Window
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import writing
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import remove_interrupted, writing
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import ArrayWriter
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
 from lightning_smartinfinity.zero3.collectives import background_group, gather, raise_together, raising_together
@@ -26,6 +26,7 @@ from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 
 __all__ = ["BackgroundSaves"]
 
+_TAG = "checkpoint"  # of Lightning's checkpoints
 _NUM_BUFFERS = 2  # so that a window is one tasklet, and the training is not held up for long at a time
 _PAUSE = 6.0
 """How many times as long a copy pauses as it works. Steps beside it are at most 15 % slower."""
@@ -160,6 +161,10 @@ class BackgroundSaves:
             return
         self._exists_then[os.path.abspath(path)] = False
         self._jobs.start(remove, after_success=True)
+
+    def remove_interrupted(self, path: str | Path) -> None:
+        """Remove what a killed process has left of a save to a path. Collective."""
+        remove_interrupted(path, _TAG)
 
     def _may_go_on(self) -> bool:
         transfer = self._settings.transfer

@@ -17,7 +17,7 @@ import os
 import platform
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -34,6 +34,7 @@ from lightning_smartinfinity.store.staging_folder import StagingLock, locked
 from lightning_smartinfinity.zero3.checkpoints.divided_save import PartsHere, common_save
 from lightning_smartinfinity.zero3.checkpoints.staged_save import (
     complete,
+    has_leftovers,
     new_in,
     parts_at,
     prepare,
@@ -44,7 +45,7 @@ from lightning_smartinfinity.zero3.checkpoints.staged_save import (
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.file_systems import Place, first_seen, places_of
 
-__all__ = ["Staging", "put_one_in_place", "replacing", "writing"]
+__all__ = ["Staging", "put_one_in_place", "remove_interrupted", "replacing", "writing"]
 
 
 class Staging(NamedTuple):
@@ -124,6 +125,23 @@ def put_one_in_place(path: str | Path, tag: str) -> None:
                 unless_idle(put, doing="Replacing", path=led.target)
         if led.common is not None:
             led.lock.leaves_content = False
+
+
+def remove_interrupted(path: str | Path, tag: str) -> None:
+    """Remove what a killed process has left of its save to a path, as far as that can be done. Collective.
+
+    What this package did not make stays, and so does what a live process uses.
+
+    Args:
+        path: Path as given to :func:`replacing`.
+        tag: The subfolder.
+    """
+    found = False
+    with suppress(SmartInfinityError, OSError):
+        found = unless_idle(lambda: has_leftovers(_resolved(path)), doing="Looking at", path=Path(path))
+    if any(gather(found, None)):
+        with suppress(SmartInfinityError):
+            put_one_in_place(path, tag)
 
 
 @contextmanager

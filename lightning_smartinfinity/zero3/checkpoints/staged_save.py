@@ -30,6 +30,7 @@ __all__ = [
     "LATEST",
     "OF_DEEPSPEED",
     "complete",
+    "has_leftovers",
     "new_in",
     "parts_at",
     "prepare",
@@ -55,6 +56,11 @@ OF_DEEPSPEED = ("*mp_rank_[0-9]*_states.pt",)
 def new_in(staging: Path) -> Path:
     """Return the folder that becomes the save, in the folder in which it is written."""
     return staging / _NEW
+
+
+def has_leftovers(target: Path) -> bool:
+    """Return whether a process that was killed may have left a save to a path there."""
+    return (target / _STAGING).exists() or beside(target).exists()
 
 
 def restore_interrupted(path: str | Path, tag: str) -> None:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
@@ -17,6 +18,7 @@ from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.zero3.background_jobs import BackgroundJobs
+from lightning_smartinfinity.zero3.collectives import gather
 from lightning_smartinfinity.zero3.parameters.partition import Partition
 
 __all__ = ["Keeping", "RankState", "warn_of_rolled_back_step"]
@@ -28,7 +30,11 @@ class Keeping:
 
     Args:
         setting: ``TransferConfig.keep``.
-        resumable: Whether a training can resume from it: a training record was written after a step.
+        resumable: Whether a training can resume from it: all ranks have written a training record after a step, as far
+            as this rank knows. :meth:`agree` settles it.
+        failed: Whether this rank could not write its last record, which the other ranks do not know yet.
+        off: Why this rank writes no more records, which the other ranks may not know yet; None: it does.
+        suspended: Whether some rank has failed to write a record, and they have not agreed since that all have one.
         completed: Whether the training has ended as it should.
         says_end: Whether somebody says when the training has ended as it should. Otherwise a process that ends without
             an error does, and so does one that drops the training.
@@ -38,6 +44,9 @@ class Keeping:
 
     setting: bool | str
     resumable: bool = False
+    failed: bool = False
+    off: str | None = None
+    suspended: bool = False
     completed: bool = False
     says_end: bool = True
     saved: bool = False
@@ -48,6 +57,22 @@ class Keeping:
         """Whether the state stays, as things are."""
         on_failure = self.setting == "on-failure" and self.resumable and not self.completed
         return self.setting is True or on_failure
+
+    def recorded(self, *, has_steps: bool) -> None:
+        """Note that this rank has written a record, after a step or not."""
+        self.failed = False
+        self.resumable = has_steps and not self.suspended
+
+    def agree(self, *, has_record: bool, num_failed: float, num_off: float) -> None:
+        """Let all ranks agree whether their state stays: either the last record is on all of them, or it is of no use.
+
+        Args:
+            has_record: Whether this rank has written a record after a step.
+            num_failed: Number of ranks that could not write the last record.
+            num_off: Number of ranks that write no more records.
+        """
+        self.suspended = num_failed + num_off > 0
+        self.resumable = has_record and not self.suspended
 
     def leave(self, handler: TransferHandler) -> None:
         """Close the handler, and remove the state on storage unless it stays."""
@@ -79,6 +104,7 @@ class RankState:
         self._closed_since = ""
         self.compressed: CompressedGradients | None = None
         self.in_fit = False
+        self._records_ended = False
         self.background = BackgroundJobs()
 
     def hold_arena(self, partition: Partition, arena: GradientArena) -> None:
@@ -142,6 +168,31 @@ class RankState:
         """Return when what the training record names is on storage, as far as it can be; see ``TransferHandler``."""
         if self._handler is not None:
             self._handler.complete_record()
+
+    def record_faults(self) -> tuple[bool, bool]:
+        """Return whether this rank could not write its last training record, and whether it writes no more of them."""
+        if self._handler is not None and self._handler.residual_failure is not None and self.keeping.off is None:
+            self.keeping.off = f"a part of a training record could not be written. {self._handler.residual_failure}"
+        return self.keeping.failed, self.keeping.off is not None
+
+    def agree_on_records(self, num_failed: float, num_off: float, *, group: ProcessGroup | None) -> None:
+        """Agree with all ranks whether a training can resume from their records. Collective.
+
+        If one rank writes no more records, none does, and the records say why.
+
+        Args:
+            num_failed: Sum over the ranks of what :meth:`record_faults` returns first.
+            num_off: The same of what it returns second.
+            group: Process group of all ranks.
+        """
+        record = None if self._handler is None else self._handler.training
+        has_record = record is not None and record.has_steps
+        self.keeping.agree(has_record=has_record, num_failed=num_failed, num_off=num_off)
+        if num_off and self._handler is not None and not self._records_ended:
+            self._records_ended = True
+            self.keeping.off = next(filter(None, gather(self.keeping.off, group)))
+            with suppress(StorageError):  # then what it holds says less
+                self._handler.end_records(self.keeping.off)
 
     def roll_back(self, error: BaseException) -> None:
         """Roll back the step in flight, if there is one, or record that it cannot be rolled back.

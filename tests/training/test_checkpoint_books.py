@@ -1,0 +1,83 @@
+"""After a kill beside a ModelCheckpoint's save, a resumed fit knows the checkpoints that are whole, and no others."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_smartinfinity.cli import main
+from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
+from tests.training.storage_worker import StorageRun, end_of, launch
+
+BEST: dict[str, Any] = {"monitor": "loss", "save_top_k": 1, "every_n_train_steps": 1, "filename": "{step}"}
+KEPT: dict[str, dict[str, Any]] = {
+    "best and last": {**BEST, "save_last": True},
+    "newest": {"every_n_train_steps": 2, "filename": "{step}"},
+    "worst": {**BEST, "mode": "max", "save_top_k": 2, "save_last": "link"},
+    "each epoch": {"filename": "{epoch}", "monitor": "val_loss", "save_top_k": 2, "save_last": True},
+}
+NUM_LONG = 25
+
+
+def run(folder: Path, kept: str, **settings: Any) -> tuple[int, str]:
+    """Fit in processes of their own, and evaluate the best checkpoint."""
+    settings = {"options": {"overlap": "none"}, "module": {"width": 128}, "epochs": 2, **settings}
+    return launch(StorageRun(out=str(folder), storage=str(folder / "storage"), checkpoints=[KEPT[kept]], **settings))
+
+
+def assert_agree(folder: Path) -> None:
+    """Assert that the books of an ended fit name all checkpoints that there are, and that these are whole."""
+    named = {path for path in end_of(folder)["books"][0] if path}
+    assert named == {str(path) for path in (folder / "saved").iterdir()}
+    assert not list(folder.rglob(".saving*"))
+    for path in named:
+        assert main(["scrub", path, "--quiet"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("kept", "save", "devices"),
+    long_but(
+        [("newest", 2, 2)],
+        [(kept, save, devices) for kept in KEPT for save in (1, 2, 3) for devices in (1, 2)],
+    ),
+)
+def test_a_kill_within_a_copy(kept: str, save: int, devices: int, tmp_path: Path, attack: Attack) -> None:
+    """The older checkpoint stays in the books and on disk, and parts of the newer one go, whether it is saved again."""
+    attack("kill within the copy of a ModelCheckpoint's save", tries=1, outcome="its books and its folder agree")
+    moment = {"kill_at": "kill at copy", "kill_step": save, "kill_rank": devices - 1}
+    code, output = run(tmp_path, kept, devices=devices, **moment)
+    assert code == -signal.SIGKILL, output[-4000:]
+    assert list(tmp_path.rglob(".saving*")), "the kill did not come within a copy"
+    code, output = run(tmp_path, kept, devices=devices, resume=True, seed=9)
+    assert code == 0, output[-4000:]
+    assert_agree(tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("kept", KEPT)
+def test_kills_at_random(kept: str, devices: int, tmp_path: Path, attack: Attack) -> None:
+    """Whenever kills come, the resumed fit ends with the checkpoints of one that never stopped, if none was lost."""
+    attack("kill beside a ModelCheckpoint's saves", tries=NUM_LONG, outcome="its books and its folder agree")
+    draw, killed, chains = random.Random(f"{kept} {devices}"), 0, 0
+    while killed < NUM_LONG:
+        folder, code, kills = tmp_path / f"{chains}", -signal.SIGKILL, 0
+        chains += 1
+        while code == -signal.SIGKILL:
+            moment = {
+                "kill_at": "kill at batch start" if kills < 5 else "",
+                "kill_step": 1 + 2 * kills,
+                "kill_after": draw.uniform(0.001, 0.2),
+                "kill_rank": draw.randrange(devices),
+            }
+            code, output = run(folder, kept, devices=devices, resume=kills > 0, seed=9 if kills else 1, **moment)
+            kills += code == -signal.SIGKILL
+        assert code == 0, output[-4000:]
+        assert chains < 4 * NUM_LONG
+        killed += kills
+        assert_agree(folder)
