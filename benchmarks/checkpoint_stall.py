@@ -5,7 +5,7 @@
 A ModelCheckpoint saves several times, with some steps beside no save before the first one and behind each. ``beside``
 saves while training goes on, ``waits`` with ``TransferConfig(asynchronous=False)``. ``stock`` is Lightning's
 DeepSpeedStrategy(stage=3) with the optimizer state in host memory, whose checkpoint needs no reads: with the state on
-NVMe, stock DeepSpeed's checkpoint lacks the masters. A step reaches from the start of its batch to the start of the next
+NVMe, stock DeepSpeed's checkpoint lacks the masters. A step reaches from the start of its batch to that of the next
 one, so it contains what a callback does behind it. Our updates overlap backward: ``overlap="auto"`` would try all
 overlaps in the steps that are measured. Each save is compared with the steps on both sides of it. A row has the medians
 of all saves, and the longest steps of any.
