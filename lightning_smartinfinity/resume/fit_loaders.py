@@ -102,6 +102,8 @@ class FitLoaders:
         fetcher.reset()  # it held a batch that it had fetched ahead
         if len(getattr(combined._iterator, "_consumed", ())) == len(saved["consumed"]):
             combined._iterator._consumed = list(saved["consumed"])
+        if self._is_over:
+            self._leave_epoch(combined._iterator.iterators)
         if not own_only:
             self._warn_of_lost(loaded)
 
@@ -141,6 +143,16 @@ class FitLoaders:
             "states": [loader.state_dict() if kept else None for loader, kept in zip(loaders, has_state, strict=True)],
             "consumed": list(getattr(self._fit_loop._combined_loader._iterator, "_consumed", ())),
         }
+
+    def _leave_epoch(self, iterators: list[Any]) -> None:
+        """Let the next iterators of the user's loaders begin an epoch.
+
+        A loader that iterates by a generator looks at its loaded state at the first fetch only.
+        """
+        for loader, iterator in zip(loaders_of(self._fit_loop), iterators, strict=True):
+            if is_stateful(loader):
+                with suppress(StopIteration):
+                    next(iterator)
 
     def _warn_of_lost(self, loaded: list[bool]) -> None:
         lost = []
