@@ -60,8 +60,8 @@ class FitLoaders:
         profile = type(epoch_loop)._on_before_fetch
 
         def note_and_load() -> None:  # Lightning's last call before it creates iterators
-            self._at_first = self._point(own=False)
             load()
+            self._at_first = self._point(own=self._has_begun)
 
         def note_and_profile() -> None:
             if self._fit_loop._data_fetcher.length is None:
@@ -73,13 +73,19 @@ class FitLoaders:
 
     def state(self) -> dict[str, Any]:
         """Return what :meth:`load` takes: where the loaders stand between two batches, or before the first one."""
-        if not self._has_begun and self._at_first is not None:
-            point = self._at_first
-        elif getattr(self._fit_loop._data_fetcher, "batches", None) and self._before_fetch is not None:
+        has_fetched_ahead = bool(getattr(self._fit_loop._data_fetcher, "batches", None))
+        if has_fetched_ahead and self._before_fetch is not None:
             point = self._before_fetch
+        elif self._at_first is not None and (has_fetched_ahead or not self._has_begun):
+            point = self._at_first
         else:
             point = self._point() | {"random": None}
-        return {**point, "seed": os.environ.get(_SEED), "reloaded": self._fit_loop._last_train_dl_reload_epoch}
+        return {
+            **point,
+            "begins": point is self._at_first,
+            "seed": os.environ.get(_SEED),
+            "reloaded": self._fit_loop._last_train_dl_reload_epoch,
+        }
 
     def load(self, saved: dict[str, Any], *, own_only: bool) -> None:
         """Bring the loaders to a result of :meth:`state`, before random states are restored, and warn of what is lost.
@@ -94,7 +100,7 @@ class FitLoaders:
         self._fit_loop._last_train_dl_reload_epoch = saved["reloaded"]
         combined.reset()  # ends workers that Lightning has begun for a whole epoch
         loaded = _load_states(loaders_of(self._fit_loop), saved["states"], own_only=own_only)
-        if not self._has_begun:
+        if saved["begins"]:
             with self._random_of_fetch():
                 iter(fetcher)
             return

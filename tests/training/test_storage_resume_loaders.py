@@ -153,13 +153,15 @@ def strategy_in(root: Path) -> SmartInfinityStrategy:
     return SmartInfinityStrategy(root / "state", overlap="none", transfer={"keep": True})
 
 
-def fit(module: Module, root: Path, strategy: Any, *, seed: int, settings: dict[str, Any], resume: bool = False) -> int:
+def fit(
+    module: Module, root: Path, strategy: Any, *, seed: int, settings: dict[str, Any], resume: str | None = None
+) -> int:
     """Fit with a seed; return the number of steps."""
     pl.seed_everything(seed)
     trainer = quiet_trainer(
         root, strategy, **{"max_epochs": NUM_EPOCHS, "limit_val_batches": 0, "precision": "32-true", **settings}
     )
-    trainer.fit(module, ckpt_path="storage" if resume else None)
+    trainer.fit(module, ckpt_path=resume)
     return trainer.global_step
 
 
@@ -173,7 +175,7 @@ def check(name: str, root: Path, breaks: list[int] | None) -> None:
         with pytest.raises(Broken):
             fit(begun, root, strategy, seed=1, settings=settings)
         strategy.close()
-        fit(resumed, root, strategy_in(root / str(step)), seed=9, settings=settings, resume=True)
+        fit(resumed, root, strategy_in(root / str(step)), seed=9, settings=settings, resume="storage")
         # Micro-batches of a step that was not taken are repeated.
         kept = [one for one in begun.seen if one[0] == "validation" or one[0] < step]
         assert [*kept, *resumed.seen] == whole.seen, f"interrupted before step {step}"
@@ -193,6 +195,31 @@ def test_every_loader_goes_on(name: str, breaks: list[int] | None, tmp_path: Pat
         check(name, tmp_path, breaks)
     warned = any("not exactly" in str(warning.message) for warning in told)
     assert warned == (name in ("workers", "stream, worker that stays") and breaks != [0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["stream", "two, cycle, stream", "loaded again"])
+@pytest.mark.filterwarnings("ignore:The resumed run is not exactly")
+def test_a_fit_that_went_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """Interrupted before its first batch, it goes on from storage with the batches that Lightning replays."""
+    make, settings = CASES[name]
+    saved = str(tmp_path / "saved.ckpt")
+
+    class Saving(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(saved)
+
+    first = {**settings, "max_epochs": 1, "callbacks": [Saving()]}
+    fit(Module(make), tmp_path, strategy_in(tmp_path / "first"), seed=1, settings=first)
+    whole, resumed = Module(make), Module(make)
+    fit(whole, tmp_path, strategy_in(tmp_path / "whole"), seed=2, settings=settings, resume=saved)
+    strategy = strategy_in(tmp_path)
+    with pytest.raises(Broken):
+        fit(Module(make, breaks_at=2), tmp_path, strategy, seed=2, settings=settings, resume=saved)
+    strategy.close()
+    fit(resumed, tmp_path, strategy_in(tmp_path), seed=9, settings=settings, resume="storage")
+    assert resumed.seen == whole.seen
 
 
 class Untold:
@@ -223,4 +250,4 @@ def test_what_is_not_exact_is_told(make: Callable[[], Any], told: str, tmp_path:
         fit(Module(make, breaks_at=2), tmp_path, strategy, seed=1, settings={})
     strategy.close()
     with pytest.warns(UserWarning, match=f"not exactly the one that was interrupted: {told}"):
-        fit(Module(make), tmp_path, strategy_in(tmp_path), seed=1, settings={"max_epochs": 1}, resume=True)
+        fit(Module(make), tmp_path, strategy_in(tmp_path), seed=1, settings={"max_epochs": 1}, resume="storage")
