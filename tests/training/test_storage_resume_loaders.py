@@ -62,13 +62,13 @@ class Module(pl.LightningModule):
 
 
 class Numbered:
-    """A loader of the user's with a state of its own. Its batches tell how many epochs it has had since it was made."""
+    """A loader of the user's with a state of its own."""
 
-    num_yielded = num_loaded = age = 0
+    num_yielded = num_loaded = age = ages = 0
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         begin, self.num_loaded = self.num_loaded, 0
-        self.age += 1
+        self.age += self.ages
         for number in range(begin, 6):
             self.num_yielded = number + 1
             yield torch.tensor([[10.0 * self.age + number]])
@@ -77,11 +77,13 @@ class Numbered:
         return {"num_yielded": self.num_yielded, "age": self.age}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.num_loaded, self.age = state["num_yielded"], state["age"] - 1
+        self.num_loaded, self.age = state["num_yielded"], state["age"] - self.ages
 
 
 class SizedNumbered(Numbered):
-    """One that knows its length."""
+    """One that knows its length, and whose batches tell how many epochs it has had since it was made."""
+
+    ages = 1
 
     def __len__(self) -> int:
         return 6
