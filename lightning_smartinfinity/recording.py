@@ -17,14 +17,12 @@ from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.recorder import STORAGE, Recording
+from lightning_smartinfinity.resume.fit_loaders import FitLoaders, take_seed
 from lightning_smartinfinity.resume.loops import (
     begin_epoch_after_last,
-    begin_first_epoch,
     continue_epoch,
     load_loader_states,
-    load_only_own_states,
     passed_to_run,
-    without_saved_positions,
 )
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import StrategySettings
@@ -70,6 +68,8 @@ class FitRecording(Recording):
         self._books: CheckpointBooks | None = None
         self._random_state: dict[str, Any] | None = None
         self._goes_on_after_batch = False
+        self._loaders: FitLoaders | None = None
+        self._saved_loaders: dict[str, Any] | None = None
 
     def begin_run(self, trainer: pl.Trainer, transfer: TransferConfig) -> None:
         """Forget the run before, and look whether this one resumes from storage.
@@ -78,7 +78,8 @@ class FitRecording(Recording):
             ConfigError: It does, and the settings ask to keep nothing; or it is no fit.
         """
         self.end()
-        self._random_state = None
+        self._random_state = self._saved_loaders = None
+        self._loaders = FitLoaders(trainer) if trainer.state.fn == TrainerFn.FITTING else None
         self.resumes = self._goes_on_after_batch = self.was_interrupted = False
         doing = trainer.state.fn
         if doing is None or passed_to_run(trainer, "ckpt_path") != STORAGE:
@@ -100,8 +101,6 @@ class FitRecording(Recording):
         """
         self._books = books
         watch_steps(trainer, partial(self._record_loop, trainer, after_batch=True))
-        if not self.resumes:
-            load_only_own_states(trainer)
 
     def take_random_state(self, trainer: pl.Trainer, client_state: ClientState) -> None:
         """Keep the random states of a checkpoint until training starts, if it resumes with them."""
@@ -120,27 +119,28 @@ class FitRecording(Recording):
         checkpoint = restore_loop(trainer, loop)
         if self._books is not None:
             restore_books(trainer, self._books, engine.saves, loop, checkpoint.get("callbacks", {}))
-        self._goes_on_after_batch = loop["after_batch"]
+        self._goes_on_after_batch, self._saved_loaders = loop["after_batch"], loop["loaders"]
         if fits(loop[RNG_KEY], world_size=trainer.world_size, warn=trainer.is_global_zero):
             self._random_state = loop[RNG_KEY]
-        else:
-            # The positions of plain loaders are states of random generators, too.
-            checkpoint["loops"] = without_saved_positions(checkpoint["loops"])
-            load_only_own_states(trainer)
+            take_seed(loop["loaders"])
         return checkpoint
 
     def begin_fit(self, trainer: pl.Trainer, engine: SmartInfinityEngine, transfer: TransferConfig) -> None:
         """Let the fit go on from where it resumes, and begin to record it: its first batch follows."""
-        load_loader_states(trainer)
+        assert self._loaders is not None
         state, self._random_state = self._random_state, None
+        if self._saved_loaders is None:
+            load_loader_states(trainer)
+        else:
+            # The positions of plain loaders are states of random generators, too.
+            self._loaders.load(self._saved_loaders, own_only=state is None)
+            self._saved_loaders = None
         if state is not None:
             restore(state, trainer.strategy.root_device)
         if self._goes_on_after_batch:
-            go_on_after_batch(trainer)
+            go_on_after_batch(trainer, fetch_ahead=self._loaders.fetch_ahead)
         elif state is not None:
             continue_epoch(trainer)
-            if self.resumes:
-                begin_first_epoch(trainer)
         self.begin(engine, transfer, says=trainer.is_global_zero)
         if not self.resumes:  # else the record that the fit resumes from holds until the next step
             self._record_loop(trainer, after_batch=False)
@@ -153,8 +153,15 @@ class FitRecording(Recording):
             after_batch: Whether the loop is done with a batch; otherwise the fit is about to begin.
         """
         if self.is_on:
+            assert self._loaders is not None
             random = capture(trainer.strategy.root_device, world_size=trainer.world_size)
-            loop = {"after_batch": after_batch, RNG_KEY: random, **loop_state(trainer), **self._described_books()}
+            loop = {
+                "after_batch": after_batch,
+                RNG_KEY: random,
+                "loaders": self._loaders.state(),
+                **loop_state(trainer),
+                **self._described_books(),
+            }
             self.record(loop, step=trainer.global_step)
 
     def record_books(self, trainer: pl.Trainer) -> None:
@@ -213,12 +220,13 @@ def restore_books(
 
 
 def loop_state(trainer: pl.Trainer) -> ClientState:
-    """Return what a checkpoint of Lightning holds beside weights, optimizer state and hyperparameters, and metrics.
+    """Return what a checkpoint of Lightning holds of the loop, callbacks and schedulers, and the metrics.
 
     The metrics are those that callbacks and schedulers see of what was logged so far.
     """
     connector = trainer._checkpoint_connector
-    with replaced(connector, "_get_lightning_module_state_dict", dict):
+    without_weights = replaced(connector, "_get_lightning_module_state_dict", dict)
+    with without_weights, replaced(trainer.fit_loop, "on_save_checkpoint", dict):
         checkpoint: ClientState = connector.dump_checkpoint(weights_only=False)
     return {
         "checkpoint": {key: value for key, value in checkpoint.items() if key not in _LEFT_OUT},
@@ -258,7 +266,7 @@ def watch_steps(trainer: pl.Trainer, note: Callable[[], None]) -> None:
     loop.on_advance_end = end_and_note  # type: ignore[method-assign]
 
 
-def go_on_after_batch(trainer: pl.Trainer) -> None:
+def go_on_after_batch(trainer: pl.Trainer, *, fetch_ahead: Callable[[], None]) -> None:
     """Let a restarted loop go on as if it had just ended a batch, with the next batch or the end of the epoch.
 
     Lightning's own restart guesses what followed a batch from the progress that was saved, and would leave a validation
@@ -266,6 +274,7 @@ def go_on_after_batch(trainer: pl.Trainer) -> None:
 
     Args:
         trainer: Trainer whose fit is about to begin its first epoch, directly after random states have been restored.
+        fetch_ahead: Is called within the epoch that the loop goes on in.
     """
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     run_start = type(epoch_loop).on_run_start
@@ -274,6 +283,7 @@ def go_on_after_batch(trainer: pl.Trainer) -> None:
     def start_once(data_fetcher: Any) -> None:
         del epoch_loop.on_run_start  # from now on it is the class's again
         run_start(epoch_loop, data_fetcher)
+        fetch_ahead()
         fit_loop._restarting = False
         epoch_loop.restarting = False
 

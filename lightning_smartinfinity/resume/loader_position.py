@@ -5,8 +5,9 @@ loader's state holds the generators' states at both moments and the number of ba
 draws the order again, skips the batches, and leaves the generators as they were.
 
     saved               next ``__iter__`` after loading
+    before the first    begins an epoch
     within an epoch     goes on with the next batch
-    after its last one  begins an epoch
+    after its last one  ends at once, as the saved one would have; see :func:`begin_epoch`
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-__all__ = ["begin_epoch", "draw_as_saved", "is_position", "keeping_position", "keeps_position"]
+__all__ = [
+    "begin_epoch",
+    "global_states",
+    "is_position",
+    "keeping_position",
+    "keeps_position",
+    "restore_globals",
+]
 
 _KEPT = "_kept_position"  # Lightning ignores attributes with an underscore when it makes a loader again
 _MARK = "_keeps_position"
@@ -66,25 +74,14 @@ def is_position(state: Any) -> bool:
 def begin_epoch(loader: Any) -> None:
     """Let the next ``__iter__`` begin an epoch even if the loaded state is from within one.
 
-    A caller who ended the epoch before its last batch, as ``limit_train_batches`` does, needs this.
+    A caller needs this who saved after the last batch of an epoch, but did not ask for one more. A loader cannot know
+    which batch was the last: ``limit_train_batches`` may end the epoch, or another loader that it is combined with.
 
     Args:
         loader: Result of :func:`keeping_position`; other objects are left alone.
     """
     if _KEPT in getattr(loader, "__dict__", {}) and (state := _kept(loader).pending) is not None:
         loader.load_state_dict(_state_between_epochs(state["generators"], state["is_alive"]))
-
-
-def draw_as_saved(loader: Any, state: Any) -> None:
-    """Let a loader whose first epoch has begun, without a batch yet, draw its order as the one that was saved there.
-
-    Args:
-        loader: Result of :func:`keeping_position`; other objects are left alone.
-        state: The saved loader's state.
-    """
-    if isinstance(loader, DataLoader) and isinstance(state, dict) and "generators" in state:
-        _take_seed(loader, state)
-        _restore_generators(loader, state["generators"])
 
 
 def _take_seed(loader: Any, state: dict[str, Any]) -> None:
@@ -171,13 +168,11 @@ class _Progress:
             workers, and whether they existed already, so that no seed was drawn for them.
         pending: The state that the first fetch goes on from.
         num_fetched: Number of batches from the epoch's first on.
-        is_over: Whether the iterator has ended.
     """
 
     drawn: dict[str, Any]
     pending: dict[str, Any] | None = None
     num_fetched: int = 0
-    is_over: bool = False
 
     @classmethod
     def begun(cls, loader: Any) -> _Progress:
@@ -193,8 +188,6 @@ class _Progress:
         if self.pending is not None:
             return self.pending
         generators, is_alive = _generator_states(loader), _is_alive(loader)
-        if self.is_over or self.num_fetched == _length(loader):
-            return _state_between_epochs(generators, is_alive=is_alive)
         told = {"is_within": True, "num_fetched": self.num_fetched, "generators": generators, "is_alive": is_alive}
         return told | self.drawn
 
@@ -225,11 +218,7 @@ class _Epoch:
         if not self._has_fetched:
             self._begin()
         assert self._batches is not None
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self._progress.is_over = True
-            raise
+        batch = next(self._batches)
         self._progress.num_fetched += 1
         return batch
 
@@ -264,7 +253,7 @@ def _rest_of_epoch(loader: Any, create: Callable[[], Iterator[Any]], state: dict
             return _after_fetching(loader, create, state)
         return _after_drawing(loader, state, now)
     finally:
-        _restore_globals(now)
+        restore_globals(now)
 
 
 def _iterates_otherwise(loader: Any) -> bool:
@@ -350,13 +339,6 @@ class _Skipping:
         self._loader = self.num_left = self.before = self.after = None
 
 
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def _is_alive(loader: Any) -> bool:
     return loader.num_workers > 0 and loader.persistent_workers and loader._iterator is not None
 
@@ -385,22 +367,26 @@ def _restore_generators(loader: Any, states: list[torch.Tensor]) -> None:
 
 
 def _random_states(loader: Any) -> dict[str, Any]:
-    """Return the states of the global generators on the CPU, and of the user's, in types that torch.load accepts."""
+    return global_states() | {"generators": _generator_states(loader)}
+
+
+def global_states() -> dict[str, Any]:
+    """Return the states of the global generators on the CPU, in types that torch.load accepts."""
     name, keys, *position = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
         "numpy": (name, np.asarray(keys).tolist(), *position),
         "python": random.getstate(),
-        "generators": _generator_states(loader),
     }
 
 
 def _restore(loader: Any, states: dict[str, Any]) -> None:
-    _restore_globals(states)
+    restore_globals(states)
     _restore_generators(loader, states["generators"])
 
 
-def _restore_globals(states: dict[str, Any]) -> None:
+def restore_globals(states: dict[str, Any]) -> None:
+    """Continue the global generators from a result of :func:`global_states`."""
     torch.set_rng_state(states["torch"])
     np.random.set_state(states["numpy"])
     random.setstate(states["python"])

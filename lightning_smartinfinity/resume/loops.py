@@ -10,17 +10,17 @@ import inspect
 import warnings
 from typing import Any
 
-from lightning_smartinfinity.resume.loader_position import begin_epoch, draw_as_saved, is_position, keeps_position
+from lightning_smartinfinity.resume.loader_position import begin_epoch, keeps_position
 
 __all__ = [
     "begin_epoch_after_last",
-    "begin_first_epoch",
     "continue_epoch",
+    "is_stateful",
     "load_loader_states",
     "load_only_own_states",
+    "loaders_of",
     "passed_to_run",
     "without_positions",
-    "without_saved_positions",
 ]
 
 _LIGHTNING_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
@@ -57,21 +57,9 @@ def without_positions(loops: dict[str, Any], trainer: Any) -> dict[str, Any]:
     saved = loops.get("fit_loop", {}).get("state_dict", {})
     if loader is None or "combined_loader" not in saved:
         return loops
-    stateful = [one for one in loader.flattened if keeps_position(one) or _is_stateful(one)]
+    stateful = [one for one in loader.flattened if keeps_position(one) or is_stateful(one)]
     states = zip(stateful, saved["combined_loader"], strict=True)
     return _with_loader_states(loops, [state for one, state in states if not keeps_position(one)])
-
-
-def without_saved_positions(loops: dict[str, Any]) -> dict[str, Any]:
-    """Return loops of a training record as :func:`without_positions` does, before there are loaders.
-
-    Args:
-        loops: What the record holds of Lightning's ``"loops"``.
-    """
-    saved = loops.get("fit_loop", {}).get("state_dict", {})
-    if "combined_loader" not in saved:
-        return loops
-    return _with_loader_states(loops, [state for state in saved["combined_loader"] if not is_position(state)])
 
 
 def _with_loader_states(loops: dict[str, Any], states: list[Any]) -> dict[str, Any]:
@@ -92,7 +80,7 @@ def load_only_own_states(trainer: Any) -> None:
 
     def load_own() -> None:
         states = fit_loop._combined_loader_states_to_load
-        loaders = [] if fit_loop._combined_loader is None else list(filter(_is_stateful, _loaders(fit_loop)))
+        loaders = [] if fit_loop._combined_loader is None else list(filter(is_stateful, loaders_of(fit_loop)))
         if fit_loop.restarting and states and len(states) == len(loaders):
             for loader, state in zip(loaders, states, strict=True):
                 loader.load_state_dict(state)
@@ -143,7 +131,7 @@ def continue_epoch(trainer: Any) -> None:
         lost.append("Lightning replays the epoch's batches from the first, since the DataLoader has no state")
         remedies.append("use one with state_dict and load_state_dict, such as torchdata's StatefulDataLoader")
         warnings.filterwarnings("ignore", message=_LIGHTNING_WARNING)
-    elif progress.current.ready > 0 and any(getattr(loader, "num_workers", 0) for loader in _loaders(fit_loop)):
+    elif progress.current.ready > 0 and any(getattr(loader, "num_workers", 0) for loader in loaders_of(fit_loop)):
         lost.append("DataLoader workers draw the rest of the epoch's augmentations, if any, from new seeds")
     if epoch_loop.restarted_on_train_batch_end and _validation_is_due(trainer):
         lost.append("Lightning leaves out the validation that followed the saved batch")
@@ -155,21 +143,6 @@ def continue_epoch(trainer: Any) -> None:
         )
 
 
-def begin_first_epoch(trainer: Any) -> None:
-    """Let loaders draw the first epoch of a fit that was interrupted before its first batch as that fit did.
-
-    Lightning restores loaders within an epoch only, and gives them the seed of this process.
-
-    Args:
-        trainer: Trainer whose fit is about to begin its first epoch.
-    """
-    fit_loop = trainer.fit_loop
-    if not fit_loop.restarting:
-        states, fit_loop._combined_loader_states_to_load = fit_loop._combined_loader_states_to_load, []
-        for loader, state in zip(_loaders(fit_loop), states, strict=False):
-            draw_as_saved(loader, state)
-
-
 def begin_epoch_after_last(fit_loop: Any) -> None:
     """Let loaders begin an epoch if the last batch of one was saved: ``limit_train_batches`` may have ended it early.
 
@@ -177,13 +150,13 @@ def begin_epoch_after_last(fit_loop: Any) -> None:
         fit_loop: Fit loop that is about to begin its first epoch.
     """
     if fit_loop.epoch_loop.batch_progress.is_last_batch:
-        for loader in _loaders(fit_loop):
+        for loader in loaders_of(fit_loop):
             begin_epoch(loader)
 
 
 def _goes_on_within_an_epoch(fit_loop: Any) -> bool:
     # If the length is unknown, Lightning fetches a batch ahead, which the loader's saved state counts as used.
-    return fit_loop._data_fetcher.length is not None and all(map(_is_stateful, _loaders(fit_loop)))
+    return fit_loop._data_fetcher.length is not None and all(map(is_stateful, loaders_of(fit_loop)))
 
 
 def _validation_is_due(trainer: Any) -> bool:
@@ -191,12 +164,14 @@ def _validation_is_due(trainer: Any) -> bool:
     return any(trainer.num_val_batches) and bool(fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher))
 
 
-def _loaders(fit_loop: Any) -> list[Any]:
+def loaders_of(fit_loop: Any) -> list[Any]:
+    """Return the training loaders of a fit loop, which has set them up."""
     loaders: list[Any] = fit_loop._combined_loader.flattened
     return loaders
 
 
-def _is_stateful(loader: Any) -> bool:
+def is_stateful(loader: Any) -> bool:
+    """Return whether a loader has a state of the user's, and not only a position of ours."""
     if keeps_position(loader):
         return False
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))

@@ -40,7 +40,7 @@ RUNS = {
     ),
     "checkpoint_stall.py": (
         ["--size", "tiny", "--steps", "3", "--tokens", "32"],
-        ["| system | step s |", "| beside |", "| waits |", "| stock |"],
+        ["| system | saves | step s |", "| beside |", "| waits |", "| stock |"],
     ),
     "checksums.py": (
         ["--size", "tiny", "--steps", "4", "--rounds", "1"],

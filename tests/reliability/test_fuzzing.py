@@ -19,7 +19,7 @@ import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import SmartInfinityError
-from lightning_smartinfinity.store import recover_store
+from lightning_smartinfinity.store import find_resumable, recover_store
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
@@ -30,6 +30,7 @@ from tests.helpers.attacks import Attack
 from tests.helpers.fuzz import changed_value, damaged, fuzz
 from tests.helpers.models import Recipe
 from tests.helpers.native_testing import decode_gradient
+from tests.reliability.interrupted import Interrupted, same
 from tests.store.makers import commit_generation, create, manifest_with
 
 OUTCOME = "read, or refused by an error of ours"
@@ -128,6 +129,77 @@ def test_locks(seconds: float, store: Path, attack: Attack) -> None:
     """The lock of a leftover is changed, which stops nobody."""
     tries = fuzz_store(store, "lock", changed_lock, seconds=seconds, refused=False)
     attack("fuzzing of a store's lock", tries=tries, seconds=seconds, outcome="the store is recovered")
+
+
+# ---- training records
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    """Return an interrupted training with compressed gradients."""
+    return Interrupted(tmp_path_factory.mktemp("interrupted"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_training_records(seconds: float, interrupted: Interrupted, attack: Attack) -> None:
+    """A training resumes from records of which any, or any residual, were changed."""
+
+    def attempt(random: Random) -> None:
+        interrupted.restore()
+        files = sorted(interrupted.folder.glob("training-*.bin")) + sorted(interrupted.folder.glob("residual-*.bin"))
+        for file in random.sample(files, random.choice((1, 1, 2, 4))):
+            file.write_bytes(damaged(file.read_bytes(), random))
+        assert same(interrupted.resumed(), interrupted.expected)
+
+    tries = fuzz(attempt, seconds=seconds, seed="training records")
+    outcome = "resumed to the bit, or refused by an error of ours"
+    attack("fuzzing of training records and residuals", tries=tries, seconds=seconds, outcome=outcome)
+
+
+def changed_header(content: bytes, random: Random) -> bytes:
+    """Change numbers of a training record, or of the end of a residual, under a right checksum."""
+    at = content.index(b"LSIRES01") if b"LSIRES01" in content else 0
+    length = len(content) - at if at == 0 else 8 + 8 + 32 + 16 + 4 + 4  # magic to checksum, of one part
+    changed = bytearray(content[at : at + length])
+    header = damaged(bytes(changed[:88]), random)[:88].ljust(88, b"\0")
+    changed[: min(88, length - 4)] = header[: length - 4]
+    values = np.frombuffer(bytes(changed[:-4]), np.uint8)
+    struct.pack_into("<I", changed, length - 4, native.crc32c(values.ctypes.data, values.nbytes))
+    return content[:at] + bytes(changed) + content[at + length :]
+
+
+TOLD = {"training-0.bin": "a training record", "residual-0.bin": "a residual"}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_headers_of_training_records(seconds: float, name: str, tmp_path: Path, attack: Attack) -> None:
+    """A record or residual is read whose numbers are others, under right checksums."""
+    residual = np.arange(100, dtype=np.float32)
+    opened = create([tmp_path], world_size=1)
+    for generation in range(3):
+        commit_generation(opened, generation)
+        opened.record_training(generation=generation, step=generation, content=b"{}", has_steps=True, residual=residual)
+        opened.records.finish_residual()
+    opened.close(remove=False)
+    file = tmp_path / "default" / "rank-00000" / name
+    originals = {path: path.read_bytes() for path in file.parent.iterdir()}
+
+    def attempt(random: Random) -> None:
+        for path, content in originals.items():
+            path.write_bytes(content)
+        file.write_bytes(changed_header(originals[file], random))
+        for record in find_resumable([tmp_path], job="default", rank=0)[1]:
+            store = recover_store([tmp_path], newest=record.generation, training=record.number, run=bytes(16))
+            try:
+                if record.residual_numel and record.residual_numel < 1 << 20:
+                    store.records.read_residual(np.empty(record.residual_numel, np.float32))
+            finally:
+                store.close(remove=False)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of older generations
+        tries = fuzz(attempt, seconds=seconds, seed=name)
+    attack(f"fuzzing of the numbers in {TOLD[name]}", tries=tries, seconds=seconds, outcome=OUTCOME)
 
 
 # ---- compressed gradients

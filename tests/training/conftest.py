@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -17,3 +18,13 @@ def sigint() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> Iterator[None]:
+    """Leave the seed that ``seed_everything`` keeps in the environment to other tests as it was."""
+    before = os.environ.pop("PL_GLOBAL_SEED", None)
+    yield
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    if before is not None:
+        os.environ["PL_GLOBAL_SEED"] = before

@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TopK
 from lightning_smartinfinity.errors import StorageFullError
@@ -107,6 +108,16 @@ class Noisy(Dataset[torch.Tensor]):
         return self.items[index] + torch.randn(8) * 0.1 + float(np.random.rand()) * 0.1 + random.random() * 0.1
 
 
+class Streamed(IterableDataset[torch.Tensor]):
+    """The items of a data set, without a length."""
+
+    def __init__(self, data: Noisy) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self.data[index] for index in range(len(self.data)))
+
+
 class Module(pl.LightningModule):
     """A module with buffers that change, dropout, a scheduler, and logged values that callbacks follow."""
 
@@ -114,7 +125,8 @@ class Module(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         settings = {"width": 24, "batch": 2, "length": 12, "workers": 0, "noise": True, "plateau": False, "steps": 1}
-        self.settings = {**settings, "turned": False, "last": 0.0, "shuffle": True, "dropout": 0.3, **run.module}
+        settings |= {"turned": False, "last": 0.0, "shuffle": True, "dropout": 0.3, "scale": 1.0, "stream": False}
+        self.settings = {**settings, "optimizer": "AdamW", "optimizer_settings": {}, **run.module}
         width = self.settings["width"]
         self.net = nn.Sequential(
             nn.Linear(8, width),
@@ -135,7 +147,7 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         for _ in range(self.settings["steps"]):
-            loss = self.net(batch + self.frozen(batch)).float().pow(2).mean()
+            loss = self.net(batch + self.frozen(batch)).float().pow(2).mean() * self.settings["scale"]
             self.log("loss", loss)
             self.last_loss = float(loss)
             if not self.automatic_optimization:
@@ -155,15 +167,18 @@ class Module(pl.LightningModule):
         self.seen = checkpoint["seen"]
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        name, settings = self.settings["optimizer"], self.settings["optimizer_settings"]
+        optimizer = getattr(torch.optim, name)(self.net.parameters(), lr=0.01, **settings)
         if self.settings["plateau"]:
             scheduler: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=60)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=60, cycle_momentum=name == "AdamW")
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def train_dataloader(self) -> Any:
         data = Noisy(length=self.settings["length"], noise=self.settings["noise"])
+        if self.settings["stream"]:
+            return DataLoader(Streamed(data), batch_size=self.settings["batch"], num_workers=self.settings["workers"])
         workers, shuffle = self.settings["workers"], self.settings["shuffle"]
         return DataLoader(data, batch_size=self.settings["batch"], shuffle=shuffle, num_workers=workers)
 

@@ -67,6 +67,8 @@ def assert_same(folder: Path, straight: Path, *, devices: int = 1) -> None:
         pytest.param(
             "kill at batch start", 5, {"devices": 2, "options": {"overlap": "forward"}}, marks=pytest.mark.long
         ),
+        pytest.param("kill at step", 5, {"devices": 2, "module": {"stream": True}}, marks=pytest.mark.long),
+        pytest.param("kill at step", 8, {"module": {"stream": True, "workers": 1}}, marks=pytest.mark.long),
     ],
 )
 def test_every_interruption(how: str, step: int, settings: dict[str, Any], tmp_path: Path, attack: Attack) -> None:

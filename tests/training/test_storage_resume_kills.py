@@ -28,9 +28,23 @@ CASES: dict[str, dict[str, Any]] = {
     "compressed": {"options": {**COMPRESSION, "overlap": "backward", "state_format": "int8"}},
     "two processes, compressed": {"options": {**COMPRESSION, "overlap": "none"}, "devices": 2, "folders": 2},
     "DRAM tier": {"options": {"overlap": "forward"}, "transfer": {"dram_cache_bytes": 100_000, "durability": "power"}},
+    "loss scale": {
+        "options": {"overlap": "backward"},
+        "trainer": {"precision": "16-mixed"},
+        "module": {"scale": 1000.0},
+    },
+    "clipping": {"options": {"overlap": "backward"}, "trainer": {"gradient_clip_val": 0.01}},
+    "SGD": {
+        "options": {"overlap": "forward"},
+        "module": {"optimizer": "SGD", "optimizer_settings": {"momentum": 0.9, "nesterov": True}},
+    },
+    "RMSprop": {
+        "options": {"overlap": "none"},
+        "module": {"optimizer": "RMSprop", "optimizer_settings": {"centered": True, "momentum": 0.5}},
+    },
 }
 SHORT = {"forward": 12, "two machines": 4, "compressed": 3, "two processes, compressed": 1}
-NUM_LONG = 25  # kills of each case: 250 in all
+NUM_LONG = 25  # kills of each case: 350 in all
 MOMENTS = {
     "start": 1.2,
     "load": 0.05,

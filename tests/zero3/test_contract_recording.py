@@ -41,9 +41,10 @@ def test_a_checkpoint_without_weights() -> None:
     """A checkpoint's weights come from one method of the connector, and what callbacks see from one dictionary."""
     trainer = quiet()
     trainer.fit(BoringModel())
-    with replaced(trainer._checkpoint_connector, "_get_lightning_module_state_dict", dict):
+    weights = replaced(trainer._checkpoint_connector, "_get_lightning_module_state_dict", dict)
+    with weights, replaced(trainer.fit_loop, "on_save_checkpoint", lambda: {"asked": True}):
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-    assert checkpoint["state_dict"] == {} and "fit_loop" in checkpoint["loops"]
+    assert checkpoint["state_dict"] == {} and checkpoint["loops"]["fit_loop"]["state_dict"] == {"asked": True}
     trainer._logger_connector._callback_metrics.update({"x": torch.ones(())})
     assert "x" in trainer.callback_metrics
 

@@ -1,0 +1,197 @@
+"""Records where the training loaders of a Trainer's fit stand, and brings those of a resumed fit there.
+
+A fetcher of Lightning's holds the next batch already if the number of batches is unknown. That batch has used random
+numbers of before the step that a record belongs to. So the record tells how the loaders stood before the batch was
+fetched, and a resumed fit fetches it again. The same holds for the iterators of a fit's first epoch, which Lightning
+creates in the set-up.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import IterableDataset
+
+from lightning_smartinfinity.resume.loader_position import (
+    global_states,
+    is_position,
+    keeps_position,
+    restore_globals,
+)
+from lightning_smartinfinity.resume.loops import is_stateful, load_only_own_states, loaders_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["FitLoaders", "take_seed"]
+
+_SEED = "PL_GLOBAL_SEED"  # of seed_everything: Lightning gives it to the samplers that it makes
+
+
+def take_seed(saved: dict[str, Any]) -> None:
+    """Let samplers that Lightning makes from now on have the seed of the saved fit, in every later epoch, too.
+
+    Args:
+        saved: Result of :meth:`FitLoaders.state`.
+    """
+    if saved["seed"] is None:
+        os.environ.pop(_SEED, None)
+    else:
+        os.environ[_SEED] = saved["seed"]
+
+
+class FitLoaders:
+    """The training loaders of a fit.
+
+    Args:
+        trainer: Trainer whose fit is being set up, before it has iterators.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._fit_loop = trainer, trainer.fit_loop
+        self._at_first: dict[str, Any] | None = None
+        self._before_fetch: dict[str, Any] | None = None
+        self._random: dict[str, Any] | None = None
+        load_only_own_states(trainer)
+        load, epoch_loop = self._fit_loop._load_combined_loader_states, self._fit_loop.epoch_loop
+        profile = type(epoch_loop)._on_before_fetch
+
+        def note_and_load() -> None:  # Lightning's last call before it creates iterators
+            load()
+            self._at_first = self._point(own=self._has_begun)
+
+        def note_and_profile() -> None:
+            if self._fit_loop._data_fetcher.length is None:
+                self._before_fetch = self._point()
+            profile(epoch_loop)
+
+        self._fit_loop._load_combined_loader_states = note_and_load
+        epoch_loop._on_before_fetch = note_and_profile
+
+    def state(self) -> dict[str, Any]:
+        """Return what :meth:`load` takes: where the loaders stand between two batches, or before the first one."""
+        has_fetched_ahead = bool(getattr(self._fit_loop._data_fetcher, "batches", None))
+        if has_fetched_ahead and self._before_fetch is not None:
+            point = self._before_fetch
+        elif self._at_first is not None and (has_fetched_ahead or not self._has_begun):
+            point = self._at_first
+        else:
+            point = self._point() | {"random": None}
+        return {
+            **point,
+            "begins": point is self._at_first,
+            "seed": os.environ.get(_SEED),
+            "reloaded": self._fit_loop._last_train_dl_reload_epoch,
+        }
+
+    def load(self, saved: dict[str, Any], *, own_only: bool) -> None:
+        """Bring the loaders to a result of :meth:`state`, before random states are restored, and warn of what is lost.
+
+        Args:
+            saved: The state.
+            own_only: Whether only states of the user's are loaded, since plain loaders had other processes' random
+                numbers.
+        """
+        combined, fetcher = self._fit_loop._combined_loader, self._fit_loop._data_fetcher
+        self._random = None if own_only else saved["random"]
+        self._fit_loop._last_train_dl_reload_epoch = saved["reloaded"]
+        combined.reset()  # ends workers that Lightning has begun for a whole epoch
+        loaded = _load_states(loaders_of(self._fit_loop), saved["states"], own_only=own_only)
+        if saved["begins"]:
+            with self._random_of_fetch():
+                iter(fetcher)
+            return
+        fetcher.iterator = iter(combined)
+        fetcher.reset()  # it held a batch that it had fetched ahead
+        if len(getattr(combined._iterator, "_consumed", ())) == len(saved["consumed"]):
+            combined._iterator._consumed = list(saved["consumed"])
+        if self._is_over:
+            self._leave_epoch(combined._iterator.iterators)
+        if not own_only:
+            self._warn_of_lost(loaded)
+
+    def fetch_ahead(self) -> None:
+        """Fetch the batch again that the saved fit had fetched ahead, within the epoch that :meth:`load` goes on in."""
+        fetcher = self._fit_loop._data_fetcher
+        if fetcher.length is None and hasattr(fetcher, "batches") and not self._is_over:
+            with self._random_of_fetch(), suppress(StopIteration):
+                fetcher.batches.append(next(fetcher))
+
+    @property
+    def _has_begun(self) -> bool:
+        return bool(self._fit_loop.epoch_loop.batch_progress.total.ready > 0)
+
+    @property
+    def _is_over(self) -> bool:
+        return bool(self._fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+    @contextmanager
+    def _random_of_fetch(self) -> Iterator[None]:
+        """Have the random states that the saved fit had before the fetch, and the present ones again afterwards."""
+        now, before, self._random = global_states(), self._random, None
+        if before is not None:
+            restore_globals(before)
+        try:
+            yield
+        finally:
+            if before is not None:
+                restore_globals(now)
+
+    def _point(self, *, own: bool = True) -> dict[str, Any]:
+        """Return where the loaders stand; ``own``: also those with a state of the user's."""
+        loaders = loaders_of(self._fit_loop)
+        has_state = [keeps_position(loader) or (own and is_stateful(loader)) for loader in loaders]
+        return {
+            "random": global_states(),
+            "states": [loader.state_dict() if kept else None for loader, kept in zip(loaders, has_state, strict=True)],
+            "consumed": list(getattr(self._fit_loop._combined_loader._iterator, "_consumed", ())),
+        }
+
+    def _leave_epoch(self, iterators: list[Any]) -> None:
+        """Let the next iterators of the user's loaders begin an epoch.
+
+        A loader that iterates by a generator looks at its loaded state at the first fetch only.
+        """
+        for loader, iterator in zip(loaders_of(self._fit_loop), iterators, strict=True):
+            if is_stateful(loader):
+                with suppress(StopIteration):
+                    next(iterator)
+
+    def _warn_of_lost(self, loaded: list[bool]) -> None:
+        lost = []
+        if not all(loaded) and not self._is_over:
+            lost.append("a loader without state_dict and load_state_dict begins the epoch again")
+        if any(_draws_otherwise(loader, is_over=self._is_over) for loader in loaders_of(self._fit_loop)):
+            lost.append("DataLoader workers draw their random numbers, if any, from new seeds")
+        if lost and self._trainer.is_global_zero:
+            warnings.warn(
+                f"The resumed run is not exactly the one that was interrupted: {' and '.join(lost)}. Weights, "
+                "optimizer state and schedulers are exact.",
+                stacklevel=2,
+            )
+
+
+def _load_states(loaders: list[Any], states: list[Any], *, own_only: bool) -> list[bool]:
+    """Load the states that belong to the loaders, and return which loaders have got one."""
+    loaded = [False] * len(loaders)
+    for number, (loader, state) in enumerate(zip(loaders, states, strict=False)):
+        kept = keeps_position(loader)
+        if state is None or kept != is_position(state) or not (kept or is_stateful(loader)) or (own_only and kept):
+            continue
+        loader.load_state_dict(state)
+        loaded[number] = True
+    return loaded
+
+
+def _draws_otherwise(loader: Any, *, is_over: bool) -> bool:
+    """Return whether a loader's workers do not have the random numbers that those of the saved fit had.
+
+    Workers skip samples instead of reading them again, apart from those of streams. What workers that stay have drawn
+    in former epochs is not read again either.
+    """
+    if not keeps_position(loader) or loader.num_workers == 0:
+        return False
+    return loader.persistent_workers or not (is_over or isinstance(loader.dataset, IterableDataset))

@@ -1,0 +1,255 @@
+"""An interrupted fit resumes from storage with the batches and random numbers of one that never stopped."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_smartinfinity import SmartInfinityStrategy
+from tests.helpers.trainers import quiet_trainer
+from tests.training.loaders import Noisy, Plain, SizedStream, Stream, generator
+
+NUM_EPOCHS = 3
+
+
+class Broken(Exception):
+    """An exception in the user's code."""
+
+
+class Module(pl.LightningModule):
+    """Writes down what each batch holds and what is drawn beside it, and raises before a step."""
+
+    def __init__(self, make: Callable[[], Any], *, breaks_at: int | None = None) -> None:
+        super().__init__()
+        self.make, self.breaks_at = make, breaks_at
+        self.net = nn.Linear(1, 1)
+        self.seen: list[Any] = []
+
+    def train_dataloader(self) -> Any:
+        return self.make()
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Plain(), 4)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.trainer.global_step == self.breaks_at:
+            raise Broken
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        parts = list(batch.values()) if isinstance(batch, dict) else [batch]
+        told = [None if part is None else part.flatten().tolist() for part in parts]
+        self.seen.append((self.trainer.global_step, self.current_epoch, batch_idx, told, float(torch.rand(()))))
+        loss: torch.Tensor = self.net(parts[0] if parts[0] is not None else parts[1]).pow(2).mean()
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        drawn = float(torch.rand(()))
+        if not self.trainer.sanity_checking:
+            self.seen.append(("validation", drawn))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Numbered:
+    """A loader of the user's with a state of its own."""
+
+    num_yielded = num_loaded = age = ages = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        begin, self.num_loaded = self.num_loaded, 0
+        self.age += self.ages
+        for number in range(begin, 6):
+            self.num_yielded = number + 1
+            yield torch.tensor([[10.0 * self.age + number]])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_yielded": self.num_yielded, "age": self.age}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_loaded, self.age = state["num_yielded"], state["age"] - self.ages
+
+
+class SizedNumbered(Numbered):
+    """One that knows its length, and whose batches tell how many epochs it has had since it was made."""
+
+    ages = 1
+
+    def __len__(self) -> int:
+        return 6
+
+
+class Counting(Stream):
+    """A stream that draws no random numbers."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.tensor([float(index)]) for index in range(11))
+
+
+def combined(mode: str, first: Any = Noisy, **options: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        shuffle = {} if issubclass(first, Stream) else {"shuffle": True}
+        loaders = {
+            "a": DataLoader(first(), 2, **shuffle, **options),
+            "b": DataLoader(Noisy(), 4, shuffle=True, **options),
+        }
+        return CombinedLoader(loaders, mode)  # type: ignore[arg-type]
+
+    return make
+
+
+def shuffled(**options: Any) -> Callable[[], Any]:
+    return lambda: DataLoader(Noisy(), 3, shuffle=True, **options)
+
+
+EVERY = {"reload_dataloaders_every_n_epochs": 1}
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "stream": (lambda: DataLoader(Stream(), 2), {}),
+    "sized stream": (lambda: DataLoader(SizedStream(), 2), {}),
+    "stream, generator": (lambda: DataLoader(Stream(), 2, generator=generator()), {}),
+    "stream, worker": (lambda: DataLoader(Stream(), 3, num_workers=1), {}),
+    "stream, worker that stays": (lambda: DataLoader(Counting(), 3, num_workers=1, persistent_workers=True), {}),
+    "stream, validation": (lambda: DataLoader(Stream(), 2), {"val_check_interval": 2, "limit_val_batches": 1}),
+    "stream, accumulation": (lambda: DataLoader(Stream(), 2), {"accumulate_grad_batches": 2}),
+    "stream, limit": (lambda: DataLoader(Stream(), 2), {"limit_train_batches": 3}),
+    "stream, steps": (lambda: DataLoader(Stream(), 2), {"max_steps": 14, "max_epochs": -1}),
+    "stream, loaded again": (lambda: DataLoader(Stream(), 3), EVERY),
+    "stream, own state": (Numbered, {}),
+    "own state": (SizedNumbered, {}),
+    "two, cycle": (combined("max_size_cycle"), {}),
+    "two, cycle, accumulation": (combined("max_size_cycle"), {"accumulate_grad_batches": 3}),
+    "two, longest": (combined("max_size"), {}),
+    "two, shortest": (combined("min_size"), {}),
+    "two, cycle, stream": (combined("max_size_cycle", Stream), {}),
+    "two, longest, stream": (combined("max_size", Stream), {}),
+    "two, cycle, generator": (combined("max_size_cycle", generator=generator()), {}),
+    "loaded again": (shuffled(), EVERY),
+    "loaded again, limit": (shuffled(), {**EVERY, "limit_train_batches": 2}),
+    "every second epoch": (SizedNumbered, {"reload_dataloaders_every_n_epochs": 2}),
+    "workers": (lambda: DataLoader(Plain(), 4, shuffle=True, num_workers=1), {}),
+}
+SHORT = {
+    "stream": [0, 3, 5],
+    "stream, own state": [3, 6],
+    "two, cycle": [3],
+    "two, cycle, stream": [4],
+    "loaded again": [1],
+    "every second epoch": [8],
+    "workers": [0],
+}
+"""Cases that always run, each with the steps before which it is interrupted."""
+
+
+def strategy_in(root: Path) -> SmartInfinityStrategy:
+    # An error before the first step would leave nothing, unlike a kill.
+    return SmartInfinityStrategy(root / "state", overlap="none", transfer={"keep": True})
+
+
+def fit(
+    module: Module, root: Path, strategy: Any, *, seed: int, settings: dict[str, Any], resume: str | None = None
+) -> int:
+    """Fit with a seed; return the number of steps."""
+    pl.seed_everything(seed)
+    trainer = quiet_trainer(
+        root, strategy, **{"max_epochs": NUM_EPOCHS, "limit_val_batches": 0, "precision": "32-true", **settings}
+    )
+    trainer.fit(module, ckpt_path=resume)
+    return trainer.global_step
+
+
+def check(name: str, root: Path, breaks: list[int] | None) -> None:
+    make, settings = CASES[name]
+    whole = Module(make)
+    num_steps = fit(whole, root, strategy_in(root / "whole"), seed=1, settings=settings)
+    for step in range(num_steps) if breaks is None else breaks:
+        begun, resumed = Module(make, breaks_at=step), Module(make)
+        strategy = strategy_in(root / str(step))
+        with pytest.raises(Broken):
+            fit(begun, root, strategy, seed=1, settings=settings)
+        strategy.close()
+        fit(resumed, root, strategy_in(root / str(step)), seed=9, settings=settings, resume="storage")
+        # Micro-batches of a step that was not taken are repeated.
+        kept = [one for one in begun.seen if one[0] == "validation" or one[0] < step]
+        assert [*kept, *resumed.seen] == whole.seen, f"interrupted before step {step}"
+
+
+@pytest.mark.parametrize(
+    ("name", "breaks"),
+    [
+        *itertools.starmap(pytest.param, SHORT.items()),
+        *(pytest.param(name, None, marks=pytest.mark.long, id=f"{name}, every step") for name in CASES),
+    ],
+)
+def test_every_loader_goes_on(name: str, breaks: list[int] | None, tmp_path: Path) -> None:
+    """Whatever feeds a fit, and wherever in an epoch it stops, a process with another seed goes on with its batches."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        check(name, tmp_path, breaks)
+    warned = any("not exactly" in str(warning.message) for warning in told)
+    assert warned == (name in ("workers", "stream, worker that stays") and breaks != [0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["stream", "two, cycle, stream", "loaded again"])
+@pytest.mark.filterwarnings("ignore:The resumed run is not exactly")
+def test_a_fit_that_went_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """Interrupted before its first batch, it goes on from storage with the batches that Lightning replays."""
+    make, settings = CASES[name]
+    saved = str(tmp_path / "saved.ckpt")
+
+    class Saving(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(saved)
+
+    first = {**settings, "max_epochs": 1, "callbacks": [Saving()]}
+    fit(Module(make), tmp_path, strategy_in(tmp_path / "first"), seed=1, settings=first)
+    whole, resumed = Module(make), Module(make)
+    fit(whole, tmp_path, strategy_in(tmp_path / "whole"), seed=2, settings=settings, resume=saved)
+    strategy = strategy_in(tmp_path)
+    with pytest.raises(Broken):
+        fit(Module(make, breaks_at=2), tmp_path, strategy, seed=2, settings=settings, resume=saved)
+    strategy.close()
+    fit(resumed, tmp_path, strategy_in(tmp_path), seed=9, settings=settings, resume="storage")
+    assert resumed.seen == whole.seen
+
+
+class Untold:
+    """Batches without a state."""
+
+    def __init__(self) -> None:
+        self.batches = [torch.tensor([[float(number)]]) for number in range(4)]
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (Untold, "a loader without state_dict and load_state_dict begins the epoch again"),
+        (CASES["workers"][0], "DataLoader workers draw their random numbers, if any, from new seeds"),
+    ],
+    ids=["no state", "workers"],
+)
+def test_what_is_not_exact_is_told(make: Callable[[], Any], told: str, tmp_path: Path) -> None:
+    """A warning names what a resume cannot repeat."""
+    strategy = strategy_in(tmp_path)
+    with pytest.raises(Broken):
+        fit(Module(make, breaks_at=2), tmp_path, strategy, seed=1, settings={})
+    strategy.close()
+    with pytest.warns(UserWarning, match=f"not exactly the one that was interrupted: {told}"):
+        fit(Module(make), tmp_path, strategy_in(tmp_path), seed=1, settings={"max_epochs": 1}, resume="storage")
