@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,9 @@ __all__ = [
     "layout_over",
     "with_residents",
 ]
+
+
+_LEAST_GRADIENT_BYTES = 2  # of an element
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -357,14 +361,15 @@ def _borders(parameters: Sequence[ParameterSlice], numel: int) -> tuple[int, ...
 def _tasklet_numel(tasklet_bytes: int, num_arrays: int, state_format: str, borders: Sequence[int]) -> int:
     """Return how many elements a tasklet gets so that its extent fits anywhere: small parameters add blocks."""
     form = STATE_FORMATS[state_format]
+    granule = math.lcm(form.granule, BLOCK_BYTES // _LEAST_GRADIENT_BYTES)  # so that gradients are whole blocks
 
     def largest_extent(numel: int) -> int:
         crowd = max(Counter(border // numel for border in borders).values(), default=0) if form.has_blocks else 0
         return extent_bytes(numel, num_arrays, state_format=state_format, num_borders=crowd)
 
     item_bytes = sum(form.item_bytes(num_arrays))
-    granules = (tasklet_bytes - BLOCK_BYTES) // (item_bytes * form.granule)
-    while granules > 1 and (nbytes := largest_extent(granules * form.granule)) > tasklet_bytes:
+    granules = (tasklet_bytes - BLOCK_BYTES) // (item_bytes * granule)
+    while granules > 1 and (nbytes := largest_extent(granules * granule)) > tasklet_bytes:
         granules = max(1, min(granules - 1, granules * tasklet_bytes // nbytes))
     assert granules >= 1, f"tasklet_bytes={tasklet_bytes} holds no tasklet of {num_arrays} arrays"
-    return granules * form.granule
+    return granules * granule

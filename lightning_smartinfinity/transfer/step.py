@@ -70,6 +70,7 @@ class Step:
             plan,
             self._updates_of(plan),
             master_dtype=self._layout.extents.format.parameter_dtype if device.updates_from_parameters else None,
+            is_final=not incremental,
         )
         self._tasklets = [] if incremental else self._all_tasklets(plan)
         self._submission = plan.outputs.submission(self._assignment(self.batches.update), staging)
@@ -141,6 +142,7 @@ class Step:
         if not updates.agrees(self.batches.updates, self._layout.parameters_in(begun)):
             return False
         self.batches.choose(updates)
+        self.batches.is_final = True
         self._is_submitted = False
         self.is_complete = True
         tasklets = self._all_tasklets(plan)

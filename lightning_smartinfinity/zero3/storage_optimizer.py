@@ -24,6 +24,7 @@ from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, Unsu
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
+from lightning_smartinfinity.transfer.gradient_memory import GradientWindows
 from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layout
 from lightning_smartinfinity.transfer.partitions import ParameterMemory
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
@@ -40,7 +41,7 @@ from lightning_smartinfinity.zero3.step.overlap_choice import OverlapChoice
 from lightning_smartinfinity.zero3.step.rank_state import RankState, warn_of_rolled_back_step
 from lightning_smartinfinity.zero3.step.speculation import Speculation
 from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight
-from lightning_smartinfinity.zero3.storage import open_storage, with_cache
+from lightning_smartinfinity.zero3.storage import gradient_store, open_storage, with_cache, with_gradient_budget
 from lightning_smartinfinity.zero3.untyped import ParamGroup, ZeroParameter
 from lightning_smartinfinity.zero3.validation import find_ignored
 
@@ -124,9 +125,10 @@ class StorageOptimizer(GradientPath):
         layout = with_cache(layout, self._offload, self.dp_process_group)
         partition = Partition(self, layout)
         partition.zero_padding()
-        link = link_to(torch.device(get_accelerator().current_device_name()))
-        self.rank_state.hold_arena(partition, GradientArena(layout, dtype=self.gradient_accumulation_dtype, link=link))
-        self.rank_state.compressed = self._compressed(layout, link)
+        self.rank_state.hold_partition(partition)
+        self._offload = with_gradient_budget(
+            self._offload, layout, itemsize=self.gradient_accumulation_dtype.itemsize, group=self.dp_process_group
+        )
         handler = open_storage(
             self._offload,
             layout,
@@ -139,9 +141,28 @@ class StorageOptimizer(GradientPath):
             group=self.dp_process_group,
         )
         self.rank_state.hold_handler(handler)
+        link = link_to(torch.device(get_accelerator().current_device_name()))
+        with raising_together(self.dp_process_group):
+            memory = self._gradient_memory(layout)
+        dtype = self.gradient_accumulation_dtype
+        self.rank_state.hold_arena(GradientArena(layout, dtype=dtype, link=link, memory=memory))
+        self.rank_state.compressed = self._compressed(layout, link)
         if self._offload.resumes:
             self.rank_state.keeping.resumable = True
             self._read_parameters()
+
+    def _gradient_memory(self, layout: PartitionLayout) -> GradientWindows | None:
+        """Return memory with a budget for gradients; None if all may be in memory."""
+        budget = self._offload.gradient_budget
+        if budget is None:
+            return None
+        return GradientWindows(
+            layout,
+            self.gradient_accumulation_dtype,
+            budget_bytes=budget,
+            store=gradient_store(self._offload, rank=dist.get_rank(self.dp_process_group)),
+            await_use=lambda tasklet: self.update.await_gradients(layout.parameters_in([tasklet]).tolist()),
+        )
 
     def _read_parameters(self) -> None:
         """Set all parameters to their masters on storage. Collective."""
@@ -212,8 +233,10 @@ class StorageOptimizer(GradientPath):
             )
         self.overlap.step_begins(time.monotonic(), sum_over_ranks=self._sum_over_ranks)
         self._choose_kept_gathered()
-        refused = self.rank_state.background.take_failure() or find_ignored(
-            list(self.partition.params()), self._frozen, names=self.param_names
+        refused = (
+            self.rank_state.background.take_failure()
+            or self.arena.take_failure()
+            or find_ignored(list(self.partition.params()), self._frozen, names=self.param_names)
         )
         self._pre_step()
         self.retained.release()
@@ -267,6 +290,7 @@ class StorageOptimizer(GradientPath):
         return StepPlan(
             active=active,
             gradients=self.arena.flats(),
+            window=None if self._offload.gradient_budget is None else self.arena.of_step,
             outputs=self._outputs(),
             groups=self.optimizer.param_groups,
             gradient_scale=1.0 / (loss_scale * clip_factor),

@@ -152,6 +152,14 @@ class Speculation:
                 # The update is discarded, or the step adopts it and reports the failure to all ranks.
                 self._failed = True
 
+    def wait(self, parameters: Iterable[int]) -> None:
+        """Return when the update, if any, has updated these parameters (indices), as far as they have begun, or failed."""
+        if self._on and not self._failed:
+            try:
+                self._rank_state.handler.step.wait(parameters)
+            except SmartInfinityError:
+                self._failed = True
+
     def discard(self) -> None:
         """Roll the update back, if there is one. Never raises StorageError.
 

@@ -162,6 +162,17 @@ class UpdateInFlight:
             if self._begun and wanted and self._failure is None and self._rank_state.is_open:
                 self._wait_for(wanted)
 
+    def await_gradients(self, parameters: Sequence[int]) -> None:
+        """Return when the update in flight, if any, has used the gradients of these parameters (indices) or has failed.
+
+        Unlike :meth:`require` it does not count as a use of the parameters, so that ranks may differ in calling it.
+        """
+        with self._lock:
+            if not self._begun:
+                self._speculation.wait(parameters)
+            elif self._failure is None and self._rank_state.is_open:
+                self._wait_for(parameters)
+
     def drain(self) -> None:
         """Wait for the step in flight, if there is one, and commit it on all ranks. Collective.
 
