@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -91,12 +90,16 @@ class TensorStore:
     ) -> None:
         require_io_engine(io_engine)
         self._what = what
-        self._files: TensorFiles | UnnamedFiles = unless_idle(
-            partial(files, folders, job=job, rank=rank, direct_io=direct_io),
+
+        def make() -> TensorFiles | UnnamedFiles:
+            return files(folders, job=job, rank=rank, direct_io=direct_io)
+
+        self._files = unless_idle(
+            make,
             doing="Creating files in",
             path=Path(folders[0]).absolute(),
             seconds=io_timeout,
-            undo=files.close,
+            undo=lambda made: made.close(),
         )
         if io_engine == "auto" and not all(file.direct for file in self._files.files):
             io_engine = "plain"  # the engine learns of files with each request only

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.errors import SmartInfinityError, StorageError
+from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.transfer.batches import spans_of
 from lightning_smartinfinity.transfer.cuda import CudaLink, GradientCopies
 from lightning_smartinfinity.transfer.gradient_memory import GradientMemory
@@ -35,6 +35,7 @@ class GradientArena:
         memory: Memory for the gradients; None: for all of them.
 
     Attributes:
+        is_lost: Whether gradients of this window are lost, since a step that used them was rolled back.
         active: bool[num_parameters]: whether each parameter's gradient arrived in this window. It changes: copy it to
             keep it.
         buffer: The flat tensor, ``layout.numel`` elements of ``dtype``. Only read it, and only what is held:
@@ -54,7 +55,7 @@ class GradientArena:
         # Memory with a budget is not registered, so that copies block: what is registered cannot be dropped.
         self._copies = GradientCopies(link) if link is not None and memory is None else None
         self._memory = GradientMemory(layout.numel, dtype, link=link) if memory is None else memory
-        self._lost = False
+        self.is_lost = False
         self.buffer = self._memory.tensor
         # For each parameter: the address of its slice, its elements if it has no padding, and the sum of squares of
         # its gradient, if that is known.
@@ -137,13 +138,22 @@ class GradientArena:
         self.synchronize()
         self.active[:] = False
         self._memory.reset()
-        self._lost = False
+        self.is_lost = False
 
     def step_rolled_back(self) -> None:
         """Record that the step in flight was rolled back. Gradients that it gave up as it used them are lost."""
         if self._memory.step_rolled_back():
             self.reset()
-            self._lost = True
+            self.is_lost = True
+
+    def backward_begins(self, *, gives_up: bool) -> None:
+        """Record that a backward begins: if all gradients before it were lost, a window begins with it.
+
+        Args:
+            gives_up: Whether the update gives gradients up as it uses them, so that few have to go to storage.
+        """
+        self.is_lost = self.is_lost and bool(self.active.any())
+        self._memory.spills_ahead = not gives_up
 
     def synchronize(self) -> None:
         """Wait for copies from CUDA. Methods that read the memory or return its address call this first."""
@@ -155,15 +165,7 @@ class GradientArena:
 
         Most squares were summed when the gradient arrived. The result is not finite if and only if an element of an
         active gradient is not finite.
-
-        Raises:
-            StorageError: The gradients were given up by a step that failed, and none has arrived since.
         """
-        if self._lost and not self.active.any():
-            raise StorageError(
-                "The step that failed gave up its gradients as it used them, so it cannot be taken again.",
-                "Run backward again, or leave gradient_bytes out.",
-            )
         self.synchronize()
         dtype = native_dtype(self.buffer.dtype)
         for parameter in np.flatnonzero(self.active & (self._squares == _UNKNOWN)).tolist():
@@ -180,9 +182,8 @@ class GradientArena:
     def gradient(self, parameter: int) -> torch.Tensor:
         """Return the gradient slice of one parameter, padding included, to be read before the next call of any method.
 
-        Its values are valid only while the parameter is active.
+        Its values are valid only while the parameter is active. Copies from CUDA may be in flight.
         """
-        self.synchronize()
         return self._held(parameter, changes=False)
 
     def of_step(self, tasklet: int, last_use: bool) -> native.GradientWindow | None:

@@ -51,6 +51,9 @@ class GradientMemory:
     budget_bytes: int | None = None
     """Most bytes to hold in memory; None: all."""
 
+    spills_ahead = True
+    """Whether to write windows to storage before the budget is used up: not if they will be given up soon."""
+
     tensor: torch.Tensor
 
     def __init__(self, numel: int, dtype: torch.dtype, *, link: CudaLink | None = None) -> None:
@@ -199,7 +202,7 @@ class GradientWindows(GradientMemory):
         if changes:
             self._stored -= keep
         with self._noting_failure():
-            while self._held_bytes > self.budget_bytes // _SHARE_BEFORE_SPILLING and self._begin_spill(keep):
+            while self.spills_ahead and self._held_bytes > self.budget_bytes // _SHARE_BEFORE_SPILLING and self._begin_spill(keep):
                 pass
 
     def cut(self, begin: int, end: int) -> list[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -361,7 +360,8 @@ def _borders(parameters: Sequence[ParameterSlice], numel: int) -> tuple[int, ...
 def _tasklet_numel(tasklet_bytes: int, num_arrays: int, state_format: str, borders: Sequence[int]) -> int:
     """Return how many elements a tasklet gets so that its extent fits anywhere: small parameters add blocks."""
     form = STATE_FORMATS[state_format]
-    granule = math.lcm(form.granule, BLOCK_BYTES // _LEAST_GRADIENT_BYTES)  # so that gradients are whole blocks
+    granule = max(form.granule, BLOCK_BYTES // _LEAST_GRADIENT_BYTES)  # so that gradients are whole blocks, too
+    assert granule % form.granule == 0
 
     def largest_extent(numel: int) -> int:
         crowd = max(Counter(border // numel for border in borders).values(), default=0) if form.has_blocks else 0

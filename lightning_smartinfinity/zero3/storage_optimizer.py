@@ -39,7 +39,7 @@ from lightning_smartinfinity.zero3.step.gradient_path import GradientPath
 from lightning_smartinfinity.zero3.step.outside_writes import OutsideWrites
 from lightning_smartinfinity.zero3.step.overlap_choice import OverlapChoice
 from lightning_smartinfinity.zero3.step.rank_state import RankState, warn_of_rolled_back_step
-from lightning_smartinfinity.zero3.step.speculation import Speculation
+from lightning_smartinfinity.zero3.step.speculation import Speculation, gradients_given_up
 from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight
 from lightning_smartinfinity.zero3.storage import gradient_store, open_storage, with_cache, with_gradient_budget
 from lightning_smartinfinity.zero3.untyped import ParamGroup, ZeroParameter
@@ -64,6 +64,8 @@ class StorageOptimizer(GradientPath):
         save_id: Id of the checkpoint last saved or loaded, which all files of one save carry.
         saves_weights_only: Whether the checkpoint being saved omits the moments.
         step_follows: Whether the next backward is the last of its window, as far as its caller knows.
+        step_is_certain: Whether nothing but the step follows that backward: no clipping, and no code of the user's that
+            could read or change gradients or hyperparameters.
         update: The update of the step in flight.
         speculation: The speculative update, which backward begins before the step does.
         outside_writes: Brings what is written to parameters outside of steps into the masters.
@@ -78,7 +80,7 @@ class StorageOptimizer(GradientPath):
         self.save_id: str | None = None
         self.saves_weights_only = False
         self._frozen: list[ZeroParameter] = []
-        self.step_follows = False
+        self.step_follows = self.step_is_certain = False
         rank_state = RankState(keep=offload.transfer.keep)
         try:
             super().__init__(*args, rank_state=rank_state, **kwargs)
@@ -235,7 +237,7 @@ class StorageOptimizer(GradientPath):
         self._choose_kept_gathered()
         refused = (
             self.rank_state.background.take_failure()
-            or self.arena.take_failure()
+            or self._failure_of_gradients()
             or find_ignored(list(self.partition.params()), self._frozen, names=self.param_names)
         )
         self._pre_step()
@@ -261,6 +263,11 @@ class StorageOptimizer(GradientPath):
         # torch's schedulers warn unless the optimizer they wrap has stepped; its step() never runs here.
         self.optimizer._opt_called = True
         self._post_step(set())
+
+    def _failure_of_gradients(self) -> SmartInfinityError | None:
+        if self.arena.is_lost:
+            return gradients_given_up("a parameter was used or changed, or the step before failed,")
+        return self.arena.take_failure()
 
     def _choose_kept_gathered(self) -> None:
         # At the end of a step the base class gathers the small parameters of the whole model. If the update runs beside
@@ -338,9 +345,11 @@ class StorageOptimizer(GradientPath):
         follows, self.step_follows = self.step_follows, False
         if follows and not retain_graph and self.overlap.mode == "backward":
             everything = np.ones(len(self.partition.layout.parameters), np.bool_)
-            self.update.begin_speculatively(self._plan(active=everything, loss_scale=float(self.loss_scale)))
+            plan = self._plan(active=everything, loss_scale=float(self.loss_scale))
+            self.update.begin_speculatively(plan, binds=self.step_is_certain and plan.window is not None)
         else:
             self.speculation.discard()
+        self.arena.backward_begins(gives_up=self.speculation.binds)
 
     def _drain_for_residual(self) -> None:
         # The residual is computed from the gradients of the step in flight, which the next ones are about to replace.
