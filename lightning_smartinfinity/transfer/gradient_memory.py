@@ -202,7 +202,11 @@ class GradientWindows(GradientMemory):
         if changes:
             self._stored -= keep
         with self._noting_failure():
-            while self.spills_ahead and self._held_bytes > self.budget_bytes // _SHARE_BEFORE_SPILLING and self._begin_spill(keep):
+            while (
+                self.spills_ahead
+                and self._held_bytes > self.budget_bytes // _SHARE_BEFORE_SPILLING
+                and self._begin_spill(keep)
+            ):
                 pass
 
     def cut(self, begin: int, end: int) -> list[tuple[int, int]]:
@@ -296,7 +300,7 @@ class GradientWindows(GradientMemory):
             free = [window for window in [*self._held, *self._leaving] if self._may_go(window, keep)]
             stored = next((window for window in free if window in self._stored), None)
             leaving = next((window for window in free if window in self._leaving), None)
-            needed = next((w for w in [*self._forgotten, *self._held] if w not in keep and self._is_needed(w)), None)
+            needed = next((w for w in self._in_step if w not in keep and self._is_needed(w) and self._has(w)), None)
             if stored is not None:
                 del self._held[stored]
                 self._held_bytes -= self._bytes_of(stored)
@@ -347,6 +351,9 @@ class GradientWindows(GradientMemory):
         """Return whether the update has still to use what is in memory there."""
         used = self._in_step.get(window)
         return used is not None and not used.is_used
+
+    def _has(self, window: int) -> bool:
+        return window in self._held or window in self._leaving or window in self._forgotten
 
     def _still_needed(self) -> list[int]:
         """Return the windows in memory that only the update needs, after dropping those that it has used."""
