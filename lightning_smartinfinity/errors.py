@@ -100,7 +100,7 @@ class CudaError(SmartInfinityError, RuntimeError):
 
 
 class RankLostError(SmartInfinityError, RuntimeError):
-    """Another rank was killed, does not answer or failed."""
+    """Another rank was killed, does not answer, failed or did not come."""
 
 
 class CheckpointError(SmartInfinityError, RuntimeError):

@@ -40,6 +40,7 @@ from lightning_smartinfinity.recorder import STORAGE, Recording
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_FABRIC
 from lightning_smartinfinity.store.in_time import io_limit
+from lightning_smartinfinity.watching import awaiting_ranks
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
 if TYPE_CHECKING:
@@ -217,13 +218,14 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def _setup_distributed(self) -> None:
-        if self.root_device.type == "cuda":
-            super()._setup_distributed()
-            return
-        # DeepSpeedStrategy's own version first validates GPU indices, and a CPU has none.
-        reset_seed()
-        self._set_world_ranks()
-        self._init_deepspeed_distributed()
+        with awaiting_ranks():
+            if self.root_device.type == "cuda":
+                super()._setup_distributed()
+                return
+            # DeepSpeedStrategy's own version first validates GPU indices, and a CPU has none.
+            reset_seed()
+            self._set_world_ranks()
+            self._init_deepspeed_distributed()
         if not self._config_initialized:
             self._format_config()
             self._config_initialized = True

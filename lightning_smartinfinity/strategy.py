@@ -47,7 +47,7 @@ from lightning_smartinfinity.rng import RNG_KEY, capture
 from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_TRAINER
 from lightning_smartinfinity.store.in_time import io_limit
-from lightning_smartinfinity.watching import saving
+from lightning_smartinfinity.watching import awaiting_ranks, saving
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
 if TYPE_CHECKING:
@@ -188,13 +188,14 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
 
     @override
     def setup_distributed(self) -> None:
-        if self.root_device.type == "cuda":
-            super().setup_distributed()
-            return
-        # DeepSpeedStrategy's own version first validates GPU indices, and a CPU has none.
-        reset_seed()
-        self.set_world_ranks()
-        self._init_deepspeed_distributed()
+        with awaiting_ranks():
+            if self.root_device.type == "cuda":
+                super().setup_distributed()
+                return
+            # DeepSpeedStrategy's own version first validates GPU indices, and a CPU has none.
+            reset_seed()
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -28,6 +28,7 @@ from lightning_smartinfinity.native import RankNotice, RankWatch, ending_seconds
 
 __all__ = [
     "agree_to_end",
+    "awaiting_ranks",
     "begin_watch",
     "end_watch",
     "hear_sigterm",
@@ -55,6 +56,7 @@ _MEETING = 20.0
 """Seconds in which ranks connect, once they have all said that they are there."""
 _NOTICE = 3.0
 """Seconds in which the watch hears of what a collective has failed by."""
+_TIMEOUT = "as long as the strategy's timeout=timedelta(minutes=5) says"
 _TOKEN_BYTES, _RANK_BYTES = 16, 4
 
 
@@ -68,6 +70,25 @@ class _Watch:
 
 _watch: _Watch | None = None
 _num_begun = 0
+
+
+@contextmanager
+def awaiting_ranks() -> Iterator[None]:
+    """Say what to do if not all ranks come together, before there can be a watch.
+
+    Raises:
+        RankLostError: Some did not come in time.
+    """
+    try:
+        yield
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        if "timed out" not in str(error).lower():
+            raise
+        raise RankLostError(
+            f"Not all ranks have come together, as seen from {platform.node()}: {str(error).rstrip('.')}.",
+            "Start the script on every machine, each with the same MASTER_ADDR and MASTER_PORT, which all must reach. "
+            f"They wait for each other for 30 minutes, or {_TIMEOUT}.",
+        ) from error
 
 
 def begin_watch(silence: float | None) -> int:
@@ -251,7 +272,8 @@ def _meet(silence: float) -> _Watch | None:
         if rank == 0:
             warnings.warn(
                 f"No watch over the ranks, which cannot connect to port {port} of {address}: {problems[0]}. A rank that"
-                " is killed or stopped will be noticed by torch's own timeouts only.",
+                " is killed or stopped will be noticed by torch's own timeout only: after 30 minutes, or "
+                f"{_TIMEOUT} (TrainingArguments(ddp_timeout=300) with transformers).",
                 stacklevel=2,
             )
         for connected in sockets.values():

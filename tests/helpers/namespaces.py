@@ -9,8 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.helpers.fresh_python import fresh_environment
@@ -80,7 +80,7 @@ class TwoMachines:
             self._ip(rank, "link", "set", f"si{rank}", "up")
             self._ip(rank, "link", "set", "lo", "up")
 
-    def start(self, rank: int, *command: str | Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(self, rank: int, *command: str | Path) -> subprocess.Popen[str]:
         """Start a command on a machine, with the variables by which ranks find each other."""
         of_group = {
             "MASTER_ADDR": "10.77.0.1",
@@ -102,21 +102,27 @@ class TwoMachines:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self._names[rank], *inside],
                 cwd=REPOSITORY,
-                env={**fresh_environment(), **of_group, **(env or {})},
+                env={**fresh_environment(), **of_group},
                 stdout=output,
                 stderr=output,
                 text=True,
             )
 
-    def run(self, *command: str | Path, env: Sequence[dict[str, str]] = ({}, {})) -> list[int]:
-        """Run a command of Python's on both machines and return the exit statuses."""
-        started = [self.start(rank, sys.executable, *command, env=env[rank]) for rank in range(2)]
+    @contextmanager
+    def started(self, *command: str | Path, other: Sequence[str | Path] = ()) -> Iterator[list[subprocess.Popen[str]]]:
+        """Start a command on both machines, or another one on the second; kill what still runs in the end."""
+        processes = [self.start(rank, *(other if rank and other else command)) for rank in range(2)]
         try:
-            return [process.wait(PROCESS_LIMIT) for process in started]
+            yield processes
         finally:
-            for process in started:
+            for process in processes:
                 process.kill()
                 process.wait()
+
+    def run(self, *command: str | Path) -> list[int]:
+        """Run a command of Python's on both machines and return the exit statuses."""
+        with self.started(sys.executable, *command) as processes:
+            return [process.wait(PROCESS_LIMIT) for process in processes]
 
     def output(self, rank: int) -> Path:
         """Return the path of what a machine has said."""

@@ -24,13 +24,16 @@ _SINGLE_PATH = (
 _MAKING = ("mkdir", "rename", "replace", "link", "symlink")
 
 
-def become_node(number: int, *, scratch: Path) -> None:
+def become_node(number: int, *, scratch: Path, node_rank: int | None = None, local_rank: int = 0) -> None:
     """Give this process, which has one thread, the identity of a machine of this number.
 
     Args:
         number: Number of the machine.
         scratch: Folder of the test, where identities lie.
+        node_rank: Number of the machine in this training, if it is another one.
+        local_rank: Number of the process on its machine.
     """
+    os.environ |= {"NODE_RANK": str(number if node_rank is None else node_rank), "LOCAL_RANK": str(local_rank)}
     identity = scratch / f"boot-{number}-{os.getpid()}"
     identity.write_text(f"boot of machine {number}\n")
     machine._BOOT_ID = identity
@@ -70,7 +73,8 @@ def why_no_mounts(scratch: Path) -> str | None:
 class RememberedLookups:
     """Lets this process remember for some time that a path was not there, as network file systems do.
 
-    What another process makes under that path stays invisible meanwhile. What this process makes, it sees.
+    What another process makes under that path stays invisible meanwhile. What this process makes, it sees. Where the
+    process sleeps to wait for it, time passes a hundred times as fast.
 
     Args:
         root: Top of the network file system.
@@ -82,11 +86,23 @@ class RememberedLookups:
         self._seconds = seconds
         self._absent: dict[str, float] = {}
         self._lstat = os.lstat
+        self._skipped = 0.0
+        time.sleep = self._sleeping(time.sleep)  # type: ignore[assignment]
         for name in _SINGLE_PATH:
             setattr(os, name, self._looking(getattr(os, name)))
         for name in _MAKING:
             setattr(os, name, self._making(getattr(os, name), first=name == "mkdir"))
         builtins.open = io.open = self._looking(io.open)  # type: ignore[assignment]
+
+    def _sleeping(self, call: Callable[[float], None]) -> Callable[[float], None]:
+        def sleep(seconds: float) -> None:
+            self._skipped += 99 * seconds
+            call(seconds)
+
+        return sleep
+
+    def _now(self) -> float:
+        return time.monotonic() + self._skipped
 
     def _looking(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def look(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +142,7 @@ class RememberedLookups:
         return name if name.startswith(self._root + os.sep) else None
 
     def _refuse(self, name: str) -> None:
-        now = time.monotonic()
+        now = self._now()
         while len(name) > len(self._root):
             if self._absent.get(name, 0) > now:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
@@ -141,7 +157,7 @@ class RememberedLookups:
             try:
                 self._lstat(path)
             except FileNotFoundError:
-                self._absent[path] = time.monotonic() + self._seconds
+                self._absent[path] = self._now() + self._seconds
                 return
 
     def _forget(self, name: str) -> None:

@@ -1,21 +1,24 @@
-"""Does something on two machines: ``python -m tests.nodes.node_worker DOING SCRATCH ["made up"]``.
+"""Does something on two machines: ``python -m tests.nodes.node_worker DOING SCRATCH MACHINES OPTIONS``.
 
-All see ``SCRATCH/shared``, and each has a disk of its own at ``SCRATCH/local``. Machines that are made up are processes
-that remember failed look-ups below the former; with own mounts, they see ``SCRATCH/node-<rank>`` as the latter. What
-rank r found is in ``SCRATCH/found-<r>.json``.
+All see ``SCRATCH/shared``, and each has a disk of its own at ``SCRATCH/local``. MACHINES are ``true``, ``one`` (all
+processes are on it) or ``made up``: each is then a process, or several, that remembers failed look-ups below the former
+and, with own mounts, sees ``SCRATCH/node-<rank>`` as the latter. OPTIONS are those of the strategy, as JSON, and
+``num_saves`` for what saves again and again. What rank r found is in ``SCRATCH/found-<r>.json``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
+from time import sleep  # real time, also where look-ups are remembered
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
@@ -32,12 +35,17 @@ from lightning_smartinfinity import (
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from lightning_smartinfinity.zero3.file_systems import places_of
+from tests.helpers.interrupted_runs import state_digest
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.nodes import RememberedLookups, become_node, mount_own
 from tests.helpers.trainers import quiet_trainer
+from tests.nodes.repeated_saves import Looking, kept_checkpoints
 
 TAG = "checkpoint"
-PER_NODE = int(os.environ["WORLD_SIZE"]) // 2
+NUM_MACHINES = 1 if sys.argv[3] == "one" else 2
+PER_NODE = int(os.environ["WORLD_SIZE"]) // NUM_MACHINES
+OPTIONS: dict[str, Any] = json.loads(sys.argv[4])
+NUM_SAVES: int = OPTIONS.pop("num_saves", 0)
 RECIPE = Recipe(odd=True, frozen=True, validate=True, epoch_batches=2, max_steps=6)
 
 
@@ -83,13 +91,13 @@ def swaps(scratch: Path) -> Any:
     """Save again and again to paths that every rank has looked for before; return what lies there."""
     dist.init_process_group("gloo")
     rank, found = dist.get_rank(), []
-    for number in range(20):
+    for number in range(NUM_SAVES):
         path = scratch / "shared" / f"{number % 4}.ckpt"
         path.exists()
         (path / ".saving").exists()
         dist.barrier()
         with replacing(path, TAG) as staging:
-            time.sleep(0.1 * rank)  # the leader is done before the other machine has written anything
+            sleep(0.1 * rank)  # the leader is done before the other machine has written anything
             (staging.folder / TAG).mkdir(exist_ok=True)
             (staging.folder / TAG / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").write_text(str(number))
             if staging.leads:
@@ -100,26 +108,34 @@ def swaps(scratch: Path) -> Any:
 
 
 def fit(scratch: Path, folder: Path, *, resume: str | None = None, max_steps: int = 6) -> dict[str, Any]:
-    """Train with a ModelCheckpoint that keeps one checkpoint and links the last; return losses and what is there."""
+    """Train with a ModelCheckpoint that keeps one checkpoint and links the last; return what came of it."""
     last = ModelCheckpoint(folder, save_top_k=1, save_last="link", every_n_train_steps=2, filename="{step}")
     trainer = _trainer(scratch, max_steps=max_steps, callbacks=[last])
     module = LitTiny(RECIPE)
     trainer.fit(module, ckpt_path=resume)
+    ends = {"weights": weights_digest(module), "state": state_digest(trainer.strategy._near_storage_optimizer, module)}
     dist.barrier()
     there = sorted(str(path.relative_to(folder)) for path in folder.glob("*"))
     tested = _trainer(scratch, max_steps=max_steps)
     validated = tested.validate(LitTiny(RECIPE), ckpt_path=str(folder / "last.ckpt"), verbose=False)
-    return {"losses": module.losses, "there": there, "validated": validated, "epochs": module.validated}
+    return {"losses": module.losses, "there": there, "validated": validated, "epochs": module.validated, **ends}
+
+
+def weights_digest(module: torch.nn.Module) -> str:
+    """Return a digest of all weights of all ranks."""
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        weights = [param.detach().float().cpu().numpy().tobytes() for param in module.parameters()]
+    return hashlib.sha256(b"".join(weights)).hexdigest()
 
 
 def _trainer(scratch: Path, **settings: Any) -> pl.Trainer:
-    rank = int(os.environ["RANK"])
-    strategy = SmartInfinityStrategy(scratch / f"storage-{rank}", transfer=TransferConfig(keep=False))
+    storage = scratch / ("storage" if NUM_MACHINES == 1 else f"storage-{os.environ['RANK']}")
+    strategy = SmartInfinityStrategy(storage, transfer=TransferConfig(keep=False), **OPTIONS)
     return quiet_trainer(
         scratch,
         strategy,
         devices=PER_NODE,
-        num_nodes=2,
+        num_nodes=NUM_MACHINES,
         enable_checkpointing=True,
         **settings,
     )
@@ -131,6 +147,14 @@ def fits(scratch: Path, where: str) -> Any:
     fit(scratch, folder / "resumed", max_steps=4)
     resumed = fit(scratch, folder / "resumed", resume=str(folder / "resumed" / "step=4.ckpt"))
     return {"whole": whole, "resumed": resumed}
+
+
+def saves(scratch: Path) -> Any:
+    """Save after every step, by a callback that keeps the newest and over other paths; return what lay there."""
+    looking = Looking(scratch / "shared" / "saves", seen_at=scratch / "filer" / "saves")
+    callbacks = [looking, kept_checkpoints(looking.folder)]
+    _trainer(scratch, max_steps=NUM_SAVES, callbacks=callbacks).fit(LitTiny(Recipe()))
+    return looking.found
 
 
 def fabric(scratch: Path) -> Any:
@@ -213,17 +237,17 @@ def _remove(path: Path) -> None:
 
 def main() -> None:
     doing, scratch, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
-    node, local_rank = divmod(rank, PER_NODE)
-    os.environ |= {"NODE_RANK": str(node), "LOCAL_RANK": str(local_rank)}
-    if "made up" in sys.argv[3:]:
-        become_node(node, scratch=scratch)
+    if sys.argv[3] == "made up":
+        node, local_rank = divmod(rank, PER_NODE)
+        become_node(node, scratch=scratch, local_rank=local_rank)
         with suppress(FileNotFoundError):
             mount_own(scratch / f"node-{node}", scratch / "local")
-        RememberedLookups(scratch / "shared", seconds=0.4)
+        RememberedLookups(scratch / "shared", seconds=30)
     found = {
         "places": lambda: places(scratch),
         "space": lambda: space(scratch),
         "swaps": lambda: swaps(scratch),
+        "saves": lambda: saves(scratch),
         "shared": lambda: fits(scratch, "shared"),
         "local": lambda: fits(scratch, "local"),
         "fabric": lambda: fabric(scratch),

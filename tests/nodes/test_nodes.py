@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
+from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.nodes import why_no_mounts
 from tests.helpers.processes import run_module
+from tests.helpers.trainers import quiet_trainer
+from tests.nodes.repeated_saves import OVER
+from tests.training.storage_worker import StorageRun, launch
 
 TAG = "checkpoint"
+WHOLE = "whole, the newest is in place"
+ON_STORAGE = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{overlap: {"overlap": overlap} for overlap in ("auto", "none", "forward", "backward")},
+    "parameters on storage": {"overlap": "forward", "zero": ON_STORAGE},
+    "int8, parameters on storage": {"overlap": "backward", "state_format": "int8", "zero": ON_STORAGE},
+}
 
 
 @pytest.fixture
@@ -21,6 +40,7 @@ def scratch(tmp_path: Path) -> Path:
     """Return a folder with a shared file system, a folder for mounts, and the disks that are mounted there."""
     for name in ("shared", "local", "node-0", "node-1"):
         (tmp_path / name).mkdir()
+    (tmp_path / "filer").symlink_to("shared")  # by this name no look-up is remembered
     return tmp_path
 
 
@@ -31,12 +51,21 @@ def _own_mounts(tmp_path_factory: pytest.TempPathFactory) -> None:
         pytest.skip(reason)
 
 
-def run(doing: str, scratch: Path, *, mounts: bool, one_machine: bool = False, ranks: int = 2) -> list[Any]:
-    """Let two machines, or two processes of one, do something, and return what each found."""
+def run(doing: str, scratch: Path, *, mounts: bool, ranks: int = 2, **options: Any) -> list[Any]:
+    """Let two machines do something, with these options of the strategy, and return what each rank found."""
     if not mounts:
         (scratch / "local").rmdir()
-    kind = [] if one_machine else ["made up"]
-    done = run_module("tests.nodes.node_worker", doing, scratch, *kind, ranks=ranks)
+    return of_ranks(scratch, doing, "made up", ranks=ranks, **options)
+
+
+def of_one_machine(scratch: Path, doing: str, **options: Any) -> list[Any]:
+    """Let two processes of one machine do something in another folder, and return what each found."""
+    (scratch / "one" / "shared").mkdir(parents=True)
+    return of_ranks(scratch / "one", doing, "one", ranks=2, **options)
+
+
+def of_ranks(scratch: Path, doing: str, machines: str, *, ranks: int, **options: Any) -> list[Any]:
+    done = run_module("tests.nodes.node_worker", doing, scratch, machines, json.dumps(options), ranks=ranks)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return [json.loads((scratch / f"found-{rank}.json").read_text()) for rank in range(ranks)]
 
@@ -59,17 +88,36 @@ def test_space_that_both_need(scratch: Path) -> None:
         assert "/shared/storage-0', '" in error and "/shared/storage-1' on 'node0', 'node1', where" in error
 
 
-def test_saves_where_failed_look_ups_are_remembered(scratch: Path, attack: Attack) -> None:
+@pytest.mark.parametrize("num_saves", long_but([8], [8, 20]))
+def test_saves_where_failed_look_ups_are_remembered(num_saves: int, scratch: Path, attack: Attack) -> None:
     """Every save is whole and replaces the one before, though the other machine remembers that nothing was there."""
-    ours, theirs = run("swaps", scratch, mounts=False)
-    assert ours == [True] * 20 and theirs == [False] * 20
+    ours, theirs = run("swaps", scratch, mounts=False, num_saves=num_saves)
+    assert ours == [True] * num_saves and theirs == [False] * num_saves
     for number in range(4):
         path = scratch / "shared" / f"{number}.ckpt"
         found = {file.name: file.read_text() for file in (path / TAG).iterdir()}
-        assert found == {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt": str(16 + number) for rank in range(2)}
+        newest = str(num_saves - 4 + number)
+        assert found == {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt": newest for rank in range(2)}
         assert sorted(each.name for each in path.iterdir()) == [TAG, "latest"]
     assert sorted(path.name for path in (scratch / "shared").iterdir()) == [f"{number}.ckpt" for number in range(4)]
-    attack("saves of two machines that remember failed look-ups", tries=20, outcome="whole, the newest is in place")
+    attack("saves of two machines that remember failed look-ups", tries=num_saves, outcome=WHOLE)
+
+
+def assert_saved(looked: list[dict[str, Any]], num_saves: int) -> None:
+    """Assert that after each step the newest checkpoints were whole, and nothing else was there."""
+    assert len(looked) == num_saves
+    for step, found in enumerate(looked, 1):
+        over = {f"over-{old % OVER}.ckpt": old for old in range(max(step - OVER, 0) + 1, step + 1)}
+        kept = {f"step={old}.ckpt": old for old in range(max(step - 2, 0) + 1, step + 1)}
+        assert found == {**over, **kept, "last.ckpt": step}
+
+
+@pytest.mark.parametrize("num_saves", long_but([7], [7, 20]))
+def test_trainings_where_failed_look_ups_are_remembered(num_saves: int, scratch: Path, attack: Attack) -> None:
+    """Each checkpoint is whole and in place: the newest ones, which ModelCheckpoint prunes, and the replaced ones."""
+    looked, _ = run("saves", scratch, mounts=False, num_saves=num_saves)
+    assert_saved(looked, num_saves)
+    attack("saves of trainings on two machines that remember failed look-ups", tries=3 * num_saves, outcome=WHOLE)
 
 
 def assert_resumed(found: list[Any]) -> None:
@@ -78,12 +126,16 @@ def assert_resumed(found: list[Any]) -> None:
         assert whole["there"] == ["last.ckpt", "step=6.ckpt"]
         assert resumed["there"] == ["last.ckpt", "step=4.ckpt", "step=6.ckpt"]  # Lightning keeps what it resumed from
         assert whole["losses"][-2:] == resumed["losses"]
+        assert whole["weights"] == resumed["weights"] and whole["state"] == resumed["state"]
         assert whole["validated"] == resumed["validated"] and whole["epochs"][-1:] == resumed["epochs"]
 
 
-def test_checkpoints_that_both_see(scratch: Path) -> None:
-    """The replaced ones are removed, a resumed training goes on to the same bits, and validation reads the last one."""
-    assert_resumed(run("shared", scratch, mounts=False))
+@pytest.mark.parametrize("settings", long_but(["forward"], SETTINGS))
+def test_checkpoints_that_both_see(settings: str, scratch: Path) -> None:
+    """The replaced ones are removed, and training, resuming and validating give the bits of one machine."""
+    found = run("shared", scratch, mounts=False, **SETTINGS[settings])
+    assert_resumed(found)
+    assert found == of_one_machine(scratch, "shared", **SETTINGS[settings])
 
 
 @pytest.mark.usefixtures("_own_mounts")
@@ -134,6 +186,69 @@ def test_a_part_that_is_gone(scratch: Path) -> None:
         for error in (part, nothing):
             assert "But node0 has the files of the processes 0. It comes from rank 1 on node1." in error
             assert "copy the parts of all machines into one folder" in error
+
+
+def commands_of_the_page(*starts: str) -> list[str]:
+    """Return the commands of docs/several_nodes.md that start with one of these."""
+    page = Path(__file__).parents[2].joinpath("docs/several_nodes.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.startswith(starts)]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_own_mounts")
+def test_parts_in_one_folder(scratch: Path) -> None:
+    """The page's commands put parts together; one process then has the weights, and goes on to the same bits."""
+    whole = run("local", scratch, mounts=True)[0]["whole"]
+    for node in range(2):
+        part = scratch / f"node-{node}/whole/step=6.ckpt"
+        shutil.copytree(part, scratch / f"parts/node{node}/epoch=3.ckpt")
+    commands = commands_of_the_page("cp", "smart-infinity")
+    assert len(commands) == 4 == len(commands_of_the_page("")) - len(commands_of_the_page("torchrun", "MASTER_ADDR"))
+    for command in commands:
+        here = re.sub(" /(parts|shared)/", rf" {scratch}/\1/", command)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = subprocess.run(here, shell=True, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "scrub" not in command or done.stdout.endswith("Whole.\n")
+    recipe, losses = Recipe(odd=True, frozen=True, validate=True, epoch_batches=2), []
+    for name in ("epoch=3.ckpt", "epoch=3.universal"):
+        module, trainer = LitTiny(recipe), quiet_trainer(scratch / "alone", max_steps=8)
+        (validated,) = trainer.validate(module, ckpt_path=str(scratch / "shared" / name), verbose=False)
+        assert validated["val_loss"] == pytest.approx(whole["validated"][0]["val_loss"], rel=1e-3)
+        trainer.fit(module, ckpt_path=str(scratch / "shared" / name))
+        losses.append(module.losses)
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_own_mounts")
+def test_ten_kills_with_machines_in_changing_order(scratch: Path, attack: Attack) -> None:
+    """The machines keep one interrupted training that could go on, and nothing else, whatever rank each was."""
+    for name in ("disk", "disk-0", "disk-1"):
+        (scratch / name).mkdir()
+    machines: dict[str, Any] = {"devices": 2, "machines": 2, "disks": True, "transfer": {"keep": "on-failure"}}
+    fit = StorageRun(out=str(scratch), storage=str(scratch / "disk/storage"), **machines)
+    draw, kills = random.Random(19), 0
+    while kills < 10:
+        moment = draw.choice(["start", "batch start", "step", "batch end"])
+        step = 0 if moment == "start" else draw.randrange(1, 6)
+        when = {"kill_at": f"kill at {moment}", "kill_step": step, "kill_rank": draw.randrange(2)}
+        killed = replace(fit, made_up=draw.sample([0, 1], 2), kill_after=draw.uniform(0, 0.3), **when)
+        code, output = launch(killed)
+        assert code in (0, -signal.SIGKILL), output[-6000:]
+        kills += code != 0
+        assert len(ranks_left(scratch)) <= 4, "more than what was interrupted, and one that is set aside"
+    code, output = launch(replace(fit, made_up=[1, 0]))
+    assert code == 0, output[-6000:]
+    left = sorted((path.parent.name, path.name) for path in ranks_left(scratch))
+    assert left == [("default.aside", "rank-00000"), ("default.aside", "rank-00001")]
+    attack("kill of two machines, whose order then changes", tries=kills, outcome="one is aside, nothing else is left")
+
+
+def ranks_left(scratch: Path) -> list[Path]:
+    """Return the folders of ranks on the disks of both machines."""
+    return sorted(scratch.glob("disk-?/storage/*/rank-*"))
 
 
 def test_the_view_forgets(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """Goes on until something happens to rank 1: ``python -m tests.training.lost_rank_worker FOLDER CAUSE DOING RANKS``.
 
 Every rank writes a file ``at-work-<rank>`` in its fourth batch. CAUSE is a key of :data:`CAUSES`, or ``nothing``. DOING
-is a method of the Trainer, or a key of :data:`LOOPS`. If SIGTERM ends a fit, the ranks save a checkpoint together.
+is a method of the Trainer, or a key of :data:`LOOPS`. If SIGTERM ends a fit, the ranks save a checkpoint together. With
+``--machines`` each rank is on a machine of its own.
 """
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import itertools
 import os
@@ -27,6 +29,7 @@ from lightning_smartinfinity import SmartInfinityFabricStrategy, SmartInfinitySt
 from lightning_smartinfinity.store import StateStore, in_time, state_store
 from lightning_smartinfinity.store.tensor_files import TensorFiles
 from tests.helpers.models import Recipe
+from tests.helpers.nodes import become_node
 from tests.helpers.plain import Everything
 from tests.helpers.trainers import quiet_trainer
 
@@ -142,22 +145,31 @@ LOOPS: dict[str, Callable[[Fabric], Iterator[None]]] = {"fabric": train, "fabric
 
 
 def main() -> None:
-    folder, cause, doing, ranks = Path(sys.argv[1]), *sys.argv[2:]
-    options: dict[str, Any] = {"watchdog_timeout": SILENCE, "overlap": "none"}
-    options["transfer"] = TransferConfig(io_timeout=IO_TIMEOUT)
+    parser = argparse.ArgumentParser()
+    for name, kind in {"folder": Path, "cause": str, "doing": str, "ranks": int}.items():
+        parser.add_argument(name, type=kind)
+    parser.add_argument("--machines", action="store_true", help="each rank is on a machine of its own")
+    parser.add_argument("--default-limits", action="store_true", help="the limits are those of a user who sets none")
+    given = parser.parse_args()
+    folder, cause, doing = given.folder, given.cause, given.doing
+    options: dict[str, Any] = {"overlap": "none"}
+    if not given.default_limits:
+        options |= {"watchdog_timeout": SILENCE, "transfer": TransferConfig(io_timeout=IO_TIMEOUT)}
     if cause == "dead-disk":
-        offload = {"device": "nvme", "nvme_path": str(folder / "parameters")}
+        offload = {"device": "nvme", "nvme_path": str(folder / "{node}" / "parameters")}
         options["zero"] = {"offload_param": offload, "stage3_param_persistence_threshold": 0}
+    storage = folder / "{node}" / "storage"
+    count = {"devices": 1, "num_nodes": given.ranks} if given.machines else {"devices": given.ranks}
     if doing in LOOPS:
-        strategy = SmartInfinityFabricStrategy(folder / "storage", **options)
-        fabric = Fabric(accelerator="cpu", devices=int(ranks), strategy=strategy, precision="bf16-mixed")
+        strategy = SmartInfinityFabricStrategy(storage, **options)
+        fabric = Fabric(accelerator="cpu", **count, strategy=strategy, precision="bf16-mixed")
         fabric.launch()
         for batch, _ in enumerate(LOOPS[doing](fabric)):
             happen(batch, rank=fabric.global_rank, folder=folder, cause=cause)
     trainer = quiet_trainer(
         folder,
-        SmartInfinityStrategy(folder / "storage", **options),
-        devices=int(ranks),
+        SmartInfinityStrategy(storage, **options),
+        **count,
         max_steps=1_000_000,
         limit_val_batches=0 if doing == "fit" else None,
         logger=Saying(),
@@ -167,9 +179,14 @@ def main() -> None:
 
 
 def run_forked(environment: dict[str, str], output: Path, *arguments: str) -> None:
-    """Run as a rank in a process that was forked: with this environment, and output to a file."""
+    """Run as a rank in a process that was forked: with this environment, and output to a file.
+
+    With ``--machines`` the process is made up as a machine, named after the rank.
+    """
     os.environ.clear()
     os.environ |= environment
+    if "--machines" in arguments:
+        become_node(int(environment["RANK"]), scratch=output.parent)
     with output.open("w") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)

@@ -25,6 +25,7 @@ from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.folders import RankFolder
 from lightning_smartinfinity.zero3 import storage, succession
 from tests.helpers.interrupted_runs import kill_later, launch_run, state_digest
+from tests.helpers.nodes import become_node, mount_own
 from tests.helpers.trainers import quiet_trainer
 from tests.training.asynchronous_worker import save_beside
 from tests.xrt.builds import build
@@ -37,7 +38,10 @@ class StorageRun:
 
     out: str
     storage: str | list[str]
-    devices: int = 1
+    devices: int = 1  # processes in all
+    machines: int = 1  # on which they are
+    made_up: list[int] = field(default_factory=list)  # the machine of each process, if processes stand for machines
+    disks: bool = False  # whether each of these has a disk of its own at "disk", which is "disk-<machine>" here
     cards: bool = False  # whether emulated SmartSSDs update, one for each folder
     resume: bool = False
     checkpoint: str = ""  # from which the fit resumes, in place of storage
@@ -261,6 +265,11 @@ def strategy_of(run: StorageRun) -> SmartInfinityStrategy:
 def main(path: str) -> None:
     """Fit as the run in a file says."""
     run = StorageRun(**json.loads(Path(path).read_text()))
+    if run.made_up:
+        rank, scratch = int(os.environ["RANK"]), Path(run.out)
+        become_node(run.made_up[rank], scratch=scratch, node_rank=rank)
+        if run.disks:
+            mount_own(scratch / f"disk-{run.made_up[rank]}", scratch / "disk")
     if run.kill_at.removeprefix("kill at ") in CHANGE:
         kill_in_change(run)
     fit(run)
@@ -274,7 +283,8 @@ def fit(run: StorageRun) -> SmartInfinityStrategy:
     trainer = quiet_trainer(
         Path(run.out),
         strategy,
-        devices=run.devices,
+        devices=run.devices // run.machines,
+        num_nodes=run.machines,
         max_epochs=run.epochs,
         callbacks=[watch],
         **{"precision": "bf16-mixed", "num_sanity_val_steps": 0, **run.trainer},

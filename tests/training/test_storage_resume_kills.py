@@ -22,13 +22,14 @@ CASES: dict[str, dict[str, Any]] = {
     "backward": {"options": {"overlap": "backward", "state_format": "bf16"}, "trainer": {"precision": "32-true"}},
     "remainder": {"options": {"overlap": "backward", "state_format": "int8_remainder"}, "module": {"plateau": True}},
     "two processes": {"options": {"overlap": "forward"}, "devices": 2, "folders": 2, "spread_every": 3},
+    "two machines": {"options": {"overlap": "forward"}, "devices": 2, "machines": 2, "folders": 2, "spread_every": 3},
     "two processes, parameters on storage": {"options": {"overlap": "forward", "zero": NVME}, "devices": 2},
     "compressed": {"options": {**COMPRESSION, "overlap": "backward", "state_format": "int8"}},
     "two processes, compressed": {"options": {**COMPRESSION, "overlap": "none"}, "devices": 2, "folders": 2},
     "DRAM tier": {"options": {"overlap": "forward"}, "transfer": {"dram_cache_bytes": 100_000, "durability": "power"}},
 }
-SHORT = {"forward": 12, "two processes": 4, "compressed": 3, "two processes, compressed": 1}
-NUM_LONG = 25  # kills of each case: 225 in all
+SHORT = {"forward": 12, "two machines": 4, "compressed": 3, "two processes, compressed": 1}
+NUM_LONG = 25  # kills of each case: 250 in all
 MOMENTS = {"start": 1.2, "batch start": 0.03, "step": 0.03, "batch end": 0.03, "save": 0.1, "growth": 0.01}
 """Moments, and how many seconds later a kill comes at most."""
 NUM_STEPS = 18  # of all processes together
@@ -41,7 +42,8 @@ class Fits:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.devices: int = settings.get("devices", 1)
         self.num_steps = NUM_STEPS // self.devices
-        folders = [str(folder / f"storage{number}") for number in range(settings.pop("folders", 1))]
+        folders = [str(folder / "{node}" / f"storage{number}") for number in range(settings.pop("folders", 1))]
+        settings["made_up"] = [*range(self.devices)] if settings.get("machines", 1) > 1 else []
         settings["transfer"] = {"keep": "on-failure", **settings.get("transfer", {})}
         settings["module"] = {"width": 128, **settings.get("module", {})}
         self.folder, self.settings = folder, {"storage": folders, "save_every": 4, **settings}
@@ -100,13 +102,16 @@ def killed(fits: Fits, draw: random.Random, num_kills: int) -> Iterator[bool]:
     ],
 )
 def test_kills_at_random(name: str, num_kills: int, tmp_path: Path, attack: Attack) -> None:
-    """However often it is killed, a fit loses at most a step each time, and ends as one that was never killed."""
+    """However often it is killed, a fit loses at most a step each time, and ends as one that was never killed.
+
+    Two machines end as two processes of one.
+    """
     attack(
         "kill at a random moment of a fit, then ckpt_path='storage'",
         tries=num_kills,
         outcome="resumed to the bit, at most one step lost",
     )
-    straight = Fits(tmp_path / "straight", **CASES[name])
+    straight = Fits(tmp_path / "straight", **{**CASES[name], "machines": 1})
     code, output = straight.fit(resume=False)
     assert code == 0, output[-4000:]
     draw, left, chains = random.Random(f"{name} {num_kills}"), num_kills, 0

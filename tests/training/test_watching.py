@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import platform
 import signal
 import socket
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 
-from lightning_smartinfinity import watching
+from lightning_smartinfinity import RankLostError, watching
 from lightning_smartinfinity.ending import give_up_soon_after_sigterm
 from lightning_smartinfinity.native import ask_to_end, ending_seconds
 from tests.helpers.models import LitTiny, Recipe
@@ -35,9 +38,18 @@ def test_a_rank_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(watching, "_gather", gather)
     monkeypatch.setattr(watching, "_listen", listen)
-    with pytest.warns(UserWarning, match="rank 0 cannot listen: too many open files"):
+    with pytest.warns(UserWarning, match=r"rank 0 cannot listen: too many open files.* timeout=timedelta"):
         assert watching._meet(1.0) is None
     assert len(gathered) == 2
+
+
+def test_a_machine_that_does_not_come() -> None:
+    """The error of those that have waited for it names their machine, and how long ranks wait."""
+    with (
+        pytest.raises(RankLostError, match=f"from {platform.node()}: .*1/2 clients joined.*30 minutes, or .* timeout="),
+        watching.awaiting_ranks(),
+    ):
+        dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=1))
 
 
 def test_who_does_not_know_the_token_is_sent_away() -> None:
