@@ -9,28 +9,16 @@ import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
-from lightning_smartinfinity.store.extents import BLOCK_BYTES
+from lightning_smartinfinity.store.tensor_files import whole_blocks
 from lightning_smartinfinity.store.tensor_store import StoredTensor, TensorStore
 from lightning_smartinfinity.transfer.cuda import CudaLink
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.tensors import HostTensor
 
-__all__ = ["GradientMemory", "GradientWindows", "least_budget"]
+__all__ = ["GradientMemory", "GradientWindows"]
 
 _SHARE_TOGETHER = 4  # one over the share of the budget that is held for gradients that arrive together
 _SHARE_BEFORE_SPILLING = 2  # one over the share of the budget that is held before windows are spilled ahead
-
-
-def least_budget(layout: PartitionLayout, itemsize: int) -> int:
-    """Return the least budget for gradients: the windows of the largest parameter, and two more.
-
-    Args:
-        layout: The partition.
-        itemsize: Bytes of a gradient's element.
-    """
-    numel = layout.extents.tasklet_numel
-    most = max((len(layout.tasklets_of(slice(i, i + 1))) for i in range(len(layout.parameters))), default=0)
-    return (most + 2) * _whole_blocks(min(numel, layout.numel) * itemsize)
 
 
 class GradientMemory:
@@ -153,7 +141,7 @@ class GradientWindows(GradientMemory):
         self.budget_bytes: int = budget_bytes
         self._store, self._await_use = store, await_use
         nbytes = layout.numel * dtype.itemsize
-        self._memory = native.GradientMemory(max(1, _whole_blocks(nbytes)))
+        self._memory = native.GradientMemory(max(1, whole_blocks(nbytes)))
         self._bytes = torch.frombuffer(self._memory.memoryview(), dtype=torch.uint8)
         self.tensor = self._bytes[:nbytes].view(dtype)
         self._places: dict[int, StoredTensor] = {}  # of windows that were ever stored
@@ -381,8 +369,4 @@ class GradientWindows(GradientMemory):
         return self._layout.tasklets[window].offset * self._itemsize
 
     def _bytes_of(self, window: int) -> int:
-        return _whole_blocks(self._layout.tasklets[window].numel * self._itemsize)
-
-
-def _whole_blocks(nbytes: int) -> int:
-    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+        return whole_blocks(self._layout.tasklets[window].numel * self._itemsize)

@@ -236,6 +236,16 @@ class PartitionLayout:
         """Return the sub-group that holds element ``offset`` of the flat partition."""
         return self.sub_groups[bisect_right(self._sub_group_offsets, offset) - 1]
 
+    def least_gradient_budget(self, itemsize: int) -> int:
+        """Return the least bytes of gradients to hold: those of any parameter's tasklets, and of two more.
+
+        Args:
+            itemsize: Bytes of a gradient's element.
+        """
+        most = max((len(self.tasklets_of(slice(i, i + 1))) for i in range(len(self.parameters))), default=0)
+        window = min(self.extents.tasklet_numel, self.numel) * itemsize
+        return (most + 2) * -(-window // BLOCK_BYTES) * BLOCK_BYTES
+
     @cached_property
     def _parameter_offsets(self) -> list[int]:
         return [parameter.offset for parameter in self.parameters]

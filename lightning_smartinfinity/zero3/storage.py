@@ -44,7 +44,6 @@ from lightning_smartinfinity.store import (
 from lightning_smartinfinity.store.in_time import io_limit, unless_idle
 from lightning_smartinfinity.store.setting_aside import Plan
 from lightning_smartinfinity.transfer.free_memory import measure_memory, share_of_memory
-from lightning_smartinfinity.transfer.gradient_memory import least_budget
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout, with_residents
 from lightning_smartinfinity.transfer.partitions import ParameterMemory
@@ -219,14 +218,13 @@ def with_gradient_budget(
         ring = settings.transfer.num_buffers * settings.tasklet_bytes
         own = measure_memory(reserved=ring)
         free = share_of_memory(gather(own, group), own)
-        keeps_all = nbytes <= free or _needs_all_gradients(settings) is not None
-        return (
-            settings if keeps_all else replace(settings, gradient_budget=max(free // 2, least_budget(layout, itemsize)))
-        )
+        if not any(gather(nbytes > free, group)) or _needs_all_gradients(settings) is not None:
+            return settings
+        return replace(settings, gradient_budget=max(free // 2, layout.least_gradient_budget(itemsize)))
     if not any(gather(wanted < nbytes, group)):
         return settings
     with raising_together(group):
-        _require_budget(settings, wanted, least=least_budget(layout, itemsize))
+        _require_budget(settings, wanted, least=layout.least_gradient_budget(itemsize))
     return replace(settings, gradient_budget=wanted)
 
 
