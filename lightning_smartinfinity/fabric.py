@@ -402,7 +402,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
 
     def _load_full(self, path: str | Path, state: ClientState, engine: PortableEngine, *, strict: bool) -> ClientState:
         """Load weights from a file with the state's own keys, and return the rest of the file."""
-        from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import await_seen
+        from lightning_smartinfinity.zero3.checkpoints.found_checkpoint import await_seen
 
         (key,) = (key for key, value in state.items() if value is engine)
         await_seen(path)

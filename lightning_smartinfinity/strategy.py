@@ -308,7 +308,8 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> ClientState:
-        from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import await_seen, reading_checkpoint
+        from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
+        from lightning_smartinfinity.zero3.checkpoints.found_checkpoint import await_seen
         from lightning_smartinfinity.zero3.checkpoints.full_weights import full_state_dict
         from lightning_smartinfinity.zero3.checkpoints.load_save import load_engine
         from lightning_smartinfinity.zero3.checkpoints.trust import door, load_by

@@ -23,7 +23,7 @@ from lightning_smartinfinity.transformers_models import Model, ModelDescription
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
 from lightning_smartinfinity.zero3.checkpoints.trust import door
-from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents, Part
+from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents, SubmoduleWeights
 
 __all__ = ["FORMATS", "ExportSettings", "export_checkpoint"]
 
@@ -121,19 +121,19 @@ def _export_model(
     target: Path,
     settings: ExportSettings,
 ) -> list[str]:
-    part = Part(source, name)
+    weights = SubmoduleWeights(source, name)
     named = [] if settings.model is None else [Origin(settings.model)]
     export = pretrained_export(
         model,
         description,
-        part.contents,
+        weights.contents,
         dtype=_dtype(settings),
         origins=[*named, *origin_of(description, CheckpointOrigin)],
         folder=settings.model,
         max_shard_size=settings.max_shard_size,
     )
     with writing_folder(target, export) as put:
-        part.read(export.names, put, masters=True)
+        weights.read(export.names, put, masters=True)
     return _told(target, export, name, description)
 
 

@@ -40,7 +40,9 @@ def claim_folders(folders: Sequence[Path], *, job: str, rank: int, create: bool,
         path = rank_folder_path(Path(os.path.abspath(folder)), job=job, rank=rank)
         if not create and not os.path.lexists(path):
             raise StorageError(
-                f"There is no optimizer state in {str(path)!r}.", "Check the storage folder and the job."
+                f"There is no optimizer state in {str(path)!r}.",
+                "Check the storage folder and the job. If another machine has that folder, start the machines in the "
+                "order of before, or copy it here (cp -r).",
             )
         claimed.append(RankFolder(path, create=create))
         undo.callback(claimed[-1].discard)

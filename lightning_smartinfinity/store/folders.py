@@ -10,7 +10,15 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.store.lock import KEPT, LOCK_NAME, SET_ASIDE, SUCCESSOR, FolderLock, reading
+from lightning_smartinfinity.store.lock import (
+    KEPT,
+    LOCK_NAME,
+    SET_ASIDE,
+    SUCCESSOR,
+    FolderLock,
+    reading,
+    remove_unlocked,
+)
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, manifest_content, read_manifest
 from lightning_smartinfinity.store.open_folder import ASIDE, OpenFolder, Trust
 from lightning_smartinfinity.store.os_errors import storage_errors
@@ -28,6 +36,7 @@ __all__ = [
     "owned_names",
     "parameter_folder_path",
     "rank_folder_path",
+    "rank_of_parameters",
     "read_rank_folder",
 ]
 
@@ -55,6 +64,11 @@ def rank_folder_path(storage: Path, *, job: str, rank: int) -> Path:
 def parameter_folder_path(storage: Path, *, job: str, rank: int) -> Path:
     """Return ``<storage>/<job>/parameters-<n>``: parameters are stored before the state, and may outlive it."""
     return storage / job / f"parameters-{rank:05d}"
+
+
+def rank_of_parameters(name: str) -> int | None:
+    """Return the rank whose parameters a folder of this name holds, or None if it is no such name."""
+    return int(name.removeprefix("parameters-")) if _PARAMETER_FOLDER.fullmatch(name) else None
 
 
 def open_rank_folder(path: Path, *, trust: Trust = Trust.OWN) -> OpenFolder:
@@ -417,7 +431,7 @@ class RankFolder:
 
     def _holds_parameters_alone(self) -> bool:
         """Return whether this is a folder of parameters, which end with their process, and holds nothing else."""
-        if _PARAMETER_FOLDER.fullmatch(self.path.name) is None:
+        if rank_of_parameters(self.path.name) is None:
             return False
         return all(name in (LOCK_NAME, PARAMETERS_NAME) or name.endswith(ASIDE) for name in self.inside.names())
 
@@ -481,7 +495,7 @@ def _open_storage(path: Path) -> int:
 def _remove_folders_quietly(folders: Iterable[Path]) -> None:
     for folder in folders:
         try:
-            folder.rmdir()
+            remove_unlocked(folder)
         except OSError:
             # The folder holds files of another rank or of the user.
             return

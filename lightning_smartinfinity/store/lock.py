@@ -27,6 +27,7 @@ __all__ = [
     "is_locked",
     "read_lock",
     "reading",
+    "remove_unlocked",
     "successor_in",
     "try_lock",
 ]
@@ -40,6 +41,7 @@ SUCCESSOR = "successor-"
 """Begin of a note beside it, which names the stores of other ranks that are filled from that store by their job id."""
 
 _GLANCE = 0.1  # seconds: far more than :func:`is_locked` takes
+_HIDDEN_GLANCE, _HIDDEN_SECONDS = 0.01, 1.0
 _MOST_BYTES = 1 << 16  # of a lock file; only a file of something else has more
 _log = logging.getLogger(__name__)
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
@@ -139,6 +141,30 @@ def reading(folder: OpenFolder) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def remove_unlocked(folder: Path) -> None:
+    """Remove a folder from which files have been removed that were open until now, such as its lock, if it is empty.
+
+    NFS and FUSE give such files hidden names, and remove these a moment after the files were closed.
+
+    Raises:
+        OSError: The folder holds something else, or cannot be removed.
+    """
+    give_up = time.monotonic() + _HIDDEN_SECONDS
+    while True:
+        try:
+            os.rmdir(folder)
+            return
+        except OSError as error:
+            is_late = time.monotonic() >= give_up
+            if error.errno != errno.ENOTEMPTY or is_late or not all(map(_is_hidden, os.listdir(folder))):
+                raise
+        time.sleep(_HIDDEN_GLANCE)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".nfs", ".fuse_hidden"))
 
 
 def read_lock(folder: OpenFolder) -> tuple[int | None, frozenset[str]]:

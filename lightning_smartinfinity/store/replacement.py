@@ -47,10 +47,10 @@ def beside(target: Path) -> Path:
 
 
 def put_in_place(new: Path, old: Path) -> None:
-    """Put ``new`` in the place of ``old``, which need not exist; what was there is somewhere in the folder of ``new``.
+    """Put ``new`` in the place of ``old``, which need not exist; what was there then has the path of ``new``.
 
-    Where the system cannot exchange them in one call, two renames do it. :func:`put_back` restores ``old`` if a process
-    is killed between the two.
+    Where the system cannot exchange them in one call, renames do it. :func:`put_back` restores ``old`` if a process is
+    killed when nothing lies there.
 
     Raises:
         OSError: A call failed.
@@ -60,18 +60,22 @@ def put_in_place(new: Path, old: Path) -> None:
     elif not exchange(new, old):
         os.rename(old, new.parent / _PREVIOUS)
         os.rename(new, old)
+        os.rename(new.parent / _PREVIOUS, new)
 
 
 def put_back(staging: Path, old: Path) -> None:
-    """Undo a replacement that was interrupted between its two renames. Any number of processes may call it at once.
+    """Undo a replacement by renames that was interrupted when nothing lay at ``old``, or end one that came further.
+
+    Any number of processes may call it at once.
 
     Args:
-        staging: Folder that holds, or held, what was to replace ``old``.
+        staging: Folder that holds, or held, what was to replace ``old``, under the same name.
         old: Path that was to be replaced.
     """
-    if (staging / _PREVIOUS).exists() and not os.path.lexists(old):
+    place = staging / old.name if os.path.lexists(old) else old
+    if (staging / _PREVIOUS).exists() and not os.path.lexists(place):
         with suppress(FileNotFoundError):  # another process was faster
-            os.rename(staging / _PREVIOUS, old)
+            os.rename(staging / _PREVIOUS, place)
 
 
 def flush(path: Path) -> None:

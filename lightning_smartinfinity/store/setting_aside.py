@@ -3,7 +3,7 @@
 All ranks look at what lies there (:func:`~.parts.find_parts`), and decide alike from what all of them have seen
 (:func:`plan_setting_aside`). Then they lock what they are to move (:meth:`~.mover.Mover.claim`), and only if all could,
 they delete what was set aside before and move. A kill in between leaves each part in one of the two jobs: the next
-start completes the move, and a training that resumes puts the parts together (:func:`plan_reunion`).
+start completes the move, and a training that resumes puts the parts together (:func:`plan_putting_together`).
 
 A training that resumes on another number of ranks moves aside, too (:func:`plan_making_way`), while the stores of its
 *successor* are filled from it. Its parts then name the successor. When that is whole, they are deleted; if a kill comes
@@ -22,7 +22,7 @@ from lightning_smartinfinity.store.open_folder import ASIDE
 from lightning_smartinfinity.store.parts import Part
 from lightning_smartinfinity.store.trainings import Condition, Training, jobs_beside, movers_of, trainings_in
 
-__all__ = ["Plan", "plan_making_way", "plan_reunion", "plan_setting_aside"]
+__all__ = ["Plan", "plan_making_way", "plan_putting_together", "plan_setting_aside"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,7 @@ class Plan:
     Args:
         job: The job that parts are moved to.
         moved: Parts to move.
-        deleted: Parts to delete before.
-        reclaimed: Parts of no use to delete before, which no rank of the new training finds in its own folder.
+        deleted: Parts to delete before, which are replaced or of no use.
         left: Parts that stay beside the new training.
         aside: Whether parts are set aside; otherwise a training that resumes puts its parts together.
         successor: Job id of the stores that are filled from what is set aside; None if there are none.
@@ -44,7 +43,6 @@ class Plan:
     job: str
     moved: tuple[tuple[int, Part], ...] = ()
     deleted: tuple[tuple[int, Part], ...] = ()
-    reclaimed: tuple[tuple[int, Part], ...] = ()
     left: tuple[tuple[int, Part], ...] = ()
     aside: bool = True
     successor: bytes | None = None
@@ -57,7 +55,7 @@ class Plan:
 
     def deleted_by(self, rank: int) -> list[Part]:
         """Return the parts that a rank deletes."""
-        return [part for mover, part in (*self.deleted, *self.reclaimed) if mover == rank]
+        return [part for mover, part in self.deleted if mover == rank]
 
     def left_to(self, rank: int) -> list[Part]:
         """Return the parts that stay of those that a rank looks after."""
@@ -66,7 +64,7 @@ class Plan:
     @property
     def changes_something(self) -> bool:
         """Whether anything is moved or deleted."""
-        return bool(self.moved or self.deleted or self.reclaimed)
+        return bool(self.moved or self.deleted)
 
     @property
     def storage(self) -> list[Path]:
@@ -103,16 +101,15 @@ def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Seq
     # Ranks that there are no more, or that ran on another machine, have left the rest; the others replace their own.
     rest = {part for part, rank in of_job.items() if part not in in_own_folder or part.rank != rank} - whole
     useless = _useless(movers, job, aside)
-    reclaimed = tuple((movers[part], part) for part in movers if part in rest and part in useless)
+    unused = tuple((movers[part], part) for part in movers if part in rest and part in useless)
     left = tuple((movers[part], part) for part in movers if part in rest and part not in useless)
     if not moved:
-        return Plan(job=aside, reclaimed=reclaimed, left=left)
+        return Plan(job=aside, deleted=unused, left=left)
     deleted, replaced = _replaced(movers, aside, whole)
     return Plan(
         job=aside,
         moved=tuple((movers[part], part) for training in moved for part in training.parts_in(job)),
-        deleted=deleted,
-        reclaimed=reclaimed,
+        deleted=(*deleted, *unused),
         left=left,
         step=max(training.step for training in moved),
         replaced=replaced,
@@ -156,7 +153,7 @@ def _replaced(
     return tuple((movers[part], part) for part in before), max(resumable, default=None)
 
 
-def plan_reunion(seen: Sequence[Sequence[Part]], *, job: str) -> Plan:
+def plan_putting_together(seen: Sequence[Sequence[Part]], *, job: str) -> Plan:
     """Decide which parts of a training that is to be resumed have to be moved to its job from another name of it.
 
     Args:

@@ -16,7 +16,6 @@ from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.folders import (
     open_rank_folder,
     owned_names,
-    parameter_folder_path,
     rank_folder_path,
 )
 from lightning_smartinfinity.store.in_time import unless_idle
@@ -220,27 +219,18 @@ def has_room(folder: Path, num_bytes: int, *, ranks: int) -> bool:
     return 2 * ranks * num_bytes <= _request(folder, needed_bytes=num_bytes).free_bytes
 
 
-def measure_parameter_space(
-    folders: Sequence[Path], *, job: str, rank: int, sizes: Iterable[int]
-) -> list[SpaceRequest]:
+def measure_parameter_space(folders: Sequence[Path], *, sizes: Iterable[int]) -> list[SpaceRequest]:
     """Return this rank's requests for its parameters, one per storage folder, without creating anything.
 
     Args:
         folders: Storage folders, as for ``TensorFiles``.
-        job: ``TransferConfig.job``.
-        rank: Rank of this process.
         sizes: Bytes of each parameter's partition.
 
     Raises:
         StorageError: The free space of a folder cannot be read.
     """
     return [
-        _request(
-            Path(folder),
-            needed_bytes=needed,
-            leftover=parameter_folder_path(Path(folder), job=job, rank=rank),
-            what="parameters",
-        )
+        _request(Path(folder), needed_bytes=needed, what="parameters")
         for folder, needed in zip(folders, deal(sizes, len(folders)), strict=True)
     ]
 

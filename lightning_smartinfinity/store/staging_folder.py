@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lightning_smartinfinity.errors import CheckpointError, StorageLockedError, StorageTimeoutError
 from lightning_smartinfinity.store.in_time import doing_now, unless_idle, when_returned
-from lightning_smartinfinity.store.lock import acquire, try_lock
+from lightning_smartinfinity.store.lock import acquire, remove_unlocked, try_lock
 from lightning_smartinfinity.store.replacement import flush
 
 __all__ = ["StagingLock", "is_in_use", "locked", "mark_of", "remove_content", "remove_leftover"]
@@ -73,14 +73,11 @@ def locked(staging: Path, target: str | Path) -> Iterator[StagingLock]:
 
 
 def _unlock(descriptor: int, removed: Path | None) -> None:
-    """Close a lock, and remove its folder if that was not possible before.
-
-    NFS and FUSE rename a file that is removed while it is open, and the folder is not empty until it is closed.
-    """
+    """Close a lock, and remove its folder if that was not possible before."""
     os.close(descriptor)
     if removed is not None:
         with suppress(OSError, StorageTimeoutError):  # the folder is gone, or another process has a lock there by now
-            unless_idle(removed.rmdir, doing="Removing", path=removed)
+            unless_idle(partial(remove_unlocked, removed), doing="Removing", path=removed)
 
 
 def remove_leftover(staging: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.errors import StorageError, StorageTimeoutError
 from lightning_smartinfinity.store.direct import adopt_descriptor, has_direct, open_state_file
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.store.folders import (
@@ -17,11 +18,13 @@ from lightning_smartinfinity.store.folders import (
     open_rank_folder,
     parameter_folder_path,
     rank_folder_path,
+    rank_of_parameters,
 )
+from lightning_smartinfinity.store.lock import is_locked
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.scheduling import scheduler_of
 
-__all__ = ["TensorFiles", "UnnamedFiles", "deal", "whole_blocks"]
+__all__ = ["TensorFiles", "UnnamedFiles", "are_in_use", "deal", "remove_leftovers", "whole_blocks"]
 
 
 def whole_blocks(nbytes: int) -> int:
@@ -117,3 +120,49 @@ def _unnamed_file(path: Path, *, wants_direct: bool) -> native.StateFile:
         direct = wants_direct and has_direct(folder, STATE_NAME)
         descriptor = folder.open_unnamed(os.O_RDWR | (os.O_DIRECT if direct else 0))
         return adopt_descriptor(path, descriptor, direct=direct, scheduler=scheduler_of(descriptor))
+
+
+def are_in_use(folders: Sequence[Path], *, job: str, rank: int) -> bool:
+    """Return whether a process has locked the folder of a rank's parameters in one of the storage folders."""
+    for folder in folders:
+        path = parameter_folder_path(Path(os.path.abspath(folder)), job=job, rank=rank)
+        with suppress(OSError, StorageError), closing(open_rank_folder(path)) as opened:
+            if is_locked(opened):
+                return True
+    return False
+
+
+def remove_leftovers(folders: Sequence[Path], *, job: str, spared: Collection[int] = ()) -> None:
+    """Delete what killed processes have left of a job's parameters. What is locked or cannot be deleted stays.
+
+    Any number of processes may call it at once.
+
+    Args:
+        folders: Storage folders.
+        job: ``TransferConfig.job``.
+        spared: Ranks whose folders stay.
+
+    Raises:
+        StorageTimeoutError: A disk does not answer.
+    """
+    for folder in folders:
+        of_job = Path(os.path.abspath(folder)) / job
+        names: list[str] = []
+        with suppress(OSError):
+            names = os.listdir(of_job)
+        for name in names:
+            rank = rank_of_parameters(name)
+            if rank is not None and rank not in spared:
+                _remove_leftover(of_job / name)
+
+
+def _remove_leftover(path: Path) -> None:
+    try:
+        with ExitStack() as opened:
+            folder = RankFolder(path, create=False)
+            opened.callback(folder.close, remove=False)
+            folder.destroy()
+    except StorageTimeoutError:
+        raise
+    except (OSError, StorageError):
+        return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,17 +26,19 @@ from lightning_smartinfinity.transformers_models import describe_models
 from lightning_smartinfinity.watching import naming_lost_rank
 from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
-from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import find_checkpoint, reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
 from lightning_smartinfinity.zero3.checkpoints.folder_check import check_checkpoint, check_same_save
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import LATEST, replacing, writing
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing, writing
+from lightning_smartinfinity.zero3.checkpoints.found_checkpoint import find_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_loading
 from lightning_smartinfinity.zero3.checkpoints.note import write_note
 from lightning_smartinfinity.zero3.checkpoints.resharding import load_resharded
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import RANK_KEY, SAVE_ID
+from lightning_smartinfinity.zero3.checkpoints.staged_save import LATEST
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
-from lightning_smartinfinity.zero3.collectives import background_group, gather, raising_together
+from lightning_smartinfinity.zero3.collectives import background_group, raising_together
 from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
@@ -287,19 +288,15 @@ class SmartInfinityEngine(PortableEngine):
         """
         check_save_path(save_dir)
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
-        # Every file of one save carries the same random name, by which a mixture of two saves is recognised.
-        self.optimizer.save_id = gather(uuid.uuid4().hex, None)[0]
-        named = {
-            SAVE_ID: self.optimizer.save_id,
-            RANK_KEY: self.global_rank,
-            MODEL_KEY: describe_models(self.module),
-        }
         return_freed_memory()  # which the next step on a CPU would use again: a save needs memory of its own
         with io_limit(self._offload.transfer.io_timeout), ExitStack() as save:
             pinned = self.saves.begin(save_dir, save)
             group = background_group() if pinned is not None else None
             staging = save.enter_context(replacing(save_dir, tag, closing_group=group))
             self.saves.note_leader(save_dir, leads=staging.leads)
+            # Every file of one save carries its id, by which a mixture of two saves is recognised.
+            self.optimizer.save_id = staging.save_id
+            named = {SAVE_ID: staging.save_id, RANK_KEY: self.global_rank, MODEL_KEY: describe_models(self.module)}
             left_open: list[TensorFile] = []
             with ExitStack() as contexts:
                 if pinned is not None:

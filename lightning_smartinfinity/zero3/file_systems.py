@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import stat
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,6 +37,8 @@ __all__ = ["REMEMBERED", "Place", "device_of", "first_seen", "places_of", "netwo
 REMEMBERED = 75.0
 """Seconds after which every file system has forgotten that a name was not there. NFS takes 60 at most by default."""
 _GLANCE = 0.1
+_MADE = re.compile(r"\.smart-infinity-[0-9a-f]{32}")
+_OLD_SECONDS = 3600.0  # much longer than the waits of all ranks for a slow disk
 _OF_NETWORKS = {"9p", "afs", "beegfs", "ceph", "cifs", "gpfs", "lustre", "nfs", "nfs4", "panfs", "smb3", "wekafs"}
 _OF_NETWORKS |= {f"fuse.{name}" for name in ("cephfs", "gcsfuse", "glusterfs", "juicefs", "rclone", "s3fs", "sshfs")}
 
@@ -98,7 +102,8 @@ def places_of(folders: Sequence[Path], group: ProcessGroup | None = None, *, by_
         firsts.setdefault(spot.key, (rank, spot))
     keys, pairs, probed = list(firsts), list[tuple[int, int]](), set(range(len(firsts)))
     is_one_machine = len({spot.machine for _, spot in spots}) == 1
-    if len(keys) > 1 and not (by_device and is_one_machine):
+    makes_files = len(keys) > 1 and not (by_device and is_one_machine)
+    if makes_files:
         pairs, probed = _pairs(list(firsts.values()), group, by_device=by_device)
     if by_device:
         pairs += [(i, j) for j, other in enumerate(keys) for i in range(j) if keys[i][:2] == other[:2]]
@@ -117,6 +122,10 @@ def places_of(folders: Sequence[Path], group: ProcessGroup | None = None, *, by_
                 is_certain=any(keys.index(other.key) in probed for _, other in there),
             )
         )
+        # Only the leader lists the folder: others would have their views of it changed for what they look for next.
+        if makes_files and there[0][0] == dist.get_rank(group):
+            with suppress(OSError, StorageError):
+                unless_idle(partial(_remove_old, spot.folder), doing="Removing old files from", path=spot.folder)
     return places
 
 
@@ -147,7 +156,7 @@ def first_seen(paths: Iterable[Path], *, shared: bool) -> Path | None:
     """Return the first of these paths that this rank sees; None if it sees none.
 
     Args:
-        paths: Paths, one of which somebody has made.
+        paths: Paths of one thing that somebody has made, which another machine may mount elsewhere.
         shared: Whether that may have been another machine, so that this one may remember for some time that the path
             was not there.
     """
@@ -239,6 +248,21 @@ def _file_in(folder: Path) -> Iterator[Path | None]:
     finally:
         with suppress(OSError, StorageError):
             unless_idle(path.unlink, doing="Removing a file from", path=folder)
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove old files that others could look for, which kills have left in a folder where one was just made."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        now = folder.stat().st_mtime  # by the clock of the file system
+        for entry in entries:
+            if _MADE.fullmatch(entry.name) and _is_old(entry.stat(follow_symlinks=False), now):
+                os.unlink(entry)
+
+
+def _is_old(status: os.stat_result, now: float) -> bool:
+    """Return whether this user made such a file so long ago that nobody looks for it any more."""
+    is_ours = stat.S_ISREG(status.st_mode) and status.st_size == 0 and status.st_uid == os.geteuid()
+    return is_ours and now - status.st_mtime > _OLD_SECONDS
 
 
 def _joined(num: int, pairs: Iterable[tuple[int, int]]) -> list[int]:

@@ -51,7 +51,13 @@ from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.zero3.collectives import gather, raise_together, raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.file_systems import network_warning, places_of
 from lightning_smartinfinity.zero3.reopening import describe_training, recover_for_training
-from lightning_smartinfinity.zero3.setting_aside import look_aside, put_together, set_aside, space_of
+from lightning_smartinfinity.zero3.setting_aside import (
+    look_aside,
+    put_together,
+    reclaim_parameters,
+    set_aside,
+    space_of,
+)
 from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
 from lightning_smartinfinity.zero3.succession import Predecessor, fill_successor, find_predecessor, make_way, plan_way
 from lightning_smartinfinity.zero3.untyped import ParamGroup
@@ -95,6 +101,7 @@ def open_storage(
     settings = replace(settings, gradient_itemsize=gradient_dtype.itemsize, parameter_itemsize=dtype.itemsize)
     description = describe_training(layout, rule, dtype, groups)
     _warn_of_network(settings, group)
+    reclaim_parameters(settings.storage, job=settings.transfer.job, seconds=settings.transfer.io_timeout, group=group)
     if settings.resumes:
         return _reopen_storage(settings, layout, rule, description, group)
     aside = look_aside(settings, group)
@@ -327,6 +334,7 @@ def require_parameter_space(
     Raises:
         StorageFullError: Storage has too little space; raised on every rank.
     """
+    reclaim_parameters(parameters.folders, job=parameters.job, seconds=parameters.io_timeout)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     whole = [param for param in model.parameters() if not hasattr(param, "ds_id")]
     sizes = [-(-p.numel() // world_size) * (2 if in_16_bit else p.element_size()) for p in whole]
@@ -349,7 +357,7 @@ def require_parameter_space(
     with raising_together(), io_limit(transfer.io_timeout):
         requests = [
             *_state_space(offload, extents, aside, rank=rank, numel=layout.numel, num_parameters=len(numels)),
-            *measure_parameter_space(parameters.folders, job=parameters.job, rank=rank, sizes=sizes),
+            *measure_parameter_space(parameters.folders, sizes=sizes),
         ]
     require_space(_of_all_ranks(requests, None))
 

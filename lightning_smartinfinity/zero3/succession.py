@@ -117,7 +117,7 @@ def _of_other_ranks(seen: Sequence[Sequence[Part]], job: str, num_ranks: int) ->
         raise StorageError(
             f"{str(part.path)!r} holds a part of a training of {part.world_size} processes. To resume it on {num_ranks}"
             f" takes all of its parts, and {str(lost)!r} cannot be found.",
-            f"Mount {part.folders[device]!r}, or begin where all of its parts can be reached.",
+            f"Mount {part.folders[device]!r}, or copy the part there from the machine that has it (cp -r).",
         )
     return training
 

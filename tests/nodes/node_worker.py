@@ -11,15 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import sys
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from time import sleep  # real time, also where look-ups are remembered
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
@@ -32,13 +36,16 @@ from lightning_smartinfinity import (
     StorageFullError,
     TransferConfig,
 )
+from lightning_smartinfinity.zero3.checkpoints import folder_swap
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
+from lightning_smartinfinity.zero3.checkpoints.found_checkpoint import find_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from lightning_smartinfinity.zero3.file_systems import places_of
 from tests.helpers.interrupted_runs import state_digest
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.nodes import RememberedLookups, become_node, mount_own
 from tests.helpers.trainers import quiet_trainer
+from tests.helpers.waiting import LIMIT, await_that
 from tests.nodes.repeated_saves import Looking, kept_checkpoints
 
 TAG = "checkpoint"
@@ -107,6 +114,101 @@ def swaps(scratch: Path) -> Any:
     return found
 
 
+def save(path: Path, content: str) -> None:
+    """Save what :func:`loaded` reads."""
+    rank = dist.get_rank()
+    with replacing(path, TAG) as staging:
+        (staging.folder / TAG).mkdir(exist_ok=True)
+        for kind in ("model", "optim"):
+            (staging.folder / TAG / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt").write_text(content)
+        if staging.leads:
+            (staging.folder / "latest").write_text(TAG)
+
+
+def loaded(path: Path) -> str:
+    """Return what this rank would load, and check that nothing is left beside it."""
+    engine = SimpleNamespace(bfloat16_enabled=lambda: False)
+    found = find_checkpoint(path, engine=engine, latest=True)  # type: ignore[arg-type]
+    (own,) = found.folder.glob(f"zero_pp_rank_{dist.get_rank()}_*_optim_states.pt")
+    assert sorted(os.listdir(path)) == [TAG, "latest"]
+    return own.read_text()
+
+
+def swap_on_one(first: int, other: Callable[[], None], scratch: Path) -> None:
+    """Let one machine swap its part of a save, and the other one do something else when that is done."""
+    done, put = scratch / f"swapped-{first}", folder_swap.put_save_in_place
+
+    def put_first(*arguments: Any) -> None:
+        put(*arguments)
+        done.touch()
+
+    def put_later(*_: Any) -> None:
+        await_that(done.exists, seconds=LIMIT)
+        done.unlink()
+        other()
+
+    folder_swap.put_save_in_place = put_first if dist.get_rank() == first else put_later
+
+
+def killed(scratch: Path, first: int) -> Any:
+    """Be killed when the first machine has swapped its part of the second save."""
+    dist.init_process_group("gloo")
+    save(scratch / "local" / "a.ckpt", "old")
+    swap_on_one(first, lambda: os.kill(os.getpid(), signal.SIGKILL), scratch)
+    save(scratch / "local" / "a.ckpt", "new")
+
+
+def load(scratch: Path) -> Any:
+    dist.init_process_group("gloo")
+    return loaded(scratch / "local" / "a.ckpt")
+
+
+def divided(scratch: Path) -> Any:
+    """Leave parts of two saves in several ways; return what is loaded then."""
+    dist.init_process_group("gloo")
+    return {f"{case} {first}": _divided(scratch, case, first) for case in DIVIDED for first in range(2)}
+
+
+DIVIDED = (
+    "both are whole",
+    "the new one is not",
+    "a failed load",
+    "another save",
+    "an interrupted save",
+    "none is whole",
+)
+
+
+def _divided(scratch: Path, case: str, first: int) -> str:
+    path, put = scratch / "local" / f"{case}-{first}.ckpt", folder_swap.put_save_in_place
+    leftover = path / ".saving"
+
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    save(path, "old")
+    swap_on_one(first, fail, scratch)
+    with suppress(CheckpointError):
+        save(path, "new")
+    folder_swap.put_save_in_place = put
+    if case == "none is whole" or (case in ("the new one is not", "a failed load") and dist.get_rank() != first):
+        _remove(leftover)
+    if case == "a failed load":
+        fails = mock.patch.object(folder_swap, "parts_at", side_effect=OSError("the disk is gone"))
+        with fails if dist.get_rank() != first else nullcontext(), pytest.raises(CheckpointError, match="is gone"):
+            loaded(path)
+    elif case == "another save":
+        save(path, "newest")
+    elif case == "an interrupted save":
+        with suppress(ZeroDivisionError), replacing(path, TAG):
+            _ = 1 // 0
+    try:
+        return loaded(path)
+    except CheckpointError as error:
+        assert sorted(os.listdir(path)) == [TAG, "latest"]
+        return str(error)
+
+
 def fit(scratch: Path, folder: Path, *, resume: str | None = None, max_steps: int = 6) -> dict[str, Any]:
     """Train with a ModelCheckpoint that keeps one checkpoint and links the last; return what came of it."""
     last = ModelCheckpoint(folder, save_top_k=1, save_last="link", every_n_train_steps=2, filename="{step}")
@@ -155,6 +257,30 @@ def saves(scratch: Path) -> Any:
     callbacks = [looking, kept_checkpoints(looking.folder)]
     _trainer(scratch, max_steps=NUM_SAVES, callbacks=callbacks).fit(LitTiny(Recipe()))
     return looking.found
+
+
+def replaced(scratch: Path) -> Any:
+    """Go on from a checkpoint whose second save ended when only the second machine had swapped its part."""
+    path = scratch / "local" / "a.ckpt"
+    whole = LitTiny(RECIPE)
+    _trainer(scratch, max_steps=6).fit(whole)
+    trainer = _trainer(scratch, max_steps=2)
+    trainer.fit(LitTiny(RECIPE))
+    trainer.save_checkpoint(path)
+    trainer = _trainer(scratch, max_steps=4)
+    trainer.fit(LitTiny(RECIPE), ckpt_path=str(path))
+
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    put = folder_swap.put_save_in_place
+    swap_on_one(1, fail, scratch)
+    with pytest.raises(CheckpointError, match="the disk is gone"):
+        trainer.save_checkpoint(path)
+    folder_swap.put_save_in_place = put
+    resumed = LitTiny(RECIPE)
+    _trainer(scratch, max_steps=6).fit(resumed, ckpt_path=str(path))
+    return [whole.losses[4:], resumed.losses]
 
 
 def fabric(scratch: Path) -> Any:
@@ -254,6 +380,11 @@ def main() -> None:
         "links": lambda: links(scratch),
         "universal": lambda: universal(scratch),
         "missing": lambda: missing(scratch),
+        "replaced": lambda: replaced(scratch),
+        "divided": lambda: divided(scratch),
+        "killed-0": lambda: killed(scratch, 0),
+        "killed-1": lambda: killed(scratch, 1),
+        "load": lambda: load(scratch),
     }[doing]()
     (scratch / f"found-{rank}.json").write_text(json.dumps(found))
 

@@ -10,12 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_smartinfinity.zero3.file_systems import _remove_old
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
@@ -95,7 +97,7 @@ def test_saves_where_failed_look_ups_are_remembered(num_saves: int, scratch: Pat
     assert ours == [True] * num_saves and theirs == [False] * num_saves
     for number in range(4):
         path = scratch / "shared" / f"{number}.ckpt"
-        found = {file.name: file.read_text() for file in (path / TAG).iterdir()}
+        found = {file.name: file.read_text() for file in (path / TAG).glob("*.pt")}
         newest = str(num_saves - 4 + number)
         assert found == {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt": newest for rank in range(2)}
         assert sorted(each.name for each in path.iterdir()) == [TAG, "latest"]
@@ -146,6 +148,7 @@ def test_checkpoints_on_own_disks(scratch: Path) -> None:
         files = [path.name for path in (scratch / f"node-{rank}/whole/step=6.ckpt/{TAG}").iterdir()]
         assert sorted(files) == [
             f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+            "save_id",
             f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
         ]
 
@@ -174,7 +177,7 @@ def test_a_loop_of_fabric(scratch: Path) -> None:
 def test_a_link_to_another_mount_point_on_each_machine(scratch: Path) -> None:
     """They see that they save to one folder, and one of them leads."""
     assert run("links", scratch, mounts=True) == [[True] * 3, [False] * 3]
-    files = {file.name: file.read_text() for file in (scratch / "shared/a.ckpt" / TAG).iterdir()}
+    files = {file.name: file.read_text() for file in (scratch / "shared/a.ckpt" / TAG).glob("*.pt")}
     assert files == {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt": "2" for rank in range(2)}
 
 
@@ -193,6 +196,18 @@ def commands_of_the_page(*starts: str) -> list[str]:
     page = Path(__file__).parents[2].joinpath("docs/several_nodes.md").read_text()
     blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line.startswith(starts)]
+
+
+@pytest.mark.usefixtures("_own_mounts")
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_kill_when_one_machine_has_replaced_its_part(first: int, scratch: Path, attack: Attack) -> None:
+    """The next load goes on to the new save on both machines, whichever was first."""
+    killed = run_module("tests.nodes.node_worker", f"killed-{first}", scratch, "made up", "{}", ranks=2)
+    assert killed.returncode != 0
+    parts = [scratch / f"node-{rank}/a.ckpt/{TAG}/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+    assert [part.read_text() for part in parts] == (["new", "old"] if first == 0 else ["old", "new"])
+    assert run("load", scratch, mounts=True) == ["new", "new"]
+    attack("kill when one of two machines has replaced its part", tries=1, outcome="the next load has one save")
 
 
 @pytest.mark.long
@@ -249,6 +264,42 @@ def test_ten_kills_with_machines_in_changing_order(scratch: Path, attack: Attack
 def ranks_left(scratch: Path) -> list[Path]:
     """Return the folders of ranks on the disks of both machines."""
     return sorted(scratch.glob("disk-?/storage/*/rank-*"))
+
+
+def test_a_training_whose_checkpoint_only_one_machine_has_replaced(scratch: Path) -> None:
+    """It goes on from the new checkpoint, with the bits of one that never stopped."""
+    for whole, resumed in run("replaced", scratch, mounts=True):
+        assert len(whole) == 2 and whole == resumed
+
+
+@pytest.mark.usefixtures("_own_mounts")
+def test_parts_of_two_saves_on_two_machines(scratch: Path) -> None:
+    """A load or a save goes to the newest save that both have whole; if there is none, the error says who has what."""
+    ours, theirs = run("divided", scratch, mounts=True)
+    for first in range(2):
+        for found in (ours, theirs):
+            assert found[f"both are whole {first}"] == "new"
+            assert found[f"the new one is not {first}"] == found[f"a failed load {first}"] == "old"
+            assert found[f"another save {first}"] == "newest"
+            assert found[f"an interrupted save {first}"] == "new"
+            assert re.search(
+                "has parts of different saves, and none is whole on all machines: node0 has that of .* node1 has that",
+                found[f"none is whole {first}"],
+            )
+
+
+def test_what_a_kill_left_where_machines_looked(tmp_path: Path) -> None:
+    """The next look removes an old file of that name; a new one stays, and whatever a user may have put there."""
+    name, hour = ".smart-infinity-" + 31 * "0", 3600
+    old, new, content, link, other = (tmp_path / f"{name}{number}" for number in "0123g")
+    for path in (old, new, other):
+        path.touch()
+    content.write_text("mine")
+    link.symlink_to(other)
+    for path in (old, content, link, other):
+        os.utime(path, (time.time() - 2 * hour,) * 2, follow_symlinks=False)
+    _remove_old(tmp_path)
+    assert set(tmp_path.iterdir()) == {new, content, link, other}
 
 
 def test_the_view_forgets(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_free_space_that_is_not_told(tmp_path: Path, disk: SilentDisk, attack: A
     attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
     disk.hang(os, "statvfs")
     with gives_up(tmp_path, "Looking for free space in"), io_limit(SECONDS):
-        measure_parameter_space([tmp_path], job="default", rank=0, sizes=[1])
+        measure_parameter_space([tmp_path], sizes=[1])
 
 
 def test_a_file_for_parameters_that_is_not_opened(tmp_path: Path, disk: SilentDisk, attack: Attack) -> None:

@@ -8,21 +8,24 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageLockedError
-from lightning_smartinfinity.store import recover_store
-from lightning_smartinfinity.store.lock import FolderLock, acquire, is_locked
+from lightning_smartinfinity.store import recover_store, staging_folder
+from lightning_smartinfinity.store.lock import FolderLock, acquire, is_locked, remove_unlocked
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.replacement import flush
 from lightning_smartinfinity.store.space import leftover_bytes
+from lightning_smartinfinity.store.staging_folder import locked, mark_of
 from tests.helpers.power_loss import RecordedDisk, content
 from tests.helpers.waiting import LIMIT
 from tests.store.makers import commit_generation, create, created, tree
@@ -282,3 +285,28 @@ def test_ranks_come_and_go(tmp_path: Path) -> None:
         for done in [pool.submit(come_and_go, rank) for rank in range(3)]:
             done.result(LIMIT)
     assert tree(tmp_path) == set()
+
+
+@pytest.mark.parametrize("name", [".nfs000000000003", ".fuse_hidden0000000600000001"])
+def test_a_file_system_that_removes_open_files_late(name: str, tmp_path: Path) -> None:
+    """The folders of a store and of a save go although the file system still has a file there under a hidden name."""
+    store, staging = create([tmp_path]), tmp_path / ".saving"
+    hidden = [tmp_path / "default/rank-00000" / name, staging / name]
+    late = threading.Timer(0.2, lambda: [path.unlink() for path in hidden])
+    with mock.patch.object(staging_folder, "remove_content"), locked(staging, tmp_path):
+        for path in hidden:
+            path.touch()
+        mark_of(staging).unlink()
+        late.start()
+    store.close(remove=True)
+    late.join()
+    assert tree(tmp_path) == set()
+
+
+def test_a_folder_that_holds_something_else(tmp_path: Path) -> None:
+    """All of it stays, what has a hidden name, too."""
+    for name in (".nfs1", "thesis.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(OSError, match="not empty"):
+        remove_unlocked(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2

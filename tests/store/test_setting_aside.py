@@ -18,7 +18,7 @@ from lightning_smartinfinity.store import recover_store
 from lightning_smartinfinity.store.lock import SET_ASIDE
 from lightning_smartinfinity.store.mover import Mover
 from lightning_smartinfinity.store.parts import Part, find_parts
-from lightning_smartinfinity.store.setting_aside import Plan, plan_reunion, plan_setting_aside
+from lightning_smartinfinity.store.setting_aside import Plan, plan_putting_together, plan_setting_aside
 from lightning_smartinfinity.store.space import (
     SpaceRequest,
     leftover_bytes,
@@ -71,7 +71,7 @@ def set_aside(folders: Sequence[Path], *, ranks: int = 1) -> Plan:
 
 def put_together(folders: Sequence[Path], *, job: str, ranks: int = 1) -> None:
     """Do what a training does before it resumes."""
-    carry_out(plan_reunion([find_parts(folders, jobs_beside(job))] * ranks, job=job), ranks=ranks)
+    carry_out(plan_putting_together([find_parts(folders, jobs_beside(job))] * ranks, job=job), ranks=ranks)
 
 
 def steps_in(folders: Sequence[Path], job: str = ASIDE) -> dict[tuple[int, int], int]:
@@ -416,4 +416,4 @@ def test_machines_of_two_trainings(tmp_path: Path) -> None:
     plan = plan_setting_aside([seen_on("D")], job=JOB, folders=[[Path("/mnt/nvme")]])
     assert not plan.changes_something and len(plan.left) == 1  # it is in nobody's way
     plan = plan_setting_aside([seen_on("B"), seen_on("A")], job=JOB, folders=[[Path("/mnt/nvme")]] * 2)
-    assert len(plan.moved) == 2 and not plan.reclaimed
+    assert len(plan.moved) == 2 and not plan.deleted

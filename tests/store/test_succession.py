@@ -14,7 +14,7 @@ from lightning_smartinfinity.store import recover_store
 from lightning_smartinfinity.store.folders import RankFolder
 from lightning_smartinfinity.store.mover import Mover
 from lightning_smartinfinity.store.parts import find_parts
-from lightning_smartinfinity.store.setting_aside import Plan, plan_making_way, plan_reunion
+from lightning_smartinfinity.store.setting_aside import Plan, plan_making_way, plan_putting_together
 from lightning_smartinfinity.store.trainings import jobs_beside, movers_of, trainings_in
 from tests.store.makers import commit_generation, create
 from tests.store.test_setting_aside import ASIDE, JOB, carry_out, leave, set_aside, steps_in, whole
@@ -42,7 +42,7 @@ def fill(folders: Sequence[Path], *, created: int = NEW, recorded: int = NEW) ->
 
 def resume(folders: Sequence[Path], *, ranks: int) -> None:
     """Do what a training of so many ranks does before it resumes."""
-    carry_out(plan_reunion([find_parts(folders, jobs_beside(JOB))] * ranks, job=JOB), ranks=ranks)
+    carry_out(plan_putting_together([find_parts(folders, jobs_beside(JOB))] * ranks, job=JOB), ranks=ranks)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_kill_while_the_old_stores_move(folders: list[Path]) -> None:
     assert steps_in(folders, JOB) == whole(7, ranks=OLD, folders=2) and steps_in(folders) == {}
     carry_out(way(folders), ranks=NEW)
     fill(folders, recorded=0)
-    plan = plan_reunion([find_parts(folders, jobs_beside(JOB))] * NEW, job=JOB)
+    plan = plan_putting_together([find_parts(folders, jobs_beside(JOB))] * NEW, job=JOB)
     with ExitStack() as opened:
         movers = [opened.enter_context(closing(Mover(plan, rank=rank))) for rank in range(NEW)]
         for stage in (Mover.claim, Mover.make_room):
@@ -106,7 +106,7 @@ def test_another_training_in_the_way_is_not_deleted(folders: list[Path]) -> None
     carry_out(way(folders), ranks=NEW)
     leave(folders, step=0, has_steps=False)
     for job in (JOB, ASIDE):
-        assert not plan_reunion([find_parts(folders, jobs_beside(job))], job=job).changes_something
+        assert not plan_putting_together([find_parts(folders, jobs_beside(job))], job=job).changes_something
 
 
 def test_a_training_that_is_set_aside_later_is_no_source(folders: list[Path]) -> None:

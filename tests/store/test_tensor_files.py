@@ -12,6 +12,7 @@ import pytest
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageFullError, StorageLockedError
 from lightning_smartinfinity.store import TensorFiles, measure_parameter_space, require_space
+from lightning_smartinfinity.store.tensor_files import remove_leftovers
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.store.makers import create
 
@@ -52,7 +53,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
-    """The file left by a killed process counts as free space, and the next process starts with an empty file."""
+    """The next process starts with an empty file."""
     script = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
@@ -69,11 +70,42 @@ def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
         == -9
     )
     assert sizes_of(tmp_path) == [1 << 20]
-    (request,) = measure_parameter_space([tmp_path], job="default", rank=0, sizes=[5])
-    assert request.reclaimable_bytes >= 1 << 20 and request.needed_bytes == BLOCK
     files = make(tmp_path)
     assert sizes_of(tmp_path) == [0]
     files.close()
+
+
+def left_by(rank: int, folder: Path) -> None:
+    """Leave what a killed process leaves."""
+    files = make(folder, rank=rank)
+    grow(files, BLOCK)
+    for each in files._folders:
+        each._lock.forget()
+
+
+def test_what_killed_ranks_left(tmp_path: Path) -> None:
+    """All of it is removed, whichever ranks they were, but for what a process uses, and other jobs' and somebody's."""
+    for rank in (0, 2, 123456):
+        left_by(rank, tmp_path)
+    used = make(tmp_path, rank=1)
+    (tmp_path / "default/parameters-00002/thesis.txt").touch()
+    (tmp_path / "default/parameters-00004").touch()
+    (tmp_path / "default/parameters-5").mkdir()
+    make(tmp_path, job="other").files[0].close()
+    remove_leftovers([tmp_path, tmp_path / "none"], job="default", spared=[0])
+    names = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*/*")}
+    assert names == {
+        *(f"default/parameters-{rank}/{name}" for rank in ("00000", "00001") for name in ("lock", "parameters.bin")),
+        "default/parameters-00002/thesis.txt",
+        *(f"other/parameters-00000/{name}" for name in ("lock", "parameters.bin")),
+    }
+    used.close()
+    remove_leftovers([tmp_path], job="default")
+    assert sorted(path.name for path in (tmp_path / "default").iterdir()) == [
+        "parameters-00002",
+        "parameters-00004",
+        "parameters-5",
+    ]
 
 
 @pytest.mark.parametrize("how", ["noise", "zeros", "removed"])
@@ -116,5 +148,5 @@ def test_a_damaged_lock_beside_something_else(tmp_path: Path) -> None:
 def test_too_little_space_for_the_parameters(tmp_path: Path) -> None:
     """Parameters too large for the file system are refused beforehand, and the error says that they need the space."""
     with pytest.raises(StorageFullError, match=r"The parameters need .* GiB in .*, where .* are free"):
-        require_space(measure_parameter_space([tmp_path], job="default", rank=0, sizes=[1 << 60]))
+        require_space(measure_parameter_space([tmp_path], sizes=[1 << 60]))
     assert not list(tmp_path.iterdir())

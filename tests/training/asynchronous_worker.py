@@ -20,8 +20,8 @@ import lightning.pytorch as pl
 
 from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy, TransferConfig
 from lightning_smartinfinity.patches import replaced
-from lightning_smartinfinity.zero3 import engine as engine_module
 from lightning_smartinfinity.zero3.background_jobs import BackgroundJobs
+from lightning_smartinfinity.zero3.checkpoints import folder_swap
 from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorStream
 from tests.helpers.models import LitTiny, Recipe
@@ -113,7 +113,7 @@ class Progress(pl.Callback):
 @contextmanager
 def one_name() -> Iterator[None]:
     """Give all saves the same name, by which their files differ."""
-    with mock.patch.object(engine_module.uuid, "uuid4", return_value=uuid.UUID(int=1)):
+    with mock.patch.object(folder_swap.uuid, "uuid4", return_value=uuid.UUID(int=1)):
         yield
 
 

@@ -43,7 +43,7 @@ def die_before(owner: Any, name: str, *, rank: int, count: int = 0) -> None:
 
 MOMENTS: dict[str, Callable[[int], None]] = {
     "writing": lambda devices: die_before(tensor_file.TensorStream, "write", rank=devices - 1, count=4),
-    "swapping": lambda devices: die_before(folder_swap, "_put_in_place", rank=0),
+    "swapping": lambda devices: die_before(folder_swap, "put_save_in_place", rank=0),
     "removing": lambda devices: die_before(shutil, "rmtree", rank=0),
 }
 

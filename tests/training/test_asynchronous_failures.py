@@ -77,7 +77,7 @@ def test_a_failure_near_the_end_is_raised_by_the_fit(tmp_path: Path, monkeypatch
     def refused(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(folder_swap, "_put_in_place", refused)
+    monkeypatch.setattr(folder_swap, "put_save_in_place", refused)
     turns = Turns()
 
     class Save(pl.Callback):

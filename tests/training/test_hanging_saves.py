@@ -16,7 +16,7 @@ from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.store.in_time import io_limit
 from lightning_smartinfinity.zero3 import engine
 from lightning_smartinfinity.zero3.checkpoints import tensor_file
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import restore_interrupted
+from lightning_smartinfinity.zero3.checkpoints.staged_save import restore_interrupted
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe

@@ -15,7 +15,7 @@ import torch
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageCorruptError, StorageError, StorageFullError
 from lightning_smartinfinity.native import IoClass, MemoryPool
-from lightning_smartinfinity.store import TensorStore
+from lightning_smartinfinity.store import TensorFiles, TensorStore
 from lightning_smartinfinity.zero3.parameters import param_swapper
 from tests.helpers import native_testing as testing
 from tests.helpers.attacks import Attack
@@ -318,6 +318,24 @@ def test_free_space_is_checked_for_parameters_and_state_together(
     with pytest.raises(StorageFullError, match="The optimizer state and the parameters need"):
         quiet_trainer(tmp_path, strategy).fit(module)
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("zero", [NVME, {}], ids=["parameters on storage", "in memory"])
+def test_parameters_that_another_rank_left(zero: dict[str, Any], tmp_path: Path) -> None:
+    """A fit removes them before it stores its own, whichever rank of this machine was killed."""
+    killed = TensorFiles([tmp_path / "s"], job="default", rank=7, direct_io="off")
+    for folder in killed._folders:
+        folder._lock.forget()
+    there: list[bool] = []
+
+    class Look(pl.Callback):
+        def on_fit_start(self, *_: Any) -> None:
+            there.append((tmp_path / "s/default/parameters-00007").exists())
+
+    strategy = SmartInfinityStrategy(tmp_path / "s", zero=zero)
+    quiet_trainer(tmp_path, strategy, callbacks=[Look()], max_steps=1).fit(LitTiny(Recipe(max_steps=1)))
+    assert there == [False]
+    strategy.close()
 
 
 def test_too_few_buffers_say_so(plain: Any, tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_smartinfinity.zero3.checkpoints import folder_swap
+from lightning_smartinfinity.zero3.checkpoints import staged_save
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import FILES_BESIDE, LATEST
+from lightning_smartinfinity.zero3.checkpoints.staged_save import FILES_BESIDE, LATEST
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 
 
@@ -66,7 +66,7 @@ def test_names_of_deepspeeds_files_have_the_rank_of_the_model(tmp_path: Path) ->
     ]
     names.append(DeepSpeedEngine._get_ckpt_name(engine, "folder", "tag", pp_placeholder="7"))
     for name in names:
-        assert any(fnmatch(Path(name).name, pattern) for pattern in folder_swap._OF_DEEPSPEED), name
+        assert any(fnmatch(Path(name).name, pattern) for pattern in staged_save.OF_DEEPSPEED), name
 
 
 def test_torch_can_save_without_data() -> None:

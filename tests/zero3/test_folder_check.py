@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from lightning_smartinfinity import CheckpointError, ConfigError
-from lightning_smartinfinity.zero3.checkpoints import checkpoint_folder
-from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import _require_part, _Seen, reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoints import found_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.folder_check import check_frozen, check_needed
+from lightning_smartinfinity.zero3.checkpoints.found_checkpoint import _require_part, _Seen
 
 
 def test_what_a_trainer_needs() -> None:
@@ -45,9 +46,17 @@ def test_our_own_errors_pass() -> None:
 
 def test_a_rank_without_its_own_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the rank, its host, the file and how to put the parts together."""
-    monkeypatch.setattr(checkpoint_folder.dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(checkpoint_folder.dist, "get_world_size", lambda: 4)
-    own = _Seen(Path("a.ckpt/checkpoint"), frozenset({2}), frozenset({2, 3}), True, "node1")
+    monkeypatch.setattr(found_checkpoint.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(found_checkpoint.dist, "get_world_size", lambda: 4)
+    own = _Seen(
+        Path("a.ckpt/checkpoint"),
+        frozenset({2}),
+        frozenset({2, 3}),
+        has_latest=True,
+        host="node1",
+        save_id=None,
+        saved_at=0.0,
+    )
     named = (
         r"Rank 3 on node1 finds no file '\*zero_pp_rank_3_mp_rank_00_optim_states.pt' in a.ckpt/checkpoint, which has "
     )

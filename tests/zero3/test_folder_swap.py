@@ -26,7 +26,8 @@ from lightning_smartinfinity.store.replacement import beside, exchange, flush, f
 from lightning_smartinfinity.store.staging_folder import is_in_use, locked, mark_of
 from lightning_smartinfinity.zero3 import file_systems
 from lightning_smartinfinity.zero3.checkpoints import folder_swap
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import FILES_BESIDE, replacing, restore_interrupted
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
+from lightning_smartinfinity.zero3.checkpoints.staged_save import FILES_BESIDE, restore_interrupted
 from tests.helpers.attacks import Attack
 from tests.helpers.power_loss import RecordedDisk, observed
 from tests.helpers.waiting import LIMIT, await_that
@@ -54,7 +55,7 @@ def _file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 def save(path: Path, content: str, tag: str = TAG) -> None:
     """Save as DeepSpeed does: a subfolder with files, and files beside it."""
-    with replacing(path, tag) as (staging, _):
+    with replacing(path, tag) as (staging, *_):
         (staging / tag).mkdir(exist_ok=True)
         for name in FILES:
             (staging / tag / name).write_text(content)
@@ -83,7 +84,9 @@ def test_a_save_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> None
     assert {file.read_text() for file in own} == {"mine"}
     assert os.readlink(path / TAG / "link") == "elsewhere"
     assert sorted(entry.name for entry in path.iterdir()) == [TAG, "latest", "notes.txt"]
-    assert sorted(entry.name for entry in (path / TAG).iterdir()) == sorted(["link", "loss_states.pt", "plots", *FILES])
+    assert sorted(entry.name for entry in (path / TAG).iterdir()) == sorted(
+        ["link", "loss_states.pt", "plots", "save_id", *FILES]
+    )
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["a.ckpt"]
 
 
@@ -253,7 +256,7 @@ def test_a_save_that_raises_changes_nothing(first: bool, tmp_path: Path) -> None
 
     @contextmanager
     def failing() -> Iterator[None]:
-        with replacing(path, TAG) as (staging, _):
+        with replacing(path, TAG) as (staging, *_):
             (staging / TAG).mkdir()
             yield
 
@@ -286,7 +289,7 @@ def test_a_second_save_to_a_path_that_another_one_writes(first: bool, tmp_path: 
     path = tmp_path / "a.ckpt"
     if not first:
         save(path, "old")
-    with replacing(path, TAG) as (staging, _):
+    with replacing(path, TAG) as (staging, *_):
         (staging / TAG).mkdir()
         for name in FILES:
             (staging / TAG / name).write_text("first")
@@ -300,7 +303,7 @@ def test_a_second_save_to_a_path_that_another_one_writes(first: bool, tmp_path: 
 
 def test_a_folder_that_another_save_made_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that looked before another one ended looks again once it has the lock, and exchanges the subfolder."""
-    path, looked = tmp_path / "a.ckpt", folder_swap._staging_for
+    path, looked = tmp_path / "a.ckpt", folder_swap.staging_for
     calls = []
 
     def late(target: Path, tag: str) -> Path:
@@ -311,7 +314,7 @@ def test_a_folder_that_another_save_made_meanwhile(tmp_path: Path, monkeypatch: 
             (path / "notes.txt").write_text("mine")
         return staging
 
-    monkeypatch.setattr(folder_swap, "_staging_for", late)
+    monkeypatch.setattr(folder_swap, "staging_for", late)
     save(path, "new")
     assert saved(path) == {"new"}
     assert (path / "notes.txt").read_text() == "mine"
@@ -442,7 +445,7 @@ def test_a_removal_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(in_time, "counters_of", lambda _: tmp_path)
 
     def fail() -> None:
-        with replacing(path, TAG) as (new, _):
+        with replacing(path, TAG) as (new, *_):
             (new / TAG).mkdir()
             raise ZeroDivisionError
 
@@ -479,7 +482,7 @@ def test_what_somebody_removes_within_a_save(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt", "old")
 
     def lose() -> None:
-        with replacing(tmp_path / "a.ckpt", TAG) as (new, _):
+        with replacing(tmp_path / "a.ckpt", TAG) as (new, *_):
             (new / TAG).mkdir()
             for entry in new.parent.iterdir():
                 if entry.is_file():

@@ -34,7 +34,7 @@ from tests.helpers.universal import save_of_two
 
 def save_checkpoint(target: Path) -> None:
     """Save as the engine does."""
-    with replacing(target, "tag") as (staging, _):
+    with replacing(target, "tag") as (staging, *_):
         (staging / "tag").mkdir()
         (staging / "tag" / "weights").write_bytes(b"1")
 

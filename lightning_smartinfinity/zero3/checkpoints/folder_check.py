@@ -17,11 +17,10 @@ from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import (
     OPTIMIZER_FILES,
-    FoundCheckpoint,
-    find_checkpoint,
     reading_checkpoint,
     saved_by,
 )
+from lightning_smartinfinity.zero3.checkpoints.found_checkpoint import FoundCheckpoint, find_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import RANK_KEY, SAVE_ID, require_rank
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import check_records
 from lightning_smartinfinity.zero3.checkpoints.trust import check_plain, load_file

@@ -6,61 +6,45 @@ subfolder is exchanged, by one system call; whatever else lies in ``path`` stays
 not DeepSpeed's is linked into the new one before. A kill or a power loss at any moment leaves the old save or the new
 one; the next save to ``path`` removes the partial files of the one that was ended. After the call the new save is on
 the device. One process, or one group of ranks, saves to a path at a time.
+
+Machines that do not see the same files each swap their own part. What they have replaced stays until all have done so;
+if a kill comes in between, the next load or save goes to the save that all of them have (:func:`put_one_in_place`).
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import platform
-import time
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from fnmatch import fnmatch
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
 from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.store.in_time import unless_idle
-from lightning_smartinfinity.store.replacement import (
-    beside,
-    flush,
-    flush_names,
-    flush_tree,
-    link_others,
-    put_back,
-    put_in_place,
-)
-from lightning_smartinfinity.store.staging_folder import (
-    StagingLock,
-    is_in_use,
-    locked,
-    mark_of,
-    remove_content,
-    remove_leftover,
+from lightning_smartinfinity.store.replacement import flush_tree
+from lightning_smartinfinity.store.staging_folder import StagingLock, locked
+from lightning_smartinfinity.zero3.checkpoints.divided_save import PartsHere, common_save
+from lightning_smartinfinity.zero3.checkpoints.staged_save import (
+    complete,
+    new_in,
+    parts_at,
+    prepare,
+    put_common_in_place,
+    put_save_in_place,
+    staging_for,
 )
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
-from lightning_smartinfinity.zero3.file_systems import first_seen, places_of
+from lightning_smartinfinity.zero3.file_systems import Place, first_seen, places_of
 
-__all__ = ["FILES_BESIDE", "LATEST", "Staging", "replacing", "restore_interrupted", "writing"]
-
-LATEST = "latest"
-"""Name of DeepSpeed's file that holds the tag."""
-
-FILES_BESIDE = (LATEST, "zero_to_fp32.py", "zero_to_torch.py")
-"""Names of DeepSpeed's files beside the subfolder. They are replaced by every save."""
-
-_STAGING = ".saving"
-_NEW = "new"
-_GLANCE, _MOST_GLANCES = 0.05, 200  # ten seconds, for two system calls
-_OF_DEEPSPEED = ("*mp_rank_[0-9]*_states.pt",)
+__all__ = ["Staging", "put_one_in_place", "replacing", "writing"]
 
 
 class Staging(NamedTuple):
@@ -69,10 +53,12 @@ class Staging(NamedTuple):
     Args:
         folder: The folder that becomes the save.
         leads: Whether this rank writes what each file system has once.
+        save_id: Random id of the save, the same on all ranks.
     """
 
     folder: Path
     leads: bool
+    save_id: str
 
 
 @contextmanager
@@ -95,65 +81,49 @@ def replacing(path: str | Path, tag: str, *, closing_group: ProcessGroup | None 
     """
     if Path(tag).name != tag or tag in ("", ".."):
         raise CheckpointError(f"The tag {shown(tag)} is not the name of a folder.", "Pass a tag without slashes.")
-    name = gather(uuid.uuid4().hex, None)[0]  # of a file that nobody has looked for
-    target, lock = Path(path), StagingLock()
-    made: tuple[Path, Path] | None = None
-    with writing(path):
-        (place,) = places_of([target])
-    leads = place.leader == dist.get_rank()
+    save_id = gather(uuid.uuid4().hex, None)[0]  # also the name of a file that nobody has looked for
     with ExitStack() as leading:
-        with raising_together(), writing(path):
-            if leads:
-                target = unless_idle(partial(_resolved, path), doing="Looking at", path=target)
-                lock, staging = leading.enter_context(_staged(path, target, tag, name))
-                made = target, staging
-        made = gather(made, None)[place.leader]
-        assert made is not None
-        with raising_together(), writing(path):
-            here = unless_idle(partial(_as_here, path, *made), doing="Looking at", path=target)
-            there = [made[1] / name, here / name]
-            seen = first_seen(there, shared=place.num_machines > 1)
-            if seen is None:
-                raise CheckpointError(
-                    f"The folder {made[1]}, in which {path} is being saved, is not seen on {platform.node()}.",
-                    "Save to a path that is the same on all machines which mount the file system, or let it remember "
-                    "for less than a minute what was not there (acdirmax of NFS).",
-                )
-            staging = seen.parent
-        new = staging / _NEW
-        yield Staging(new, leads)
+        led = _lead(path, tag, leading, errors=writing)
+        new = _made_for_all(path, tag, led, save_id)
+        yield Staging(new, led.leads, save_id)
         with raising_together(closing_group), writing(path):
-            if leads and staging.parent == target:
-                link = partial(_link_others, target / tag, new / tag)
-                unless_idle(link, doing="Linking what is kept of", path=target / tag)
+            if led.leads:
+                end = partial(complete, led.staging, led.target, tag, save_id)
+                unless_idle(end, doing="Linking what is kept of", path=led.target / tag)
         with raising_together(closing_group), writing(path):
-            if place.is_first_here:
+            if led.place.is_first_here:
                 flush_tree(new)  # on every machine: what it has written to a shared file system is in its own memory
         with raising_together(closing_group), _swapping(path):
-            if leads:
-                lock.leaves_content = staging.parent == target  # it may hold what the path held before
-                put = partial(_put_in_place, staging, target, tag, name)
-                unless_idle(put, doing="Replacing", path=target)
-                lock.leaves_content = False
+            if led.leads:
+                # It may hold what the path held before, until all machines have the new save in place.
+                led.lock.leaves_content = led.staging.parent == led.target
+                put = partial(put_save_in_place, led.staging, led.target, tag, save_id)
+                unless_idle(put, doing="Replacing", path=led.target)
+        led.lock.leaves_content = False
 
 
-def restore_interrupted(path: str | Path, tag: str) -> None:
-    """Roll back a swap that was interrupted between its two renames, on systems that cannot exchange in one call.
+def put_one_in_place(path: str | Path, tag: str) -> None:
+    """Put the parts of one save in place on all machines, where a kill has left those of two. Collective.
 
-    Any number of processes may call it at once. It waits for one that is just between them.
+    Nothing changes if no save is whole on all of them.
 
     Args:
         path: Path as given to :func:`replacing`.
         tag: The subfolder.
+
+    Raises:
+        CheckpointError: A part cannot be put in place; raised on every rank.
+        StorageLockedError: A process is saving to the same path; raised on every rank.
+        StorageTimeoutError: The disk does not answer; raised on every rank.
     """
-    target = Path(os.path.realpath(path))
-    for _ in range(_MOST_GLANCES):
-        if os.path.lexists(target / tag):
-            return
-        if not is_in_use(target / _STAGING):
-            _put_back(target, tag)
-            return
-        time.sleep(_GLANCE)
+    with ExitStack() as leading:
+        led = _lead(path, tag, leading, errors=_swapping)
+        with raising_together(), _swapping(path):
+            if led.leads:
+                put = partial(put_common_in_place, led.common, led.staging, led.target, tag)
+                unless_idle(put, doing="Replacing", path=led.target)
+        if led.common is not None:
+            led.lock.leaves_content = False
 
 
 @contextmanager
@@ -178,18 +148,81 @@ def _swapping(path: str | Path) -> Iterator[None]:
         raise CheckpointError(
             f"The checkpoint {path} was written, but could not be put in place: {error}.",
             "Look for the disk in the kernel log. The path holds the checkpoint of before or the new one, whole; if it "
-            "has neither, loading it or saving to it puts the former back.",
+            "has neither, or machines have parts of both, loading it or saving to it puts one of them in place.",
         ) from error
 
 
+class _Led(NamedTuple):
+    """Holds what a rank knows of a path, and a leader of the folder that it has locked there.
+
+    Args:
+        place: Where the path lies.
+        leads: Whether this rank is the leader there.
+        target: The path; a leader has followed its links.
+        staging: The folder in which a save is written; of no meaning on other ranks.
+        lock: Its lock; likewise. What other machines may go to stays when it is unlocked.
+        common: Id of the save that all machines have to go to, if they have parts of several.
+    """
+
+    place: Place
+    leads: bool
+    target: Path
+    staging: Path
+    lock: StagingLock
+    common: str | None
+
+
+def _lead(
+    path: str | Path, tag: str, leading: ExitStack, *, errors: Callable[[str | Path], AbstractContextManager[None]]
+) -> _Led:
+    """Lock the folder in which saves are written, on one rank of each file system, and look at what lies there."""
+    target = staging = Path(path)
+    lock, parts = StagingLock(), list[PartsHere]()
+    with errors(path):
+        (place,) = places_of([target])
+    leads = place.leader == dist.get_rank()
+    with raising_together(), errors(path):
+        if leads:
+            target = unless_idle(partial(_resolved, path), doing="Looking at", path=target)
+            lock, staging = leading.enter_context(_staged(path, target, tag))
+            lock.leaves_content = True  # it may hold the part of a save that other machines have in place
+            parts = [unless_idle(partial(parts_at, staging, target, tag), doing="Looking at", path=target)]
+            lock.leaves_content = parts[0].beside is not None
+    common = common_save(list(chain.from_iterable(gather(parts, None))))
+    return _Led(place, leads, target, staging, lock, common)
+
+
+def _made_for_all(path: str | Path, tag: str, led: _Led, save_id: str) -> Path:
+    """Make the folder that becomes the save, and return its path as this machine sees it."""
+    made: tuple[Path, Path] | None = None
+    with raising_together(), writing(path):
+        if led.leads:
+            make = partial(prepare, led.staging, led.target, tag, save_id=save_id, common=led.common)
+            unless_idle(make, doing="Preparing", path=led.target)
+            made = led.target, led.staging
+    led.lock.leaves_content = False
+    made = gather(made, None)[led.place.leader]
+    assert made is not None
+    with raising_together(), writing(path):
+        here = unless_idle(partial(_as_here, path, *made), doing="Looking at", path=led.target)
+        seen = first_seen([made[1] / save_id, here / save_id], shared=led.place.num_machines > 1)
+        if seen is None:
+            raise CheckpointError(
+                f"The folder {made[1]}, in which {path} is being saved, is not seen on {platform.node()}.",
+                "Save to a path that is the same on all machines which mount the file system, or let it remember for "
+                "less than a minute what was not there (acdirmax of NFS).",
+            )
+    return new_in(seen.parent)
+
+
 @contextmanager
-def _staged(path: str | Path, target: Path, tag: str, name: str) -> Iterator[tuple[StagingLock, Path]]:
-    """Lock the folder in which a save is written, make in it what all ranks look for, and yield lock and folder."""
+def _staged(path: str | Path, target: Path, tag: str) -> Iterator[tuple[StagingLock, Path]]:
+    """Lock the folder in which a save is written, and yield lock and folder."""
     while True:
-        staging = unless_idle(partial(_staging_for, target, tag), doing="Looking at", path=target)
+        staging = unless_idle(partial(staging_for, target, tag), doing="Looking at", path=target)
         with locked(staging, path) as lock:
-            prepare = partial(_prepare, staging, target, tag, name)
-            if unless_idle(prepare, doing="Preparing", path=target):
+            # Another process may have made or removed the target before the lock.
+            if staging == unless_idle(partial(staging_for, target, tag), doing="Looking at", path=target):
                 yield lock, staging
                 return
 
@@ -201,74 +234,3 @@ def _as_here(path: str | Path, target: Path, staging: Path) -> Path:
 
 def _resolved(path: str | Path) -> Path:
     return Path(os.path.realpath(path))
-
-
-def _staging_for(target: Path, tag: str) -> Path:
-    """Return the folder in which a save is written, after refusing what the save could not replace."""
-    if not target.exists():
-        return beside(target)
-    for folder in (target, target / tag):
-        if os.path.lexists(folder) and not folder.is_dir():
-            raise CheckpointError(
-                f"{folder} is a file; checkpoints of this strategy are folders.", "Remove it or save to another path."
-            )
-    for file in (target / name for name in FILES_BESIDE):
-        if file.is_dir():
-            raise CheckpointError(f"{file} is a folder, and a file is saved there.", "Remove it or save elsewhere.")
-    _mark_leftover(target / _STAGING)
-    return target / _STAGING
-
-
-def _mark_leftover(staging: Path) -> None:
-    """Mark what two processes left that saved to one path with older versions, if it has files of checkpoints only."""
-    if not staging.is_symlink() and staging.is_dir() and os.listdir(staging) == [_NEW]:
-        entries = [staging / _NEW, *(staging / _NEW).rglob("*")]
-        if not any(entry.is_symlink() or not (entry.is_dir() or _is_of_a_save(entry.name)) for entry in entries):
-            mark_of(staging).touch()
-
-
-def _is_of_a_save(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in (*_OF_DEEPSPEED, *FILES_BESIDE, NOTE_NAME))
-
-
-def _prepare(staging: Path, target: Path, tag: str, name: str) -> bool:
-    """Make what is written into a locked folder; return False if another process has made or removed the target."""
-    if staging != _staging_for(target, tag):
-        return False
-    _put_back(target, tag)
-    remove_content(staging)
-    if staging.parent == target:
-        remove_leftover(beside(target))
-    (staging / _NEW).mkdir()
-    (staging / name).touch()
-    return True
-
-
-def _link_others(old: Path, new: Path) -> None:
-    if old.exists():
-        link_others(old, new, replaced=_OF_DEEPSPEED)
-
-
-def _put_back(target: Path, tag: str) -> None:
-    put_back(target / _STAGING / _NEW, target / tag)
-
-
-def _put_in_place(staging: Path, target: Path, tag: str, name: str) -> None:
-    new = staging / _NEW
-    if not (staging / name).exists():
-        raise FileNotFoundError(errno.ENOENT, "somebody has removed what was written", str(staging))
-    if staging.parent == target:
-        beside_tag = [entry.name for entry in new.iterdir() if entry.name != tag]
-        try:
-            put_in_place(new / tag, target / tag)
-        except OSError:
-            with suppress(OSError):
-                put_back(new, target / tag)
-            raise
-        flush(target)
-        for name in beside_tag:
-            os.replace(new / name, target / name)
-        flush_names(target / tag)
-    else:
-        os.rename(new, target)
-        flush_names(target)

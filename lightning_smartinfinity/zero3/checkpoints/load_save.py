@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import await_seen
 from lightning_smartinfinity.zero3.checkpoints.client_state import user_state
+from lightning_smartinfinity.zero3.checkpoints.found_checkpoint import await_seen
 from lightning_smartinfinity.zero3.checkpoints.full_weights import load_full_weights
 from lightning_smartinfinity.zero3.checkpoints.resharding import load_resharded
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import UniversalFolder, is_universal

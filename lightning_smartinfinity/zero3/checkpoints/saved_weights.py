@@ -175,7 +175,7 @@ class SavedWeights(ABC):
         return states
 
     @property
-    def is_part(self) -> bool:
+    def in_parts(self) -> bool:
         """Whether the folder may lack files of other processes, so that this one may read its own only."""
         return self._first_states is not None
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put
 
-__all__ = ["Contents", "Part", "TensorSpec", "WeightSource", "persistent_buffers"]
+__all__ = ["Contents", "SubmoduleWeights", "TensorSpec", "WeightSource", "persistent_buffers"]
 
 
 class TensorSpec(NamedTuple):
@@ -84,7 +84,7 @@ class WeightSource(ABC):
         """
 
 
-class Part(WeightSource):
+class SubmoduleWeights(WeightSource):
     """The weights of a submodule, by the submodule's own names.
 
     Args:

@@ -24,10 +24,10 @@ from lightning_smartinfinity.zero3.checkpoints.block_checksums import (
     VerifiedBlocks,
 )
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import (
-    FoundCheckpoint,
     optimizer_files,
     reading_checkpoint,
 )
+from lightning_smartinfinity.zero3.checkpoints.found_checkpoint import FoundCheckpoint
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY, require_resumable
 from lightning_smartinfinity.zero3.checkpoints.saved_training import MASTERS, SavedTraining
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import (
@@ -146,7 +146,7 @@ class ZeroFolder(SavedTraining):
 
     @override
     def require_whole(self) -> None:
-        if self.is_part:
+        if self.in_parts:
             return
         found, saved = (
             sum(len(optimizer_files(each)) for each in (self.path, *self._parts)),
