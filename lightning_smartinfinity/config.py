@@ -158,6 +158,9 @@ class TransferConfig:
             they lie in memory only, unless ``keep=True``, which saves writes, too. ``"auto"``: the memory free when
             training begins, less a quarter of all memory, divided among the ranks of a machine. No result depends on
             it.
+        gradient_bytes: Size of the gradients per rank that are held in host memory; those beyond it go to storage as
+            backward makes them, and come back as the update needs them. ``"auto"``: all, or if they do not fit into
+            free memory, half of that. No result depends on it.
         durability: ``"none"`` (one place for each tasklet: a failed step cannot be rolled back), ``"step"``
             (two: a failed step is rolled back exactly, and ``recover_store`` can open the store after a kill) or
             ``"power"`` (also after a power loss: every step flushes the device). With each of them training resumes
@@ -188,6 +191,7 @@ class TransferConfig:
     compute_threads: int = 1
     io_engine: str = "auto"
     dram_cache_bytes: int | str = 0
+    gradient_bytes: int | str = "auto"
     durability: str = "step"
     direct_io: str = "auto"
     io_timeout: float = IO_TIMEOUT
@@ -203,6 +207,7 @@ class TransferConfig:
             compute_threads=between(1, MAX_THREADS),
             io_engine=one_of("auto", "io_uring", "io_uring_sqpoll", "threads", "plain"),
             dram_cache_bytes=optional(num_bytes(0), "auto"),
+            gradient_bytes=optional(num_bytes(0), "auto"),
             durability=one_of("none", "step", "power"),
             direct_io=one_of("auto", "on", "off"),
             io_timeout=positive(_MAX_TIMEOUT),

@@ -17,6 +17,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
@@ -56,6 +57,9 @@ if TYPE_CHECKING:
 __all__ = ["SmartInfinityStrategy"]
 
 
+# Hooks between backward and step: of a module or callback, and of a module only.
+_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
+_OF_STEP = ("configure_gradient_clipping", "optimizer_step")
 _RESUMED_FROM = (LIGHTNING_KEY, "loops", "lr_schedulers")
 
 
@@ -242,6 +246,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
             # Lightning's own loop tells when a step follows; a manual one may do anything between backward and step.
             accumulates = module.trainer.fit_loop._should_accumulate()
             optimizer.step_follows = module.automatic_optimization and not accumulates
+            optimizer.step_is_certain = not _may_change_steps(module.trainer)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -423,3 +428,11 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         super()._format_config()
         # For DeepSpeed every step ends a window: see handles_gradient_accumulation.
         self.config["gradient_accumulation_steps"] = 1
+
+
+def _may_change_steps(trainer: pl.Trainer) -> bool:
+    """Return whether gradients or hyperparameters may be read or changed between backward and step."""
+    module, callbacks = trainer.lightning_module, vars(trainer)["callbacks"]
+    own = [is_overridden(hook, module, pl.LightningModule) for hook in (*_BEFORE_STEP, *_OF_STEP)]
+    others = [is_overridden(hook, callback, pl.Callback) for hook in _BEFORE_STEP for callback in callbacks]
+    return bool(trainer.gradient_clip_val) or any(own) or any(others)

@@ -48,8 +48,13 @@ def yaml_recipe(training: Training, *, storage: Path, on_gpu: bool) -> str:
 
 def _strategy_settings(training: Training, storage: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {"storage": str(storage), "state_format": training.state_format}
+    transfer: dict[str, Any] = {}
     if not training.asynchronous:
-        settings["transfer"] = {"asynchronous": False}
+        transfer["asynchronous"] = False
+    if training.gradient_budget is not None:
+        transfer["gradient_bytes"] = training.gradient_budget
+    if transfer:
+        settings["transfer"] = transfer
     if training.offload_param != "none":
         settings["zero"] = {"offload_param": {"device": training.offload_param}}
     return settings

@@ -20,6 +20,7 @@ _BF16_BYTES, _FP32_BYTES, _ADAM_BYTES, _ADAM_8_BIT_BYTES = 2, 4, 8, 2
 _GATHERED_BY_FSDP = 3
 _LORA = 0.01  # part of the parameters that adapters usually have
 _FORMATS = ("fp32", "bf16", "int8")
+_GRADIENT_BUDGET = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,8 @@ def make_plan(model: ModelFigures, training: Training, resources: Resources, rat
 def cheapest(model: ModelFigures, training: Training, resources: Resources, rates: Rates) -> Plan | None:
     """Return the fastest plan that fits, or None.
 
-    It may change where the model is built and where parameters lie, and turn activation checkpoints on. Only if this is
+    It may change where the model is built and where parameters and gradients lie, and turn activation checkpoints on.
+    Only if this is
     not enough, it lets training wait for its checkpoints, which takes less storage. Then it divides the batch into
     micro-batches, uses a smaller state format, which changes results a little, and at last bf16 instead of fp32.
     Neither the tokens of a step nor the optimizer change.
@@ -201,8 +203,9 @@ def _placed(training: Training, *, on_gpu: bool) -> Iterator[Training]:
     offloads = [name for name in OFFLOADS if on_gpu or name != "cpu"]
     builds = dict.fromkeys([training.build, "configure_model"])
     checkpoints = dict.fromkeys([training.checkpointing, True])
-    for offload, build, checkpointing in product(offloads, builds, checkpoints):
-        yield replace(training, offload_param=offload, build=build, checkpointing=checkpointing)
+    budgets = dict.fromkeys([training.gradient_budget, *([] if training.compression else [_GRADIENT_BUDGET])])
+    for offload, build, checkpointing, budget in product(offloads, builds, checkpoints, budgets):
+        yield replace(training, offload_param=offload, build=build, checkpointing=checkpointing, gradient_budget=budget)
 
 
 def alternatives(model: ModelFigures, training: Training, resources: Resources) -> list[Alternative]:

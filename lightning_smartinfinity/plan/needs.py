@@ -28,8 +28,10 @@ __all__ = [
     "building_owners",
     "checkpoint_bytes",
     "held_by_update",
+    "held_gradient_bytes",
     "layout_of",
     "needs",
+    "spilled_gradient_bytes",
     "stored_bytes",
 ]
 
@@ -196,11 +198,27 @@ def held_by_update(model: ModelFigures, training: Training, *, on_gpu: bool = Fa
         ring += _staging_bytes(extents, training, limit=ring)
     elif on_gpu and training.offload_param == "none":
         ring += training.num_buffers * training.item_bytes * min(extents.tasklet_numel, extents.numel)
-    held = {"ring": ring, "gradient_arena": training.gradient_bytes * layout.numel}
+    held = {"ring": ring, "gradient_arena": held_gradient_bytes(layout, training)}
     if training.compression is None:
         return held
     payload = TopKPayload(training.compression, training.gradient_bytes)
     return held | compressed_bytes(payload, layout, error_feedback=training.keeps_residual)
+
+
+def held_gradient_bytes(layout: PartitionLayout, training: Training) -> int:
+    """Return the bytes of gradients in memory: all, or a budget and those of the tasklets in the ring."""
+    whole = training.gradient_bytes * layout.numel
+    if training.gradient_budget is None:
+        return whole
+    budget = max(training.gradient_budget, layout.least_gradient_budget(training.gradient_bytes))
+    return min(whole, budget + training.num_buffers * training.gradient_bytes * layout.extents.tasklet_numel)
+
+
+def spilled_gradient_bytes(model: ModelFigures, training: Training) -> int:
+    """Return the bytes of gradients of one process that every micro-batch writes to storage, and reads from there."""
+    if training.gradient_budget is None:
+        return 0
+    return max(0, training.gradient_bytes * layout_of(model.trained, training).numel - training.gradient_budget)
 
 
 def _staging_bytes(extents: ExtentMap, training: Training, *, limit: int) -> int:
@@ -215,6 +233,8 @@ def _disk_owners(model: ModelFigures, training: Training) -> dict[str, int]:
     owners = {"optimizer state": training.processes * layout.extents.file_bytes(0)}
     if training.offload_param == "nvme":
         owners["parameters"] = training.processes * stored_bytes(model, training)
+    if spilled_gradient_bytes(model, training):
+        owners["gradients"] = training.processes * training.gradient_bytes * layout.numel
     owners["records"] = training.processes * records
     if training.keeps_residual:
         owners["residuals"] = training.processes * residual_bytes(layout.numel)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lightning_smartinfinity.plan.gradients import Dense
 from lightning_smartinfinity.plan.hardware import Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.plan.model import ModelFigures
-from lightning_smartinfinity.plan.needs import layout_of
+from lightning_smartinfinity.plan.needs import layout_of, spilled_gradient_bytes
 from lightning_smartinfinity.plan.step import Overlap, StepTime, System, simulate_step
 from lightning_smartinfinity.plan.training import Training
 from lightning_smartinfinity.plan.workload import Workload
@@ -113,7 +113,7 @@ class Pace:
         forward: Seconds of forward.
         backward: Seconds of backward, recomputation included.
         parameters: Seconds to bring parameters to where they are used, and back.
-        gradients: Seconds to move gradients into host memory.
+        gradients: Seconds to move gradients into host memory, and those beyond their budget to storage and back.
         update: Seconds of the update.
         step: Seconds of a whole step.
         written_bytes: Bytes that a step writes to storage.
@@ -189,12 +189,17 @@ def _parts(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: boo
     recomputed = passes.recomputed_flops(checkpointing=training.checkpointing)
     # On a CPU a gradient is read in one place and written in another; each process of a GPU has a part of them.
     copied = model.trained_numel * (training.item_bytes + training.gradient_bytes)
+    spilled = training.accumulate * training.processes * spilled_gradient_bytes(model, training)
     sent = -(-model.trained_numel // training.processes) * training.item_bytes
     return {
         "forward": _seconds(count * passes.forward_flops, rates.flops),
         "backward": _seconds(count * recomputed, rates.backward_flops),
         "parameters": _parameter_seconds(model, training, rates, on_gpu=on_gpu),
-        "gradients": _seconds(count * sent, rates.to_gpu) if on_gpu else _seconds(count * copied, rates.copy),
+        "gradients": _sum(
+            _seconds(count * sent, rates.to_gpu) if on_gpu else _seconds(count * copied, rates.copy),
+            _seconds(spilled, rates.drive_write),
+            _seconds(spilled, rates.drive_read),
+        ),
     }
 
 
@@ -203,8 +208,9 @@ def written_bytes(model: ModelFigures, training: Training) -> int:
     extents = layout_of(model.trained, training).extents
     state = sum(extent.nbytes for extent in extents.extents)
     stored = training.item_bytes * extents.numel if training.offload_param == "nvme" else 0
+    spilled = training.accumulate * spilled_gradient_bytes(model, training)
     residual = residual_bytes(extents.numel) // 2 if training.keeps_residual else 0
-    return training.processes * (state + stored + residual)
+    return training.processes * (state + stored + spilled + residual)
 
 
 def _low(of: Range) -> float:
@@ -217,6 +223,11 @@ def _high(of: Range) -> float:
 
 def _seconds(amount: float, rate: Range) -> Range:
     return Range(amount / rate.high, amount / rate.low, rate.measured)
+
+
+def _sum(*parts: Range) -> Range:
+    low, high = sum(part.low for part in parts), sum(part.high for part in parts)
+    return Range(low, high, all(part.measured for part in parts if part.high))
 
 
 def _parameter_seconds(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: bool) -> Range:

@@ -47,6 +47,8 @@ class Training:
         save_top_k: Number of checkpoints that are kept.
         tokens: Tokens of the whole training; None if unknown.
         asynchronous: Whether checkpoints are saved while training goes on.
+        gradient_budget: Bytes of gradients that each process holds in memory; the others are on storage. None: all are
+            in memory.
         num_buffers: Number of ring buffers.
         places: Places of each tasklet's state on storage; 1 with ``durability="none"``.
         compression: Share of the gradients that ``TopK`` sends, with error feedback; None: they are not compressed.
@@ -68,6 +70,7 @@ class Training:
     save_top_k: int = 1
     tokens: int | None = None
     asynchronous: bool = True
+    gradient_budget: int | None = None
     num_buffers: int = 16
     places: int = 2
     compression: float | None = None
@@ -89,9 +92,12 @@ class Training:
             save_top_k=between(0, _MOST),
             tokens=optional(between(1)),
             asynchronous=FLAG,
+            gradient_budget=optional(between(0)),
             places=between(1, 2),
             compression=optional(positive(1)),
         )
+        if self.gradient_budget is not None and self.compression is not None:
+            raise ConfigError("Compressed gradients are all in memory.", "Leave out gradient_budget or compression.")
         form = STATE_FORMATS[self.state_format]
         if form.required_parameters == "bf16" and not self.precision.startswith("bf16"):
             raise ConfigError(

@@ -17,11 +17,12 @@ from lightning_smartinfinity.store.space import (
     measure_parameter_space,
     measure_residual_space,
     measure_space,
+    measure_spilled_space,
     require_space,
     shortfalls,
 )
 from lightning_smartinfinity.store.state_store import StateStore
-from lightning_smartinfinity.store.tensor_files import TensorFiles
+from lightning_smartinfinity.store.tensor_files import TensorFiles, UnnamedFiles
 from lightning_smartinfinity.store.tensor_store import StoredTensor, TensorStore
 
 __all__ = [
@@ -34,12 +35,14 @@ __all__ = [
     "StoredTensor",
     "TensorFiles",
     "TensorStore",
+    "UnnamedFiles",
     "create_store",
     "find_resumable",
     "measure_gradient_space",
     "measure_parameter_space",
     "measure_residual_space",
     "measure_space",
+    "measure_spilled_space",
     "recover_store",
     "require_space",
     "shortfalls",

@@ -37,6 +37,7 @@ __all__ = [
     "measure_parts",
     "measure_residual_space",
     "measure_space",
+    "measure_spilled_space",
     "nearest_existing",
     "overhead_bytes",
     "require_space",
@@ -48,12 +49,14 @@ _SMALL_FILES_BYTES = 64 * 1024
 _MANIFEST_BYTES_PER_PARAMETER = 512
 
 _GRADIENTS = "gradients on their way to SmartSSDs"
+_SPILLED = "gradients that are not held in memory"
 _RESIDUALS = "residuals of compressed gradients"
 _REMEDY = (
     "Free space there, spread the state over more storage folders, choose a smaller state_format, or halve the"
     " need with TransferConfig(durability='none')."
 )
 _REMEDY_OF_RESIDUALS = " TransferConfig(keep=False) keeps no residuals to resume from."
+_REMEDY_OF_SPILLED = " TransferConfig(gradient_bytes=...) as large as all gradients needs no space for them."
 _REMEDY_OF_GRADIENTS = " SmartSSDConfig(gradient_route='host') needs no space for gradients."
 
 
@@ -193,7 +196,7 @@ def require_space(requests: Iterable[SpaceRequest]) -> None:
         f" on {', '.join(map(repr, item.hosts))}, where {_readable(item.free_bytes)} are free."
         for item in missing
     )
-    remedies = {_GRADIENTS: _REMEDY_OF_GRADIENTS, _RESIDUALS: _REMEDY_OF_RESIDUALS}
+    remedies = {_GRADIENTS: _REMEDY_OF_GRADIENTS, _SPILLED: _REMEDY_OF_SPILLED, _RESIDUALS: _REMEDY_OF_RESIDUALS}
     further = "".join(words for what, words in remedies.items() if any(what in item.what for item in missing))
     raise StorageFullError(problem, "".join(map(_of_interrupted, missing)) + _REMEDY + further)
 
@@ -243,6 +246,20 @@ def measure_gradient_space(folders: Sequence[Path], *, nbytes: int) -> list[Spac
         StorageError: The free space of a folder cannot be read.
     """
     return [_request(Path(folder), needed_bytes=nbytes, what=_GRADIENTS) for folder in folders]
+
+
+def measure_spilled_space(folders: Sequence[Path], *, sizes: Iterable[int]) -> list[SpaceRequest]:
+    """Return this rank's requests for gradients that are not held in memory, without creating anything.
+
+    Args:
+        folders: Storage folders.
+        sizes: Bytes of each tasklet's gradient.
+
+    Raises:
+        StorageError: The free space of a folder cannot be read.
+    """
+    each = zip(folders, deal(sizes, len(folders)), strict=True)
+    return [_request(Path(folder), needed_bytes=nbytes, what=_SPILLED) for folder, nbytes in each]
 
 
 def leftover_bytes(path: Path) -> int:

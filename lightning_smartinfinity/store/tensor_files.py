@@ -7,19 +7,24 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import StorageError, StorageTimeoutError
-from lightning_smartinfinity.store.direct import open_state_file
+from lightning_smartinfinity.store.direct import adopt_descriptor, has_direct, open_state_file
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.store.folders import (
     PARAMETERS_NAME,
+    STATE_NAME,
     RankFolder,
     open_rank_folder,
     parameter_folder_path,
+    rank_folder_path,
     rank_of_parameters,
 )
 from lightning_smartinfinity.store.lock import is_locked
+from lightning_smartinfinity.store.os_errors import storage_errors
+from lightning_smartinfinity.store.scheduling import scheduler_of
 
-__all__ = ["TensorFiles", "are_in_use", "deal", "remove_leftovers", "whole_blocks"]
+__all__ = ["TensorFiles", "UnnamedFiles", "are_in_use", "deal", "remove_leftovers", "whole_blocks"]
 
 
 def whole_blocks(nbytes: int) -> int:
@@ -76,6 +81,45 @@ class TensorFiles:
         for folder in self._folders:
             folder.close(remove=True)
         self._folders = ()
+
+
+class UnnamedFiles:
+    """Files without a name beside a rank's state, which are gone when the process ends, however it ends.
+
+    Args:
+        folders: Storage folders, in which the rank's store is open; one file each.
+        job: ``TransferConfig.job``.
+        rank: Rank of this process.
+        direct_io: ``TransferConfig.direct_io``; the store has said already if there is no direct I/O.
+
+    Raises:
+        StorageError: A file cannot be created.
+
+    Attributes:
+        files: The file of each storage folder.
+    """
+
+    def __init__(self, folders: Sequence[Path], *, job: str, rank: int, direct_io: str) -> None:
+        opened: list[native.StateFile] = []
+        with ExitStack() as undo:
+            for folder in folders:
+                path = rank_folder_path(Path(os.path.abspath(folder)), job=job, rank=rank)
+                opened.append(_unnamed_file(path, wants_direct=direct_io != "off"))
+                undo.callback(opened[-1].close)
+            undo.pop_all()
+        self.files = tuple(opened)
+
+    def close(self) -> None:
+        """Close the files, which deletes them; idempotent."""
+        for file in self.files:
+            file.close()
+
+
+def _unnamed_file(path: Path, *, wants_direct: bool) -> native.StateFile:
+    with storage_errors("Creating a file in", path), closing(open_rank_folder(path)) as folder:
+        direct = wants_direct and has_direct(folder, STATE_NAME)
+        descriptor = folder.open_unnamed(os.O_RDWR | (os.O_DIRECT if direct else 0))
+        return adopt_descriptor(path, descriptor, direct=direct, scheduler=scheduler_of(descriptor))
 
 
 def are_in_use(folders: Sequence[Path], *, job: str, rank: int) -> bool:

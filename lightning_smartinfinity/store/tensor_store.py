@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -18,7 +17,7 @@ from lightning_smartinfinity.store.os_errors import (
     storage_error,
     storage_errors,
 )
-from lightning_smartinfinity.store.tensor_files import TensorFiles
+from lightning_smartinfinity.store.tensor_files import TensorFiles, UnnamedFiles
 
 __all__ = ["StoredTensor", "TensorStore"]
 
@@ -69,6 +68,7 @@ class TensorStore:
         io_engine: ``TransferConfig.io_engine``.
         io_timeout: ``TransferConfig.io_timeout``.
         what: Name of the tensors in messages.
+        files: How the files are made.
 
     Raises:
         ConfigError: The I/O engine is unavailable here.
@@ -86,15 +86,20 @@ class TensorStore:
         io_engine: str = "auto",
         io_timeout: float = IO_TIMEOUT,
         what: str = "Parameters",
+        files: type[TensorFiles | UnnamedFiles] = TensorFiles,
     ) -> None:
         require_io_engine(io_engine)
         self._what = what
+
+        def make() -> TensorFiles | UnnamedFiles:
+            return files(folders, job=job, rank=rank, direct_io=direct_io)
+
         self._files = unless_idle(
-            partial(TensorFiles, folders, job=job, rank=rank, direct_io=direct_io),
+            make,
             doing="Creating files in",
             path=Path(folders[0]).absolute(),
             seconds=io_timeout,
-            undo=TensorFiles.close,
+            undo=lambda made: made.close(),
         )
         if io_engine == "auto" and not all(file.direct for file in self._files.files):
             io_engine = "plain"  # the engine learns of files with each request only

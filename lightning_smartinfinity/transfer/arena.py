@@ -1,51 +1,61 @@
-"""The gradient arena: one flat host buffer in which gradients arrive."""
+"""The gradient arena: one flat tensor in which gradients arrive."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.transfer.batches import spans_of
 from lightning_smartinfinity.transfer.cuda import CudaLink, GradientCopies
+from lightning_smartinfinity.transfer.gradient_memory import GradientMemory
 from lightning_smartinfinity.transfer.layout import PartitionLayout
-from lightning_smartinfinity.transfer.tensors import Flat, HostTensor, is_native_dtype, native_dtype
+from lightning_smartinfinity.transfer.tensors import Flat, is_native_dtype, native_dtype
 
 __all__ = ["GradientArena"]
 
 # Stands for a sum of squares that is not known; a known one is never negative.
 _UNKNOWN = -1.0
 
+_Arrival = tuple[int, torch.Tensor]  # parameter index and gradient
+
 
 class GradientArena:
-    """This rank's gradients of one accumulation window, in host memory.
-
-    The memory is one mapping in huge pages that forked children do not inherit; with a link it is registered for
-    asynchronous copies (best effort).
+    """This rank's gradients of one accumulation window, in host memory or, beyond a budget of it, on storage.
 
     Args:
         layout: The partition.
         dtype: Accumulation dtype: float32, bfloat16 or float16.
         link: Link to the CUDA device that gradients come from; gradients in other memory are copied by blocking calls.
+        memory: Memory for the gradients; None: for all of them.
 
     Attributes:
+        is_lost: Whether gradients of this window are lost, since a step that used them was rolled back.
         active: bool[num_parameters]: whether each parameter's gradient arrived in this window. It changes: copy it to
             keep it.
-        buffer: The flat tensor, ``layout.numel`` elements of ``dtype``. Only read it: :meth:`sum_of_squares` does not
-            see what others write to it.
+        buffer: The flat tensor, ``layout.numel`` elements of ``dtype``. Only read it, and only what is held:
+            :meth:`sum_of_squares` does not see what others write to it.
     """
 
     def __init__(
-        self, layout: PartitionLayout, *, dtype: torch.dtype = torch.float32, link: CudaLink | None = None
+        self,
+        layout: PartitionLayout,
+        *,
+        dtype: torch.dtype = torch.float32,
+        link: CudaLink | None = None,
+        memory: GradientMemory | None = None,
     ) -> None:
         self.active: NDArray[np.bool_] = np.zeros(len(layout.parameters), np.bool_)
         self._layout = layout
-        self._copies = GradientCopies(link) if link is not None else None
-        self._memory = link.host_tensor(layout.numel, dtype) if link is not None else HostTensor(layout.numel, dtype)
+        # Memory with a budget is not registered, so that copies block: what is registered cannot be dropped.
+        self._copies = GradientCopies(link) if link is not None and memory is None else None
+        self._memory = GradientMemory(layout.numel, dtype, link=link) if memory is None else memory
+        self.is_lost = False
         self.buffer = self._memory.tensor
         # For each parameter: the address of its slice, its elements if it has no padding, and the sum of squares of
         # its gradient, if that is known.
@@ -67,7 +77,8 @@ class GradientArena:
         numel = min(gradient.numel(), self._layout.parameters[parameter].real_numel)
         self._squares[parameter] = _UNKNOWN
         if self.active[parameter]:
-            self._add(self.gradient(parameter)[:numel], gradient.detach().reshape(-1)[:numel])
+            target = self._held(parameter, changes=True)
+            self._add(target[:numel], gradient.detach().reshape(-1)[:numel])
         else:
             self.replace(parameter, gradient)
 
@@ -75,7 +86,7 @@ class GradientArena:
         """Do the same as :meth:`arrive`, but overwrite what arrived before in this window."""
         numel = min(gradient.numel(), self._layout.parameters[parameter].real_numel)
         gradient = gradient.detach().reshape(-1)[:numel]
-        target = self.gradient(parameter)
+        target = self._held(parameter, changes=True)
         target[numel:].zero_()
         self._write(target[:numel], gradient)
         self._squares[parameter] = _UNKNOWN
@@ -95,7 +106,7 @@ class GradientArena:
                 arriving.setdefault(gradient.dtype, []).append((parameter, gradient))
             else:
                 self.arrive(parameter, gradient)
-        for dtype, pairs in arriving.items():
+        for dtype, pairs in self._held_together(arriving):
             indices = [parameter for parameter, _ in pairs]
             adds = self.active[indices].tolist()
             if any(adds):
@@ -123,9 +134,26 @@ class GradientArena:
             gradients.clamp_(-limit, limit)
 
     def reset(self) -> None:
-        """End the window: no parameter is active any more. The memory keeps its content."""
+        """End the window: no parameter is active any more. The step in flight keeps its gradients."""
         self.synchronize()
         self.active[:] = False
+        self._memory.reset()
+        self.is_lost = False
+
+    def step_rolled_back(self) -> None:
+        """Record that the step in flight was rolled back. Gradients that it gave up as it used them are lost."""
+        if self._memory.step_rolled_back():
+            self.reset()
+            self.is_lost = True
+
+    def backward_begins(self, *, gives_up: bool) -> None:
+        """Record that a backward begins: if all gradients before it were lost, a window begins with it.
+
+        Args:
+            gives_up: Whether the update gives gradients up as it uses them, so that few have to go to storage.
+        """
+        self.is_lost = self.is_lost and bool(self.active.any())
+        self._memory.spills_ahead = not gives_up
 
     def synchronize(self) -> None:
         """Wait for copies from CUDA. Methods that read the memory or return its address call this first."""
@@ -141,8 +169,8 @@ class GradientArena:
         self.synchronize()
         dtype = native_dtype(self.buffer.dtype)
         for parameter in np.flatnonzero(self.active & (self._squares == _UNKNOWN)).tolist():
-            numel = self._layout.parameters[parameter].numel
-            self._squares[parameter] = native.sum_of_squares(self._addresses[parameter], numel, dtype)
+            gradient = self._held(parameter, changes=False)
+            self._squares[parameter] = native.sum_of_squares(gradient.data_ptr(), gradient.numel(), dtype)
         return math.fsum(self._squares[self.active].tolist())
 
     def view(self, sub_group: int) -> torch.Tensor:
@@ -152,12 +180,33 @@ class GradientArena:
         return self.buffer[where.offset : where.offset + where.numel]
 
     def gradient(self, parameter: int) -> torch.Tensor:
-        """Return the gradient slice of one parameter, padding included; its values are valid only while it is active.
+        """Return the gradient slice of one parameter, padding included, to be read before the next call of any method.
 
-        Copies from CUDA may be in flight.
+        Its values are valid only while the parameter is active. Copies from CUDA may be in flight.
         """
-        where = self._layout.parameters[parameter]
-        return self.buffer[where.offset : where.offset + where.numel]
+        return self._held(parameter, changes=False)
+
+    def of_step(self, tasklet: int, last_use: bool) -> native.GradientWindow | None:
+        """Return what the update of a tasklet needs to know of its gradient; None: it stays in memory.
+
+        Args:
+            tasklet: Index of the tasklet, whose gradient is complete.
+            last_use: Whether nobody needs the gradient after the update.
+        """
+        return self._memory.of_step(tasklet, last_use=last_use)
+
+    def take_failure(self) -> SmartInfinityError | None:
+        """Return why gradients could not be spilled to storage or read from it, if so, and forget it."""
+        return self._memory.take_failure()
+
+    def counters(self) -> native.Counters | None:
+        """Return the cumulative counters of gradients on storage; None: all are in memory."""
+        return self._memory.counters()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory that the gradients may take."""
+        return self.buffer.nbytes if self._memory.budget_bytes is None else self._memory.budget_bytes
 
     def flats(self) -> list[Flat]:
         """Return the memory of each sub-group's gradients, for :class:`StepPlan`."""
@@ -173,11 +222,32 @@ class GradientArena:
         finally:
             self._memory.close()
 
-    def _active_gradients(self) -> list[torch.Tensor]:
-        """Return this window's gradients, with neighbours in one sub-group joined; their padding is zero."""
+    def _held(self, parameter: int, *, changes: bool) -> torch.Tensor:
+        begin, end = self._range_of(parameter)
+        self._memory.hold([(begin, end)], changes=changes)
+        return self.buffer[begin:end]
+
+    def _range_of(self, parameter: int) -> tuple[int, int]:
+        where = self._layout.parameters[parameter]
+        return where.offset, where.offset + where.numel
+
+    def _held_together(
+        self, arriving: Mapping[torch.dtype, Sequence[_Arrival]]
+    ) -> Iterator[tuple[torch.dtype, Sequence[_Arrival]]]:
+        """Yield what arrives in groups whose memory is held: all of a dtype, or as much as the budget permits."""
+        for dtype, pairs in arriving.items():
+            for group in self._memory.groups([self._range_of(parameter) for parameter, _ in pairs]):
+                chosen = [pairs[index] for index in group]
+                self._memory.hold([self._range_of(parameter) for parameter, _ in chosen], changes=True)
+                yield dtype, chosen
+
+    def _active_gradients(self) -> Iterator[torch.Tensor]:
+        """Yield this window's gradients, with neighbours in one sub-group joined; their padding is zero."""
         self.synchronize()
-        spans = spans_of(self._layout, self.active.astype(np.int64))
-        return [self.buffer[begin:end] for begin, end, is_active in spans if is_active]
+        for begin, end, is_active in spans_of(self._layout, self.active.astype(np.int64)):
+            for first, last in self._memory.cut(begin, end) if is_active else ():
+                self._memory.hold([(first, last)], changes=True)
+                yield self.buffer[first:last]
 
     def _write(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
         if self._copies is not None and self._copies.takes(gradient):

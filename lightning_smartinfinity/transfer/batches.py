@@ -140,6 +140,7 @@ class Places(NamedTuple):
         *,
         master_in_parameter: bool = False,
         compression: Compression = Compression(),  # noqa: B008  it is immutable
+        gradient: native.GradientWindow | None = None,
     ) -> native.Tasklet:
         """Return one tasklet of a batch, read at its current place and written to its next place."""
         extents, where = layout.extents, layout.tasklets[index]
@@ -162,6 +163,7 @@ class Places(NamedTuple):
             payload_bytes=compression.payload_bytes,
             residual=compression.residual,
             padding=compression.padding,
+            gradient=gradient,
         )
 
 

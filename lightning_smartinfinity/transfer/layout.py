@@ -30,6 +30,9 @@ __all__ = [
 ]
 
 
+_LEAST_GRADIENT_BYTES = 2  # of an element
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterSlice:
     """This rank's slice of one parameter.
@@ -233,6 +236,16 @@ class PartitionLayout:
         """Return the sub-group that holds element ``offset`` of the flat partition."""
         return self.sub_groups[bisect_right(self._sub_group_offsets, offset) - 1]
 
+    def least_gradient_budget(self, itemsize: int) -> int:
+        """Return the least bytes of gradients to hold: those of any parameter's tasklets, and of two more.
+
+        Args:
+            itemsize: Bytes of a gradient's element.
+        """
+        most = max((len(self.tasklets_of(slice(i, i + 1))) for i in range(len(self.parameters))), default=0)
+        window = min(self.extents.tasklet_numel, self.numel) * itemsize
+        return (most + 2) * -(-window // BLOCK_BYTES) * BLOCK_BYTES
+
     @cached_property
     def _parameter_offsets(self) -> list[int]:
         return [parameter.offset for parameter in self.parameters]
@@ -357,14 +370,16 @@ def _borders(parameters: Sequence[ParameterSlice], numel: int) -> tuple[int, ...
 def _tasklet_numel(tasklet_bytes: int, num_arrays: int, state_format: str, borders: Sequence[int]) -> int:
     """Return how many elements a tasklet gets so that its extent fits anywhere: small parameters add blocks."""
     form = STATE_FORMATS[state_format]
+    granule = max(form.granule, BLOCK_BYTES // _LEAST_GRADIENT_BYTES)  # so that gradients are whole blocks, too
+    assert granule % form.granule == 0
 
     def largest_extent(numel: int) -> int:
         crowd = max(Counter(border // numel for border in borders).values(), default=0) if form.has_blocks else 0
         return extent_bytes(numel, num_arrays, state_format=state_format, num_borders=crowd)
 
     item_bytes = sum(form.item_bytes(num_arrays))
-    granules = (tasklet_bytes - BLOCK_BYTES) // (item_bytes * form.granule)
-    while granules > 1 and (nbytes := largest_extent(granules * form.granule)) > tasklet_bytes:
+    granules = (tasklet_bytes - BLOCK_BYTES) // (item_bytes * granule)
+    while granules > 1 and (nbytes := largest_extent(granules * granule)) > tasklet_bytes:
         granules = max(1, min(granules - 1, granules * tasklet_bytes // nbytes))
     assert granules >= 1, f"tasklet_bytes={tasklet_bytes} holds no tasklet of {num_arrays} arrays"
-    return granules * form.granule
+    return granules * granule

@@ -33,10 +33,12 @@ class Step:
         plan: The step's plan; hyperparameters and ``active`` are read here, once.
         staging: Returns the buffer for parameters that travel through host memory of ours.
         incremental: Whether the step is incremental; then parameters are in host memory.
+        is_certain: Whether an incremental step is certain to be taken as it begins, so that gradients are given up.
 
     Attributes:
         is_complete: Whether all of the step's tasklets are known; only then it can be committed.
         batches: Makes the batches for the device.
+        difference: How the plan of :meth:`complete` differed from the first one, if it did.
         failure: The error that ended the step; None means there is none so far.
 
     Raises:
@@ -53,6 +55,7 @@ class Step:
         plan: StepPlan,
         staging: StagingMaker,
         incremental: bool = False,
+        is_certain: bool = False,
     ) -> None:
         self._layout = layout
         self._store = store
@@ -70,10 +73,12 @@ class Step:
             plan,
             self._updates_of(plan),
             master_dtype=self._layout.extents.format.parameter_dtype if device.updates_from_parameters else None,
+            is_final=is_certain or not incremental,
         )
         self._tasklets = [] if incremental else self._all_tasklets(plan)
         self._submission = plan.outputs.submission(self._assignment(self.batches.update), staging)
         self.failure: SmartInfinityError | None = None
+        self.difference: str | None = None
         # An interrupt while tasklets are being submitted leaves this False.
         self._is_submitted = incremental
 
@@ -138,9 +143,11 @@ class Step:
             return False
         updates = self._updates_of(plan)
         begun = set(self._tasklets)
-        if not updates.agrees(self.batches.updates, self._layout.parameters_in(begun)):
+        self.difference = self.batches.updates.difference_to(updates, self._layout.parameters_in(begun))
+        if self.difference is not None:
             return False
         self.batches.choose(updates)
+        self.batches.is_final = True
         self._is_submitted = False
         self.is_complete = True
         tasklets = self._all_tasklets(plan)

@@ -32,9 +32,11 @@ class StepBatches:
         plan: The step's plan.
         updates: The scalars with which each parameter is updated.
         master_dtype: Dtype of parameters that serve as the masters, or as half of them; None means none do.
+        is_final: Whether the step is certain to be taken, so that nobody needs gradients after their update.
 
     Attributes:
         updates: The scalars with which each parameter is updated.
+        is_final: As above, for the batches that are made from now on.
         pieces: The partition cut by them; the key of a piece is its parameters' index into ``updates.steps``.
     """
 
@@ -49,6 +51,7 @@ class StepBatches:
         updates: Updates,
         *,
         master_dtype: native.DType | None,
+        is_final: bool,
     ) -> None:
         self._layout = layout
         self._places = places
@@ -56,6 +59,8 @@ class StepBatches:
         self._compressed = plan.compressed
         self._loss_scale = plan.loss_scale
         self._master_dtype = master_dtype
+        self._window = plan.window
+        self.is_final = is_final
         # By tasklet index: after an interrupt, the same batch may be made a second time.
         self._sent: dict[int, native.Tasklet] = {}
         self.choose(updates)
@@ -100,6 +105,7 @@ class StepBatches:
                 segments,
                 master_in_parameter=master_in_parameter,
                 compression=Compression() if compressed is None else compressed.of(index),
+                gradient=None if self._window is None else self._window(index, self.is_final),
             )
             for index, segments in segments_of(self._layout, self.pieces, tasklets, segment=segment)
         ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.partitions import ParameterMemory
 from lightning_smartinfinity.transfer.tensors import Flat
@@ -30,6 +31,8 @@ class StepPlan:
         gradient_scale: Factor on every gradient before the update: one over the combined loss and clipping scale.
         compressed: Memory for compressed gradients; None means no compression.
         loss_scale: Loss scale of the gradients; the residual is unscaled.
+        window: Returns what the update of a tasklet needs to know of its gradient, given its index and whether nobody
+            needs the gradient afterwards; None: all gradients stay in memory.
         first_uses: int64[num_parameters]: tasklets start in the order of the smallest of these numbers among their
             parameters; None means partition order. It changes no result.
     """
@@ -41,4 +44,5 @@ class StepPlan:
     gradient_scale: float = 1.0
     compressed: CompressedGradients | None = None
     loss_scale: float = 1.0
+    window: Callable[[int, bool], native.GradientWindow | None] | None = None
     first_uses: NDArray[np.int64] | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,16 @@ from lightning_smartinfinity.transfer.rules import UpdateRule
 __all__ = ["Updates", "array_batch", "choose_updates", "read_back_batch", "start_batch"]
 
 
+Origin = tuple[Any, int, float]  # hyperparameters, step, gradient scale
+
+
 class Updates:
     """The scalars with which one step updates each parameter.
 
     Args:
         keys: int64[num_parameters]: an index into ``steps``, or -1 if the parameter is not updated.
         steps: The distinct scalars.
-        origins: Hyperparameters, step and gradient scale from which each of ``steps`` was computed.
+        origins: Hyperparameters (a dataclass), step and gradient scale from which each of ``steps`` was computed.
         counts: Number of updates that a parameter has had after each of ``steps``.
     """
 
@@ -32,7 +36,7 @@ class Updates:
         keys: NDArray[np.int64],
         steps: list[UpdateStep],
         *,
-        origins: Sequence[Hashable],
+        origins: Sequence[Origin],
         counts: Sequence[int],
     ) -> None:
         self.keys = keys
@@ -44,13 +48,26 @@ class Updates:
         """Return int64[num_parameters]: updates of each parameter after the step, given those before it."""
         return np.where(self.keys >= 0, np.append(np.asarray(self._counts, np.int64), 0)[self.keys], counts)
 
-    def agrees(self, other: Updates, parameters: NDArray[np.int64]) -> bool:
-        """Return whether both update these parameters (indices), with scalars computed from the same values."""
+    def difference_to(self, other: Updates, parameters: NDArray[np.int64]) -> str | None:
+        """Return what differs between both updates of these parameters (indices); None: both compute the same bits."""
         # Even with many thousand parameters, only a few distinct pairs of keys occur.
         pairs = np.unique(np.stack([self.keys[parameters], other.keys[parameters]], axis=1), axis=0)
-        return all(
-            ours >= 0 and theirs >= 0 and self.origins[ours] == other.origins[theirs] for ours, theirs in pairs.tolist()
-        )
+        for ours, theirs in pairs.tolist():
+            if ours < 0 or theirs < 0:
+                return "a parameter has no gradient"
+            if self.origins[ours] != other.origins[theirs]:
+                return _difference(self.origins[ours], other.origins[theirs])
+        return None
+
+
+def _difference(ours: Origin, theirs: Origin) -> str:
+    settings = zip(asdict(ours[0]).items(), asdict(theirs[0]).values(), strict=True)
+    changed = [f"{name} was {value!r} and is {new!r}" for (name, value), new in settings if value != new]
+    if ours[1] != theirs[1]:
+        changed.append(f"the number of the step was {ours[1]} and is {theirs[1]}")
+    if ours[2] != theirs[2]:
+        changed.append(f"gradients were to be multiplied by {ours[2]:g}, and now by {theirs[2]:g}, as clipping does")
+    return ", ".join(changed)
 
 
 def choose_updates(

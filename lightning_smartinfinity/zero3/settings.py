@@ -25,6 +25,7 @@ class OffloadSettings(StrategySettings):
         gradient_itemsize: Bytes of a gradient's element; until the arena's dtype is known, the largest possible number.
         parameter_itemsize: Bytes of a parameter's element, likewise.
         feed_back_threads: Number of threads that put what compression did not send into the residual.
+        gradient_budget: Bytes of gradients to hold in memory, the others being on storage; None: all.
         resumes: Whether the training resumes from the state that an interrupted one has left on storage.
         records: Whether training records are written without a call of the user's.
     """
@@ -34,6 +35,7 @@ class OffloadSettings(StrategySettings):
     gradient_itemsize: int = 4
     parameter_itemsize: int = 4
     feed_back_threads: int = 1
+    gradient_budget: int | None = None
     resumes: bool = False
     records: bool = False
 

@@ -24,18 +24,21 @@ from lightning_smartinfinity.devices.smartssd import (
     kernel_of,
     ring_within,
 )
-from lightning_smartinfinity.errors import SmartInfinityError, StorageError
+from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, StorageError
 from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.store import (
     ExtentMap,
     SpaceRequest,
     StateStore,
     StoreDescription,
+    TensorStore,
+    UnnamedFiles,
     create_store,
     measure_gradient_space,
     measure_parameter_space,
     measure_residual_space,
     measure_space,
+    measure_spilled_space,
     require_space,
 )
 from lightning_smartinfinity.store.in_time import io_limit, unless_idle
@@ -59,7 +62,7 @@ from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSet
 from lightning_smartinfinity.zero3.succession import Predecessor, fill_successor, find_predecessor, make_way, plan_way
 from lightning_smartinfinity.zero3.untyped import ParamGroup
 
-__all__ = ["open_storage", "require_parameter_space", "with_cache"]
+__all__ = ["gradient_store", "open_storage", "require_parameter_space", "with_cache", "with_gradient_budget"]
 
 _MOST_ITEM_BYTES = 4  # largest size of a gradient's element
 
@@ -133,6 +136,10 @@ def _reopen_storage(
     group: ProcessGroup | None,
 ) -> TransferHandler:
     """Open the store of an interrupted training at the newest record that all ranks have. Collective."""
+    requests: list[SpaceRequest] = []
+    with raising_together(group), io_limit(settings.transfer.io_timeout):
+        requests = _gradient_space(settings, layout.extents)
+    require_space(_of_all_ranks(requests, group))
     put_together(settings, group)
     predecessor = find_predecessor(settings, description, group)
     if predecessor is not None:
@@ -205,6 +212,69 @@ def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: Proces
     return with_residents(layout, nbytes=nbytes, written_through=transfer.writes_through)
 
 
+def with_gradient_budget(
+    settings: OffloadSettings, layout: PartitionLayout, *, itemsize: int, group: ProcessGroup | None
+) -> OffloadSettings:
+    """Return the settings with the bytes of gradients that ``gradient_bytes`` lets be in memory. Collective.
+
+    Raises:
+        ConfigError: They are too few, or something else needs all gradients in memory; raised on every rank.
+    """
+    wanted, nbytes = settings.transfer.gradient_bytes, layout.numel * itemsize
+    if isinstance(wanted, str):
+        ring = settings.transfer.num_buffers * settings.tasklet_bytes
+        own = measure_memory(reserved=ring)
+        free = share_of_memory(gather(own, group), own)
+        if not any(gather(nbytes > free, group)) or _needs_all_gradients(settings) is not None:
+            return settings
+        return replace(settings, gradient_budget=max(free // 2, layout.least_gradient_budget(itemsize)))
+    if not any(gather(wanted < nbytes, group)):
+        return settings
+    with raising_together(group):
+        _require_budget(settings, wanted, least=layout.least_gradient_budget(itemsize))
+    return replace(settings, gradient_budget=wanted)
+
+
+def _needs_all_gradients(settings: OffloadSettings) -> str | None:
+    """Return what needs all gradients in memory, or None."""
+    if settings.cards is not None:
+        return "SmartSSDs take gradients from host memory"
+    if settings.compression is not None:
+        return f"compression={settings.compression!r} reads all gradients again"
+    return None
+
+
+def _require_budget(settings: OffloadSettings, wanted: int, *, least: int) -> None:
+    setting = f"TransferConfig(gradient_bytes={wanted})"
+    reason = _needs_all_gradients(settings)
+    if reason is not None:
+        raise ConfigError(f"{setting} cannot be kept: {reason}.", "Leave it out.")
+    if wanted < least:
+        raise ConfigError(
+            f"{setting} is too little for this model: the gradient of its largest parameter needs {least} bytes.",
+            f"Pass at least {least}.",
+        )
+
+
+def gradient_store(settings: OffloadSettings, *, rank: int) -> TensorStore:
+    """Return a store for gradients beside a rank's open state.
+
+    Raises:
+        StorageError: A file cannot be created.
+    """
+    transfer = settings.transfer
+    return TensorStore(
+        settings.storage,
+        job=transfer.job,
+        rank=rank,
+        direct_io=transfer.file_access,
+        io_engine=transfer.io_engine,
+        io_timeout=transfer.io_timeout,
+        what="Gradients",
+        files=UnnamedFiles,
+    )
+
+
 def _device(settings: OffloadSettings, layout: PartitionLayout, rule: UpdateRule) -> StorageDevice:
     transfer, cards = settings.transfer, settings.cards
     if cards is None:
@@ -233,8 +303,11 @@ def _ring(settings: OffloadSettings, extents: ExtentMap) -> CardRing:
 
 
 def _gradient_space(settings: OffloadSettings, extents: ExtentMap) -> list[SpaceRequest]:
-    """Return the space for the file on each card's SSD that gradients pass through; none if they do not."""
+    """Return the space for gradients on storage: what is beyond their budget, or what passes through cards' files."""
     cards, largest = settings.cards, max((extent.nbytes for extent in extents.extents), default=0)
+    if settings.gradient_budget is not None:
+        sizes = [extent.numel * settings.gradient_itemsize for extent in extents.extents]
+        return measure_spilled_space(settings.storage, sizes=sizes)
     if cards is None:
         return []
     nbytes = gradient_file_bytes(cards, ring_within(cards, _ring(settings, extents), extent_bytes=largest))

@@ -24,6 +24,7 @@ from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, Unsu
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
+from lightning_smartinfinity.transfer.gradient_memory import GradientWindows
 from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layout
 from lightning_smartinfinity.transfer.partitions import ParameterMemory
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
@@ -38,9 +39,9 @@ from lightning_smartinfinity.zero3.step.gradient_path import GradientPath
 from lightning_smartinfinity.zero3.step.outside_writes import OutsideWrites
 from lightning_smartinfinity.zero3.step.overlap_choice import OverlapChoice
 from lightning_smartinfinity.zero3.step.rank_state import RankState, warn_of_rolled_back_step
-from lightning_smartinfinity.zero3.step.speculation import Speculation
+from lightning_smartinfinity.zero3.step.speculation import Speculation, gradients_given_up
 from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight
-from lightning_smartinfinity.zero3.storage import open_storage, with_cache
+from lightning_smartinfinity.zero3.storage import gradient_store, open_storage, with_cache, with_gradient_budget
 from lightning_smartinfinity.zero3.untyped import ParamGroup, ZeroParameter
 from lightning_smartinfinity.zero3.validation import find_ignored
 
@@ -63,6 +64,8 @@ class StorageOptimizer(GradientPath):
         save_id: Id of the checkpoint last saved or loaded, which all files of one save carry.
         saves_weights_only: Whether the checkpoint being saved omits the moments.
         step_follows: Whether the next backward is the last of its window, as far as its caller knows.
+        step_is_certain: Whether nothing but the step follows that backward: no clipping, and no code of the user's that
+            could read or change gradients or hyperparameters.
         update: The update of the step in flight.
         speculation: The speculative update, which backward begins before the step does.
         outside_writes: Brings what is written to parameters outside of steps into the masters.
@@ -77,7 +80,7 @@ class StorageOptimizer(GradientPath):
         self.save_id: str | None = None
         self.saves_weights_only = False
         self._frozen: list[ZeroParameter] = []
-        self.step_follows = False
+        self.step_follows = self.step_is_certain = False
         rank_state = RankState(keep=offload.transfer.keep)
         try:
             super().__init__(*args, rank_state=rank_state, **kwargs)
@@ -124,9 +127,10 @@ class StorageOptimizer(GradientPath):
         layout = with_cache(layout, self._offload, self.dp_process_group)
         partition = Partition(self, layout)
         partition.zero_padding()
-        link = link_to(torch.device(get_accelerator().current_device_name()))
-        self.rank_state.hold_arena(partition, GradientArena(layout, dtype=self.gradient_accumulation_dtype, link=link))
-        self.rank_state.compressed = self._compressed(layout, link)
+        self.rank_state.hold_partition(partition)
+        self._offload = with_gradient_budget(
+            self._offload, layout, itemsize=self.gradient_accumulation_dtype.itemsize, group=self.dp_process_group
+        )
         handler = open_storage(
             self._offload,
             layout,
@@ -139,9 +143,28 @@ class StorageOptimizer(GradientPath):
             group=self.dp_process_group,
         )
         self.rank_state.hold_handler(handler)
+        link = link_to(torch.device(get_accelerator().current_device_name()))
+        with raising_together(self.dp_process_group):
+            memory = self._gradient_memory(layout)
+        dtype = self.gradient_accumulation_dtype
+        self.rank_state.hold_arena(GradientArena(layout, dtype=dtype, link=link, memory=memory))
+        self.rank_state.compressed = self._compressed(layout, link)
         if self._offload.resumes:
             self.rank_state.keeping.resumable = True
             self._read_parameters()
+
+    def _gradient_memory(self, layout: PartitionLayout) -> GradientWindows | None:
+        """Return memory with a budget for gradients; None if all may be in memory."""
+        budget = self._offload.gradient_budget
+        if budget is None:
+            return None
+        return GradientWindows(
+            layout,
+            self.gradient_accumulation_dtype,
+            budget_bytes=budget,
+            store=gradient_store(self._offload, rank=dist.get_rank(self.dp_process_group)),
+            await_use=lambda tasklet: self.update.await_gradients(layout.parameters_in([tasklet]).tolist()),
+        )
 
     def _read_parameters(self) -> None:
         """Set all parameters to their masters on storage. Collective."""
@@ -212,8 +235,10 @@ class StorageOptimizer(GradientPath):
             )
         self.overlap.step_begins(time.monotonic(), sum_over_ranks=self._sum_over_ranks)
         self._choose_kept_gathered()
-        refused = self.rank_state.background.take_failure() or find_ignored(
-            list(self.partition.params()), self._frozen, names=self.param_names
+        refused = (
+            self.rank_state.background.take_failure()
+            or self._failure_of_gradients()
+            or find_ignored(list(self.partition.params()), self._frozen, names=self.param_names)
         )
         self._pre_step()
         self.retained.release()
@@ -238,6 +263,11 @@ class StorageOptimizer(GradientPath):
         # torch's schedulers warn unless the optimizer they wrap has stepped; its step() never runs here.
         self.optimizer._opt_called = True
         self._post_step(set())
+
+    def _failure_of_gradients(self) -> SmartInfinityError | None:
+        if self.arena.is_lost:
+            return gradients_given_up("a parameter was used or changed, or the step before failed,")
+        return self.arena.take_failure()
 
     def _choose_kept_gathered(self) -> None:
         # At the end of a step the base class gathers the small parameters of the whole model. If the update runs beside
@@ -271,6 +301,7 @@ class StorageOptimizer(GradientPath):
         return StepPlan(
             active=active,
             gradients=self.arena.flats(),
+            window=None if self._offload.gradient_budget is None else self.arena.of_step,
             outputs=self._outputs(),
             groups=self.optimizer.param_groups,
             gradient_scale=1.0 / (loss_scale * clip_factor),
@@ -318,9 +349,11 @@ class StorageOptimizer(GradientPath):
         follows, self.step_follows = self.step_follows, False
         if follows and not retain_graph and self.overlap.mode == "backward":
             everything = np.ones(len(self.partition.layout.parameters), np.bool_)
-            self.update.begin_speculatively(self._plan(active=everything, loss_scale=float(self.loss_scale)))
+            plan = self._plan(active=everything, loss_scale=float(self.loss_scale))
+            self.update.begin_speculatively(plan, binds=self.step_is_certain and plan.window is not None)
         else:
             self.speculation.discard()
+        self.arena.backward_begins(gives_up=self.speculation.binds)
 
     def _drain_for_residual(self) -> None:
         # The residual is computed from the gradients of the step in flight, which the next ones are about to replace.

@@ -139,7 +139,7 @@ class Recorder(pl.Callback):
         }
 
 
-def train(run: Run) -> tuple[LitTiny, pl.Trainer, Recorder]:
+def train(run: Run, *callbacks: pl.Callback) -> tuple[LitTiny, pl.Trainer, Recorder]:
     """Train in this process and in those that Lightning launches."""
     from lightning_smartinfinity import SmartInfinityStrategy, TopK, TransferConfig
 
@@ -161,7 +161,7 @@ def train(run: Run) -> tuple[LitTiny, pl.Trainer, Recorder]:
         deterministic=run.deterministic,
         accumulate_grad_batches=recipe.accumulate,
         gradient_clip_val=recipe.clip,
-        callbacks=[recorder],
+        callbacks=[recorder, *callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

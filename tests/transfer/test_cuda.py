@@ -91,7 +91,7 @@ def test_fp32_parameters_on_the_device_are_the_masters(
     run = start(Case(dtype=dtype, shapes=((20_480, 0, 0, 0),)))
     before = run.handler.traffic()
     run.step(1)
-    blocks = 4 * 4096
+    blocks = 5 * 4096
     assert run.handler.traffic().shared_read_bytes - before.shared_read_bytes == read_bytes * 20_480 + blocks
     run.partition[0][:] = 3.0
     run.handler.begin_step(run.collect(2))
@@ -381,7 +381,7 @@ def test_memory_is_bounded(start: Callable[[Case], CudaRun]) -> None:
     """Each buffer of the ring has one slot, as large as a tasklet's parameters."""
     run = start(Case(num_buffers=4, dtype=torch.bfloat16))
     tasklet_numel = run.layout.extents.tasklet_numel
-    slots = run.handler.ring_bytes - 4 * 64 * 1024
+    slots = run.handler.ring_bytes - 4 * run.layout.extents.place_bytes
     assert 4 * 2 * tasklet_numel <= slots < 4 * (2 * tasklet_numel + 4096)
 
 

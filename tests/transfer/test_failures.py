@@ -304,7 +304,7 @@ def test_one_place_cannot_roll_back_what_it_committed(tmp_path: Path) -> None:
             run.handler.roll_back()
 
 
-@pytest.mark.parametrize("offset_in_extent", [100, 20_480 + 9, 40_960 + 4_000, 61_440 + 4_095])
+@pytest.mark.parametrize("offset_in_extent", [100, 16_384 + 9, 32_768 + 4_000, 49_152 + 4_095])
 def test_flipped_bit_is_found(tmp_path: Path, offset_in_extent: int, attack: Attack) -> None:
     """A flipped bit of master, exp_avg, exp_avg_sq or trailer is reported with path and remedy."""
     attack("bit flip in state on storage", tries=1, outcome="StorageCorruptError with path and offset")

@@ -76,7 +76,7 @@ def test_gradients_of_16_bits(tmp_path: Path, gradient_dtype: torch.dtype) -> No
 def test_traffic_of_fp32_and_16_bit_steps(tmp_path: Path) -> None:
     """A 32-true step reads 8 and writes 12 bytes per parameter. A 16-bit step reads and writes 12."""
     shapes = ((20_480, 0, 0, 0),)
-    blocks = 4 * 4096
+    blocks = 5 * 4096
     for dtype, read_bytes in ((torch.float32, 8), (torch.bfloat16, 12)):
         with running(tmp_path / str(dtype), Case(dtype=dtype, shapes=shapes)) as run:
             before = run.handler.traffic()
@@ -91,13 +91,13 @@ def test_traffic_of_fp32_and_16_bit_steps(tmp_path: Path) -> None:
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """The ring holds num_buffers extents, and staging takes at most as much again."""
     with running(tmp_path, Case(staged=True, num_buffers=4, dtype=torch.bfloat16)) as run:
-        assert run.device.ring_bytes == 4 * 64 * 1024
+        assert run.device.ring_bytes == 4 * run.layout.extents.place_bytes <= 4 * 64 * 1024
         assert run.device.ring_bytes < run.handler.ring_bytes <= 2 * run.device.ring_bytes
 
 
 def test_tasklets_without_gradient_stay_where_they_are(tmp_path: Path) -> None:
     """A tasklet without an active parameter keeps its place and its generation."""
-    shapes = ((10_240, 0, 0, 0), (5_120, 0, 0, 0), (10_240, 0, 0, 0))
+    shapes = ((8_192, 0, 0, 0), (4_096, 0, 0, 0), (8_192, 0, 0, 0))
     with running(tmp_path, Case(shapes=shapes)) as run:
         run.step(2)  # the second parameter has no gradient
         assert run.store.placement.positions.tolist() == [5, 6, 2, 8, 9]

@@ -138,7 +138,7 @@ def test_full_disk_when_tasklets_are_to_move(tmp_path: Path, monkeypatch: pytest
         wander(run)
         length = run.handler.storage_bytes
         run.steps(range(3))
-        assert run.handler.storage_bytes == length == 2 * 6 * run.layout.extents.place_bytes
+        assert run.handler.storage_bytes == length == 2 * 7 * run.layout.extents.place_bytes
         assert_equal(run.state(), expected)
 
 

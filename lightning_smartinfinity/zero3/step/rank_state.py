@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed import ProcessGroup
@@ -107,9 +107,13 @@ class RankState:
         self._records_ended = False
         self.background = BackgroundJobs()
 
-    def hold_arena(self, partition: Partition, arena: GradientArena) -> None:
-        """Adopt the partition and its arena."""
-        self._partition, self._arena = partition, arena
+    def hold_partition(self, partition: Partition) -> None:
+        """Adopt the partition."""
+        self._partition = partition
+
+    def hold_arena(self, arena: GradientArena) -> None:
+        """Adopt the arena of the partition's gradients."""
+        self._arena = arena
 
     def hold_handler(self, handler: TransferHandler) -> None:
         """Adopt an open, initialized handler."""
@@ -212,6 +216,8 @@ class RankState:
             handler.roll_back()
         except SmartInfinityError as second:
             self._unusable_reason = f"a failed step could not be rolled back. {second}"
+        if self._arena is not None:
+            self._arena.step_rolled_back()
 
     @property
     def residual(self) -> torch.Tensor | None:
@@ -231,8 +237,7 @@ class RankState:
         """Host memory held by the update, by purpose, in bytes; empty once closed."""
         if self._arena is None or self._handler is None:
             return {}
-        buffer = self._arena.buffer
-        held = {"ring": self._handler.ring_bytes, "gradient_arena": buffer.numel() * buffer.element_size()}
+        held = {"ring": self._handler.ring_bytes, "gradient_arena": self._arena.memory_bytes}
         if self.compressed is not None:
             held["payloads"] = self.compressed.payload_bytes
             if self.compressed.residual_bytes:
@@ -242,7 +247,11 @@ class RankState:
 
     def traffic(self) -> Traffic:
         """Return the counters since the storage was opened; zero once it is closed."""
-        return self._handler.traffic() if self._handler is not None else Traffic()
+        if self._handler is None:
+            return Traffic()
+        counters = None if self._arena is None else self._arena.counters()
+        traffic = self._handler.traffic()
+        return traffic if counters is None else traffic + replace(Traffic.over_shared_channel(counters), folders=())
 
     def close(self, *, since: str = "") -> None:
         """Close the handler and the arena, and remove the state on storage unless it stays. Idempotent.

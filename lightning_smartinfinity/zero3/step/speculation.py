@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping
 
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from lightning_smartinfinity.errors import ConfigError, SmartInfinityError
+from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.transfer.step_plan import StepPlan
 from lightning_smartinfinity.zero3.step.rank_state import RankState
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
-__all__ = ["Hysteresis", "Speculation"]
+__all__ = ["Hysteresis", "Speculation", "gradients_given_up"]
 
 
 class Hysteresis:
@@ -66,6 +66,9 @@ class Hysteresis:
             self._windows_left, self._pause = self._pause, min(2 * self._pause, self._longest_pause)
 
 
+_RELIABLE = 2  # updates in a row that were adopted, after which a binding one may begin
+
+
 class Speculation:
     """The speculative update of a rank, from backward to the step.
 
@@ -84,7 +87,10 @@ class Speculation:
         self._complete: set[int] = set()
         # For each tasklet, the number of its parameters that are not complete.
         self._missing: list[int] = []
+        self._binds = False
+        self._num_in_a_row = 0
         self.num_adopted = 0
+        self.num_binding = 0
         self.num_discarded = 0
 
     @property
@@ -92,21 +98,29 @@ class Speculation:
         """Whether an update has begun that the step may adopt."""
         return self._on
 
+    @property
+    def binds(self) -> bool:
+        """Whether an update has begun that gives gradients up as it uses them."""
+        return self._on and self._binds
+
     def is_worthwhile(self) -> bool:
         """Return whether to begin an update in this window; called once in each."""
         return self._hysteresis.allows()
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin(self, plan: StepPlan, *, binds: bool) -> None:
         """Begin an update with no tasklets yet; no step may be in flight.
 
         Args:
             plan: The step as it will be if the update is adopted, with every parameter active.
+            binds: Whether the update may be binding: gradients are given up as they are used. It is only after several
+                updates in a row were adopted.
         """
+        self._binds = binds and self._num_in_a_row >= _RELIABLE
         self._arrived, self._complete, self._failed = {}, set(), False
         self._missing = self._partition.layout.num_parameters_in.tolist()
         self._on = True
         try:
-            self._rank_state.handler.begin_incremental(plan)
+            self._rank_state.handler.begin_incremental(plan, is_certain=self._binds)
         except SmartInfinityError:
             # The other ranks continue this backward. The step tries again, and tells all of them if it fails, too.
             self._failed = True
@@ -152,6 +166,14 @@ class Speculation:
                 # The update is discarded, or the step adopts it and reports the failure to all ranks.
                 self._failed = True
 
+    def wait(self, parameters: Iterable[int]) -> None:
+        """Return when the update, if any, has updated these parameters (indices), as far as it can, or has failed."""
+        if self._on and not self._failed:
+            try:
+                self._rank_state.handler.step.wait(parameters)
+            except SmartInfinityError:
+                self._failed = True
+
     def discard(self) -> None:
         """Roll the update back, if there is one. Never raises StorageError.
 
@@ -162,6 +184,7 @@ class Speculation:
         self._rank_state.roll_back(_DISCARDED)
         self._on = False
         self._hysteresis.discarded()
+        self._num_in_a_row = 0
         self.num_discarded += 1
 
     def adopt(self, plan: StepPlan) -> bool:
@@ -179,7 +202,8 @@ class Speculation:
             self._on = False
             return False
         try:
-            agrees = self._rank_state.handler.step.complete(plan)
+            step = self._rank_state.handler.step
+            agrees = step.complete(plan)
         except ConfigError:
             self.discard()
             raise
@@ -187,11 +211,16 @@ class Speculation:
             # The update has failed. Waiting for it raises, and so does its commit, on all ranks.
             agrees = True
         if not agrees:
+            binds = self._binds
             self.discard()
+            if binds:
+                raise gradients_given_up(step.difference or "an interrupt came")
             return False
         self._on = False
         self._hysteresis.adopted()
+        self._num_in_a_row += 1
         self.num_adopted += 1
+        self.num_binding += self._binds
         return True
 
 
@@ -199,6 +228,19 @@ def _detach_from_partition(param: ZeroParameter) -> None:
     # A parameter that ZeRO-3 keeps gathered may be read until the step, and must keep the values before it.
     if param.ds_status is ZeroParamStatus.AVAILABLE and param.data_ptr() == param.ds_tensor.data_ptr():
         param.data = param.data.clone()
+
+
+def gradients_given_up(reason: str) -> UnsupportedError:
+    """Return the error of a step whose gradients are gone before it could be taken.
+
+    Args:
+        reason: Half a sentence that says what came between backward and step.
+    """
+    return UnsupportedError(
+        f"The step was not taken, since {reason} after its update had begun within backward. With "
+        "TransferConfig(gradient_bytes=...) its gradients were given up as they were used.",
+        "Change nothing between backward and step, leave gradient_bytes out, or use overlap='forward'.",
+    )
 
 
 _DISCARDED = RuntimeError("The step was not taken as it had been begun.")

@@ -91,11 +91,12 @@ class UpdateInFlight:
                 swapper.leaves_for_later = self.is_untouched
         skip_in_prefetch(coordinator, self.is_untouched, before_use=self._speculation.before_use)
 
-    def begin_speculatively(self, plan: StepPlan) -> None:
+    def begin_speculatively(self, plan: StepPlan, *, binds: bool) -> None:
         """Begin an update within backward, unless too many were discarded recently. Collective.
 
         Args:
             plan: The step as it will be if the update is adopted, with every parameter active.
+            binds: Whether the caller promises that it will be adopted or skipped, so that gradients may be given up.
 
         Raises:
             ConfigError, StorageError, DeviceError, CudaError: As raised by :meth:`drain`.
@@ -106,7 +107,7 @@ class UpdateInFlight:
             self._rank_state.complete_record()
             if self._rank_state.residual is not None:
                 sum_over_ranks(0.0, self._partition.group)  # the record is complete on all ranks
-            self._speculation.begin(plan)
+            self._speculation.begin(plan, binds=binds)
 
     def begin(self, plan: StepPlan) -> None:
         """Begin a step and return at once; only a speculative update of it may be in flight.
@@ -161,6 +162,17 @@ class UpdateInFlight:
             wanted = [parameter for parameter in wanted if parameter in self._awaited]
             if self._begun and wanted and self._failure is None and self._rank_state.is_open:
                 self._wait_for(wanted)
+
+    def await_gradients(self, parameters: Sequence[int]) -> None:
+        """Return when the update in flight, if any, has used the gradients of these parameters (indices) or has failed.
+
+        Unlike :meth:`require` it does not count as a use of the parameters, so that ranks may differ in calling it.
+        """
+        with self._lock:
+            if not self._begun:
+                self._speculation.wait(parameters)
+            elif self._failure is None and self._rank_state.is_open:
+                self._wait_for(parameters)
 
     def drain(self) -> None:
         """Wait for the step in flight, if there is one, and commit it on all ranks. Collective.

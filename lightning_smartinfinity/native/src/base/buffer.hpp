@@ -15,17 +15,23 @@ constexpr std::size_t align_up(std::size_t value, std::size_t alignment) {
     return (value + alignment - 1) / alignment * alignment;
 }
 
+// Whether the system may refuse memory that is not used yet.
+enum class Reserve { kAll, kNothing };
+
 // Zero-filled memory for direct I/O. It is page-aligned, or aligned to huge pages if it is as large as one, and absent
 // from forked children (a child's copy-on-write would move pages while I/O uses them).
 class HostBuffer {
  public:
-    explicit HostBuffer(std::size_t bytes);
+    explicit HostBuffer(std::size_t bytes, Reserve reserve = Reserve::kAll);
     ~HostBuffer();
     HostBuffer(const HostBuffer&) = delete;
     HostBuffer& operator=(const HostBuffer&) = delete;
 
     std::byte* data() const { return data_; }
     std::size_t bytes() const { return bytes_; }
+
+    // Gives whole blocks back to the system: they take up no memory, and are zero, until they are used again.
+    void give_back(std::size_t offset, std::size_t bytes) noexcept;
 
     // Registers the memory, so that copies are asynchronous; they work without it, too. Returns whether it succeeded;
     // the registrar remembers why not. Throws std::invalid_argument if the memory is registered already.

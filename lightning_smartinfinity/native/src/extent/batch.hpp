@@ -17,6 +17,7 @@ namespace smart_infinity {
 
 class CudaStream;
 class GradientCodec;
+class GradientWindow;
 
 constexpr std::size_t kMaxArrays = kMaxRegions;  // fp32 has a region for each array
 
@@ -64,6 +65,7 @@ struct Tasklet {
     std::uint64_t payload_bytes = 0;    // with a codec, the capacity there
     Address residual = 0;               // address of what earlier payloads did not send of each element, fp32; 0: none
     std::vector<ElementRange> padding;  // elements that a codec leaves out, in ascending order
+    std::shared_ptr<GradientWindow> gradient;  // of memory that is there only while it is used; none: it stays
 };
 
 struct Batch {

@@ -245,7 +245,13 @@ void FileQueue::completed(const IoRequest& request, const IoResult& result) {
         unused = nullptr;
         lock.lock();
     }
-    if (--whole.parts_left == 0) end_of(whole);
+    if (--whole.parts_left > 0) return;
+    end_of(whole);
+    const Finished finished = std::exchange(whole.options.finished, nullptr);
+    if (!finished) return;
+    requests_.erase(part.ticket);
+    lock.unlock();
+    finished(std::move(whole.failure));
 }
 
 // Returns what the request needs no more, to be destroyed with no lock held. An abandoned part still needs it.

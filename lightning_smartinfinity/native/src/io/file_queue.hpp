@@ -38,6 +38,7 @@ class FileQueue final : private CompletionHandler {
     };
 
     using Ended = std::function<std::optional<Failure>(const IoRequest& part, std::optional<Failure> failure)>;
+    using Finished = std::function<void(std::optional<Failure> failure)>;
 
     // When a request takes its turn, and what is done with its parts.
     struct Options {
@@ -47,6 +48,9 @@ class FileQueue final : private CompletionHandler {
         // the failure of the part, and returns the one that the request is to have. It lives until an abandoned part
         // returns, and is destroyed with no lock held, too.
         Ended ended;
+        // Called once, when the request has ended, as `ended` is. It is given the failure of the request, for which
+        // nobody may wait then.
+        Finished finished;
     };
 
     // Throws std::invalid_argument if the number of threads is out of range, SystemError if the engine is unavailable.

@@ -19,6 +19,7 @@
 #include "extent/batch.hpp"
 #include "gradient/gradient_codec.hpp"
 #include "module/module.hpp"
+#include "tensor/gradient_memory.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -115,7 +116,8 @@ void bind_tasklet(nb::module_& m) {
         "segments then have the type of its values and no gradient.\n\n"
         "In a batch with a codec, `payload` is the address of `payload_bytes` of memory into which the segments'\n"
         "gradients are compressed, `residual` the address of the tasklet's fp32 residual, if it has one, and\n"
-        "elements in `padding`, ranges of (offset, numel) in ascending order, are never sent.")
+        "elements in `padding`, ranges of (offset, numel) in ascending order, are never sent.\n\n"
+        "`gradient` is the window of memory in which the segments' gradients lie, if that is not there all the time.")
         .def(
             "__init__",
             [](Tasklet* self, std::uint64_t index, std::uint64_t numel, std::uint64_t num_arrays,
@@ -123,7 +125,7 @@ void bind_tasklet(nb::module_& m) {
                std::uint64_t read_generation, std::uint64_t write_file, std::uint64_t write_offset,
                std::uint64_t write_generation, std::vector<Segment> segments, bool master_in_parameter,
                std::uint64_t offset, std::shared_ptr<const Blocks> blocks, Address payload, std::uint64_t payload_bytes,
-               Address residual, std::vector<ElementRange> padding) {
+               Address residual, std::vector<ElementRange> padding, std::shared_ptr<GradientWindow> gradient) {
                 new (self) Tasklet{index,
                                    numel,
                                    num_arrays,
@@ -141,12 +143,14 @@ void bind_tasklet(nb::module_& m) {
                                    payload,
                                    payload_bytes,
                                    residual,
-                                   std::move(padding)};
+                                   std::move(padding),
+                                   std::move(gradient)};
             },
             nb::kw_only(), "index"_a, "numel"_a, "num_arrays"_a, "extent_bytes"_a, "read_file"_a, "read_offset"_a,
             "read_generation"_a, "write_file"_a, "write_offset"_a, "write_generation"_a, "segments"_a,
             "master_in_parameter"_a = false, "offset"_a = 0, "blocks"_a = nb::none(), "payload"_a = 0,
-            "payload_bytes"_a = 0, "residual"_a = 0, "padding"_a = std::vector<ElementRange>())
+            "payload_bytes"_a = 0, "residual"_a = 0, "padding"_a = std::vector<ElementRange>(),
+            "gradient"_a = nb::none())
         .def_ro("index", &Tasklet::index)
         .def_ro("numel", &Tasklet::numel)
         .def_ro("num_arrays", &Tasklet::num_arrays)
@@ -167,6 +171,9 @@ void bind_tasklet(nb::module_& m) {
         .def_ro("payload_bytes", &Tasklet::payload_bytes)
         .def_ro("residual", &Tasklet::residual)
         .def_ro("padding", &Tasklet::padding)
+        .def_prop_ro(
+            "gradient", [](const Tasklet& self) { return self.gradient; },
+            nb::sig("def gradient(self) -> GradientWindow | None"))
         .def("in_file", &in_file, "file"_a, "Return the same tasklet for a pipeline that has its file at this index.")
         .def(
             "compressed", &compressed, "payload_bytes"_a, "value_dtype"_a,

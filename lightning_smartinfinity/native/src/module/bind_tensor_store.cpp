@@ -18,6 +18,7 @@
 #include "module/memory_view.hpp"
 #include "module/module.hpp"
 #include "module/workers.hpp"
+#include "tensor/gradient_memory.hpp"
 #include "tensor/memory_pool.hpp"
 #include "tensor/tensor_extent.hpp"
 #include "tensor/tensor_store.hpp"
@@ -49,6 +50,35 @@ void bind_memory(nb::module_& m) {
                      "Bytes above which idle memory is given back to the system. More is used as long as it is lent.")
         .def_prop_ro("nbytes", &MemoryPool::used_bytes, "Bytes that are lent, and idle ones that take up memory.")
         .def_prop_ro("lent_bytes", &MemoryPool::lent_bytes);
+}
+
+void bind_gradient_memory(nb::module_& m) {
+    nb::class_<GradientMemory> memory(
+        m, "GradientMemory", nb::type_slots(buffer_slots<GradientMemory>),
+        "Addresses for all gradients of a rank, zero at first. What was not written to, or was dropped, takes up no\n"
+        "memory. Forked children do not have it.\n\n"
+        "Raises:\n    ValueError: nbytes is 0.\n    OSError: There are not so many addresses.");
+    bind_memory_view(memory)
+        .def(nb::new_([](std::size_t nbytes) { return std::make_shared<GradientMemory>(nbytes); }), "nbytes"_a)
+        .def(
+            "drop", [](GradientMemory& self, std::size_t offset, std::size_t nbytes) { self.drop(offset, nbytes); },
+            "offset"_a, "nbytes"_a, WithoutGil(), "Give whole blocks back to the system; they are zero then.");
+    nb::class_<GradientWindow>(
+        m, "GradientWindow",
+        "The gradient of a tasklet during one step: where its memory is, the extent from which it is read before the\n"
+        "update, if any, and whether the memory is dropped after it.\n\n"
+        "Raises:\n    ValueError: These are not whole blocks of the memory and of the extent.")
+        .def(nb::new_([](const std::shared_ptr<GradientMemory>& memory, std::size_t offset, std::size_t nbytes,
+                         PythonTensorStore* store, std::shared_ptr<TensorExtent> extent, bool drops) {
+                 const auto afterwards = drops ? GradientWindow::Afterwards::kDrop : GradientWindow::Afterwards::kKeep;
+                 return std::make_shared<GradientWindow>(
+                     memory, offset, nbytes, store != nullptr ? store->get() : nullptr, std::move(extent), afterwards);
+             }),
+             "memory"_a, nb::kw_only(), "offset"_a, "nbytes"_a, "store"_a = nb::none(), "extent"_a = nb::none(),
+             "drops"_a)
+        .def_prop_ro("is_stored", &GradientWindow::is_stored, "Whether it is read before the update.")
+        .def_prop_ro("is_used", &GradientWindow::is_used,
+                     "Whether the update has used it, so that its memory is dropped, or free to be changed.");
 }
 
 void bind_extent(nb::module_& m) {
@@ -144,6 +174,7 @@ void bind_tensor_store(nb::module_& m) {
     bind_memory(m);
     bind_extent(m);
     bind_store(m);
+    bind_gradient_memory(m);
 }
 
 }  // namespace smart_infinity

@@ -4,16 +4,30 @@
 #include <string>
 #include <utility>
 
+#include "tensor/gradient_memory.hpp"
+
 namespace smart_infinity {
 namespace {
 
+bool is_on_storage(Residence residence, const ResidentTasklets& residents) {
+    return residence == Residence::kNone || residents.writes_through();
+}
+
+TransferItem item_of(const Batch& batch, const Tasklet& tasklet, const ResidentTasklets& residents) {
+    const Residence residence = residents.find(tasklet, batch.operation);
+    const bool needs_state = reads(batch.operation) && residence != Residence::kHeld;
+    return {.batch = &batch,
+            .tasklet = &tasklet,
+            .residence = residence,
+            .reads_state = needs_state && is_on_storage(residence, residents),
+            .reads_gradient =
+                batch.operation == Operation::kUpdate && tasklet.gradient != nullptr && tasklet.gradient->is_stored()};
+}
+
 TransferSchedule::Way way_of(const TransferItem& item, const ResidentTasklets& residents) {
-    const Operation operation = item.batch->operation;
-    const bool is_resident = item.residence != Residence::kNone;
-    const bool on_storage = !is_resident || residents.writes_through();
-    return {.reads = reads(operation) && on_storage && item.residence != Residence::kHeld,
-            .writes = writes(operation) && on_storage,
-            .resident = is_resident};
+    return {.reads = item.reads_state || item.reads_gradient,
+            .writes = writes(item.batch->operation) && is_on_storage(item.residence, residents),
+            .resident = item.residence != Residence::kNone};
 }
 
 // Returns `resident` with the batch's resident tasklets added.
@@ -49,7 +63,7 @@ void ActiveBatch::add(Batch batch, const ResidentTasklets& residents) {
     const Batch& part = *parts.back();
     std::vector<TransferSchedule::Way> ways;
     for (const Tasklet& tasklet : part.tasklets) {
-        items.push_back({&part, &tasklet, residents.find(tasklet, operation)});
+        items.push_back(item_of(part, tasklet, residents));
         ways.push_back(way_of(items.back(), residents));
     }
     schedule.extend(ways);

@@ -18,6 +18,8 @@ struct TransferItem {
     const Batch* batch = nullptr;
     const Tasklet* tasklet = nullptr;
     Residence residence = Residence::kNone;
+    bool reads_state = true;      // from storage
+    bool reads_gradient = false;  // likewise
 };
 
 // The active batch with all tasklets that were added to it. This struct takes no lock.

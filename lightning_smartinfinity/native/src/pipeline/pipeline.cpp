@@ -10,6 +10,7 @@
 #include "gradient/validate_batch.hpp"
 #include "pipeline/host_updater.hpp"
 #include "pipeline/transfer_failures.hpp"
+#include "tensor/gradient_memory.hpp"
 
 namespace smart_infinity {
 namespace {
@@ -42,6 +43,7 @@ Pipeline::Pipeline(PipelineOptions options)
       resident_(options_.resident),
       items_(num_buffers()),
       positions_(num_buffers()),
+      reads_(num_buffers()),
       transfers_(options_, updater_->registrable(), num_buffers(), mutex_, counters_,
                  [this](std::size_t buffer, Direction direction, std::optional<Failure> failure) {
                      transferred(buffer, direction, std::move(failure));
@@ -274,25 +276,42 @@ void Pipeline::start(const Action& action) {
     }
     switch (action.work) {
         case Work::kRead:
-            return transfer(action, Direction::kRead);
+            return read(action);
         case Work::kCompute:
             return compute_pool_.push(action);
         case Work::kFetch:
         case Work::kDeliver:
             return copy_pool_->push(action);
         case Work::kWrite:
-            return transfer(action, Direction::kWrite);
+            return transfers_.start(action.buffer, *items_[action.buffer].tasklet, memory(action.buffer),
+                                    Direction::kWrite, io_class_of(action.tasklet));
     }
 }
 
-void Pipeline::transfer(const Action& action, Direction direction) {
-    transfers_.start(action.buffer, *items_[action.buffer].tasklet, memory(action.buffer), direction,
-                     io_class_of(action.tasklet));
+void Pipeline::read(const Action& action) {
+    const TransferItem& item = items_[action.buffer];
+    const std::size_t buffer = action.buffer;
+    const IoClass io_class = io_class_of(action.tasklet);
+    reads_[buffer] = {int{item.reads_state} + int{item.reads_gradient}, std::nullopt};
+    if (item.reads_gradient) {
+        item.tasklet->gradient->fetch(io_class, [this, buffer](std::optional<Failure> failure) {
+            const std::lock_guard lock(mutex_);
+            read_ended(buffer, std::move(failure));
+        });
+    }
+    if (item.reads_state) transfers_.start(buffer, *item.tasklet, memory(buffer), Direction::kRead, io_class);
+}
+
+void Pipeline::read_ended(std::size_t buffer, std::optional<Failure> failure) {
+    Reads& reads = reads_[buffer];
+    if (!reads.failure) reads.failure = std::move(failure);
+    if (--reads.num_left == 0) end(Work::kRead, positions_[buffer], std::exchange(reads.failure, std::nullopt));
 }
 
 void Pipeline::transferred(std::size_t buffer, Direction direction, std::optional<Failure> failure) {
     if (!failure) updater_->transferred(direction, *items_[buffer].tasklet);
-    end(direction == Direction::kRead ? Work::kRead : Work::kWrite, positions_[buffer], std::move(failure));
+    if (direction == Direction::kRead) return read_ended(buffer, std::move(failure));
+    end(Work::kWrite, positions_[buffer], std::move(failure));
 }
 
 // Runs on a thread of the compute pool. Neither batch_ nor the buffer's tasklet changes while its action is in flight.
@@ -326,8 +345,9 @@ std::optional<Failure> Pipeline::compute(const TransferItem& item, std::size_t b
     if (item.batch->codec) compressed = compress(*item.batch, tasklet);
     const auto refusal = updater_->work(
         {*item.batch, compressed ? *compressed : tasklet, buffer, memory(buffer), slot(*item.batch, buffer), guards});
-    return refusal ? std::optional(refused(*refusal, tasklet, transfers_.path_of(tasklet, Direction::kRead)))
-                   : std::nullopt;
+    if (refusal) return refused(*refusal, tasklet, transfers_.path_of(tasklet, Direction::kRead));
+    if (tasklet.gradient && item.batch->operation == Operation::kUpdate) tasklet.gradient->use();
+    return std::nullopt;
 }
 
 // Called after a resident tasklet was worked. Counts the transfers that its place saved.

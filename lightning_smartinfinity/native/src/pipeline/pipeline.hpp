@@ -79,6 +79,12 @@ class Pipeline final {
  private:
     friend struct Seams;  // testing/seams.hpp
 
+    // The reads in flight of a tasklet: its state, its gradient, or both.
+    struct Reads {
+        int num_left = 0;
+        std::optional<Failure> failure;  // the first one
+    };
+
     void validate(const Batch& batch) const;
     void compute_item(const Action& action);
     void copy_item(const Action& action);
@@ -99,7 +105,8 @@ class Pipeline final {
     void start_ready();
     void start(const Action& action);
     IoClass io_class_of(std::size_t position) const;
-    void transfer(const Action& action, Direction direction);
+    void read(const Action& action);
+    void read_ended(std::size_t buffer, std::optional<Failure> failure);
     void leave(const TransferItem& item);
     void transferred(std::size_t buffer, Direction direction, std::optional<Failure> failure);
     void end(Work work, std::size_t tasklet, std::optional<Failure> failure);
@@ -114,6 +121,7 @@ class Pipeline final {
     ResidentTasklets resident_;        // generations: under the mutex; a place: used by its tasklet's buffer only
     std::vector<TransferItem> items_;  // by buffer: its tasklet; buffers of resident tasklets follow those of the ring
     std::vector<std::size_t> positions_;  // by buffer: the position of its tasklet in the batch
+    std::vector<Reads> reads_;            // by buffer
 
     mutable std::mutex mutex_;
     std::condition_variable changed_;

@@ -37,12 +37,26 @@ std::shared_ptr<TensorExtent> TensorStore::allocate(std::uint64_t bytes) {
 
 TensorStore::Ticket TensorStore::submit(Direction direction, const std::shared_ptr<TensorExtent>& extent,
                                         std::uint64_t offset, std::byte* data, std::size_t bytes, IoClass io_class) {
-    require_blocks(*extent, offset, bytes);
-    const std::lock_guard lock(mutex_);
     const auto ended = [extent](const IoRequest& part, std::optional<Failure> failure) {
         return extent->ended(part, std::move(failure));
     };
-    const FileQueue::Options options{io_class, extent->conflicts(direction, offset, bytes, queue_), ended};
+    return submit(direction, extent, offset, data, bytes, {io_class, {}, ended, nullptr});
+}
+
+void TensorStore::read(const std::shared_ptr<TensorExtent>& extent, std::byte* data, std::size_t bytes,
+                       IoClass io_class, std::shared_ptr<void> owner, FileQueue::Finished finished) {
+    const auto ended = [extent, owner = std::move(owner)](const IoRequest& part, std::optional<Failure> failure) {
+        return extent->ended(part, std::move(failure));
+    };
+    submit(Direction::kRead, extent, 0, data, bytes, {io_class, {}, ended, std::move(finished)});
+}
+
+TensorStore::Ticket TensorStore::submit(Direction direction, const std::shared_ptr<TensorExtent>& extent,
+                                        std::uint64_t offset, std::byte* data, std::size_t bytes,
+                                        FileQueue::Options options) {
+    require_blocks(*extent, offset, bytes);
+    const std::lock_guard lock(mutex_);
+    options.after = extent->conflicts(direction, offset, bytes, queue_);
     const Ticket ticket =
         queue_.submit(direction, extent->file().file(), extent->offset() + offset, data, bytes, options);
     extent->begun(ticket, direction, offset, bytes);

@@ -35,6 +35,10 @@ class TensorStore {
     // written. Throws std::invalid_argument if the bytes are not whole blocks inside the extent.
     Ticket submit(Direction direction, const std::shared_ptr<TensorExtent>& extent, std::uint64_t offset,
                   std::byte* data, std::size_t bytes, IoClass io_class);
+    // Reads a whole extent in the same way, but nobody waits for it: `finished` is called when it has ended, on a
+    // thread of the store, with no lock held. An abandoned read keeps `owner`, which owns the memory.
+    void read(const std::shared_ptr<TensorExtent>& extent, std::byte* data, std::size_t bytes, IoClass io_class,
+              std::shared_ptr<void> owner, FileQueue::Finished finished);
     // These are FileQueue's. Blocks whose write was cancelled before it started stay what they were.
     bool done(Ticket ticket) const { return queue_.done(ticket); }
     bool cancel(Ticket ticket) { return queue_.cancel(ticket); }
@@ -52,6 +56,9 @@ class TensorStore {
 
  private:
     friend struct Seams;  // testing/seams.hpp
+
+    Ticket submit(Direction direction, const std::shared_ptr<TensorExtent>& extent, std::uint64_t offset,
+                  std::byte* data, std::size_t bytes, FileQueue::Options options);
 
     std::vector<std::shared_ptr<TensorFile>> files_;
     std::mutex mutex_;  // keeps requests in the order in which extents hear of them

@@ -1,0 +1,238 @@
+"""Gradients beyond ``gradient_bytes`` lie on storage, or are given up as they are used; no bit changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+
+from lightning_smartinfinity import ConfigError, StorageCorruptError, StorageFullError, UnsupportedError
+from lightning_smartinfinity.store import space
+from lightning_smartinfinity.store.tensor_store import TensorStore
+from lightning_smartinfinity.transfer.gradient_memory import GradientWindows
+from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
+from tests.helpers.models import Recipe
+from tests.training.test_overlap import CASES, SMALL_RING, assert_same, result
+from tests.training.worker import Run, launch, train
+
+# Gradients leave during backward, about one layer at a time.
+BUCKET = {"reduce_bucket_size": 4000}
+PLAIN = Recipe(precision="bf16-true", depth=2, width=48, max_steps=6)
+BUDGET = 48 << 10
+
+
+def run_of(root: Path, recipe: Recipe, overlap: str, *, budget: int | None = None, **options: Any) -> Run:
+    options["zero"] = {**BUCKET, **options.get("zero", {})}
+    budgets = {} if budget is None else {"gradient_bytes": budget}
+    settings = {"delays": 1, "delay_us": 500, "devices": options.pop("devices", 1)}
+    return Run(
+        out=str(root),
+        recipe=recipe,
+        transfer={**SMALL_RING, **budgets, **options.pop("transfer", {})},
+        options={**options, "overlap": overlap},
+        **settings,
+    )
+
+
+@pytest.fixture
+def memories(monkeypatch: pytest.MonkeyPatch) -> list[GradientWindows]:
+    """Every memory with a budget that a training of this test makes."""
+    made: list[GradientWindows] = []
+
+    class Noted(GradientWindows):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            self.most = 0
+            made.append(self)
+
+        def hold(self, *args: Any, **settings: Any) -> None:
+            super().hold(*args, **settings)
+            self.most = max(self.most, self.memory_bytes)
+
+    monkeypatch.setattr("lightning_smartinfinity.zero3.storage_optimizer.GradientWindows", Noted)
+    return made
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+@pytest.mark.parametrize("name", long_but(["32-true", "bf16-mixed"], CASES))
+def test_same_bits(name: str, overlap: str, tmp_path: Path, memories: list[Any]) -> None:
+    """Accumulation, clipping, skipped steps, unused, frozen and offloaded parameters: as with all in memory."""
+    recipe, options = dataclasses.replace(CASES[name][0], width=64), CASES[name][1]
+    straight = result(run_of(tmp_path / "straight", recipe, "none", **options))
+    assert not memories
+    assert_same(result(run_of(tmp_path / "budget", recipe, overlap, budget=4 * BUDGET, **options)), straight)
+    (memory,) = memories
+    assert memory.counters().written_bytes > 0
+    assert memory.most <= memory.budget_bytes
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """Each rank has a budget of its own, and a step that one rank skips is skipped by both."""
+    recipe = dataclasses.replace(CASES["bf16-mixed"][0], validate=False, nan_rank=1, width=64)
+    runs = [
+        run_of(tmp_path / overlap, recipe, overlap, budget=budget, devices=2)
+        for overlap, budget in (("none", None), ("backward", 2 * BUDGET))
+    ]
+    expected, outcome = launch(*runs)
+    assert_same(
+        (repr((outcome.losses, outcome.extra)), outcome.masters),
+        (repr((expected.losses, expected.extra)), expected.masters),
+    )
+
+
+def test_gradients_that_are_given_up(tmp_path: Path, memories: list[Any]) -> None:
+    """Where nothing but the step can follow backward, gradients are given up, and hardly any goes to storage."""
+    straight = result(run_of(tmp_path / "straight", PLAIN, "none"))
+    run = run_of(tmp_path / "budget", PLAIN, "backward", budget=2 * BUDGET)
+    module, trainer, recorder = train(run)
+    speculation = trainer.strategy.optimizers[0].speculation
+    (memory,) = memories
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    assert speculation.num_binding == PLAIN.max_steps - 2, "all but the first two, which are watched"
+    assert memory.counters().read_bytes == 0
+    assert memory.counters().written_bytes < 2.8 * memory.tensor.nbytes, (
+        "all of the first two steps, little of the others"
+    )
+    assert_same(((module.losses, module.validated, recorder.extra), recorder.masters), straight)
+
+
+class Between(pl.Callback):
+    """Does something between the last backward of some steps and the step."""
+
+    def __init__(self, action: Callable[[pl.Trainer, Any], None], steps: tuple[int, ...]) -> None:
+        self._action, self._steps = action, steps
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step in self._steps:
+            self._action(trainer, pl_module)
+
+
+def halve(trainer: pl.Trainer, module: Any) -> None:
+    for param in module.parameters():
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, 0.5 * gradient)
+
+
+def slow_down(trainer: pl.Trainer, module: Any) -> None:
+    for group in trainer.optimizers[0].param_groups:
+        group["lr"] *= 0.5
+
+
+def trained_between(root: Path, action: Callable[..., None], overlap: str, budget: int | None) -> Any:
+    run = run_of(root, PLAIN, overlap, budget=budget)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module, trainer, recorder = train(run, Between(action, steps=(3, 5)))
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    return (module.losses, module.validated, recorder.extra), recorder.masters
+
+
+@pytest.mark.parametrize("action", [halve, slow_down])
+def test_what_comes_between_backward_and_step(action: Callable[..., None], tmp_path: Path) -> None:
+    """A callback that reads and writes gradients, or changes the learning rate, finds all gradients."""
+    straight = trained_between(tmp_path / "straight", action, "none", None)
+    assert_same(trained_between(tmp_path / "budget", action, "backward", BUDGET), straight)
+
+
+def test_a_learning_rate_that_changes_in_spite_of_the_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If gradients were given up already, the error names what was changed, and no rank takes the step."""
+    monkeypatch.setattr("lightning_smartinfinity.strategy._may_change_steps", lambda _: False)
+    with pytest.raises(UnsupportedError, match=r"lr was .* and is .* after its update had begun"):
+        trained_between(tmp_path, slow_down, "backward", BUDGET)
+
+
+def test_a_gradient_that_is_read_in_spite_of_the_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises at the step, instead of handing out zeros and training on with them."""
+    monkeypatch.setattr("lightning_smartinfinity.strategy._may_change_steps", lambda _: False)
+    with pytest.raises(UnsupportedError, match="gradients were given up as they were used"):
+        trained_between(tmp_path, halve, "backward", BUDGET)
+
+
+# ---- budgets that cannot be kept
+
+
+def test_a_budget_below_the_largest_parameter(tmp_path: Path) -> None:
+    """The error says how much is needed; so much is enough."""
+    with pytest.raises(ConfigError, match=r"gradient_bytes=1000\) is too little .* needs (\d+) bytes") as caught:
+        result(run_of(tmp_path / "little", PLAIN, "none", budget=1000))
+    least = int(str(caught.value).split(" needs ")[1].split()[0])
+    result(run_of(tmp_path / "least", dataclasses.replace(PLAIN, max_steps=1), "none", budget=least))
+
+
+def test_compression_needs_all_gradients(tmp_path: Path) -> None:
+    """The residual is computed from gradients after the step."""
+    from lightning_smartinfinity import TopK
+
+    with pytest.raises(ConfigError, match=r"gradient_bytes=.* compression=TopK.* reads all gradients again"):
+        result(run_of(tmp_path, PLAIN, "none", budget=BUDGET, compression=TopK(0.1)))
+
+
+def test_space_is_asked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that has room for the state alone is refused before anything is trained."""
+    request = space._request
+    monkeypatch.setattr(
+        space,
+        "_request",
+        lambda folder, *, needed_bytes, what="optimizer state", **rest: dataclasses.replace(
+            request(folder, needed_bytes=needed_bytes, what=what, **rest),
+            free_bytes=0 if what.startswith("gradients") else 1 << 40,
+        ),
+    )
+    with pytest.raises(StorageFullError, match="gradients that are not held in memory"):
+        result(run_of(tmp_path, PLAIN, "none", budget=BUDGET))
+    assert not list(tmp_path.rglob("state.bin"))
+
+
+# ---- storage that fails
+
+
+def test_no_room_for_a_spill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step raises, and nothing is lost: what could not be spilled is still in memory."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise StorageFullError("There is no room.", "Free some.")
+
+    monkeypatch.setattr(TensorStore, "add", full)
+    with pytest.raises(StorageFullError, match="There is no room"):
+        result(run_of(tmp_path, PLAIN, "none", budget=BUDGET))
+
+
+def spoil_gradients(trainer: pl.Trainer, module: Any) -> None:
+    """Flip a bit in every gradient on storage; their file has no name."""
+    memory = trainer.optimizers[0].arena._memory
+    for window in memory._stored:
+        extent = memory._places[window].extent
+        for link in Path("/proc/self/fd").iterdir():
+            if link.is_symlink() and "(deleted)" in str(link.readlink()) and link.stat().st_size > extent.offset:
+                with link.open("r+b", buffering=0) as file:
+                    file.seek(extent.offset + 5)
+                    (byte,) = file.read(1)
+                    file.seek(extent.offset + 5)
+                    file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_a_gradient_that_storage_changed(overlap: str, tmp_path: Path, attack: Attack) -> None:
+    """The update verifies what it reads: the step is rolled back, and the training ends with an error."""
+    attack("a flipped bit in gradients on storage", tries=1, outcome="StorageCorruptError with path and offset")
+    with pytest.raises(StorageCorruptError, match=r"the block at offset \d+ of .* does not hold what was written"):
+        trained_between(tmp_path, spoil_gradients, overlap, BUDGET)
+
+
+def test_nothing_is_left_of_a_killed_training(tmp_path: Path) -> None:
+    """The files of gradients have no names, so that a kill leaves none."""
+    seen: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = run_of(tmp_path, PLAIN, "none", budget=BUDGET)
+        _, trainer, _ = train(run, Between(lambda *_: seen.extend(p.name for p in tmp_path.rglob("*")), steps=(3,)))
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    assert "state.bin" in seen and not [name for name in seen if "gradient" in name or name.endswith(".tmp")]
