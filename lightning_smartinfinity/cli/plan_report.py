@@ -122,7 +122,14 @@ def _broken(need: Need, resources: Resources) -> str:
 
 def _changes(plan: Plan, asked: Plan) -> list[str]:
     before, after = asdict(asked.training), asdict(plan.training)
-    return [f"{name}={after[name]!r}" for name in after if after[name] != before[name]]
+    return [_setting(name, after[name]) for name in after if after[name] != before[name]]
+
+
+def _setting(name: str, value: object) -> str:
+    """Return a setting as a user writes it."""
+    if name == "gradient_budget" and isinstance(value, int):
+        return f"gradient_bytes='{value / 1e9:g}GB'"
+    return f"{name}={value!r}"
 
 
 def _pace(plan: Plan, found: Findings) -> Iterator[str]:

@@ -35,7 +35,6 @@ class GradientArena:
         memory: Memory for the gradients; None: for all of them.
 
     Attributes:
-        is_lost: Whether gradients of this window are lost, since a step that used them was rolled back.
         active: bool[num_parameters]: whether each parameter's gradient arrived in this window. It changes: copy it to
             keep it.
         buffer: The flat tensor, ``layout.numel`` elements of ``dtype``. Only read it, and only what is held:
@@ -55,7 +54,7 @@ class GradientArena:
         # Memory with a budget is not registered, so that copies block: what is registered cannot be dropped.
         self._copies = GradientCopies(link) if link is not None and memory is None else None
         self._memory = GradientMemory(layout.numel, dtype, link=link) if memory is None else memory
-        self.is_lost = False
+        self._lost = False
         self.buffer = self._memory.tensor
         # For each parameter: the address of its slice, its elements if it has no padding, and the sum of squares of
         # its gradient, if that is known.
@@ -79,6 +78,7 @@ class GradientArena:
         if self.active[parameter]:
             target = self._held(parameter, changes=True)
             self._add(target[:numel], gradient.detach().reshape(-1)[:numel])
+            self._square(parameter)
         else:
             self.replace(parameter, gradient)
 
@@ -90,6 +90,7 @@ class GradientArena:
         target[numel:].zero_()
         self._write(target[:numel], gradient)
         self._squares[parameter] = _UNKNOWN
+        self._square(parameter)
         self.active[parameter] = True
 
     @torch.no_grad()
@@ -138,13 +139,13 @@ class GradientArena:
         self.synchronize()
         self.active[:] = False
         self._memory.reset()
-        self.is_lost = False
+        self._lost = False
 
     def step_rolled_back(self) -> None:
         """Record that the step in flight was rolled back. Gradients that it gave up as it used them are lost."""
         if self._memory.step_rolled_back():
             self.reset()
-            self.is_lost = True
+            self._lost = True
 
     def backward_begins(self, *, gives_up: bool) -> None:
         """Record that a backward begins: if all gradients before it were lost, a window begins with it.
@@ -152,7 +153,7 @@ class GradientArena:
         Args:
             gives_up: Whether the update gives gradients up as it uses them, so that few have to go to storage.
         """
-        self.is_lost = self.is_lost and bool(self.active.any())
+        self._lost = self._lost and bool(self.active.any())
         self._memory.spills_ahead = not gives_up
 
     def synchronize(self) -> None:
@@ -195,6 +196,11 @@ class GradientArena:
         """
         return self._memory.of_step(tasklet, last_use=last_use)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether gradients of this window are lost: a step gave them up and was rolled back, or storage failed."""
+        return self._lost or self._memory.is_damaged
+
     def take_failure(self) -> SmartInfinityError | None:
         """Return why gradients could not be spilled to storage or read from it, if so, and forget it."""
         return self._memory.take_failure()
@@ -221,6 +227,15 @@ class GradientArena:
             self.synchronize()
         finally:
             self._memory.close()
+
+    def _square(self, parameter: int) -> None:
+        """Sum the squares of a gradient that has arrived, if its memory may be given up before the norm is needed."""
+        if self._memory.budget_bytes is not None:
+            begin, end = self._range_of(parameter)
+            values = self.buffer[begin:end]
+            self._squares[parameter] = native.sum_of_squares(
+                values.data_ptr(), values.numel(), native_dtype(values.dtype)
+            )
 
     def _held(self, parameter: int, *, changes: bool) -> torch.Tensor:
         begin, end = self._range_of(parameter)

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.errors import SmartInfinityError, StorageError
+from lightning_smartinfinity.errors import SmartInfinityError, StorageError, UnsupportedError
 from lightning_smartinfinity.store.tensor_files import whole_blocks
 from lightning_smartinfinity.store.tensor_store import StoredTensor, TensorStore
 from lightning_smartinfinity.transfer.cuda import CudaLink
@@ -19,6 +19,14 @@ __all__ = ["GradientMemory", "GradientWindows"]
 
 _SHARE_TOGETHER = 4  # one over the share of the budget that is held for gradients that arrive together
 _SHARE_BEFORE_SPILLING = 2  # one over the share of the budget that is held before windows are spilled ahead
+
+
+def _gradients_are_gone() -> UnsupportedError:
+    return UnsupportedError(
+        "A gradient was read or changed that is gone: the update within backward had given it up, or it could not be "
+        "read from storage.",
+        "Change nothing between backward and step, leave gradient_bytes out, or use overlap='forward'.",
+    )
 
 
 class GradientMemory:
@@ -41,6 +49,9 @@ class GradientMemory:
 
     spills_ahead = True
     """Whether to write windows to storage before the budget is used up: not if they will be given up soon."""
+
+    is_damaged = False
+    """Whether some content could not be read, and nobody has forgotten it with :meth:`reset`."""
 
     tensor: torch.Tensor
 
@@ -152,7 +163,8 @@ class GradientWindows(GradientMemory):
         self._stored: set[int] = set()
         self._in_step: dict[int, native.GradientWindow] = {}
         self._forgotten: dict[int, None] = {}  # windows in memory that only the step in flight needs
-        self._gives_up = False  # whether the step in flight drops content that is not on storage
+        self._given_up: set[int] = set()  # windows whose content is lost, or left to the step in flight
+        self._reading: dict[int, int] = {}  # tickets of reads into windows that are not held yet
         self._failure: SmartInfinityError | None = None
         self._outdated: list[int] = []  # tickets of writes whose content nobody needs any more
 
@@ -175,18 +187,22 @@ class GradientWindows(GradientMemory):
     def hold(self, ranges: Iterable[tuple[int, int]], *, changes: bool) -> None:
         windows = sorted({window for begin, end in ranges for window in self._layout.tasklets_between(begin, end)})
         for window in windows:
+            self._finish_read(window)
             self._await_use_of(window)
         absent = [window for window in windows if window not in self._held and window not in self._leaving]
         keep = set(windows)
         with self._noting_failure():
             self._make_room(sum(map(self._bytes_of, absent)), keep=keep)
+            if keep & self._given_up:
+                raise _gradients_are_gone()
+        for window in absent:
+            if window in self._stored:
+                self._reading[window] = self._store.read(self._places[window], self._slice(window))
+        for window in absent:
+            self._finish_read(window)  # an interrupt leaves the window on storage
         for window in windows:
             with self._noting_failure():
                 self._enter(window)
-        reads = [self._store.read(self._places[w], self._slice(w)) for w in absent if w in self._stored]
-        for ticket in reads:
-            with self._noting_failure():
-                self._store.finish(ticket)
         if changes:
             self._stored -= keep
         with self._noting_failure():
@@ -215,12 +231,9 @@ class GradientWindows(GradientMemory):
         yield group
 
     def of_step(self, tasklet: int, *, last_use: bool) -> native.GradientWindow:
-        if tasklet in self._held or tasklet in self._leaving:
-            store, extent, drops = None, None, last_use
-        else:
-            assert tasklet in self._stored, "a gradient that nobody wrote is used"
+        store, extent, drops = None, None, last_use
+        if tasklet not in self._held and tasklet not in self._leaving and tasklet in self._stored:
             store, extent, drops = self._store.core, self._places[tasklet].extent, True
-        self._gives_up = self._gives_up or last_use
         self._in_step[tasklet] = native.GradientWindow(
             self._memory,
             offset=self._offset_of(tasklet),
@@ -229,10 +242,27 @@ class GradientWindows(GradientMemory):
             extent=extent,
             drops=drops,
         )
+        if last_use:
+            self._give_up(tasklet)
         return self._in_step[tasklet]
+
+    def _give_up(self, window: int) -> None:
+        """Leave a window to the step in flight."""
+        if window in self._leaving:
+            self._outdated.append(self._leaving.pop(window))
+            self._leaving_bytes -= self._bytes_of(window)
+            self._forgotten[window] = None
+        elif window in self._held:
+            del self._held[window]
+            self._held_bytes -= self._bytes_of(window)
+            self._forgotten[window] = None
+        self._stored.discard(window)
+        self._given_up.add(window)
 
     def reset(self) -> None:
         self._finish_outdated()
+        for window in list(self._reading):
+            self._finish_read(window)
         for window in [*self._held, *self._leaving]:
             if self._is_needed(window):
                 self._forgotten[window] = None
@@ -243,8 +273,9 @@ class GradientWindows(GradientMemory):
         self._leaving.clear()
         self._held_bytes = self._leaving_bytes = 0
         self._stored.clear()
-        self._gives_up = False
+        self._given_up.clear()
         self._failure = None
+        self.is_damaged = False
 
     def step_rolled_back(self) -> bool:
         for window in self._in_step:
@@ -252,8 +283,7 @@ class GradientWindows(GradientMemory):
                 self._drop(window)  # what the update has read, or what only it needed
         self._in_step.clear()
         self._forgotten.clear()
-        gives_up, self._gives_up = self._gives_up, False
-        return gives_up
+        return bool(self._given_up)
 
     def close(self) -> None:
         self._outdated += self._leaving.values()
@@ -262,7 +292,22 @@ class GradientWindows(GradientMemory):
             with suppress(StorageError):  # nobody needs what could not be written
                 self._store.finish(ticket)
         self._outdated.clear()
+        for window in list(self._reading):
+            self._finish_read(window)
         self._store.close()
+
+    def _finish_read(self, window: int) -> None:
+        """Wait for a read into a window, whose content is lost if it fails."""
+        ticket = self._reading.get(window)
+        if ticket is None:
+            return
+        try:
+            self._store.finish(ticket)
+        except SmartInfinityError as error:
+            self._failure = self._failure or error
+            self._given_up.add(window)
+            self.is_damaged = True
+        del self._reading[window]  # not after an interrupt
 
     def _await_use_of(self, window: int) -> None:
         """Wait until the update has used a window, if it is to use it."""

@@ -76,6 +76,7 @@ class Step:
             is_final=is_certain or not incremental,
         )
         self._tasklets = [] if incremental else self._all_tasklets(plan)
+        self.batches.take_gradients(self._tasklets)
         self._submission = plan.outputs.submission(self._assignment(self.batches.update), staging)
         self.failure: SmartInfinityError | None = None
         self.difference: str | None = None
@@ -160,6 +161,7 @@ class Step:
 
     def _extend(self, tasklets: Sequence[int]) -> None:
         if tasklets:
+            self.batches.take_gradients(tasklets)
             self._tasklets += tasklets
             self._guarded(lambda: self._submission.extend(tasklets))
 

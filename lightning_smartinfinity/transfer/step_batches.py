@@ -60,6 +60,7 @@ class StepBatches:
         self._loss_scale = plan.loss_scale
         self._master_dtype = master_dtype
         self._window = plan.window
+        self._windows: dict[int, native.GradientWindow | None] = {}
         self.is_final = is_final
         # By tasklet index: after an interrupt, the same batch may be made a second time.
         self._sent: dict[int, native.Tasklet] = {}
@@ -79,6 +80,11 @@ class StepBatches:
     def numel(self) -> int:
         """Number of elements that are updated."""
         return sum(piece.end - piece.begin for piece in self.pieces if piece.key >= 0)
+
+    def take_gradients(self, tasklets: Sequence[int]) -> None:
+        """Tell the memory of gradients that the step will use those of these tasklets, whenever it comes to them."""
+        if self._window is not None:
+            self._windows |= {index: self._window(index, self.is_final) for index in tasklets}
 
     def update(self, outputs: Memory, tasklets: Sequence[int]) -> Iterable[native.Batch]:
         """Make the batch that updates these tasklets, in parts."""
@@ -105,7 +111,7 @@ class StepBatches:
                 segments,
                 master_in_parameter=master_in_parameter,
                 compression=Compression() if compressed is None else compressed.of(index),
-                gradient=None if self._window is None else self._window(index, self.is_final),
+                gradient=self._windows.get(index),
             )
             for index, segments in segments_of(self._layout, self.pieces, tasklets, segment=segment)
         ]

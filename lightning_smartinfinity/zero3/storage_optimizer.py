@@ -248,7 +248,9 @@ class StorageOptimizer(GradientPath):
         self.rank_state.complete_record()  # on all ranks, before they enter the sum over gradients
         # This is the scale that backward used; below, the loss scaler may raise it for the next window.
         loss_scale = float(self.loss_scale)
-        norm = self._scaled_gradient_norm(valid=refused is None)
+        squares = math.nan if refused is not None else self.arena.sum_of_squares()
+        refused = refused or self._failure_of_gradients()  # some may have been read from storage for the sum
+        norm = self._scaled_gradient_norm(math.nan if refused is not None else squares)
         if not math.isfinite(norm):
             self.speculation.discard()
             raise_together(refused, self.dp_process_group)
@@ -265,9 +267,10 @@ class StorageOptimizer(GradientPath):
         self._post_step(set())
 
     def _failure_of_gradients(self) -> SmartInfinityError | None:
-        if self.arena.is_lost:
+        failure = self.arena.take_failure()
+        if failure is None and self.arena.is_lost:
             return gradients_given_up("a parameter was used or changed, or the step before failed,")
-        return self.arena.take_failure()
+        return failure
 
     def _choose_kept_gathered(self) -> None:
         # At the end of a step the base class gathers the small parameters of the whole model. If the update runs beside
@@ -283,12 +286,11 @@ class StorageOptimizer(GradientPath):
                 stacklevel=2,
             )
 
-    def _scaled_gradient_norm(self, *, valid: bool) -> float:
-        """Return the norm over all ranks; NaN if the gradients of one are not valid."""
+    def _scaled_gradient_norm(self, squares: float) -> float:
+        """Return the norm over all ranks, given the sum of this one's squares; NaN if one of them is not valid."""
         # Each rank enters this sum only after it has committed the previous step. So the sum is also the barrier that
         # keeps extents of a new generation from being written before all ranks have committed the previous one.
         # They agree in it, too, whether they can resume from what they have recorded.
-        squares = self.arena.sum_of_squares() if valid else math.nan
         faults = self.rank_state.record_faults()
         total, *num_faults = sums_over_ranks([squares, *map(float, faults)], self.dp_process_group)
         self.rank_state.agree_on_records(*num_faults, group=self.dp_process_group)

@@ -145,6 +145,21 @@ def test_too_little_disk_lets_training_wait_for_its_checkpoints() -> None:
     assert chosen is not None and chosen.training == replace(TRAINING, asynchronous=False)
 
 
+def test_gradients_go_to_storage_where_they_do_not_fit() -> None:
+    """A budget is what they take in host memory; all of them take space on the disk, and a step writes the others."""
+    small = replace(LARGE, host_memory=12 * GB)
+    chosen = cheapest(SEVEN, TRAINING, small, RATES)
+    assert chosen is not None and chosen.fits
+    assert chosen.training == replace(TRAINING, build="configure_model", gradient_budget=GB)
+    assert 14 * GB > need(chosen, Place.HOST, "training").owners["gradient_arena"] > GB
+    assert owners_on_disk(gradient_budget=GB)["gradients"] == pytest.approx(14 * GB, rel=0.05)
+    assert "gradients" not in owners_on_disk()
+    asked, spilled = (written_bytes(SEVEN, one) for one in (TRAINING, chosen.training))
+    assert spilled - asked == pytest.approx(13 * GB, rel=0.05)
+    with pytest.raises(ConfigError, match="Compressed gradients are all in memory"):
+        Training(gradient_budget=GB, compression=0.1)
+
+
 def test_a_small_model_needs_no_storage() -> None:
     """AdamW takes 16 bytes per parameter: 1B fits into 24 GB with it, 7B only as LoRA."""
     resources = replace(LARGE, gpu_memory=24 * GB)

@@ -94,8 +94,8 @@ def test_training_goes_on_while_it_is_written(
     def noted(name: str) -> None:
         begin = getattr(TransferHandler, name)
 
-        def beginning(self: Any, plan: Any) -> None:
-            begin(self, plan)
+        def beginning(self: Any, plan: Any, **settings: Any) -> None:
+            begin(self, plan, **settings)
             assert self._store.records._residual_write is None
             begun.append("update")
 

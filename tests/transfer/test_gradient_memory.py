@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity import StorageCorruptError, StorageFullError
+from lightning_smartinfinity import StorageCorruptError, StorageFullError, UnsupportedError
 from lightning_smartinfinity.store.tensor_store import TensorStore
+from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.gradient_memory import GradientWindows
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 
@@ -170,6 +171,19 @@ def test_a_step_that_was_rolled_back_before_its_gradients_were_given_up(memory: 
     assert memory.step_rolled_back() is False, "nobody wants it any more"
 
 
+def test_squares_are_known_before_a_gradient_is_given_up(memory: GradientWindows) -> None:
+    """A gradient that the core cannot read in one pass is squared when it arrives: later it may be gone."""
+    arena = GradientArena(layout_of(8), memory=memory)
+    gradient = torch.ones(4096, 2)[:, 0]
+    arena.arrive(0, gradient)
+    arena.arrive(0, gradient)
+    arena.of_step(0, last_use=True)
+    assert arena.sum_of_squares() == 4 * 4096
+    assert arena.take_failure() is None
+    arena.gradient(0)
+    assert isinstance(arena.take_failure(), UnsupportedError), "it is gone"
+
+
 # ---- storage that fails
 
 
@@ -185,7 +199,7 @@ def test_storage_that_returns_other_bytes(memory: GradientWindows) -> None:
         file.write(bytes([byte ^ 1]))
     content(memory, 0)
     failure = memory.take_failure()
-    assert isinstance(failure, StorageCorruptError)
+    assert isinstance(failure, StorageCorruptError) and memory.is_damaged
     assert "Gradients" in str(failure) or extent.path in str(failure)
     assert memory.take_failure() is None
 

@@ -15,7 +15,7 @@ from lightning_smartinfinity import DeviceError
 from lightning_smartinfinity.store import direct
 from tests.helpers.card_runs import cards, setup_of
 from tests.helpers.runif import RunIf
-from tests.transfer.harness import Case, Run, layout_of, running
+from tests.transfer.harness import Case, Run, running
 from tests.xrt.cards import EmulatedCards
 
 pytestmark = RunIf(xrt=True)
@@ -36,19 +36,6 @@ def test_too_little_memory(tmp_path: Path, emulated_cards: EmulatedCards) -> Non
     ) as run:
         run.step(0)
         assert 1 << 19 < emulated_cards.counter("card_bytes", 0) <= 1 << 20
-
-
-def test_a_share_between_whole_pages(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """The size of a ring is chosen in whole pages, so that the core does not refuse it as too large."""
-    case = CASE.but(num_buffers=64, num_devices=1, gradient_dtype=torch.bfloat16)
-    numel = layout_of(case).extents.tasklet_numel
-    assert 2 * numel % 4096  # of gradient and parameters
-    usable = setup_of(1, emulated_cards.build.xclbin).xclbin.memory_bytes
-    assert usable is not None
-    # Eleven buffers would fit without their padding to whole pages.
-    sharers = usable * 7 // 8 // (11 * (12 * numel + 4096 + 4 * numel + 1024))
-    with running(tmp_path, case, device=cards(emulated_cards.build.xclbin, sharers=sharers)) as run:
-        run.step(0)
 
 
 def test_p2p_that_is_off(tmp_path: Path, emulated_cards: EmulatedCards) -> None:

@@ -264,7 +264,7 @@ def test_gradient_files_are_counted_before_anything_is_made(
 
     train(tmp_path / "enough", "storage")
     gradients = [request.needed_bytes for request in asked if "gradients" in request.what]
-    assert gradients == made == 2 * [3 * 12 * 1024]  # on each card three buffers of 5120 elements, in whole blocks
+    assert gradients == made == 2 * [3 * 8 * 1024]  # on each card three buffers of 4096 elements
     monkeypatch.setattr(storage, "require_space", require_space)
     needed = sum(request.needed_bytes for request in asked)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=needed - 1, f_frsize=1))

@@ -20,9 +20,9 @@ from tests.xrt.cards import EmulatedCards
 pytestmark = RunIf(xrt=True)
 
 CARD_MIB = 4
-# 5120 elements of state, of gradients in fp32, as micro-batches are accumulated, and of parameters in 16 bit, each in
+# 4096 elements of state, of gradients in fp32, as micro-batches are accumulated, and of parameters in 16 bit, each in
 # whole blocks of 4 KiB; and a block for the status.
-BUFFER_BYTES = (60 + 20 + 12 + 4) * 1024
+BUFFER_BYTES = (48 + 16 + 8 + 4) * 1024
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_a_window_costs_what_arrives_in_it(asked: list[slice]) -> None:
         asked.clear()
         handler.reset_mock()
         speculation.discard()
-        speculation.begin(cast(StepPlan, SimpleNamespace()))
+        speculation.begin(cast(StepPlan, SimpleNamespace()), binds=False)
         assert not asked
         speculation.arrived(params)
         assert len(asked) == NUM_PARAMETERS - 1

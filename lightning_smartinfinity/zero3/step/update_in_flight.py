@@ -173,6 +173,8 @@ class UpdateInFlight:
                 self._speculation.wait(parameters)
             elif self._failure is None and self._rank_state.is_open:
                 self._wait_for(parameters)
+            if self._begun and self._failure is not None and self._rank_state.is_open:
+                self._rank_state.handler.step.stop()  # it must not touch the memory that is about to be used
 
     def drain(self) -> None:
         """Wait for the step in flight, if there is one, and commit it on all ranks. Collective.
