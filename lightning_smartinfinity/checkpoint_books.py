@@ -69,7 +69,8 @@ class CheckpointBooks:
 
     def __init__(self, trainer: pl.Trainer, jobs: BackgroundJobs) -> None:
         self._trainer, self._jobs = trainer, jobs
-        self._entries = {one.state_key: [_present(one)] for one in model_checkpoints(trainer)}
+        # By id: the key of a callback's state changes with its settings, which a training may change.
+        self._entries = {id(one): [_present(one)] for one in model_checkpoints(trainer)}
 
     def begin_save(self, callback: ModelCheckpoint, path: str, *, link_to: str | None = None) -> None:
         """Note that a save begins which the callback has in its books already.
@@ -93,7 +94,7 @@ class CheckpointBooks:
 
     def end_save(self, callback: ModelCheckpoint) -> None:
         """Note that the save begun last is whole, or goes on beside the training."""
-        self._entries[callback.state_key][-1].has_begun = True
+        self._entries[id(callback)][-1].has_begun = True
 
     def describe(self) -> ClientState:
         """Return, by the callbacks' keys, the books for a training record."""
@@ -109,7 +110,7 @@ class CheckpointBooks:
         """Give the callbacks the books of the last save that is whole, if a later one has failed."""
         for callback in model_checkpoints(self._trainer):
             first = self._settled(callback)[0]
-            if not self._is_right(first, is_last=len(self._entries[callback.state_key]) == 1):
+            if not self._is_right(first, is_last=len(self._entries[id(callback)]) == 1):
                 vars(callback).update(first.fields)
 
     def restore(self, callback: ModelCheckpoint, described: Sequence[Mapping[str, Any]], num_whole: int) -> ClientState:
@@ -127,12 +128,12 @@ class CheckpointBooks:
                     callback._remove_checkpoint(self._trainer, path)
         newest = entries[-1]
         callback._last_checkpoint_saved, callback._last_global_step_saved = newest.saved, newest.step
-        self._entries[callback.state_key] = [newest]
+        self._entries[id(callback)] = [newest]
         return newest.fields
 
     def _settled(self, callback: ModelCheckpoint) -> list[_Entry]:
         """Return the entries of a callback, without those before the newest that is right."""
-        entries = self._entries[callback.state_key]
+        entries = self._entries[id(callback)]
         while len(entries) > 1 and self._is_right(entries[1], is_last=len(entries) == 2):
             del entries[0]
         return entries

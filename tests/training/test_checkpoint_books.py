@@ -7,11 +7,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_smartinfinity.cli import main
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import quiet_trainer
 from tests.training.storage_worker import StorageRun, end_of, launch
 
 BEST: dict[str, Any] = {"monitor": "loss", "save_top_k": 1, "every_n_train_steps": 1, "filename": "{step}"}
@@ -56,6 +60,24 @@ def test_a_kill_within_a_copy(kept: str, save: int, devices: int, tmp_path: Path
     code, output = run(tmp_path, kept, devices=devices, resume=True, seed=9)
     assert code == 0, output[-4000:]
     assert_agree(tmp_path)
+
+
+class Denser(ModelCheckpoint):
+    """A ModelCheckpoint that saves more often from the second step on, which changes the key of its state."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self._every_n_train_steps = 1
+
+
+def test_a_callback_whose_settings_change(tmp_path: Path) -> None:
+    """The training goes on, and the books name what is there."""
+    saving = Denser(tmp_path / "saved", every_n_train_steps=2, filename="{step}")
+    trainer = quiet_trainer(tmp_path, max_steps=4, callbacks=[saving], enable_checkpointing=True)
+    trainer.fit(LitTiny(Recipe()))
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step=4.ckpt"]
+    assert saving.best_model_path == str(tmp_path / "saved" / "step=4.ckpt")
 
 
 @pytest.mark.long
