@@ -45,16 +45,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 SHORT = {"forward": 12, "two machines": 4, "compressed": 3, "two processes, compressed": 1}
 NUM_LONG = 25  # kills of each case: 350 in all
-MOMENTS = {
-    "start": 1.2,
-    "load": 0.05,
-    "batch start": 0.03,
-    "step": 0.03,
-    "batch end": 0.03,
-    "save": 0.1,
-    "growth": 0.01,
-}
-"""Moments, and how many seconds later a kill comes at most."""
+MOMENTS = (
+    ("start", 0.0),
+    ("start", 1.2),
+    ("load", 0.0),
+    ("load", 0.05),
+    ("batch start", 0.03),
+    ("step", 0.03),
+    ("batch end", 0.03),
+    ("save", 0.1),
+    ("growth", 0.0),
+    ("growth", 0.01),
+)
+"""Moments, and how many seconds later a kill comes at most; 0: at once."""
 NUM_STEPS = 18  # of all processes together
 TRIES = 4  # of a kill, which a fit that ends before it escapes
 
@@ -81,8 +84,10 @@ class Fits:
         return [int(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def killed(fits: Fits, draw: random.Random, num_kills: int) -> Iterator[str]:
+def killed(fits: Fits, draw: random.Random, num_kills: int, deck: list[tuple[str, float]]) -> Iterator[str]:
     """Fit until the end comes; yield after every fit in which phase it was killed, or "" if not before its last step.
+
+    Moments come from a deck, which is filled again when none of it is left that may come.
 
     No fit is killed after this number of kills. A process that is killed after its last step may have left others that
     came to their end, and removed their state.
@@ -92,8 +97,9 @@ def killed(fits: Fits, draw: random.Random, num_kills: int) -> Iterator[str]:
         before = fits.numbers()
         # Nothing grows in fits whose tasklets stay where they are, and the first one loads nothing.
         left_out = {"growth": "spread_every" not in fits.settings, "load": not begun}
-        moments = [moment for moment in MOMENTS if not left_out.get(moment)]
-        when = draw.choice(moments)
+        if not [when for when, _ in deck if not left_out.get(when)]:
+            deck += draw.sample(MOMENTS, len(MOMENTS))
+        when, latest = deck.pop(next(at for at, (when, _) in enumerate(deck) if not left_out.get(when)))
         step = min(fits.num_steps - 2, (before[-1] if before else 0) + draw.randrange(1, 5))
         step *= when not in ("start", "load")
         step -= step % {"save": 4, "growth": fits.settings.get("spread_every", 1)}.get(when, 1)
@@ -101,7 +107,7 @@ def killed(fits: Fits, draw: random.Random, num_kills: int) -> Iterator[str]:
             "kill_at": f"kill at {when}",
             "kill_step": step,
             "kill_rank": draw.randrange(fits.devices),
-            "kill_after": draw.uniform(1e-6, MOMENTS[when]),
+            "kill_after": draw.uniform(0.0, latest),
         }
         code, output = fits.fit(resume=begun, **(kill if num_kills else {}))
         nothing = "There is no" in output and not before  # killed before the first step was done
@@ -139,13 +145,13 @@ def test_kills_at_random(name: str, num_kills: int, tmp_path: Path, attack: Atta
     straight = Fits(tmp_path / "straight", **{**CASES[name], "machines": 1})
     code, output = straight.fit(resume=False)
     assert code == 0, output[-4000:]
-    draw, chains = random.Random(f"{name} {num_kills}"), 0
+    draw, chains, deck = random.Random(f"{name} {num_kills}"), 0, list[tuple[str, float]]()
     phases: Counter[str] = Counter()
     while (left := num_kills - phases.total()) > 0:
         chains += 1
         assert chains <= TRIES * num_kills, "too many fits escaped their kill"
         fits = Fits(tmp_path / f"killed{chains}", **CASES[name])
-        phases.update(filter(None, killed(fits, draw, left)))
+        phases.update(filter(None, killed(fits, draw, left, deck)))
         for rank in range(fits.devices):
             steps, expected = steps_of(fits.folder, rank), steps_of(straight.folder, rank)
             assert list(steps.items()) == list(expected.items())[: len(steps)]
