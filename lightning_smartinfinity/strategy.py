@@ -135,6 +135,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         take_options(self, options, known=LightningOptions, answers=OF_TRAINER)
         self._recording = FitRecording()
         self._books: CheckpointBooks | None = None
+        self._may_bind = False
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -207,6 +208,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         ending.end_together_after_sigterm(trainer)
         self._books = None if self._rank_state is None else CheckpointBooks(trainer, self._rank_state.background)
         self._recording.watch(trainer, self._books)
+        self._may_bind = not _may_change_steps(trainer)
         if self._training_engine is not None and self._books is not None:
             save_beside_training(
                 trainer,
@@ -246,7 +248,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
             # Lightning's own loop tells when a step follows; a manual one may do anything between backward and step.
             accumulates = module.trainer.fit_loop._should_accumulate()
             optimizer.step_follows = module.automatic_optimization and not accumulates
-            optimizer.step_is_certain = not _may_change_steps(module.trainer)
+            optimizer.may_bind = self._may_bind
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:

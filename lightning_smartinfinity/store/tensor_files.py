@@ -119,7 +119,7 @@ def _unnamed_file(path: Path, *, wants_direct: bool) -> native.StateFile:
     with storage_errors("Creating a file in", path), closing(open_rank_folder(path)) as folder:
         direct = wants_direct and has_direct(folder, STATE_NAME)
         descriptor = folder.open_unnamed(os.O_RDWR | (os.O_DIRECT if direct else 0))
-        return adopt_descriptor(path, descriptor, direct=direct, scheduler=scheduler_of(descriptor))
+        return adopt_descriptor(path / "(unnamed file)", descriptor, direct=direct, scheduler=scheduler_of(descriptor))
 
 
 def are_in_use(folders: Sequence[Path], *, job: str, rank: int) -> bool:

@@ -147,14 +147,14 @@ class GradientArena:
             self.reset()
             self._lost = True
 
-    def backward_begins(self, *, gives_up: bool) -> None:
+    def backward_begins(self, *, binds: bool) -> None:
         """Record that a backward begins: if all gradients before it were lost, a window begins with it.
 
         Args:
-            gives_up: Whether the update gives gradients up as it uses them, so that few have to go to storage.
+            binds: Whether the update gives gradients up as it uses them, so that few have to go to storage.
         """
         self._lost = self._lost and bool(self.active.any())
-        self._memory.spills_ahead = not gives_up
+        self._memory.spills_ahead = not binds
 
     def synchronize(self) -> None:
         """Wait for copies from CUDA. Methods that read the memory or return its address call this first."""

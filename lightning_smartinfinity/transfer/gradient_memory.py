@@ -172,11 +172,6 @@ class GradientWindows(GradientMemory):
     def memory_bytes(self) -> int:
         return self._held_bytes + self._leaving_bytes + sum(map(self._bytes_of, self._still_needed()))
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes on storage, with those whose content is not needed any more."""
-        return self._store.storage_bytes
-
     def counters(self) -> native.Counters:
         return self._store.counters()
 

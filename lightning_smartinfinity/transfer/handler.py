@@ -181,7 +181,7 @@ class TransferHandler:
         self._step = self._new_step(plan=plan, staging=self._staging_for)
         self._step.start()
 
-    def begin_incremental(self, plan: StepPlan, *, is_certain: bool = False) -> None:
+    def begin_incremental(self, plan: StepPlan, *, binds: bool = False) -> None:
         """Begins a step before its tasklets are known: as :meth:`begin_step`, but no tasklet starts yet.
 
         ``step.extend`` starts some tasklets; ``step.complete`` starts the others and makes it an ordinary step, which
@@ -189,14 +189,14 @@ class TransferHandler:
 
         Args:
             plan: The step's plan, with every parameter active and parameters in host memory.
-            is_certain: Whether the step will be taken as it begins, so that gradients are given up as they are used.
+            binds: Whether the step will be taken as it begins, so that gradients are given up as they are used.
 
         Raises:
             ConfigError, StorageError: As :meth:`begin_step`.
         """
         assert self.can_roll_back
         self._prepare()
-        self._step = self._new_step(plan=plan, staging=self._staging_for, incremental=True, is_certain=is_certain)
+        self._step = self._new_step(plan=plan, staging=self._staging_for, incremental=True, binds=binds)
 
     def finish(self) -> None:
         """Return when the step in flight, if any, has finished all reads, updates and writes.

@@ -33,7 +33,7 @@ class Step:
         plan: The step's plan; hyperparameters and ``active`` are read here, once.
         staging: Returns the buffer for parameters that travel through host memory of ours.
         incremental: Whether the step is incremental; then parameters are in host memory.
-        is_certain: Whether an incremental step is certain to be taken as it begins, so that gradients are given up.
+        binds: Whether an incremental step will be taken as it begins or skipped, so that gradients are given up.
 
     Attributes:
         is_complete: Whether all of the step's tasklets are known; only then it can be committed.
@@ -55,7 +55,7 @@ class Step:
         plan: StepPlan,
         staging: StagingMaker,
         incremental: bool = False,
-        is_certain: bool = False,
+        binds: bool = False,
     ) -> None:
         self._layout = layout
         self._store = store
@@ -73,7 +73,7 @@ class Step:
             plan,
             self._updates_of(plan),
             master_dtype=self._layout.extents.format.parameter_dtype if device.updates_from_parameters else None,
-            is_final=is_certain or not incremental,
+            last_use=binds or not incremental,
         )
         self._tasklets = [] if incremental else self._all_tasklets(plan)
         self.batches.take_gradients(self._tasklets)
@@ -148,7 +148,7 @@ class Step:
         if self.difference is not None:
             return False
         self.batches.choose(updates)
-        self.batches.is_final = True
+        self.batches.last_use = True
         self._is_submitted = False
         self.is_complete = True
         tasklets = self._all_tasklets(plan)

@@ -32,11 +32,11 @@ class StepBatches:
         plan: The step's plan.
         updates: The scalars with which each parameter is updated.
         master_dtype: Dtype of parameters that serve as the masters, or as half of them; None means none do.
-        is_final: Whether the step is certain to be taken, so that nobody needs gradients after their update.
+        last_use: Whether nobody needs gradients after their update.
 
     Attributes:
         updates: The scalars with which each parameter is updated.
-        is_final: As above, for the batches that are made from now on.
+        last_use: As above, for the batches that are made from now on.
         pieces: The partition cut by them; the key of a piece is its parameters' index into ``updates.steps``.
     """
 
@@ -51,7 +51,7 @@ class StepBatches:
         updates: Updates,
         *,
         master_dtype: native.DType | None,
-        is_final: bool,
+        last_use: bool,
     ) -> None:
         self._layout = layout
         self._places = places
@@ -61,7 +61,7 @@ class StepBatches:
         self._master_dtype = master_dtype
         self._window = plan.window
         self._windows: dict[int, native.GradientWindow | None] = {}
-        self.is_final = is_final
+        self.last_use = last_use
         # By tasklet index: after an interrupt, the same batch may be made a second time.
         self._sent: dict[int, native.Tasklet] = {}
         self.choose(updates)
@@ -84,7 +84,7 @@ class StepBatches:
     def take_gradients(self, tasklets: Sequence[int]) -> None:
         """Tell the memory of gradients that the step will use those of these tasklets, whenever it comes to them."""
         if self._window is not None:
-            self._windows |= {index: self._window(index, self.is_final) for index in tasklets}
+            self._windows |= {index: self._window(index, self.last_use) for index in tasklets}
 
     def update(self, outputs: Memory, tasklets: Sequence[int]) -> Iterable[native.Batch]:
         """Make the batch that updates these tasklets, in parts."""

@@ -64,7 +64,7 @@ class StorageOptimizer(GradientPath):
         save_id: Id of the checkpoint last saved or loaded, which all files of one save carry.
         saves_weights_only: Whether the checkpoint being saved omits the moments.
         step_follows: Whether the next backward is the last of its window, as far as its caller knows.
-        step_is_certain: Whether nothing but the step follows that backward: no clipping, and no code of the user's that
+        may_bind: Whether nothing but the step follows that backward: no clipping, and no code of the user's that
             could read or change gradients or hyperparameters.
         update: The update of the step in flight.
         speculation: The speculative update, which backward begins before the step does.
@@ -80,7 +80,7 @@ class StorageOptimizer(GradientPath):
         self.save_id: str | None = None
         self.saves_weights_only = False
         self._frozen: list[ZeroParameter] = []
-        self.step_follows = self.step_is_certain = False
+        self.step_follows = self.may_bind = False
         rank_state = RankState(keep=offload.transfer.keep)
         try:
             super().__init__(*args, rank_state=rank_state, **kwargs)
@@ -352,10 +352,10 @@ class StorageOptimizer(GradientPath):
         if follows and not retain_graph and self.overlap.mode == "backward":
             everything = np.ones(len(self.partition.layout.parameters), np.bool_)
             plan = self._plan(active=everything, loss_scale=float(self.loss_scale))
-            self.update.begin_speculatively(plan, binds=self.step_is_certain and plan.window is not None)
+            self.update.begin_speculatively(plan, binds=self.may_bind and plan.window is not None)
         else:
             self.speculation.discard()
-        self.arena.backward_begins(gives_up=self.speculation.binds)
+        self.arena.backward_begins(binds=self.speculation.binds)
 
     def _drain_for_residual(self) -> None:
         # The residual is computed from the gradients of the step in flight, which the next ones are about to replace.

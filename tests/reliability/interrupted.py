@@ -17,7 +17,7 @@ __all__ = ["Bits", "Interrupted", "same"]
 _RECIPE = Recipe(depth=1, width=8, max_steps=4, precision="32-true")
 
 Bits = list[torch.Tensor]
-"""What a training ends with: the residual and all masters."""
+"""A training's result: its residual and all masters."""
 
 
 class _Broken(Exception):
@@ -33,7 +33,7 @@ class _Breaking(LitTiny):
 
 
 class Interrupted:
-    """What an interrupted training has left in a folder.
+    """Holds the state that an interrupted training has left in a folder.
 
     Args:
         root: An empty folder.

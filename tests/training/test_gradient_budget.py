@@ -249,8 +249,8 @@ def test_a_gradient_that_storage_changed(
         trained_between(tmp_path, action, overlap, BUDGET)
 
 
-def test_nothing_is_left_of_a_killed_training(tmp_path: Path) -> None:
-    """The files of gradients have no names, so that a kill leaves none."""
+def test_files_of_gradients_have_no_names(tmp_path: Path) -> None:
+    """No file of gradients can be found during a training, so a kill leaves none."""
     seen: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

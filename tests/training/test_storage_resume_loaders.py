@@ -81,7 +81,7 @@ class Numbered:
 
 
 class SizedNumbered(Numbered):
-    """One that knows its length, and whose batches tell how many epochs it has had since it was made."""
+    """Streams as the base class does, but knows its length; batches tell its epochs since it was made."""
 
     ages = 1
 

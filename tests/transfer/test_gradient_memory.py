@@ -76,7 +76,7 @@ def test_more_than_the_budget(memory: GradientWindows) -> None:
 
 
 def test_memory_is_given_back(memory: GradientWindows) -> None:
-    """What is dropped takes up no page: the kernel says so."""
+    """Dropped windows take up no page, as the kernel's map of this process shows."""
     for window in range(8):
         fill(memory, window, window)
     memory.hold([(0, 3 * 4096)], changes=False)  # nothing is being written any more
@@ -205,7 +205,7 @@ def test_storage_that_returns_other_bytes(memory: GradientWindows) -> None:
 
 
 def test_no_room_on_storage(memory: GradientWindows, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be spilled stays in memory, and the failure is kept."""
+    """If the store has no room, windows stay in memory, and the failure is kept."""
 
     def full(*_: object) -> None:
         raise StorageFullError("There is no room.", "Free some.")

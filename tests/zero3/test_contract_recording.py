@@ -50,7 +50,7 @@ def test_a_checkpoint_without_weights() -> None:
 
 
 def test_the_books_of_a_model_checkpoint() -> None:
-    """Its state is these attributes and two settings; two more say what it has saved last, and one method removes."""
+    """A ModelCheckpoint's state has these attributes and two settings, and it has the other names that we use."""
     callback = ModelCheckpoint()
     assert {*callback.state_dict()} == {*_FIELDS, "monitor", "dirpath"}
     assert all(callback.state_dict()[name] is getattr(callback, name) for name in _FIELDS)

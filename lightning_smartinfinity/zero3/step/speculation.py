@@ -120,7 +120,7 @@ class Speculation:
         self._missing = self._partition.layout.num_parameters_in.tolist()
         self._on = True
         try:
-            self._rank_state.handler.begin_incremental(plan, is_certain=self._binds)
+            self._rank_state.handler.begin_incremental(plan, binds=self._binds)
         except SmartInfinityError:
             # The other ranks continue this backward. The step tries again, and tells all of them if it fails, too.
             self._failed = True
