@@ -62,7 +62,7 @@ def compare(
     columns: Columns,
     machine: Callable[[], str],
     heading: str,
-    rows: Callable[[], dict[str, Figures]] | None = None,
+    rows: Callable[[], dict[str, Figures | None]] | None = None,
 ) -> int:
     """Measure each system and print a table; with ``--child``, make one such measurement instead.
 
@@ -73,7 +73,7 @@ def compare(
         columns: Columns of the table; a cell stays empty if a system has no such figure.
         machine: Function that describes the machine.
         heading: Line above the table.
-        rows: Function that measures all systems, if they do not run one after the other.
+        rows: Function that measures all systems, None for one that fails, if not only one after the other.
 
     Returns:
         Exit status: 1 if a system failed.

@@ -1,57 +1,149 @@
-"""Times a training step and its copies on a CUDA device, beside stock DeepSpeed's ZeRO-Offload and ZeRO-Infinity.
+"""Measures training steps on a CUDA device, beside DeepSpeed's ZeRO-Offload and ZeRO-Infinity and AdamW in its memory.
 
-    python benchmarks/gpu_step.py --size 355m --storage /mnt/nvme0
+    python benchmarks/gpu_step.py --size 1.1B --storage /mnt/nvme0
+    python benchmarks/gpu_step.py --size 3B --sequences 8 --checkpointing on --gpu-memory 24
 
-Each system trains GPT-2 in bf16 in a process of its own. The parts of a step are measured with a wait for the device
-after each, which the systems themselves do not make. This package's copies are also measured alone: gradients to the
-host as fp32 and parameters to the device as bf16, from registered memory and in pieces of a tasklet. Stock systems
-build cpu_adam and async_io when they first run; one that fails is left out of the table.
+Each system trains a Llama-shaped model in bf16 in a process of its own. smart_infinity keeps the parameters on the
+device; int8 is its state format, and host and storage are where its parameters lie. zero_infinity has its optimizer
+state on storage and zero_infinity_parameters its parameters too, both pipelined, with 12 buffers, blocks of 8 MiB and a
+queue depth of 32. smart_infinity_memory and zero_offload have the state in host memory, and adamw keeps everything in
+the device's. A step lasts from the end of the previous step to its own end, when the device has done its work; updates
+that run beside the next step go on. The raw disk is measured before each system, with equal reads and writes, and "of
+the disk" is what a step moves, in the step's time, as a share of that. Stock systems build cpu_adam and async_io when
+they first run (set TORCH_CUDA_ARCH_LIST if that fails); one that fails is left out of the table.
+
+This package's copies are also measured alone, as a lower bound: gradients to the host as fp32 and parameters to the
+device as bf16, from registered memory and in pieces of a tasklet.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import compare, parse_options, several
-from gpt2 import GPT2
+from comparison import Figures, compare, in_child, parse_options, several
 from machine import describe
-from training import PARTS, WARMUP, Probe, tokens, train_near_storage, train_stock
+from raw_disk import MIB, all_settings
+from step import Disk, StepProbe
+from torch import nn
+from training import WARMUP, train_near_storage, train_stock
 
-SYSTEMS = ("smart_infinity", "zero_offload", "zero_infinity")
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "smart_infinity": {},
+    "smart_infinity_int8": {"settings": {"state_format": "int8"}},
+    "smart_infinity_memory": {"settings": {"transfer": {"dram_cache_bytes": "auto", "durability": "none"}}},
+    "smart_infinity_host": {"offload_param": {"device": "cpu"}},
+    "smart_infinity_storage": {"offload_param": {"device": "nvme"}},
+    "adamw": {},
+    "zero_offload": {"optimizer": "cpu"},
+    "zero_infinity": {"optimizer": "nvme"},
+    "zero_infinity_parameters": {"optimizer": "nvme", "parameters": "nvme"},
+}
+SWITCH = ("off", "on")
 PIECE_NUMEL = 1 << 20
+RAW_SETTINGS = all_settings((4 * MIB, 16 * MIB), (4, 16))
 COLUMNS = {  # key of a system's figures and number of digits
-    **{f"{part} s": (part, 3) for part in PARTS},
     "step s": ("total", 3),
+    "tokens/s": ("tokens_per_second", 0),
+    "device GB": ("device_gb", 2),
+    "host GB": ("peak_gb", 2),
+    "host GB, set-up": ("setup_peak_gb", 2),
+    "read B/param": ("read_per_parameter", 1),
+    "written B/param": ("written_per_parameter", 1),
+    "of the disk": ("of_disk", 2),
     "gradient copies s": ("gradients", 3),
-    "parameter copies s": ("parameters", 3),
+    "parameter copies s": ("parameter_copies", 3),
 }
 
 
-def stock_config(folder: str, *, device: str) -> dict[str, Any]:
-    """Return DeepSpeed's settings for optimizer state on the CPU or on NVMe."""
-    offload: dict[str, Any] = {"device": device, "pin_memory": True}
-    if device == "nvme":
-        offload |= {"nvme_path": folder, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+class DeviceProbe(StepProbe):
+    """Takes the time when the device has done its work, and the highest use of its memory after the warm-up."""
+
+    def end(self) -> None:
+        """End a step."""
+        torch.cuda.synchronize()
+        super().end()
+        if len(self.steps) == WARMUP:
+            torch.cuda.reset_peak_memory_stats()
+
+
+class Losses(nn.Module):
+    """Returns a causal language model's loss on tokens.
+
+    Args:
+        model: A model of transformers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+def build(size: str, *, checkpointing: bool) -> Losses:
+    """Build a Llama-shaped model of about that many parameters."""
+    from lightning_smartinfinity.survey.models import find_source
+
+    source = find_source(size)
+    assert source.build is not None
+    model: Any = source.build()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    return Losses(model)
+
+
+def stock_config(folder: str, *, optimizer: str, parameters: str | None = None) -> dict[str, Any]:
+    """Return DeepSpeed's settings for optimizer state, and parameters, on the CPU or on NVMe."""
+    state: dict[str, Any] = {"device": optimizer, "pin_memory": True}
+    if optimizer == "nvme":
+        state |= {"nvme_path": folder, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+    section = {"offload_optimizer": state}
+    if parameters:
+        section["offload_param"] = {"device": parameters, "nvme_path": folder, "pin_memory": True}
+        # Its buffers hold the largest parameter, and as many as it reads ahead.
+        section["offload_param"] |= {"buffer_size": 150_000_000, "buffer_count": 8}
     return {
-        "train_micro_batch_size_per_gpu": 4,
+        "train_micro_batch_size_per_gpu": 1,
         "aio": {"block_size": 8 * 1048576, "queue_depth": 32, "thread_count": 1, "overlap_events": True},
-        "zero_optimization": {"offload_optimizer": offload},
+        "zero_optimization": section,
     }
 
 
-def copies(size: str) -> dict[str, float]:
+def train_on_device(steps: int, *, probe: DeviceProbe, batches: Any, model: nn.Module) -> None:
+    """Train a bf16 model with fp32 master weights, all in the device's memory, with torch's fused AdamW."""
+    params = list(model.parameters())
+    masters = [param.detach().float() for param in params]
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+    for step in range(steps):
+        probe.begin()
+        loss = model(batches(step))
+        probe.mark()
+        loss.backward()
+        probe.mark()
+        for param, master in zip(params, masters, strict=True):
+            master.grad, param.grad = param.grad.float(), None  # type: ignore[union-attr]
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(params, masters)
+        probe.end()
+
+
+def copies(numel: int) -> dict[str, float]:
     """Measure a step's copies alone on a stream: a lower bound of their time."""
     from lightning_smartinfinity.transfer.cuda import link_to
 
     link = link_to(torch.device("cuda", torch.cuda.current_device()))
     assert link is not None
-    numel = sum(param.numel() for param in GPT2(size).parameters())
     figures = {}
-    for name, dtype in (("gradients", torch.float32), ("parameters", torch.bfloat16)):
+    for name, dtype in (("gradients", torch.float32), ("parameter_copies", torch.bfloat16)):
         host = link.host_tensor(PIECE_NUMEL, dtype)
         on_device = torch.empty(PIECE_NUMEL, dtype=dtype, device="cuda")
         where = {"host": host.tensor.data_ptr(), "device": on_device.data_ptr(), "stream": link.current_stream()}
@@ -68,19 +160,60 @@ def copies(size: str) -> dict[str, float]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Run one system in this process, with 4 x 512 tokens on the device."""
+    """Run one system in this process."""
     system, size, steps, folder = options.child, options.size, options.steps, options.storage
-    probe = Probe(torch.cuda.synchronize)
+    how = dict(SYSTEMS[system])
+    if options.gpu_memory:
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, options.gpu_memory * 1e9 / whole))
+    probe, shape = DeviceProbe(steps), (options.sequences, options.tokens)
 
     def batches(step: int) -> torch.Tensor:
-        return tokens(step, size, (4, 512)).cuda()
+        generator = torch.Generator().manual_seed(step)
+        return torch.randint(0, 1000, shape, generator=generator).cuda()
 
-    if system == "smart_infinity":
-        train_near_storage(size, steps, folder, accelerator="cuda", probe=probe, batches=batches)
-        return {**probe.medians(), **copies(size)}
-    config = stock_config(folder, device="cpu" if system == "zero_offload" else "nvme")
-    train_stock(size, steps, config, probe=probe, batches=batches)
-    return probe.medians()
+    def model() -> Losses:
+        return build(size, checkpointing=options.checkpointing == "on")
+
+    with torch.device("meta"):
+        numel = sum(param.numel() for param in model().parameters())
+    extra = {}
+    if system == "adamw":
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("cuda"):
+            on_device = model()
+        train_on_device(steps, probe=probe, batches=batches, model=on_device)
+    elif system.startswith("smart_infinity"):
+        settings = {"overlap": "forward", **how.pop("settings", {})}
+        common: dict[str, Any] = {"precision": "bf16-true", "settings": settings, "build": model}
+        train_near_storage(size, steps, folder, accelerator="cuda", probe=probe, batches=batches, **common, **how)
+        extra = copies(numel)
+    else:
+        train_stock(size, steps, stock_config(folder, **how), probe=probe, batches=batches, build=model)
+    figures = probe.figures(numel)
+    total = statistics.median(figures["total"])
+    return {
+        **{key: value for key, value in figures.items() if not isinstance(value, list)},
+        **extra,
+        "total": total,
+        "seconds_of_steps": figures["total"],
+        "tokens_per_second": options.sequences * options.tokens / total,
+        "device_gb": torch.cuda.max_memory_allocated() / 1e9,
+    }
+
+
+def rows(options: argparse.Namespace) -> dict[str, Figures | None]:
+    """Measure the disk and each system in turn; None for one that fails."""
+    found: dict[str, Figures | None] = {}
+    with Disk.measured(Path(options.storage), settings=RAW_SETTINGS) as disk:
+        for system in options.systems:
+            bandwidth = disk.gb_per_second()
+            figures = found[system] = in_child(__file__, options, system)
+            if figures is not None:
+                per_parameter = figures["read_per_parameter"] + figures["written_per_parameter"]
+                moved = per_parameter * figures["parameters"] / figures["total"] / 1e9
+                figures |= {"raw_gb_per_second": bandwidth, "of_disk": moved / bandwidth}
+    return found
 
 
 def main() -> int:
@@ -89,17 +222,29 @@ def main() -> int:
     Returns:
         Exit status: 1 if a system failed, 2 without a CUDA device.
     """
-    options = parse_options(__doc__, size={"default": "355m"}, systems=several(SYSTEMS), tokens=None)
+    options = parse_options(
+        __doc__,
+        size={"default": "1.1B", "choices": None, "help": "a number of parameters, such as 355M or 3B"},
+        systems=several(tuple(SYSTEMS), default=("smart_infinity", "adamw", "zero_offload", "zero_infinity")),
+        tokens={"default": 2048, "help": "of a sequence"},
+        sequences={"type": int, "default": 1, "help": "of a step"},
+        checkpointing={"choices": SWITCH, "default": "off", "help": "recompute activations in backward"},
+        gpu_memory={"type": float, "default": 0.0, "help": "GB of the device's memory that may be used; 0: all"},
+    )
     if not torch.cuda.is_available():
-        print("gpu_step.py measures copies from and to a CUDA device; torch finds none here.", file=sys.stderr)
+        print("gpu_step.py measures training on a CUDA device; torch finds none here.", file=sys.stderr)
         return 2
+    limit = f", {options.gpu_memory:g} GB of the device" if options.gpu_memory else ""
+    recomputed = ", activations recomputed" if options.checkpointing == "on" else ""
     return compare(
         __file__,
         options,
         run=run,
+        rows=lambda: rows(options),
         columns=COLUMNS,
         machine=lambda: f"{describe('torch', 'deepspeed')}, {torch.cuda.get_device_name()}",
-        heading=f"GPT-2 {options.size}, bf16, 4 x 512 tokens, {options.steps - WARMUP} measured steps",
+        heading=f"Llama-shaped {options.size}, bf16, {options.sequences} x {options.tokens} tokens{recomputed}{limit}, "
+        f"{options.steps - WARMUP} measured steps",
     )
 
 

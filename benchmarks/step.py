@@ -165,10 +165,14 @@ class Disk:
 
     @classmethod
     @contextmanager
-    def measured(cls, folder: Path, options: argparse.Namespace) -> Iterator[Disk]:
-        """Yield a disk with a file that is removed at the end."""
-        settings = all_settings((MIB // 4,), (2,)) if options.size == "tiny" else all_settings()
-        nbytes = (1 if options.size == "tiny" else 2048) * MIB
+    def measured(cls, folder: Path, *, settings: list[IoSettings], nbytes: int = 2048 * MIB) -> Iterator[Disk]:
+        """Yield a disk with a file that is removed at the end.
+
+        Args:
+            folder: Folder on the disk.
+            settings: Settings to try, of which the best are kept.
+            nbytes: Bytes that one measurement moves.
+        """
         with RawDisk.with_file(folder, nbytes, read_fraction=0.5, settings=settings) as raw:
             yield cls(raw)
 
@@ -262,10 +266,11 @@ def main() -> int:
     machine = describe("torch", "lightning", "deepspeed")
     print(machine)
     numbers = [matching_tokens(options) if number == "match" else int(number) for number in options.tokens]
-    tables = []
+    tables, tiny = [], options.size == "tiny"
+    raw: dict[str, Any] = {"settings": all_settings((MIB // 4,), (2,)) if tiny else all_settings()}
     with (
         tempfile.TemporaryDirectory(dir=options.storage, prefix="step-") as folder,
-        Disk.measured(Path(folder), options) as disk,
+        Disk.measured(Path(folder), **raw, nbytes=(1 if tiny else 2048) * MIB) as disk,
     ):
         for number, clip in product(numbers, options.clip):
             rows = rounds(clip, number, disk, options)

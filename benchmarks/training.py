@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from gpt2 import GPT2, VOCAB
+from torch import nn
 
 SUB_GROUP = BUCKET = 20_000_000
 WARMUP = 2
 PARTS = ("forward", "backward", "update")
 
 Batches = Callable[[int], torch.Tensor]
+Build = Callable[[], nn.Module]
 
 
 class Probe:
@@ -61,14 +63,21 @@ def tokens(step: int, size: str, shape: tuple[int, int]) -> torch.Tensor:
     return torch.randint(0, VOCAB if size != "tiny" else 512, shape, generator=generator)
 
 
-def lightning_module(size: str, steps: int, probe: Probe, batches: Batches) -> Any:
-    """Return the model as a LightningModule whose hooks mark the parts of a step; only this imports Lightning."""
+def lightning_module(size: str, steps: int, probe: Probe, batches: Batches, build: Build | None = None) -> Any:
+    """Return the model as a LightningModule whose hooks mark the parts of a step; only this imports Lightning.
+
+    With ``build``, that model is trained in place of GPT-2, and is partitioned while it is built.
+    """
     import lightning.pytorch as pl
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = GPT2(size)
+            self.model = GPT2(size) if build is None else None
+
+        def configure_model(self) -> None:
+            if self.model is None and build is not None:
+                self.model = build()
 
         def forward(self, tokens: torch.Tensor) -> Any:
             return self.model(tokens)
@@ -113,6 +122,8 @@ def train_near_storage(
     probe: Probe,
     batches: Batches,
     clip: float | None = None,
+    precision: str = "bf16-mixed",
+    build: Build | None = None,
     settings: dict[str, Any] | None = None,
     **zero: Any,
 ) -> Any:
@@ -126,6 +137,8 @@ def train_near_storage(
         probe: Probe that takes the times.
         batches: Function that makes the tokens of a step.
         clip: Largest norm of the gradients; None means that they are not clipped.
+        precision: The Trainer's precision.
+        build: Function that builds another model than GPT-2, from tokens to the loss.
         settings: Further settings of the strategy.
         **zero: Further keys of its ``zero``.
     """
@@ -136,8 +149,9 @@ def train_near_storage(
         zero={"sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET, **zero},
         **(settings or {}),
     )
-    trainer = quiet_trainer(folder, strategy, accelerator=accelerator, max_steps=steps, gradient_clip_val=clip)
-    trainer.fit(lightning_module(size, steps, probe, batches))
+    common = {"accelerator": accelerator, "precision": precision, "gradient_clip_val": clip}
+    trainer = quiet_trainer(folder, strategy, max_steps=steps, **common)
+    trainer.fit(lightning_module(size, steps, probe, batches, build))
     return strategy
 
 
@@ -149,6 +163,7 @@ def train_stock(
     probe: Probe,
     batches: Batches,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    build: Build | None = None,
 ) -> int:
     """Train with DeepSpeed, without Lightning; return the number of parameters.
 
@@ -159,6 +174,7 @@ def train_stock(
         probe: Probe that takes the times.
         batches: Function that makes the tokens of a step.
         make_optimizer: Function of the parameters; None means DeepSpeed's own Adam for the CPU.
+        build: Function that builds another model than GPT-2, from tokens to the loss; it is partitioned meanwhile.
     """
     os.environ |= {"LOCAL_SIZE": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29531")}
@@ -170,7 +186,12 @@ def train_stock(
     forbid_jit_builds()
     section = {"stage": 3, "sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET, **config["zero_optimization"]}
     config = {"gradient_clipping": 0.0, **config, "bf16": {"enabled": True}, "zero_optimization": section}
-    model = GPT2(size)
+    if build is None:
+        model: nn.Module = GPT2(size)
+    else:
+        deepspeed.init_distributed()
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = build()
     optimizer = (make_optimizer or partial(DeepSpeedCPUAdam, lr=1e-4))(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     for step in range(steps):

@@ -45,5 +45,5 @@ def state_digest(optimizer: Any, module: torch.nn.Module) -> str:
     optimizer.update.drain()
     optimizer.rank_state.handler.state.scan(lambda window: digest.update(b"".join(a.tobytes() for a in window.arrays)))
     for name, buffer in module.named_buffers():
-        digest.update(name.encode() + buffer.float().numpy().tobytes())
+        digest.update(name.encode() + buffer.float().cpu().numpy().tobytes())
     return digest.hexdigest()

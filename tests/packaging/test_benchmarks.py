@@ -127,7 +127,7 @@ PLOTTED = {
 
 
 # Scripts that need what test machines lack, and their messages without it.
-REFUSALS = {"gpu_step.py": "measures copies from and to a CUDA device; torch finds none here"}
+REFUSALS = {"gpu_step.py": "measures training on a CUDA device; torch finds none here"}
 
 
 def scripts() -> Iterator[Any]:
