@@ -77,7 +77,8 @@ def _findings(spec: str, options: argparse.Namespace) -> Findings:
         best=nearest(model, training, resources, rates) if chosen is None else chosen,
         found_here=found_here(options),
         alternatives=alternatives(model, training, resources),
-        tbw=options.tbw or TBW_PER_TB * resources.drive_bytes / 1e12,
+        drives=options.drives,
+        tbw=options.drives * (options.tbw or TBW_PER_TB * resources.drive_bytes / 1e12),
         tbw_given=options.tbw is not None,
         storage=options.storage,
     )
@@ -93,5 +94,8 @@ def _rates(options: argparse.Namespace, training: Training, resources: Resources
         device = require_device("cuda" if resources.on_gpu else "cpu")
         print("Measuring layers, memory and the drive, for about a minute.", file=sys.stderr, flush=True)
         rates = measure_rates(source, model, training, rates, storage=options.storage, device=device)
-    given = {name: getattr(options, name) for name in ("drive_read", "drive_write") if getattr(options, name)}
-    return replace(rates, **{name: Range(rate, rate, measured=True) for name, rate in given.items()})
+    names = ("drive_read", "drive_write", "network")
+    given = {name: getattr(options, name) for name in names if getattr(options, name)}
+    rates = replace(rates, **{name: Range(rate, rate, measured=True) for name, rate in given.items()})
+    read, write = (rate.times(options.drives) for rate in (rates.drive_read, rates.drive_write))
+    return replace(rates, drive_read=read, drive_write=write)

@@ -81,8 +81,9 @@ def _add_training(group: Any) -> None:
     )
     add("build", "where the module builds the model", choices=BUILDS)
     group.add_argument(
-        "--processes", type=_count, metavar="N", help="processes on the machine (default: one for each GPU)"
+        "--processes", type=_count, metavar="N", help="processes on each machine (default: one for each GPU)"
     )
+    add("nodes", "machines, each as described below", type=_count, metavar="N")
     add("save-top-k", "number of checkpoints that are kept", type=_checkpoints, metavar="N")
     add("tokens", "tokens of the whole training", type=_count, metavar="N")
 
@@ -96,13 +97,17 @@ def _add_machine(group: Any) -> None:
     group.add_argument("--host-memory", type=_size, metavar="SIZE", help="memory that all processes may use together")
     group.add_argument("--disk", type=_size, metavar="SIZE", help="free space for state and checkpoints")
     group.add_argument(
-        "--drive-size", type=_size, metavar="SIZE", help="size of the drive, for its life (default: that of --disk)"
+        "--drive-size", type=_size, metavar="SIZE", help="size of a drive, for its life (default: its part of --disk)"
     )
     group.add_argument("--cores", type=_count, metavar="N", help="number of CPU cores")
-    group.add_argument("--drive-read", type=_size, metavar="RATE", help="bytes that the drive reads in a second")
-    group.add_argument("--drive-write", type=_size, metavar="RATE", help="bytes that the drive writes in a second")
     group.add_argument(
-        "--tbw", type=_count, metavar="TB", help="terabytes that the drive may write (default: 600 for each TB of size)"
+        "--drives", type=_count, default=1, metavar="N", help="drives that share the state (default: 1)"
+    )
+    group.add_argument("--drive-read", type=_size, metavar="RATE", help="bytes that a drive reads in a second")
+    group.add_argument("--drive-write", type=_size, metavar="RATE", help="bytes that a drive writes in a second")
+    group.add_argument("--network", type=_size, metavar="RATE", help="bytes that a machine receives in a second")
+    group.add_argument(
+        "--tbw", type=_count, metavar="TB", help="terabytes that a drive may write (default: 600 for each TB of size)"
     )
 
 
@@ -145,5 +150,5 @@ def given_resources(found: Resources, options: argparse.Namespace) -> Resources:
                 f"--gpus {options.gpus}: the memory is unknown, as no GPU was found here.", "Pass --gpu-memory 24GB."
             )
         given["num_gpus"] = options.gpus
-    drive = options.drive_size or options.disk
+    drive = options.drive_size or (options.disk // options.drives if options.disk else None)
     return replace(found, **given, **({"drive_bytes": drive} if drive is not None else {}))

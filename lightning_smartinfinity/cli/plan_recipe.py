@@ -66,6 +66,8 @@ def _trainer_settings(training: Training, *, on_gpu: bool) -> dict[str, Any]:
         "devices": training.processes,
         "precision": training.precision,
     }
+    if training.nodes > 1:
+        settings["num_nodes"] = training.nodes
     if training.accumulate > 1:
         settings["accumulate_grad_batches"] = training.accumulate
     return settings

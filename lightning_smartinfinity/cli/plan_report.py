@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.plan.model import ModelFigures
     from lightning_smartinfinity.plan.needs import Need
     from lightning_smartinfinity.plan.pace import Pace, Range
+    from lightning_smartinfinity.plan.training import Training
 
 __all__ = ["Findings", "as_json", "print_report", "print_table"]
 
 _GIGA, _TERA = 1e9, 1e12
 _SHOWN_OWNERS = 4
 _TIGHT = 0.9  # plans are right to 10 %
-_PARTS = ("forward", "backward", "parameters", "gradients", "update", "step")
+_PARTS = ("forward", "backward", "parameters", "gradients", "network", "update", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,8 @@ class Findings:
         asked: Plan of the training as asked.
         best: The fastest plan that fits; if none does, the one that lacks the least.
         alternatives: Ways to train without storage.
-        tbw: Terabytes that the drive may write.
+        drives: Number of drives that share the state.
+        tbw: Terabytes that the drives may write.
         tbw_given: Whether the user gave that figure.
         storage: The storage folder.
         found_here: What was looked up on this machine, in words.
@@ -45,6 +47,7 @@ class Findings:
     asked: Plan
     best: Plan
     alternatives: Sequence[Alternative]
+    drives: int
     tbw: float
     tbw_given: bool
     storage: Path
@@ -64,7 +67,8 @@ def _report(found: Findings) -> Iterator[str]:
         yield f"Assumed: {model.assumed}"
     yield (
         f"{training.batch} x {training.seq} tokens, {training.accumulate} micro-batch(es) a step,"
-        f" {training.processes} process(es), {training.precision}, {training.optimizer}, {training.state_format} state"
+        f" {training.processes} process(es){_machines(training)}, {training.precision}, {training.optimizer},"
+        f" {training.state_format} state"
     )
     if found.found_here:
         yield f"Looked up on this machine: {', '.join(found.found_here)}"
@@ -76,6 +80,10 @@ def _report(found: Findings) -> Iterator[str]:
     yield from _without_storage(found.alternatives)
     if shown.fits:
         yield from _recipes(shown, found)
+
+
+def _machines(training: Training) -> str:
+    return f" on each of {training.nodes} machines" if training.nodes > 1 else ""
 
 
 def _needs(plan: Plan, resources: Resources) -> Iterator[str]:
@@ -139,13 +147,16 @@ def _pace(plan: Plan, found: Findings) -> Iterator[str]:
         return
     yield "Seconds of a step; the update runs beside the next forward"
     for name in _PARTS:
+        if name == "network" and plan.training.nodes == 1:
+            continue
         yield f"  {name:<12}{_range(getattr(plan.pace, name))}"
     yield f"Hours per million tokens: {_range(plan.pace.hours_per_million_tokens)}"
     if plan.training.tokens is not None:
         millions = plan.training.tokens / 1e6
         yield f"Hours of the training:    {_range(plan.pace.hours_per_million_tokens.times(millions))}"
         written = plan.pace.written_bytes * plan.training.tokens / plan.pace.tokens_per_step
-        worn = f", more than the {found.tbw:,.0f} TB that the drive may write" if written > found.tbw * _TERA else ""
+        may = f"the {found.tbw:,.0f} TB that the {_drives(found)} may write"
+        worn = f", more than {may}" if written > found.tbw * _TERA else ""
         yield f"Written by the training:  {written / _TERA:,.1f} TB{worn}"
     yield _life(plan.pace, found)
 
@@ -154,7 +165,11 @@ def _life(pace: Pace, found: Findings) -> str:
     of = "as given" if found.tbw_given else "assumed: 600 TB for each TB of its size"
     days = _range(pace.life_in_days(found.tbw))
     steps = pace.life_in_steps(found.tbw)
-    return f"Life of the drive ({found.tbw:.0f} TB written, {of}): {steps:,.0f} steps; days: {days}"
+    return f"Life of the {_drives(found)} ({found.tbw:.0f} TB written, {of}): {steps:,.0f} steps; days: {days}"
+
+
+def _drives(found: Findings) -> str:
+    return "drive" if found.drives == 1 else f"{found.drives} drives"
 
 
 def _without_storage(alternatives: Sequence[Alternative]) -> Iterator[str]:
@@ -182,8 +197,8 @@ def _recipes(plan: Plan, found: Findings) -> Iterator[str]:
 
 def print_table(findings: Sequence[Findings]) -> None:
     """Print a table in Markdown with a row for each model, by the settings that fit, or else lack the least."""
-    print("| model | GPU GB | host GB | disk GB | drive life, steps | what breaks first as asked | fits with |")
-    print("|---|---|---|---|---|---|---|")
+    print("| model | GPU GB | host GB | disk GB | step s | drive life, steps | what breaks first as asked | fits with |")
+    print("|---|---|---|---|---|---|---|---|")
     for found in findings:
         print(f"| {' | '.join(_row(found))} |")
 
@@ -195,8 +210,10 @@ def _row(found: Findings) -> list[str]:
     first = f"{broken[0].place.value}: {broken[0].largest}" if broken else "nothing"
     changes = ", ".join(_changes(plan, found.asked)) or "the defaults"
     changes = changes if plan.fits else f"nothing; nearest: {changes}"
-    life = "" if plan.pace is None else f"{plan.pace.life_in_steps(found.tbw):,.0f}"
-    return [found.model.name, *(_gb(most[place]) for place in Place), life, first, changes]
+    step = life = ""
+    if plan.pace is not None:
+        step, life = _bounds(plan.pace.step), f"{plan.pace.life_in_steps(found.tbw):,.0f}"
+    return [found.model.name, *(_gb(most[place]) for place in Place), step, life, first, changes]
 
 
 def as_json(found: Findings) -> dict[str, Any]:
@@ -214,7 +231,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         "machine": asdict(found.resources),
         "asked": _plan_json(found.asked),
         "best": _plan_json(found.best),
-        "drive": {"tbw": found.tbw, "assumed": not found.tbw_given},
+        "drive": {"drives": found.drives, "tbw": found.tbw, "assumed": not found.tbw_given},
         "without_storage": [
             {"name": one.name, "bytes": one.total, "available": one.available, "fits": one.fits, "owners": one.owners}
             for one in found.alternatives
@@ -244,9 +261,11 @@ def _triple(of: Range) -> list[float | bool]:
 
 
 def _range(of: Range) -> str:
-    if of.measured:
-        return _short(of.low) if _short(of.low) == _short(of.high) else f"{_short(of.low)} to {_short(of.high)}"
-    return f"{_short(of.low)} to {_short(of.high)} (not measured)"
+    return _bounds(of) if of.measured else f"{_short(of.low)} to {_short(of.high)} (not measured)"
+
+
+def _bounds(of: Range) -> str:
+    return _short(of.low) if _short(of.low) == _short(of.high) else f"{_short(of.low)} to {_short(of.high)}"
 
 
 def _short(value: float) -> str:

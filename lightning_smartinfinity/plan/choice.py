@@ -127,10 +127,9 @@ def cheapest(model: ModelFigures, training: Training, resources: Resources, rate
     """Return the fastest plan that fits, or None.
 
     It may change where the model is built and where parameters and gradients lie, and turn activation checkpoints on.
-    Only if this is
-    not enough, it lets training wait for its checkpoints, which takes less storage. Then it divides the batch into
-    micro-batches, uses a smaller state format, which changes results a little, and at last bf16 instead of fp32.
-    Neither the tokens of a step nor the optimizer change.
+    Only if this is not enough, it lets training wait for its checkpoints, which takes less storage. Then it divides the
+    batch into micro-batches, uses a smaller state format, which changes results a little, and at last bf16 instead of
+    fp32. Neither the tokens of a step nor the optimizer change.
 
     Args:
         model: The model.
@@ -216,7 +215,7 @@ def alternatives(model: ModelFigures, training: Training, resources: Resources) 
         training: The training as asked.
         resources: What the machine has.
     """
-    gpus = max(1, resources.num_gpus)
+    gpus = max(1, resources.num_gpus) * training.nodes
     activations = activation_owners(model, training)
     state_bytes = _FP32_BYTES * (training.num_arrays - 1)  # the parameters themselves are the master
     plain = _in_memory(model, _FP32_BYTES, state_bytes)

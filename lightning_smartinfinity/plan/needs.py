@@ -98,7 +98,7 @@ class Need:
 def needs(model: ModelFigures, training: Training, *, on_gpu: bool, process_bytes: int = PROCESS_BYTES) -> list[Need]:
     """Return what a training needs.
 
-    Host memory and disk are those of all processes of the machine, GPU memory is that of one GPU.
+    Host memory and disk are those of all processes of one machine, GPU memory is that of one GPU.
 
     Args:
         model: The model.
@@ -126,7 +126,7 @@ def _gpu_needs(model: ModelFigures, training: Training) -> Iterator[Need]:
 
 def _gathered_numel(model: ModelFigures, training: Training) -> int:
     """Return the most elements that are gathered on a GPU beside its own partition."""
-    if training.processes == 1 and training.offload_param == "none":
+    if training.world_size == 1 and training.offload_param == "none":
         return 0  # the partition of a single process is the parameter
     # The strategy keeps none gathered for a later use (stage3_max_reuse_distance).
     return min(model.numel, model.largest_module + _PREFETCH_NUMEL)
@@ -156,7 +156,7 @@ def _host_phases(
     writing = {**held, "ring": slots}
     yield "building", max(building, writing, key=lambda owners: sum(owners.values()))
     computing = {} if on_gpu else {**activation_owners(model, training), "buffers": model.buffer_bytes}
-    if not on_gpu and training.processes > 1:
+    if not on_gpu and training.world_size > 1:
         computing["gathered layers"] = training.item_bytes * _gathered_numel(model, training)
     yield "training", {**held, **update, **computing}
     # Between steps no activations live. The state moves through a window as large as the slots of the ring.
@@ -180,7 +180,7 @@ def _held_parameters(model: ModelFigures, training: Training, *, on_gpu: bool) -
     whole = training.item_bytes * _share(model.numel, training)
     if training.offload_param == "nvme":
         kept = sum(training.item_bytes * n for n in _shares(model, training) if not _is_stored(n, training))
-        largest = training.item_bytes * -(-model.largest // training.processes)
+        largest = training.item_bytes * -(-model.largest // training.world_size)
         buffers = _PARAMETER_BUFFERS * -(-largest // 4096) * 4096
         return {"parameters": kept, "parameter buffers": min(buffers, stored_bytes(model, training))}
     return {} if on_gpu and training.offload_param == "none" else {"parameters": whole}
@@ -247,7 +247,7 @@ def _disk_owners(model: ModelFigures, training: Training) -> dict[str, int]:
 
 
 def checkpoint_bytes(model: ModelFigures, training: Training) -> int:
-    """Return the bytes of a checkpoint of all processes: fp32 masters and arrays, and frozen weights and buffers.
+    """Return the bytes that the processes of a machine save: fp32 masters and arrays, and frozen weights and buffers.
 
     What is saved beside tensors is estimated: 64 KiB for each process and 256 bytes for each parameter.
     """
@@ -269,7 +269,7 @@ def layout_of(trained: tuple[int, ...], training: Training) -> PartitionLayout:
     """Return the layout of one process's partition in one storage folder."""
     return _layout(
         trained,
-        training.processes,
+        training.world_size,
         tasklet_bytes=training.tasklet_bytes,
         num_arrays=training.num_arrays,
         places_per_tasklet=training.places,
@@ -287,12 +287,12 @@ def _layout(trained: tuple[int, ...], processes: int, **how: int | str) -> Parti
 
 
 def _shares(model: ModelFigures, training: Training) -> list[int]:
-    return [-(-n // training.processes) for n in (*model.trained, *model.frozen)]
+    return [-(-n // training.world_size) for n in (*model.trained, *model.frozen)]
 
 
 def _is_stored(share: int, training: Training) -> bool:
-    return share >= _LEAST_STORED and (share - 1) * training.processes + 1 > _KEPT_NUMEL
+    return share >= _LEAST_STORED and (share - 1) * training.world_size + 1 > _KEPT_NUMEL
 
 
 def _share(numel: int, training: Training) -> int:
-    return -(-numel // training.processes)
+    return -(-numel // training.world_size)

@@ -71,6 +71,7 @@ class Rates:
         drive_write: Bytes that the drive writes while it does nothing else.
         update: Parameters that the CPU updates.
         to_gpu: Bytes between host memory and the GPU.
+        network: Bytes that a machine receives from others, and sends at the same time.
     """
 
     flops: Range
@@ -80,6 +81,7 @@ class Rates:
     drive_write: Range
     update: Range
     to_gpu: Range
+    network: Range = Range(1e9, 5e10)
 
 
 def assumed_rates(*, on_gpu: bool, cores: int, in_16_bit: bool = True) -> Rates:
@@ -114,9 +116,10 @@ class Pace:
         backward: Seconds of backward, recomputation included.
         parameters: Seconds to bring parameters to where they are used, and back.
         gradients: Seconds to move gradients into host memory, and those beyond their budget to storage and back.
+        network: Seconds to gather parameters from other machines, and to send them their parts of the gradients.
         update: Seconds of the update.
         step: Seconds of a whole step.
-        written_bytes: Bytes that a step writes to storage.
+        written_bytes: Bytes that a step writes to the storage of a machine.
         tokens_per_step: Tokens of a step.
     """
 
@@ -124,6 +127,7 @@ class Pace:
     backward: Range
     parameters: Range
     gradients: Range
+    network: Range
     update: Range
     step: Range
     written_bytes: int
@@ -190,7 +194,7 @@ def _parts(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: boo
     # On a CPU a gradient is read in one place and written in another; each process of a GPU has a part of them.
     copied = model.trained_numel * (training.item_bytes + training.gradient_bytes)
     spilled = training.accumulate * training.processes * spilled_gradient_bytes(model, training)
-    sent = -(-model.trained_numel // training.processes) * training.item_bytes
+    sent = -(-model.trained_numel // training.world_size) * training.item_bytes
     return {
         "forward": _seconds(count * passes.forward_flops, rates.flops),
         "backward": _seconds(count * recomputed, rates.backward_flops),
@@ -200,11 +204,12 @@ def _parts(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: boo
             _seconds(spilled, rates.drive_write),
             _seconds(spilled, rates.drive_read),
         ),
+        "network": _network_seconds(model, training, rates),
     }
 
 
 def written_bytes(model: ModelFigures, training: Training) -> int:
-    """Return the bytes that a step of all processes writes to storage: state, stored parameters and a residual."""
+    """Return the bytes that a step writes to the storage of a machine: state, stored parameters and a residual."""
     extents = layout_of(model.trained, training).extents
     state = sum(extent.nbytes for extent in extents.extents)
     stored = training.item_bytes * extents.numel if training.offload_param == "nvme" else 0
@@ -234,12 +239,24 @@ def _parameter_seconds(model: ModelFigures, training: Training, rates: Rates, *,
     """Return the seconds in which parameters are read for each forward and backward, or return to a GPU updated."""
     nbytes = 2 * training.accumulate * training.item_bytes * model.numel
     if training.offload_param == "nvme":
-        return _seconds(nbytes, rates.drive_read)
+        return _seconds(nbytes / training.nodes, rates.drive_read)
     if not on_gpu:
         return Range.exactly(0.0)
     if training.offload_param == "cpu":
-        return _seconds(nbytes / training.processes, rates.to_gpu)
-    return _seconds(training.item_bytes * model.trained_numel / training.processes, rates.to_gpu)
+        return _seconds(nbytes / training.world_size, rates.to_gpu)
+    return _seconds(training.item_bytes * model.trained_numel / training.world_size, rates.to_gpu)
+
+
+def _network_seconds(model: ModelFigures, training: Training, rates: Rates) -> Range:
+    """Return the seconds in which ZeRO-3's gathers and reductions cross a machine's network.
+
+    Each micro-batch gathers all parameters in forward and again in backward, of which a machine has its own part, and
+    sends the other machines their parts of the gradients: Rajbhandari et al., "ZeRO" (2020), section 7.
+    """
+    if training.nodes == 1:
+        return Range.exactly(0.0)
+    moved = training.accumulate * training.item_bytes * (2 * model.numel + model.trained_numel)
+    return _seconds(moved * (1 - 1 / training.nodes), rates.network)
 
 
 @dataclass(frozen=True)

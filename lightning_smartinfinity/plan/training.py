@@ -43,7 +43,8 @@ class Training:
         offload_param: Where parameters lie between their uses.
         build: Where the module builds the model: everything at once in fp32 (``"init"``), or in ``configure_model``,
             where each parameter is partitioned as soon as it is made.
-        processes: Number of processes, all on this machine.
+        processes: Number of processes on each machine.
+        nodes: Number of machines.
         save_top_k: Number of checkpoints that are kept.
         tokens: Tokens of the whole training; None if unknown.
         asynchronous: Whether checkpoints are saved while training goes on.
@@ -67,6 +68,7 @@ class Training:
     offload_param: str = "none"
     build: str = "init"
     processes: int = 1
+    nodes: int = 1
     save_top_k: int = 1
     tokens: int | None = None
     asynchronous: bool = True
@@ -89,6 +91,7 @@ class Training:
             offload_param=one_of(*OFFLOADS),
             build=one_of(*BUILDS),
             processes=between(1, 1024),
+            nodes=between(1, 10_000),
             save_top_k=between(0, _MOST),
             tokens=optional(between(1)),
             asynchronous=FLAG,
@@ -148,4 +151,9 @@ class Training:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of a step over all processes."""
-        return self.batch * self.seq * self.accumulate * self.processes
+        return self.batch * self.seq * self.accumulate * self.world_size
+
+    @property
+    def world_size(self) -> int:
+        """Processes of all machines."""
+        return self.processes * self.nodes

@@ -85,6 +85,18 @@ def test_several_models_make_a_table(capsys: pytest.CaptureFixture[str]) -> None
     assert len({line.count("|") for line in lines}) == 1
 
 
+def test_several_machines_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan names them, their network and their drives, which live longer together, and so does the recipe."""
+    lives = []
+    for more in ([], ["--nodes", "3", "--network", "1GB", "--drives", "2", "--tbw", "100"]):
+        assert main(["plan", "20M", *MACHINE, "--seq", "16", "--tbw", "100", *more]) == 0
+        printed = capsys.readouterr().out
+        lives += [line for line in printed.splitlines() if line.startswith("Life of the")]
+    assert "1 process(es) on each of 3 machines" in printed and "  network     0." in printed
+    assert "    num_nodes=3,\n" in printed and "  num_nodes: 3\n" in printed
+    assert "Life of the drive (100 TB" in lives[0] and "Life of the 2 drives (200 TB" in lives[1]
+
+
 def test_settings_that_fit_are_printed_as_asked(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The recipe has the settings that were asked for, and the report only hints at faster ones."""
     assert main(["plan", folder, *MACHINE, "--seq", "16", "--offload-param", "nvme"]) == 0
