@@ -197,8 +197,9 @@ def _recipes(plan: Plan, found: Findings) -> Iterator[str]:
 
 def print_table(findings: Sequence[Findings]) -> None:
     """Print a table in Markdown with a row for each model, by the settings that fit, or else lack the least."""
-    print("| model | GPU GB | host GB | disk GB | step s | drive life, steps | what breaks first as asked | fits with |")
-    print("|---|---|---|---|---|---|---|---|")
+    heads = ("model", "GPU GB", "host GB", "disk GB", "step s", "drive life, steps", "what breaks first as asked")
+    print(f"| {' | '.join([*heads, 'fits with'])} |")
+    print("|---" * (len(heads) + 1) + "|")
     for found in findings:
         print(f"| {' | '.join(_row(found))} |")
 

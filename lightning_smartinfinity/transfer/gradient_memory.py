@@ -325,9 +325,8 @@ class GradientWindows(GradientMemory):
     def _make_room(self, nbytes: int, *, keep: set[int]) -> None:
         """Drop windows until so many bytes more fit into the budget, as far as that is possible."""
         while self.memory_bytes + nbytes > self.budget_bytes:
-            free = [window for window in [*self._held, *self._leaving] if self._may_go(window, keep)]
-            stored = next((window for window in free if window in self._stored), None)
-            leaving = next((window for window in free if window in self._leaving), None)
+            stored = next((w for w in self._held if w in self._stored and self._may_go(w, keep)), None)
+            leaving = next((w for w in self._leaving if self._may_go(w, keep)), None)
             needed = next((w for w in self._in_step if w not in keep and self._is_needed(w) and self._has(w)), None)
             if stored is not None:
                 del self._held[stored]
