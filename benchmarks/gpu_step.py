@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from comparison import Figures, compare, in_child, parse_options, several
 from machine import describe
+from memory import Losses, build
 from raw_disk import MIB, all_settings
 from step import Disk, StepProbe
 from torch import nn
@@ -70,34 +71,6 @@ class DeviceProbe(StepProbe):
         super().end()
         if len(self.steps) == WARMUP:
             torch.cuda.reset_peak_memory_stats()
-
-
-class Losses(nn.Module):
-    """Returns a causal language model's loss on tokens.
-
-    Args:
-        model: A model of transformers.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens).loss
-        return loss
-
-
-def build(size: str, *, checkpointing: bool) -> Losses:
-    """Build a Llama-shaped model of about that many parameters."""
-    from lightning_smartinfinity.survey.models import find_source
-
-    source = find_source(size)
-    assert source.build is not None
-    model: Any = source.build()
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-    return Losses(model)
 
 
 def stock_config(folder: str, *, optimizer: str, parameters: str | None = None) -> dict[str, Any]:

@@ -34,6 +34,14 @@ RUNS = {
         ["--size", "tiny"],
         ["|  |", "| smart_infinity, save |", "| smart_infinity, load |", "| smart_infinity, evaluate |"],
     ),
+    "memory.py": (
+        # Stock DeepSpeed's op would have to be built.
+        [
+            *("--sizes", "1M", "--systems", "in_memory", "gradients", "--clip", "on", "--tokens", "16", "--steps", "1"),
+            *("--gradient-bytes", "6000000"),
+        ],
+        ["| model, system |", "| 1M, in_memory |", "| 1M, gradients |"],
+    ),
     "setup.py": (
         ["--numel", "100000", "--where", "init"],
         ["| phase |", "| import |", "| build |", "| set-up, first state |", "| step 4 |", "| save |"],
@@ -112,6 +120,7 @@ ON_CARDS = {
 SLOW = {
     *("backward.py", "calibration.py", "checkpoint_memory.py", "checkpoint_stall.py", "checksums.py"),
     *("compression_accuracy.py", "csim.py", "engines.py", "export.py", "formats.py", "import_time.py"),
+    "memory.py",
     *("paper_tables.py", "peak_memory.py", "plan.py", "scaling.py", "setup.py", "step.py", "tensor_store.py"),
     *("training_record.py", "xrt_bindings.py"),
 }
