@@ -3,9 +3,11 @@
 The first table describes the update alone: bytes per parameter, the speed of one core (verification, update, rounding
 and checksums of tasklets that fit the second-level cache, read from the page cache), and a whole step through the
 pipeline in a folder. The second trains a small model on text, with every format from the same seeds, and shows the loss
-on held-out text at the end. Usage::
+on held-out text at the end. The third does so with every dtype in which gradients of several micro-batches are added.
+Usage::
 
     python benchmarks/formats.py [--folder .] [--million 400] [--steps 300] [--seeds 3] [--json figures.json]
+    python benchmarks/formats.py --tables accumulation
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,9 @@ from training import quiet_trainer
 
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.native.formats import STATE_FORMATS
+
+TABLES = ("updates", "losses", "accumulation")
+_BATCH = 8  # sequences of a step, if it has no more micro-batches than that
 
 
 @contextmanager
@@ -62,20 +67,30 @@ def updates(folder: Path, million: int, repeats: int, *, tiny: bool) -> list[dic
     return found
 
 
-def losses(size: str, steps: int, seeds: int) -> list[dict[str, Any]]:
-    """Return the held-out losses of every format at the end of training, one for each seed."""
+def losses(
+    settings: Mapping[str, Mapping[str, Any]], size: str, steps: int, seeds: int, *, accumulate: int = 1
+) -> list[dict[str, Any]]:
+    """Return held-out losses at the end of training, one for each seed.
+
+    Args:
+        settings: Settings of the strategy, by the name of a row.
+        size: Of the model.
+        steps: Of a training.
+        seeds: Number of trainings of each row.
+        accumulate: Micro-batches of a step.
+    """
     _quieten()
     found = []
-    for name in STATE_FORMATS:
+    for name, how in settings.items():
         values = []
         for seed in range(seeds):
             with tempfile.TemporaryDirectory(prefix="formats-") as folder:
-                values.append(_train(Path(folder), name, size, steps, seed))
+                values.append(_train(Path(folder), how, size, steps, seed, accumulate))
         found.append({"format": name, "losses": values})
     return found
 
 
-def _train(folder: Path, state_format: str, size: str, steps: int, seed: int) -> float:
+def _train(folder: Path, how: Mapping[str, Any], size: str, steps: int, seed: int, accumulate: int) -> float:
     from byte_lm import ByteLM
     from lightning import seed_everything
     from text_folder import TextFolder
@@ -85,16 +100,17 @@ def _train(folder: Path, state_format: str, size: str, steps: int, seed: int) ->
     seed_everything(seed, verbose=False)
     trainer = quiet_trainer(
         folder,
-        SmartInfinityStrategy(folder / "state", state_format=state_format),
+        SmartInfinityStrategy(folder / "state", **how),
         max_steps=steps,
+        accumulate_grad_batches=accumulate,
         gradient_clip_val=1.0,
-        val_check_interval=steps,
+        val_check_interval=steps * accumulate,
         max_epochs=-1,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
     )
     model = ByteLM(size, block_size=64)
-    data = TextFolder(None, pattern="*.py", block_size=64, batch_size=8, seed=seed)
+    data = TextFolder(None, pattern="*.py", block_size=64, batch_size=max(1, _BATCH // accumulate), seed=seed)
     trainer.fit(model, data)
     loss = float(trainer.callback_metrics["val_loss"])
     trainer.strategy.close()  # type: ignore[attr-defined]
@@ -121,10 +137,10 @@ def print_updates(rows: list[dict[str, Any]]) -> None:
         )
 
 
-def print_losses(rows: list[dict[str, Any]]) -> None:
-    """Print a table in Markdown, each format beside fp32."""
+def print_losses(rows: list[dict[str, Any]], head: str) -> None:
+    """Print a table in Markdown, each row beside the first, which is that of fp32."""
     base = rows[0]["losses"]
-    print("\n| format |" + "".join(f" seed {seed} |" for seed in range(len(base))) + " mean | mean less fp32's |")
+    print(f"\n| {head} |" + "".join(f" seed {seed} |" for seed in range(len(base))) + " mean | mean less fp32's |")
     print("|---|" + "---|" * (len(base) + 2))
     for row in rows:
         gaps = [value - other for value, other in zip(row["losses"], base, strict=True)]
@@ -139,21 +155,31 @@ def main() -> None:
     parser.add_argument("--million", type=int, default=200, help="parameters of the whole step, in millions")
     parser.add_argument("--repeats", type=int, default=6, help="updates; the first of a whole step does not count")
     parser.add_argument("--size", default="tiny", help="of the model that is trained, as in examples/byte_lm.py")
-    parser.add_argument("--steps", type=int, default=300, help="of the training; 0: none")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
+    parser.add_argument("--steps", type=int, default=300, help="of a training")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--accumulate", type=int, nargs="*", default=[8, 32], help="micro-batches of a step")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--tiny", action="store_true", help="as small as it gets, to see that it works")
     options = parser.parse_args()
     if options.tiny:
         options.million, options.repeats, options.size, options.steps, options.seeds = 1, 1, "nano", 2, 1
+        options.accumulate = [2]
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     print(describe("torch", "lightning", "deepspeed"))
     figures: dict[str, Any] = {"machine": describe("torch", "lightning", "deepspeed")}
-    figures["updates"] = updates(options.folder, options.million, options.repeats, tiny=options.tiny)
-    print_updates(figures["updates"])
-    if options.steps:
-        figures["losses"] = losses(options.size, options.steps, options.seeds)
-        print_losses(figures["losses"])
+    if "updates" in options.tables:
+        figures["updates"] = updates(options.folder, options.million, options.repeats, tiny=options.tiny)
+        print_updates(figures["updates"])
+    common: dict[str, Any] = {"size": options.size, "steps": options.steps, "seeds": options.seeds}
+    if "losses" in options.tables:
+        figures["losses"] = losses({name: {"state_format": name} for name in STATE_FORMATS}, **common)
+        print_losses(figures["losses"], "format")
+    if "accumulation" in options.tables:
+        added = {name: {"transfer": {"accumulate_in": name}} for name in ("fp32", "parameters")}
+        for number in options.accumulate:
+            rows = figures[f"losses, {number} micro-batches"] = losses(added, **common, accumulate=number)
+            print_losses(rows, f"{number} micro-batches, added in")
     write_figures(options.json, **figures)
 
 

@@ -37,7 +37,7 @@ from lightning_smartinfinity.lightning_options import SharedOptions, indexed_dev
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
 from lightning_smartinfinity.recorder import STORAGE, Recording
-from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
+from lightning_smartinfinity.settings import check_save_path, data_types, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_FABRIC
 from lightning_smartinfinity.store.in_time import io_limit
 from lightning_smartinfinity.watching import awaiting_ranks
@@ -236,7 +236,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         # Only the user's loop knows how many micro-batches a step will have, and whether it will be clipped.
         self.config["gradient_accumulation_steps"] = 1
         self.config["gradient_clipping"] = 0.0
-        self.config["data_types"] = {"grad_accum_dtype": "fp32"}
+        self.config["data_types"] = data_types(self._settings.transfer, accumulates=True)
 
     @contextmanager
     @override

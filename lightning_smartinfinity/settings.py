@@ -27,6 +27,7 @@ __all__ = [
     "check_save_path",
     "documents_settings",
     "given_settings",
+    "data_types",
     "gradients_are_16_bit",
     "is_16_bit",
     "nvme_path_of",
@@ -172,6 +173,16 @@ def nvme_path_of(zero: Mapping[str, Any] | None, *, owner: str) -> Path | None:
 def is_16_bit(config: Mapping[str, Any]) -> bool:
     """Return whether DeepSpeed's configuration says that parameters are bf16 or fp16."""
     return any(config.get(name, {}).get("enabled", False) for name in ("bf16", "fp16"))
+
+
+def data_types(transfer: TransferConfig, *, accumulates: bool) -> dict[str, str]:
+    """Return the section of DeepSpeed's configuration that says in which dtype gradients are added.
+
+    Args:
+        transfer: The settings.
+        accumulates: Whether a step may have several micro-batches; if not, gradients keep the parameters' dtype.
+    """
+    return {"grad_accum_dtype": "fp32"} if accumulates and transfer.accumulate_in == "fp32" else {}
 
 
 def gradients_are_16_bit(config: Mapping[str, Any]) -> bool:

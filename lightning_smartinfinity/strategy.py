@@ -45,7 +45,7 @@ from lightning_smartinfinity.recording import FitRecording
 from lightning_smartinfinity.resume.loader_position import keeping_position
 from lightning_smartinfinity.resume.loops import passed_to_run, without_positions
 from lightning_smartinfinity.rng import RNG_KEY, capture
-from lightning_smartinfinity.settings import check_save_path, documents_settings, given_settings
+from lightning_smartinfinity.settings import check_save_path, data_types, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_TRAINER
 from lightning_smartinfinity.store.in_time import io_limit
 from lightning_smartinfinity.watching import awaiting_ranks, saving
@@ -413,9 +413,8 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         if not self.lightning_module.trainer.training:
             self._initialize_deepspeed_inference(self.lightning_module)
             return
-        # Several micro-batches accumulate in fp32, also with 16-bit parameters.
         several = accumulates(self.lightning_module.trainer)
-        self.config["data_types"] = {"grad_accum_dtype": "fp32"} if several else {}
+        self.config["data_types"] = data_types(self._settings.transfer, accumulates=several)
         self._initialize_deepspeed_train(self.lightning_module)
         assert self._rank_state is not None
         self._rank_state.in_fit = True

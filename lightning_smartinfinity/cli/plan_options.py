@@ -71,6 +71,7 @@ def _add_training(group: Any) -> None:
     add("batch", "sequences of a micro-batch, per process", type=_count, metavar="N")
     add("seq", "tokens of a sequence", type=_count, metavar="N")
     add("accumulate", "micro-batches of a step", type=_count, metavar="N")
+    add("accumulate-in", "dtype in which their gradients are added", choices=("fp32", "parameters"))
     group.add_argument("--checkpointing", action="store_true", help="activations are computed anew in backward")
     add("precision", "precision of the Trainer", choices=PRECISIONS)
     add("optimizer", "class of torch.optim", choices=tuple(OPTIMIZERS))

@@ -51,6 +51,8 @@ def _strategy_settings(training: Training, storage: Path) -> dict[str, Any]:
     transfer: dict[str, Any] = {}
     if not training.asynchronous:
         transfer["asynchronous"] = False
+    if training.accumulate > 1 and training.accumulate_in != "fp32":
+        transfer["accumulate_in"] = training.accumulate_in
     if training.gradient_budget is not None:
         transfer["gradient_bytes"] = training.gradient_budget
     if transfer:

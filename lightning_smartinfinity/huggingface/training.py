@@ -49,7 +49,7 @@ from lightning_smartinfinity.huggingface.seams import (
     without_weights,
 )
 from lightning_smartinfinity.near_storage import NearStorage
-from lightning_smartinfinity.settings import documents_settings, given_settings
+from lightning_smartinfinity.settings import data_types, documents_settings, given_settings
 from lightning_smartinfinity.transformers_models import optional_package
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
@@ -244,9 +244,8 @@ class SmartInfinityTraining(NearStorage):
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         refuse_quantized(model)
         self._last_model = model
-        # Several micro-batches accumulate in fp32, also with 16-bit parameters.
         several = config["gradient_accumulation_steps"] > 1
-        config = {**config, "data_types": {"grad_accum_dtype": "fp32"} if several else {}}
+        config = {**config, "data_types": data_types(self._settings.transfer, accumulates=several)}
         self._engine_config = config
         self._choose_storage(Path.cwd())
         if optimizer is None:

@@ -50,6 +50,7 @@ class Training:
         asynchronous: Whether checkpoints are saved while training goes on.
         gradient_budget: Bytes of gradients that each process holds in memory; the others are on storage. None: all are
             in memory.
+        accumulate_in: Dtype in which gradients of several micro-batches are added: ``"fp32"`` or the ``"parameters"``'.
         num_buffers: Number of ring buffers.
         places: Places of each tasklet's state on storage; 1 with ``durability="none"``.
         compression: Share of the gradients that ``TopK`` sends, with error feedback; None: they are not compressed.
@@ -73,6 +74,7 @@ class Training:
     tokens: int | None = None
     asynchronous: bool = True
     gradient_budget: int | None = None
+    accumulate_in: str = "fp32"
     num_buffers: int = 16
     places: int = 2
     compression: float | None = None
@@ -96,6 +98,7 @@ class Training:
             tokens=optional(between(1)),
             asynchronous=FLAG,
             gradient_budget=optional(between(0)),
+            accumulate_in=one_of("fp32", "parameters"),
             places=between(1, 2),
             compression=optional(positive(1)),
         )
@@ -130,8 +133,8 @@ class Training:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of a gradient's element: gradients of several micro-batches are added in fp32."""
-        return 4 if self.accumulate > 1 else self.item_bytes
+        """Bytes of a gradient's element: unless told otherwise, those of several micro-batches are added in fp32."""
+        return 4 if self.accumulate > 1 and self.accumulate_in == "fp32" else self.item_bytes
 
     @property
     def keeps_residual(self) -> bool:

@@ -46,6 +46,7 @@ def train(
     world_size: int | Callable[[int], int] = 1,
     loss_scale: float = 2.0**10,
     skipped: Collection[int] = (),
+    accumulate_in: str = "fp32",
     before_step: Callable[[int, Live], object] = _nothing,
     before_update: Callable[[int, Live], object] = _nothing,
 ) -> Result:
@@ -53,7 +54,8 @@ def train(
 
     ``world_size`` may be a function of the step. fp16 uses a static loss scale: pass the one that the run under test
     settles on, and no step may overflow. The ``skipped`` steps compute losses but update nothing, as when a loss scaler
-    skips them. ``before_step`` is called before a step's first forward, ``before_update`` between its last backward and
+    skips them. With ``accumulate_in="parameters"`` the gradients of a window are added in the parameters' dtype.
+    ``before_step`` is called before a step's first forward, ``before_update`` between its last backward and
     the update.
     """
     dtype = _DTYPES[recipe.precision.split("-")[0]]
@@ -71,6 +73,7 @@ def train(
         with torch.no_grad():
             before_step(step, live)
         num_ranks = world_size(step) if callable(world_size) else world_size
+        sums: list[torch.Tensor | None] = [None] * len(params)
         for micro in range(recipe.window(step)):
             gradients = []
             for rank in range(num_ranks):
@@ -81,7 +84,12 @@ def train(
                 (loss / recipe.accumulate * scale).backward()
                 gradients.append([None if p.grad is None else p.grad / num_ranks for p in params])
                 model.zero_grad(set_to_none=True)
-            _accumulate(masters, [_total(parts) for parts in zip(*gradients, strict=True)], scale)
+            of_micro = [_total(parts) for parts in zip(*gradients, strict=True)]
+            if accumulate_in == "parameters":
+                sums = [_total(parts) for parts in zip(sums, of_micro, strict=True)]
+            else:
+                _accumulate(masters, of_micro, scale)
+        _accumulate(masters, sums, scale)
         with torch.no_grad():
             before_update(step, live)
         if recipe.clip is not None:
