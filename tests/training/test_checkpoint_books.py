@@ -62,6 +62,23 @@ def test_a_kill_within_a_copy(kept: str, save: int, devices: int, tmp_path: Path
     assert_agree(tmp_path)
 
 
+@pytest.mark.parametrize("compressed", long_but([True], [False, True]))
+def test_a_kill_between_a_save_and_the_next_record(compressed: bool, tmp_path: Path, attack: Attack) -> None:
+    """The checkpoint is in the books, with the residual of compressed gradients, too."""
+    attack(
+        "kill between a ModelCheckpoint's save and the next record", tries=1, outcome="its books and its folder agree"
+    )
+    settings: dict[str, Any] = {"transfer": {"asynchronous": False}, "trainer": {"precision": "32-true"}}
+    if compressed:
+        settings["options"] = {"overlap": "none", "compression": {"ratio": 0.05}}
+    code, output = run(tmp_path, "newest", kill_at="kill at saved batch end", kill_step=4, **settings)
+    assert code == -signal.SIGKILL, output[-4000:]
+    assert (tmp_path / "saved/step=4.ckpt").exists() and not list(tmp_path.rglob(".saving*"))
+    code, output = run(tmp_path, "newest", resume=True, seed=9, **settings)
+    assert code == 0, output[-4000:]
+    assert_agree(tmp_path)
+
+
 class Denser(ModelCheckpoint):
     """A ModelCheckpoint that saves more often from the second step on, which changes the key of its state."""
 
