@@ -318,10 +318,15 @@ class RankFolder:
             self._expect(MANIFEST_NAME)
             if manifest.keep:
                 self._lock.note(KEPT)
-        self.replace(MANIFEST_NAME, manifest_content(manifest))
+        self.replace(MANIFEST_NAME, manifest_content(manifest), flush=True)
 
-    def replace(self, name: str, content: bytes) -> None:
-        """Write a file atomically: a reader sees the old content, the new one, or no file. All of it is flushed.
+    def replace(self, name: str, content: bytes, *, flush: bool) -> None:
+        """Write a file atomically: a reader sees the old content, the new one, or no file.
+
+        Args:
+            name: Name of the file.
+            content: Its content.
+            flush: Whether content and name survive a power loss from now on.
 
         Raises:
             StorageError: It could not be written; no temporary file is left.
@@ -331,8 +336,9 @@ class RankFolder:
             if temporary in self._lock.notes:
                 self.inside.remove(temporary)  # a process was killed while it wrote the file
             self._expect(name, temporary)
-            self.inside.replace(name, content, temporary=temporary)
-            self.inside.flush()
+            self.inside.replace(name, content, temporary=temporary, flush=flush)
+            if flush:
+                self.inside.flush()
 
     def size_of(self, name: str) -> int:
         """Return the length of a file.

@@ -157,7 +157,7 @@ class TrainingRecords:
         record = replace(self.current, content=content)
         name, packed = _name_of(record.number), _packed(record, self._identity)
         self._in_time(
-            partial(self._folder.replace, name, packed),
+            partial(self._folder.replace, name, packed, flush=self._options.flush),
             doing="Writing the training record",
             path=self._folder.path / name,
         )

@@ -94,9 +94,10 @@ def test_it_waits_for_the_commit(tmp_path: Path) -> None:
     assert resumed(tmp_path)[1].tobytes() == values.tobytes()
 
 
-def test_a_record_that_is_written_again_keeps_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("durability", ["step", "power"])
+def test_a_record_that_is_written_again_keeps_it(tmp_path: Path, durability: str) -> None:
     """A record whose content is exchanged keeps number and residual. A kill within the exchange leaves it as it was."""
-    residuals = trained(tmp_path)
+    residuals = trained(tmp_path, durability=durability)
     unfinished = tmp_path / "default/rank-00000/training-0.bin.new"
     unfinished.write_bytes(b"LSITRN01")
     unfinished.chmod(0o600)
