@@ -205,7 +205,7 @@ def restore_books(
         entries = described.get(callback.state_key)
         if not entries or callback.state_key not in states:
             continue
-        in_progress = [entry["path"] for entry in entries[1:]]
+        in_progress = [entry["saved"] for entry in entries[1:]]
         for path in in_progress:
             saves.remove_interrupted(path)
         is_whole = map(all, zip(*gather([os.path.exists(path) for path in in_progress], None), strict=True))

@@ -253,7 +253,8 @@ def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
 
     The moments are ``start`` (of the set-up), ``batch start``, ``step``, ``batch end``, ``saved batch end`` (when
     ModelCheckpoints have saved), ``validation``, ``epoch end``, ``save``, ``growth`` (of the state files), ``end`` (of
-    the fit) and ``saved end``. :func:`note_load`, :func:`kill_in_copy` and :func:`kill_in_change` have more.
+    the fit) and ``saved end``. :func:`note_load`, :func:`kill_in_copy`, :func:`kill_at_link` and :func:`kill_in_change`
+    have more.
     """
     how, _, when = run.kill_at.partition(" at ")
     if when != moment or trainer.global_step != run.kill_step or trainer.global_rank != run.kill_rank:
@@ -346,6 +347,18 @@ def kill_in_copy(run: StorageRun) -> None:
     BackgroundSaves.complete = die_or_complete  # type: ignore[method-assign]
 
 
+def kill_at_link(run: StorageRun) -> None:
+    """Let a process be killed before a ModelCheckpoint makes the link of the run's number."""
+    link, numbers = ModelCheckpoint._link_checkpoint, itertools.count(1)
+
+    def die_or_link(*args: Any) -> None:
+        if next(numbers) == run.kill_step and torch.distributed.get_rank() == run.kill_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        link(*args)
+
+    ModelCheckpoint._link_checkpoint = staticmethod(die_or_link)  # type: ignore[method-assign]
+
+
 def fails_now(run: StorageRun, how: str, step: int) -> bool:
     """Return whether this rank is to fail in this way behind a step."""
     wanted, rank, first, last = run.fails or ("", 0, 0, 0)
@@ -392,6 +405,8 @@ def main(path: str) -> None:
     fail_to_record(run)
     if run.kill_at == "kill at copy":
         kill_in_copy(run)
+    if run.kill_at == "kill at link":
+        kill_at_link(run)
     fit(run)
 
 

@@ -22,6 +22,7 @@ BEST: dict[str, Any] = {"monitor": "loss", "save_top_k": 1, "every_n_train_steps
 KEPT: dict[str, dict[str, Any]] = {
     "best and last": {**BEST, "save_last": True},
     "newest": {"every_n_train_steps": 2, "filename": "{step}"},
+    "linked": {"every_n_train_steps": 2, "filename": "{step}", "save_last": "link"},
     "worst": {**BEST, "mode": "max", "save_top_k": 2, "save_last": "link"},
     "each epoch": {"filename": "{epoch}", "monitor": "val_loss", "save_top_k": 2, "save_last": True},
 }
@@ -77,6 +78,19 @@ def test_a_kill_between_a_save_and_the_next_record(compressed: bool, tmp_path: P
     code, output = run(tmp_path, "newest", resume=True, seed=9, **settings)
     assert code == 0, output[-4000:]
     assert_agree(tmp_path)
+
+
+@pytest.mark.parametrize("devices", long_but([1], [1, 2]))
+def test_a_kill_before_the_last_link(devices: int, tmp_path: Path, attack: Attack) -> None:
+    """The link leads to the newest checkpoint, though that is not saved again."""
+    attack("kill before a ModelCheckpoint links its last save", tries=1, outcome="its books and its folder agree")
+    number = 6 // devices  # of the last step's link
+    code, output = run(tmp_path, "linked", devices=devices, kill_at="kill at link", kill_step=number)
+    assert code == -signal.SIGKILL, output[-4000:]
+    code, output = run(tmp_path, "linked", devices=devices, resume=True, seed=9)
+    assert code == 0, output[-4000:]
+    assert_agree(tmp_path)
+    assert (tmp_path / "saved/last.ckpt").resolve().name == f"step={12 // devices}.ckpt"
 
 
 class Denser(ModelCheckpoint):
