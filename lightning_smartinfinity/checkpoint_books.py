@@ -114,7 +114,7 @@ class CheckpointBooks:
                 vars(callback).update(first.fields)
 
     def restore(self, callback: ModelCheckpoint, described: Sequence[Mapping[str, Any]], num_whole: int) -> ClientState:
-        """Let a callback go on with the newest books that are right; return the entries of its state.
+        """Let a callback go on with the newest books that are right; return the entries of its state. Collective.
 
         Args:
             callback: The callback.
@@ -123,6 +123,8 @@ class CheckpointBooks:
         """
         entries = [_Entry(**one) for one in described[:num_whole]]
         for before, after in pairwise(entries):
+            if after.path != os.path.abspath(after.saved):  # the link may lead to an older checkpoint still
+                callback._link_checkpoint(self._trainer, after.saved, after.path)
             for path in _outdated(callback, before.fields, after.fields):
                 if os.path.lexists(path) and callback._should_remove_checkpoint(self._trainer, path, after.path):
                     callback._remove_checkpoint(self._trainer, path)

@@ -82,14 +82,14 @@ class TrainingRecorder:
             self._warn(f"a training record could not be written. {error}")
 
     def rewrite(self, change: Callable[[ClientState], ClientState]) -> None:
-        """Change what the last record holds for the loop, if there is one that can be written again.
+        """Change what the last record holds for the loop, if there is one that a training could resume from.
 
         Args:
             change: Function that returns the changed part of the loop.
         """
         rank_state = self._engine.optimizer.rank_state
         record = rank_state.handler.training if self._is_on else None
-        if record is None or not record.has_steps or record.residual_numel or rank_state.keeping.failed:
+        if record is None or not record.has_steps or rank_state.keeping.failed:
             return
         saved: Any = decode(record.content)
         try:

@@ -164,15 +164,9 @@ class FitRecording(Recording):
             }
             self.record(loop, step=trainer.global_step)
 
-    def record_books(self, trainer: pl.Trainer) -> None:
-        """Write the last record again, with the books as they are before a save. Collective.
-
-        Raises:
-            SmartInfinityError: The step in flight has failed.
-        """
+    def record_books(self) -> None:
+        """Write the last record again, with the books as they are before a save."""
         if self.is_on:
-            # The record before may be lost, so the generation of the last one has to be on storage.
-            trainer.strategy.drain()  # type: ignore[attr-defined]
             self.rewrite(lambda loop: {**loop, **self._described_books()})
 
     def _described_books(self) -> ClientState:
@@ -211,7 +205,7 @@ def restore_books(
         entries = described.get(callback.state_key)
         if not entries or callback.state_key not in states:
             continue
-        in_progress = [entry["path"] for entry in entries[1:]]
+        in_progress = [entry["saved"] for entry in entries[1:]]
         for path in in_progress:
             saves.remove_interrupted(path)
         is_whole = map(all, zip(*gather([os.path.exists(path) for path in in_progress], None), strict=True))

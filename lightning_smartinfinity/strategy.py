@@ -215,7 +215,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
                 self._training_engine.saves,
                 self._books,
                 finish=self._finish_saves,
-                record=partial(self._recording.record_books, trainer),
+                record=self._recording.record_books,
             )
 
     @override

@@ -75,6 +75,5 @@ def fill_folders(folders: Sequence[RankFolder], manifest: Manifest) -> None:
     folders[0].allocate(COMMIT_NAME, 2 * record_bytes(manifest.extents.num_tasklets, num_parameters))
     for device, folder in enumerate(folders):
         folder.write_manifest(manifest.for_device(device))
-        folder.flush()
         with storage_errors("Flushing the folders above", folder.path):
             flush_names(folder.path)

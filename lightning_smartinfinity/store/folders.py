@@ -45,9 +45,10 @@ COMMIT_NAME = "commit.bin"
 PARAMETERS_NAME = "parameters.bin"
 TRAINING_NAMES = ("training-0.bin", "training-1.bin")
 RESIDUAL_NAMES = ("residual-0.bin", "residual-1.bin")
-_RECORD_NAMES = (COMMIT_NAME, *TRAINING_NAMES, *RESIDUAL_NAMES)  # in the first folder
-OUR_NAMES = (STATE_NAME, *_RECORD_NAMES, MANIFEST_NAME, PARAMETERS_NAME, f"{MANIFEST_NAME}.new")
-"""Names of the files in a rank's folder, beside its lock. The last is that of a manifest until it is complete."""
+_NEW = ".new"  # ends the name of a file that is to replace another one, until it is complete
+_RECORD_NAMES = (COMMIT_NAME, *TRAINING_NAMES, *(name + _NEW for name in TRAINING_NAMES), *RESIDUAL_NAMES)
+OUR_NAMES = (STATE_NAME, *_RECORD_NAMES, MANIFEST_NAME, PARAMETERS_NAME, MANIFEST_NAME + _NEW)
+"""Names of the files in a rank's folder, beside its lock. Records lie in the first folder."""
 
 _SET_ASIDE = re.compile(rf"({re.escape(MANIFEST_NAME)}|{LOCK_NAME})\.[0-9]+{re.escape(ASIDE)}")
 _PARAMETER_FOLDER = re.compile(r"parameters-[0-9]{5,}")
@@ -313,14 +314,31 @@ class RankFolder:
         Raises:
             StorageError: It could not be written; no temporary file is left.
         """
-        temporary = f"{MANIFEST_NAME}.new"
         with storage_errors("Writing", self.path / MANIFEST_NAME):
-            if temporary in self._lock.notes:
-                self.inside.remove(temporary)  # a process was killed while it wrote the manifest
-            self._expect(MANIFEST_NAME, temporary)
+            self._expect(MANIFEST_NAME)
             if manifest.keep:
                 self._lock.note(KEPT)
-            self.inside.replace(MANIFEST_NAME, manifest_content(manifest), temporary=temporary)
+        self.replace(MANIFEST_NAME, manifest_content(manifest), flush=True)
+
+    def replace(self, name: str, content: bytes, *, flush: bool) -> None:
+        """Write a file atomically: a reader sees the old content, the new one, or no file.
+
+        Args:
+            name: Name of the file.
+            content: Its content.
+            flush: Whether content and name survive a power loss from now on.
+
+        Raises:
+            StorageError: It could not be written; no temporary file is left.
+        """
+        temporary = name + _NEW
+        with storage_errors("Writing", self.path / name):
+            if temporary in self._lock.notes:
+                self.inside.remove(temporary)  # a process was killed while it wrote the file
+            self._expect(name, temporary)
+            self.inside.replace(name, content, temporary=temporary, flush=flush)
+            if flush:
+                self.inside.flush()
 
     def size_of(self, name: str) -> int:
         """Return the length of a file.

@@ -134,13 +134,14 @@ class OpenFolder:
         with self.reader(name) as file:
             return file.read()
 
-    def replace(self, name: str, content: bytes, *, temporary: str) -> None:
+    def replace(self, name: str, content: bytes, *, temporary: str, flush: bool = True) -> None:
         """Write a file atomically: a reader sees the old content, the new one, or no file.
 
         Args:
             name: Name of the file.
-            content: Its content, which is flushed.
+            content: Its content.
             temporary: Name that it has until it is complete. Nothing may have that name before, and nothing has after.
+            flush: Whether to flush the content.
 
         Raises:
             StorageError, OSError: As for :meth:`status`, or it could not be written.
@@ -151,7 +152,8 @@ class OpenFolder:
             with open(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(descriptor)
+                if flush:
+                    os.fsync(descriptor)
             os.replace(temporary, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
         except BaseException:
             self.remove(temporary)

@@ -318,7 +318,6 @@ class StateStore:
         self.manifest = replace(self.manifest, keep=True)
         for device, folder in enumerate(self._folders):
             folder.write_manifest(self.manifest.for_device(device))
-            folder.flush()
 
     def close(self, *, remove: bool) -> None:
         """Close the files and release the lock; idempotent.

@@ -27,7 +27,7 @@ from __future__ import annotations
 import os
 import struct
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -107,6 +107,7 @@ class TrainingRecords:
         self._identity = identity
         self._options = options
         self._in_time = options.in_time
+        self._last_number: int | None = None  # of the record that was to be written last
         self._residual: NDArray[np.float32] | None = None  # that of the current record, until its write begins
         self._residual_write: ResidualWrite | None = None
 
@@ -126,8 +127,10 @@ class TrainingRecords:
         Raises:
             StorageError: The record could not be written. The one before it is intact.
         """
+        # A record that fails has a number, too: ranks resume from the number that all of them have.
+        self._last_number = int(has_steps) if self._last_number is None else self._last_number + 1
         record = TrainingRecord(
-            number=int(has_steps) if self.current is None else self.current.number + 1,
+            number=self._last_number,
             generation=generation,
             step=step,
             run=self.run,
@@ -140,6 +143,25 @@ class TrainingRecords:
             path=self._folder.path / TRAINING_NAMES[0],
         )
         self.current, self._residual = record, residual
+
+    def rewrite(self, content: bytes) -> None:
+        """Exchange the content of the current record, and nothing else of it. A kill leaves the old content or the new.
+
+        Args:
+            content: What the training needs now.
+
+        Raises:
+            StorageError: It could not be written. The record is as it was.
+        """
+        assert self.current is not None
+        record = replace(self.current, content=content)
+        name, packed = _name_of(record.number), _packed(record, self._identity)
+        self._in_time(
+            partial(self._folder.replace, name, packed, flush=self._options.flush),
+            doing="Writing the training record",
+            path=self._folder.path / name,
+        )
+        self.current, self.nbytes = record, self.nbytes + len(packed)
 
     def _write(self, record: TrainingRecord) -> int:
         if self.current is None:
@@ -247,12 +269,25 @@ class TrainingRecords:
                 _erase(self._folder.inside, record.number)
             elif record.number == number:
                 self.current = record
-        self.run = run
+        self.run, self._last_number = run, number
         assert self.current is not None
 
 
 def _write(folder: OpenFolder, record: TrainingRecord, *, identity: native.Identity, flush: bool) -> int:
     name = _name_of(record.number)
+    with storage_errors("Writing the training record", folder.path / name):
+        descriptor = folder.open(name, os.O_WRONLY)
+        try:
+            written = _write_all(descriptor, _packed(record, identity))
+            os.ftruncate(descriptor, written)
+            if flush:
+                os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+    return written
+
+
+def _packed(record: TrainingRecord, identity: native.Identity) -> bytes:
     header = _HEADER.pack(
         _MAGIC,
         _VERSION,
@@ -265,17 +300,7 @@ def _write(folder: OpenFolder, record: TrainingRecord, *, identity: native.Ident
         record.residual_numel,
         len(record.content),
     )
-    checksum = _CHECKSUM.pack(_crc(header, record.content))
-    with storage_errors("Writing the training record", folder.path / name):
-        descriptor = folder.open(name, os.O_WRONLY)
-        try:
-            written = _write_all(descriptor, (header, record.content, checksum))
-            os.ftruncate(descriptor, written)
-            if flush:
-                os.fdatasync(descriptor)
-        finally:
-            os.close(descriptor)
-    return written
+    return b"".join((header, record.content, _CHECKSUM.pack(_crc(header, record.content))))
 
 
 def _erase(folder: OpenFolder, number: int) -> None:
@@ -354,11 +379,9 @@ def _crc(header: bytes, content: bytes) -> int:
     return crc
 
 
-def _write_all(descriptor: int, parts: tuple[bytes, ...]) -> int:
-    offset = 0
-    for part in parts:
-        view = memoryview(part)
-        while view:
-            written = os.pwrite(descriptor, view, offset)
-            view, offset = view[written:], offset + written
+def _write_all(descriptor: int, content: bytes) -> int:
+    offset, view = 0, memoryview(content)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
     return offset

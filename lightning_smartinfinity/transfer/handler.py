@@ -282,12 +282,8 @@ class TransferHandler:
         )
 
     def rewrite_record(self, content: bytes) -> None:
-        """Write the training record once more, with other content; it has no residual. Raises as the first time."""
-        record = self._store.training
-        assert record is not None
-        self._store.record_training(
-            generation=record.generation, step=record.step, content=content, has_steps=record.has_steps
-        )
+        """Exchange the content of the training record; raises as :meth:`record_training`."""
+        self._store.records.rewrite(content)
 
     def end_records(self, reason: str) -> None:
         """Let no training resume from here, since no more records follow.

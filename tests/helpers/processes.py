@@ -12,8 +12,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.helpers.fresh_python import SOCKET, fresh_environment
@@ -38,11 +38,15 @@ def run_module(
         env: Further environment variables, which nothing reads as it is imported.
     """
     command = [module, *map(str, arguments)]
-    with tempfile.NamedTemporaryFile("r") as stdout, tempfile.NamedTemporaryFile("r") as stderr:
+    with (
+        tempfile.NamedTemporaryFile("r") as stdout,
+        tempfile.NamedTemporaryFile("r") as stderr,
+        environments_of(ranks) as environments,
+    ):
         job = {
             "module": module,
             "arguments": command[1:],
-            "environments": [{**of_rank, **(env or {})} for of_rank in environments_of(ranks)],
+            "environments": [{**of_rank, **(env or {})} for of_rank in environments],
             "stdout": stdout.name,
             "stderr": stderr.name,
         }
@@ -50,17 +54,21 @@ def run_module(
         return subprocess.CompletedProcess(command, status, stdout.read(), stderr.read())
 
 
-def environments_of(ranks: int) -> list[dict[str, str]]:
-    """Return the environments of ranks that find each other as if torchrun had started them."""
-    if ranks == 1:
-        return [fresh_environment()]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    return [
-        {**fresh_environment(), **group, "NODE_RANK": "0", "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        for rank in range(ranks)
-    ]
+@contextmanager
+def environments_of(ranks: int) -> Iterator[list[dict[str, str]]]:
+    """Yield the environments of ranks that find each other as if torchrun had started them; one rank has its port only.
+
+    Nobody else is given the port before the context is left: it is bound here, so that only who asks for it can use it.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does, which is to listen there
+        reserved.bind(("127.0.0.1", 0))
+        of_all = {**fresh_environment(), "MASTER_PORT": str(reserved.getsockname()[1])}
+        if ranks == 1:
+            yield [of_all]
+            return
+        group = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
+        yield [{**of_all, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def start_server() -> None:

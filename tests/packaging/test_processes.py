@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.helpers.fresh_python import fresh_environment
-from tests.helpers.processes import run_module
+from tests.helpers.processes import environments_of, run_module
 
 WORKER = "tests.helpers.reporting_worker"
 
@@ -30,6 +32,15 @@ def test_ranks_are_like_new_processes(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (tmp_path / f"ended-{rank}").exists()
     for drawn in ("numpy", "torch", "random"):
         assert seen[0][drawn] != seen[1][drawn], drawn
+
+
+def test_the_port_of_ranks_is_theirs_alone() -> None:
+    """Whoever asks for any port is not given it, and torch can listen there."""
+    with environments_of(1) as (environment,):
+        port = int(environment["MASTER_PORT"])
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        assert TCPStore("127.0.0.1", port, is_master=True).port == port
 
 
 @pytest.mark.parametrize(("how", "status"), [("badly", 1), ("never", -signal.SIGKILL)])

@@ -7,13 +7,14 @@ import os
 import re
 import struct
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.store import find_resumable, recover_store
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
+from lightning_smartinfinity.store import find_resumable, recover_store, training_record
 from lightning_smartinfinity.store.manifest import read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.record import (
@@ -306,6 +307,24 @@ def recorded(folder: Path, *, num_records: int, num_later: int = 0) -> Path:
             store.record_training(generation=generation, step=generation, content=b"what a loop needs", has_steps=True)
     store.close(remove=False)
     return folder / "default" / "rank-00000"
+
+
+def test_a_training_record_that_fails_has_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one has the number that the same record has on ranks where none has failed."""
+    store = create([tmp_path])
+    for generation in range(4):
+        commit_generation(store, generation)
+        with monkeypatch.context() as patch, suppress(StorageFullError):
+            if generation in (1, 2):
+                patch.setattr(training_record, "_write", fails)
+            store.record_training(generation=generation, step=generation, content=b"", has_steps=True)
+    store.close(remove=False)
+    _, records = find_resumable([tmp_path], job="default", rank=0)
+    assert [(record.number, record.step) for record in records] == [(4, 3)]
+
+
+def fails(*_: Any, **__: Any) -> int:
+    raise StorageFullError("A test has no space for the record.", "Let it go on.")
 
 
 def damage(file: Path) -> None:

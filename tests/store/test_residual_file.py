@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,29 @@ def test_it_waits_for_the_commit(tmp_path: Path) -> None:
     store.records.write_residual(store.generation)
     store.close(remove=False)
     assert resumed(tmp_path)[1].tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("durability", ["step", "power"])
+def test_a_record_that_is_written_again_keeps_it(tmp_path: Path, durability: str) -> None:
+    """A record whose content is exchanged keeps number and residual. A kill within the exchange leaves it as it was."""
+    residuals = trained(tmp_path, durability=durability)
+    unfinished = tmp_path / "default/rank-00000/training-0.bin.new"
+    unfinished.write_bytes(b"LSITRN01")
+    unfinished.chmod(0o600)
+    step, found = resumed(tmp_path)
+    assert step == 1 and found.tobytes() == residuals[1].tobytes()
+    _, (newest, before) = find_resumable([tmp_path], job="default", rank=0)
+    store = recover_store([tmp_path], newest=newest.generation, training=newest.number)
+    store.records.rewrite(b"another content")
+    store.close(remove=False)
+    assert not unfinished.exists()
+    assert find_resumable([tmp_path], job="default", rank=0)[1] == [replace(newest, content=b"another content"), before]
+    assert resumed(tmp_path)[1].tobytes() == residuals[1].tobytes()
+    store = recover_store([tmp_path], newest=newest.generation, training=newest.number)
+    unfinished.write_bytes(b"LSITRN01")
+    unfinished.chmod(0o600)
+    store.close(remove=True)
+    assert not (tmp_path / "default").exists()
 
 
 def test_a_rollback_forgets_it(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TopK
 from lightning_smartinfinity.errors import StorageFullError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.folders import RankFolder
+from lightning_smartinfinity.store.training_record import TrainingRecord, TrainingRecords
 from lightning_smartinfinity.zero3 import storage, succession
 from lightning_smartinfinity.zero3.background_jobs import BackgroundJobs
 from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
@@ -157,6 +158,9 @@ class Module(pl.LightningModule):
                 optimizer.zero_grad()
         return loss
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        die(self.run, "saved batch end", self.trainer)
+
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
         self.log("val_loss", self.net(batch).float().pow(2).mean(), sync_dist=True)
 
@@ -247,9 +251,10 @@ def spread(store: Any, *, last: bool) -> None:
 def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
     """End in the way that the run asks for, if this is the moment.
 
-    The moments are ``start`` (of the set-up), ``batch start``, ``step``, ``batch end``, ``validation``, ``epoch end``,
-    ``save``, ``growth`` (of the state files), ``end`` (of the fit) and ``saved end``. :func:`note_load`,
-    :func:`kill_in_copy` and :func:`kill_in_change` have more.
+    The moments are ``start`` (of the set-up), ``batch start``, ``step``, ``batch end``, ``saved batch end`` (when
+    ModelCheckpoints have saved), ``validation``, ``epoch end``, ``save``, ``growth`` (of the state files), ``end`` (of
+    the fit) and ``saved end``. :func:`note_load`, :func:`kill_in_copy`, :func:`kill_at_link` and :func:`kill_in_change`
+    have more.
     """
     how, _, when = run.kill_at.partition(" at ")
     if when != moment or trainer.global_step != run.kill_step or trainer.global_rank != run.kill_rank:
@@ -342,6 +347,18 @@ def kill_in_copy(run: StorageRun) -> None:
     BackgroundSaves.complete = die_or_complete  # type: ignore[method-assign]
 
 
+def kill_at_link(run: StorageRun) -> None:
+    """Let a process be killed before a ModelCheckpoint makes the link of the run's number."""
+    link, numbers = ModelCheckpoint._link_checkpoint, itertools.count(1)
+
+    def die_or_link(*args: Any) -> None:
+        if next(numbers) == run.kill_step and torch.distributed.get_rank() == run.kill_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        link(*args)
+
+    ModelCheckpoint._link_checkpoint = staticmethod(die_or_link)  # type: ignore[method-assign]
+
+
 def fails_now(run: StorageRun, how: str, step: int) -> bool:
     """Return whether this rank is to fail in this way behind a step."""
     wanted, rank, first, last = run.fails or ("", 0, 0, 0)
@@ -350,14 +367,14 @@ def fails_now(run: StorageRun, how: str, step: int) -> bool:
 
 def fail_to_record(run: StorageRun) -> None:
     """Let the records of one rank fail behind some steps, as on a full disk."""
-    write = StateStore.record_training
+    write = TrainingRecords._write
 
-    def fail_or_write(store: StateStore, *, step: int, **settings: Any) -> None:
-        if fails_now(run, "full", step):
+    def fail_or_write(records: TrainingRecords, record: TrainingRecord) -> int:
+        if fails_now(run, "full", record.step):
             raise StorageFullError("A test has no space for the record.", "Let it go on.")
-        write(store, step=step, **settings)
+        return write(records, record)
 
-    StateStore.record_training = fail_or_write  # type: ignore[method-assign]
+    TrainingRecords._write = fail_or_write  # type: ignore[method-assign]
 
 
 def strategy_of(run: StorageRun) -> SmartInfinityStrategy:
@@ -388,6 +405,8 @@ def main(path: str) -> None:
     fail_to_record(run)
     if run.kill_at == "kill at copy":
         kill_in_copy(run)
+    if run.kill_at == "kill at link":
+        kill_at_link(run)
     fit(run)
 
 

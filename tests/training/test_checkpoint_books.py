@@ -22,6 +22,7 @@ BEST: dict[str, Any] = {"monitor": "loss", "save_top_k": 1, "every_n_train_steps
 KEPT: dict[str, dict[str, Any]] = {
     "best and last": {**BEST, "save_last": True},
     "newest": {"every_n_train_steps": 2, "filename": "{step}"},
+    "linked": {"every_n_train_steps": 2, "filename": "{step}", "save_last": "link"},
     "worst": {**BEST, "mode": "max", "save_top_k": 2, "save_last": "link"},
     "each epoch": {"filename": "{epoch}", "monitor": "val_loss", "save_top_k": 2, "save_last": True},
 }
@@ -60,6 +61,36 @@ def test_a_kill_within_a_copy(kept: str, save: int, devices: int, tmp_path: Path
     code, output = run(tmp_path, kept, devices=devices, resume=True, seed=9)
     assert code == 0, output[-4000:]
     assert_agree(tmp_path)
+
+
+@pytest.mark.parametrize("compressed", long_but([True], [False, True]))
+def test_a_kill_between_a_save_and_the_next_record(compressed: bool, tmp_path: Path, attack: Attack) -> None:
+    """The checkpoint is in the books, with the residual of compressed gradients, too."""
+    attack(
+        "kill between a ModelCheckpoint's save and the next record", tries=1, outcome="its books and its folder agree"
+    )
+    settings: dict[str, Any] = {"transfer": {"asynchronous": False}, "trainer": {"precision": "32-true"}}
+    if compressed:
+        settings["options"] = {"overlap": "none", "compression": {"ratio": 0.05}}
+    code, output = run(tmp_path, "newest", kill_at="kill at saved batch end", kill_step=4, **settings)
+    assert code == -signal.SIGKILL, output[-4000:]
+    assert (tmp_path / "saved/step=4.ckpt").exists() and not list(tmp_path.rglob(".saving*"))
+    code, output = run(tmp_path, "newest", resume=True, seed=9, **settings)
+    assert code == 0, output[-4000:]
+    assert_agree(tmp_path)
+
+
+@pytest.mark.parametrize("devices", long_but([1], [1, 2]))
+def test_a_kill_before_the_last_link(devices: int, tmp_path: Path, attack: Attack) -> None:
+    """The link leads to the newest checkpoint, though that is not saved again."""
+    attack("kill before a ModelCheckpoint links its last save", tries=1, outcome="its books and its folder agree")
+    number = 6 // devices  # of the last step's link
+    code, output = run(tmp_path, "linked", devices=devices, kill_at="kill at link", kill_step=number)
+    assert code == -signal.SIGKILL, output[-4000:]
+    code, output = run(tmp_path, "linked", devices=devices, resume=True, seed=9)
+    assert code == 0, output[-4000:]
+    assert_agree(tmp_path)
+    assert (tmp_path / "saved/last.ckpt").resolve().name == f"step={12 // devices}.ckpt"
 
 
 class Denser(ModelCheckpoint):

@@ -11,6 +11,7 @@ import platform
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,8 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOADED, "tests.training.lost_rank_worker"])
         self.processes = []
-        for rank, environment in enumerate(environments_of(count)):
+        self._port = ExitStack()
+        for rank, environment in enumerate(self._port.enter_context(environments_of(count))):
             arguments = (environment, folder / f"output-{rank}", str(folder), cause, doing, str(count))
             arguments += ("--machines",) if machines else ()
             self.processes.append(context.Process(target=run_forked, args=arguments))
@@ -90,6 +92,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join(PROCESS_LIMIT)
+        self._port.close()
 
 
 @pytest.fixture

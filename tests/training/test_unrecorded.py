@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 from deepspeed.runtime.zero import GatheredParameters
 
-from lightning_smartinfinity import SmartInfinityStrategy, StorageError
+from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, StorageError
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 
@@ -75,4 +75,16 @@ def test_a_fit_that_cannot_be_recorded(callback: pl.Callback, num_before: int, r
     assert [CANNOT in before for before in module.before[1:]] == [number >= num_before for number in range(4)]
     again = quiet_trainer(tmp_path, SmartInfinityStrategy(tmp_path / "state"), max_steps=4)
     with pytest.raises(StorageError, match="There is no optimizer state"):
+        again.fit(LitTiny(RECIPE), ckpt_path="storage")
+
+
+def test_a_state_with_one_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With ``durability="none"`` the fit says once that nothing can be resumed, and resuming is refused."""
+    transfer = {"durability": "none"}
+    strategy = SmartInfinityStrategy(tmp_path / "state", transfer=transfer)
+    quiet_trainer(tmp_path, strategy, max_steps=2).fit(LitTiny(RECIPE))
+    told = [record.getMessage() for record in caplog.records if CANNOT in record.getMessage()]
+    assert len(told) == 1 and "durability='none' leaves its state half written" in told[0]
+    again = quiet_trainer(tmp_path, SmartInfinityStrategy(tmp_path / "state", transfer=transfer), max_steps=2)
+    with pytest.raises(ConfigError, match="the settings ask to keep nothing to resume from"):
         again.fit(LitTiny(RECIPE), ckpt_path="storage")

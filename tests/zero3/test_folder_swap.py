@@ -26,7 +26,8 @@ from lightning_smartinfinity.store.replacement import beside, exchange, flush, f
 from lightning_smartinfinity.store.staging_folder import is_in_use, locked, mark_of
 from lightning_smartinfinity.zero3 import file_systems
 from lightning_smartinfinity.zero3.checkpoints import folder_swap
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
+from lightning_smartinfinity.zero3.checkpoints.divided_save import PartsHere, id_of
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import remove_interrupted, replacing
 from lightning_smartinfinity.zero3.checkpoints.staged_save import FILES_BESIDE, restore_interrupted
 from tests.helpers.attacks import Attack
 from tests.helpers.power_loss import RecordedDisk, observed
@@ -180,6 +181,44 @@ def test_a_kill_at_any_system_call_leaves_one_save_whole(
         attack("kill at every system call of a swap of saves", tries=number, outcome="the old or the new one is whole")
         assert survived
         assert outcomes == {None if first else frozenset({"old"}), frozenset({"new"})}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.usefixtures("_file_system")
+def test_what_a_kill_leaves_is_removed(first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever a save was killed, its leftovers can be removed, and no whole save goes."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    for number in range(1000):
+        path = tmp_path / f"{number}" / "a.ckpt"
+        if not first:
+            save(path, "old")
+        survived = killed_at(number, lambda path=path: save(path, "new"))
+        before = saved(path) if path.exists() else None
+        remove_interrupted(path, TAG)
+        assert (saved(path) if path.exists() else None) == before
+        assert not list(path.parent.rglob(".saving*"))
+        if survived:
+            break
+    assert survived
+
+
+def test_a_machine_without_the_first_save_gets_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If another machine has put a first save in place before a kill, all machines do so."""
+
+    def killed(*_: Any) -> None:
+        raise StorageTimeoutError("The process ends here.", "Wait.")  # which leaves the folder, as a kill does
+
+    path = tmp_path / "a.ckpt"
+    with monkeypatch.context() as patch, suppress(StorageTimeoutError):
+        patch.setattr(folder_swap, "put_save_in_place", killed)
+        save(path, "new")
+    save_id = id_of(beside(path) / "new" / TAG)
+    other = PartsHere(save_id, None, newer_beside=False)
+    monkeypatch.setattr(
+        folder_swap, "gather", lambda value, _: [value, [other]] if isinstance(value, list) else [value]
+    )
+    remove_interrupted(path, TAG)
+    assert saved(path) == {"new"} and not list(tmp_path.rglob(".saving*"))
 
 
 def killed_at(number: int, action: Callable[[], object]) -> bool:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["SAVE_ID_NAME", "PartsHere", "common_save", "id_of", "time_of"]
+__all__ = ["SAVE_ID_NAME", "PartsHere", "are_divided", "common_save", "id_of", "time_of"]
 
 SAVE_ID_NAME = "save_id"
 """Name of the file, beside those of the processes, that holds the random id of the save, the same on all machines."""
@@ -46,14 +46,19 @@ def time_of(folder: Path) -> float:
     return 0.0
 
 
+def are_divided(machines: Sequence[PartsHere]) -> bool:
+    """Return whether machines have parts of several saves in place. Otherwise none needs what lies beside."""
+    return len({each.in_place for each in machines}) > 1
+
+
 def common_save(machines: Sequence[PartsHere]) -> str | None:
     """Return the id of the newest save that all machines have whole, if they have parts of several saves in place.
 
     A part beside is known to be whole only if some machine has put that save in place: then all had written theirs.
     """
-    in_place = {each.in_place for each in machines}
-    if len(in_place) == 1:
+    if not are_divided(machines):
         return None
+    in_place = {each.in_place for each in machines}
     common = in_place.intersection(*({each.in_place, each.beside} for each in machines)) - {None}
     first = machines[0]
     return max(common, key=lambda save: (save == first.beside) == first.newer_beside, default=None)

@@ -31,7 +31,7 @@ from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.replacement import flush_tree
 from lightning_smartinfinity.store.staging_folder import StagingLock, locked
-from lightning_smartinfinity.zero3.checkpoints.divided_save import PartsHere, common_save
+from lightning_smartinfinity.zero3.checkpoints.divided_save import PartsHere, are_divided, common_save
 from lightning_smartinfinity.zero3.checkpoints.staged_save import (
     complete,
     has_leftovers,
@@ -106,7 +106,7 @@ def replacing(path: str | Path, tag: str, *, closing_group: ProcessGroup | None 
 def put_one_in_place(path: str | Path, tag: str) -> None:
     """Put the parts of one save in place on all machines, where a kill has left those of two. Collective.
 
-    Nothing changes if no save is whole on all of them.
+    No save changes if none is whole on all of them. What none of them needs any more is removed.
 
     Args:
         path: Path as given to :func:`replacing`.
@@ -206,8 +206,9 @@ def _lead(
             lock.leaves_content = True  # it may hold the part of a save that other machines have in place
             parts = [unless_idle(partial(parts_at, staging, target, tag), doing="Looking at", path=target)]
             lock.leaves_content = parts[0].beside is not None
-    common = common_save(list(chain.from_iterable(gather(parts, None))))
-    return _Led(place, leads, target, staging, lock, common)
+    machines = list(chain.from_iterable(gather(parts, None)))
+    lock.leaves_content &= are_divided(machines)
+    return _Led(place, leads, target, staging, lock, common_save(machines))
 
 
 def _made_for_all(path: str | Path, tag: str, led: _Led, save_id: str) -> Path:

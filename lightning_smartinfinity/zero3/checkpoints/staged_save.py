@@ -118,18 +118,22 @@ def parts_at(staging: Path, target: Path, tag: str) -> PartsHere:
 
 
 def put_common_in_place(common: str | None, staging: Path, target: Path, tag: str) -> None:
-    """Put the part of the save that all machines go to in place, if there is one and another part lies there."""
+    """Put the part of the save that all machines go to in place, if there is one and something else lies there."""
     if common is not None and id_of(target / tag) != common:
-        put_in_place(staging / _NEW / tag, target / tag)
-        flush(target)
-        flush_names(target / tag)
+        if staging.parent == target:
+            put_in_place(staging / _NEW / tag, target / tag)
+            flush(target)
+            flush_names(target / tag)
+        else:
+            _put_first_in_place(staging, target)
+    if staging.parent == target:
+        remove_leftover(beside(target))  # of the first save
 
 
 def prepare(staging: Path, target: Path, tag: str, *, save_id: str, common: str | None) -> None:
     """Make what a save is written into, and what all ranks look for, in the place of what lies in the locked folder."""
     if staging.parent == target:
         put_common_in_place(common, staging, target, tag)
-        remove_leftover(beside(target))
     remove_content(staging)
     (staging / _NEW).mkdir()
     (staging / save_id).touch()
@@ -165,5 +169,9 @@ def put_save_in_place(staging: Path, target: Path, tag: str, save_id: str) -> No
             os.replace(new / name, target / name)
         flush_names(target / tag)
     else:
-        os.rename(new, target)
-        flush_names(target)
+        _put_first_in_place(staging, target)
+
+
+def _put_first_in_place(staging: Path, target: Path) -> None:
+    os.rename(staging / _NEW, target)
+    flush_names(target)
