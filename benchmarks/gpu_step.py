@@ -4,13 +4,14 @@
     python benchmarks/gpu_step.py --size 3B --sequences 8 --checkpointing on --gpu-memory 24
 
 Each system trains a Llama-shaped model in bf16 in a process of its own. smart_infinity keeps the parameters on the
-device; int8 is its state format, and host and storage are where its parameters lie. zero_infinity has its optimizer
-state on storage and zero_infinity_parameters its parameters too, both pipelined, with 12 buffers, blocks of 8 MiB and a
-queue depth of 32. smart_infinity_memory and zero_offload have the state in host memory, and adamw keeps everything in
-the device's. A step lasts from the end of the previous step to its own end, when the device has done its work; updates
-that run beside the next step go on. The raw disk is measured before each system, with equal reads and writes, and "of
-the disk" is what a step moves, in the step's time, as a share of that. Stock systems build cpu_adam and async_io when
-they first run (set TORCH_CUDA_ARCH_LIST if that fails); one that fails is left out of the table.
+device, and its update runs beside forward (backward: as gradients come); int8 is its state format, and host and storage
+are where its parameters lie. zero_infinity has its optimizer state on storage and zero_infinity_parameters its
+parameters too, both pipelined, with 12 buffers, blocks of 8 MiB and a queue depth of 32. smart_infinity_memory and
+zero_offload have the state in host memory, and adamw keeps everything in the device's. A step lasts from the end of the
+previous step to its own end, when the device has done its work; updates that run beside the next step go on. The raw
+disk is measured before each system, with equal reads and writes, and "of the disk" is what a step moves, in the step's
+time, as a share of that. Stock systems build cpu_adam and async_io when they first run (unset TORCH_CUDA_ARCH_LIST if
+that fails); one that fails is left out of the table.
 
 This package's copies are also measured alone, as a lower bound: gradients to the host as fp32 and parameters to the
 device as bf16, from registered memory and in pieces of a tasklet.
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import Figures, compare, in_child, parse_options, several
+from comparison import Figures, compare, in_child, parse_options, several, write_figures
 from machine import describe
 from memory import Losses, build
 from raw_disk import MIB, all_settings
@@ -36,6 +37,7 @@ from training import WARMUP, train_near_storage, train_stock
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "smart_infinity": {},
+    "smart_infinity_backward": {"settings": {"overlap": "backward"}},
     "smart_infinity_int8": {"settings": {"state_format": "int8"}},
     "smart_infinity_memory": {"settings": {"transfer": {"dram_cache_bytes": "auto", "durability": "none"}}},
     "smart_infinity_host": {"offload_param": {"device": "cpu"}},
@@ -45,6 +47,8 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "zero_infinity": {"optimizer": "nvme"},
     "zero_infinity_parameters": {"optimizer": "nvme", "parameters": "nvme"},
 }
+DEFAULT = ("smart_infinity", "smart_infinity_backward", "smart_infinity_int8", "smart_infinity_memory", "adamw")
+DEFAULT += ("zero_offload", "zero_infinity")
 SWITCH = ("off", "on")
 PIECE_NUMEL = 1 << 20
 RAW_SETTINGS = all_settings((4 * MIB, 16 * MIB), (4, 16))
@@ -163,6 +167,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         extra = copies(numel)
     else:
         train_stock(size, steps, stock_config(folder, **how), probe=probe, batches=batches, build=model)
+    free, whole = torch.cuda.mem_get_info()
     figures = probe.figures(numel)
     total = statistics.median(figures["total"])
     return {
@@ -172,13 +177,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "seconds_of_steps": figures["total"],
         "tokens_per_second": options.sequences * options.tokens / total,
         "device_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "context_gb": (whole - free - torch.cuda.memory_reserved()) / 1e9,
     }
 
 
 def rows(options: argparse.Namespace) -> dict[str, Figures | None]:
     """Measure the disk and each system in turn; None for one that fails."""
     found: dict[str, Figures | None] = {}
-    with Disk.measured(Path(options.storage), settings=RAW_SETTINGS) as disk:
+    with Disk.measured(Path(options.storage), settings=RAW_SETTINGS, nbytes=1024 * MIB) as disk:
         for system in options.systems:
             bandwidth = disk.gb_per_second()
             figures = found[system] = in_child(__file__, options, system)
@@ -186,6 +192,7 @@ def rows(options: argparse.Namespace) -> dict[str, Figures | None]:
                 per_parameter = figures["read_per_parameter"] + figures["written_per_parameter"]
                 moved = per_parameter * figures["parameters"] / figures["total"] / 1e9
                 figures |= {"raw_gb_per_second": bandwidth, "of_disk": moved / bandwidth}
+            write_figures(options.json, rows=found)  # if a later one hangs, these are there
     return found
 
 
@@ -198,7 +205,7 @@ def main() -> int:
     options = parse_options(
         __doc__,
         size={"default": "1.1B", "choices": None, "help": "a number of parameters, such as 355M or 3B"},
-        systems=several(tuple(SYSTEMS), default=("smart_infinity", "adamw", "zero_offload", "zero_infinity")),
+        systems=several(tuple(SYSTEMS), default=DEFAULT),
         tokens={"default": 2048, "help": "of a sequence"},
         sequences={"type": int, "default": 1, "help": "of a step"},
         checkpointing={"choices": SWITCH, "default": "off", "help": "recompute activations in backward"},
