@@ -10,15 +10,23 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
-from lightning_smartinfinity import ConfigError, StorageCorruptError, StorageFullError, UnsupportedError
+from lightning_smartinfinity import (
+    ConfigError,
+    SmartInfinityStrategy,
+    StorageCorruptError,
+    StorageFullError,
+    UnsupportedError,
+)
 from lightning_smartinfinity.store import space
 from lightning_smartinfinity.store.tensor_store import TensorStore
 from lightning_smartinfinity.transfer.gradient_memory import GradientWindows
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
-from tests.helpers.models import Recipe
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import quiet_trainer
 from tests.training.test_overlap import CASES, SMALL_RING, assert_same, result
 from tests.training.worker import Run, launch, train
 
@@ -258,3 +266,43 @@ def test_files_of_gradients_have_no_names(tmp_path: Path) -> None:
         _, trainer, _ = train(run, Between(lambda *_: seen.extend(p.name for p in tmp_path.rglob("*")), steps=(3,)))
     trainer.strategy.close()  # type: ignore[attr-defined]
     assert "state.bin" in seen and not [name for name in seen if "gradient" in name or name.endswith(".tmp")]
+
+
+class TwoBackwards(LitTiny):
+    """Adds the gradients of two losses of one graph, by its own loop, and then clips every value."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        loss = self.model(batch)
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(0.5 * loss)
+        self.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
+        optimizer.step()
+        optimizer.zero_grad()
+        self.losses.append(float(loss.detach()))
+
+
+@pytest.mark.parametrize("kind", [LitTiny, TwoBackwards])
+def test_values_that_are_clipped_and_a_second_backward(
+    kind: type[LitTiny], tmp_path: Path, memories: list[Any]
+) -> None:
+    """Both go through all gradients, those on storage too, and change no bit; clipping changes the training."""
+    recipe = dataclasses.replace(PLAIN, depth=4, max_steps=4)
+    losses = {}
+    for name, clip, transfer in (
+        ("plain", None, {}),
+        ("clipped", 1e-3, {}),
+        ("budget", 1e-3, {"gradient_bytes": 2 * BUDGET}),
+    ):
+        strategy = SmartInfinityStrategy(tmp_path / name, zero=BUCKET, transfer={**SMALL_RING, **transfer})
+        by_trainer = {} if kind is TwoBackwards else {"gradient_clip_val": clip, "gradient_clip_algorithm": "value"}
+        module = kind(recipe)
+        quiet_trainer(tmp_path, strategy, precision=recipe.precision, max_steps=4, **by_trainer).fit(module)
+        losses[name] = module.losses
+    assert losses["budget"] == losses["clipped"]
+    assert losses["plain"] != losses["clipped"] or kind is TwoBackwards
+    assert memories[0].counters().written_bytes > 0
