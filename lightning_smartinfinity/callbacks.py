@@ -162,9 +162,6 @@ class StorageTrafficMonitor(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, _CountsTraffic)
-        strategy.drain()  # the last step's update may still be in progress
         self._watched().end()
         self._summary = self._measure(trainer.global_step)
         totals = {name: value for name, value in self._summary.items() if name.endswith("_TB")}
@@ -183,7 +180,7 @@ class StorageTrafficMonitor(Callback):
 
     def _leave_steps(self) -> None:
         if self._watch is not None:
-            self._watch.switch(Phase.OTHER)
+            self._watch.leave_steps()
 
     def _watched(self) -> _Watch:
         assert self._watch is not None
@@ -237,7 +234,7 @@ class _Watch:
 
     def end(self) -> None:
         """Let the next measurement cover the whole fit."""
-        self.switch(Phase.OTHER)
+        self.leave_steps()
         self._measured_step, self._measured = self._first_step, None
 
     def is_due(self, step: int, every: int) -> bool:
@@ -249,6 +246,12 @@ class _Watch:
         if phase is not self._phase:
             self._fold()
             self._phase = phase
+
+    def leave_steps(self) -> None:
+        """Count traffic from now on as not of a training step; what the last step's update still moves is of it."""
+        if self._phase is Phase.STEP:
+            self._strategy.drain()
+        self.switch(Phase.OTHER)
 
     def measure(self, step: int) -> tuple[TrafficTable, int]:
         """Return all ranks' counters of training steps since the last measurement, and the steps; a collective."""

@@ -72,6 +72,9 @@ def test_lightning_cli(run_example: Run, tmp_path: Path) -> None:
         "trainer.val_check_interval": "2",
         "trainer.log_every_n_steps": "2",
         "trainer.accelerator": "cpu",
+        # A row has all bytes of its steps.
+        "trainer.strategy": "lightning_smartinfinity.SmartInfinityStrategy",
+        "trainer.strategy.overlap": "none",
         "model.model_size": "nano",
         "model.block_size": "32",
         "data.block_size": "32",

@@ -372,6 +372,7 @@ def test_traffic_counts_until_the_storage_is_closed(fabric: Fabric, tmp_path: Pa
         model, optimizer = set_up(fabric)
         fabric.backward(loss_of(model, 0))
         optimizer.step()
+        strategy.drain()
         numel = sum(p.numel() for p in build_net().parameters())
         assert strategy.traffic().shared_read_bytes >= 8 * numel and strategy.state_numel == numel
         assert strategy.state_bytes >= 24 * numel

@@ -18,11 +18,14 @@ def quiet_trainer(root: Path, strategy: Any = None, **settings: Any) -> pl.Train
     Args:
         root: Checkpoints and logs go there; storage into ``root / "storage"``.
         strategy: Default: our strategy.
-        **settings: Settings of the Trainer; ``transfer`` holds those of our strategy's TransferConfig.
+        **settings: Settings of the Trainer, and ``overlap`` and ``transfer`` of our strategy, the latter those of its
+            TransferConfig.
     """
-    transfer = TransferConfig(**settings.pop("transfer", {}))
+    if strategy is None:
+        transfer = TransferConfig(**settings.pop("transfer", {}))
+        strategy = SmartInfinityStrategy(root / "storage", overlap=settings.pop("overlap", "auto"), transfer=transfer)
     return pl.Trainer(
-        strategy=strategy if strategy is not None else SmartInfinityStrategy(root / "storage", transfer=transfer),
+        strategy=strategy,
         default_root_dir=root,
         **{
             "accelerator": "cpu",

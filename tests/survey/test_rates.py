@@ -29,7 +29,7 @@ def small_drive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_measuring_leaves_only_figures(tmp_path: Path, small_drive: None) -> None:
-    """All rates but those of a GPU are measured, the plan's step is one figure, and the folder is as before."""
+    """All rates but a GPU's and a network's are measured, a plan's step is one figure, and the folder is as before."""
     config = llama_config(
         hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=2, vocab_size=64
     )
@@ -39,7 +39,7 @@ def test_measuring_leaves_only_figures(tmp_path: Path, small_drive: None) -> Non
     storage = tmp_path / "storage"
     rates = assumed_rates(on_gpu=False, cores=2)
     measured = measure_rates(source, model, TRAINING, rates, storage=storage, device="cpu")
-    assert {name for name, of in vars(measured).items() if not of.measured} == {"to_gpu"}
+    assert {name for name, of in vars(measured).items() if not of.measured} == {"to_gpu", "network"}
     assert min(of.low for of in vars(measured).values()) > 0
     assert list(storage.iterdir()) == []
     found = pace(model, TRAINING, measured, on_gpu=False)

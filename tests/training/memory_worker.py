@@ -68,6 +68,7 @@ class Watch(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy: Any = trainer.strategy
+        strategy.drain()
         self.figures |= {
             "peak": status("VmHWM"),
             "host_bytes": strategy.host_bytes,

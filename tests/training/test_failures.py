@@ -76,7 +76,8 @@ def test_a_failed_step_raises_with_path_and_remedy(name: str, tmp_path: Path) ->
 def test_after_a_failed_step_the_last_committed_one_can_be_saved_and_resumed(tmp_path: Path) -> None:
     """The parameters are rolled back, and a checkpoint saved then resumes as if the step had never been tried."""
     straight, _, a = train(Run(out=str(tmp_path / "straight"), recipe=RECIPE))
-    trainer = quiet_trainer(tmp_path, callbacks=[Disturb(3, fail_io(fail_write_at=0))], max_steps=RECIPE.max_steps)
+    disturb = Disturb(3, fail_io(fail_write_at=0))
+    trainer = quiet_trainer(tmp_path, overlap="none", callbacks=[disturb], max_steps=RECIPE.max_steps)
     with pytest.raises(StorageError):
         trainer.fit(LitTiny(RECIPE))
     assert trainer.strategy.optimizers[0].update.drained_handler().generation == 3

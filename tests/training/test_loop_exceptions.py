@@ -186,7 +186,11 @@ def test_ctrl_c_during_the_update_stops_the_step(precision: Any, tmp_path: Path)
     settings: dict[str, Any] = {"precision": precision, "use_distributed_sampler": False, "max_steps": 3}
     quiet_trainer(tmp_path / "straight", **settings).fit(straight)
     interrupt, module = InterruptTheWait(), Everything()
-    slow = {"transfer": {"tasklet_bytes": 64 * 1024, "num_buffers": 2}, "callbacks": [interrupt]}
+    slow = {
+        "overlap": "none",
+        "transfer": {"tasklet_bytes": 64 * 1024, "num_buffers": 2},
+        "callbacks": [interrupt],
+    }
     trainer = quiet_trainer(tmp_path, **settings, **slow)
     with pytest.raises(SystemExit):
         trainer.fit(module)

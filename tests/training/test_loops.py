@@ -74,7 +74,8 @@ class SystemBytes(pl.Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         self._mark()
 
-    def on_train_end(self, *_: Any) -> None:
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.strategy.drain()  # type: ignore[attr-defined]
         self._mark()
 
     def _mark(self) -> None:

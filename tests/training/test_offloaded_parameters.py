@@ -291,7 +291,9 @@ def test_buffers_do_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest.
     for depth in (2, 5):
         recipe = Recipe(precision="bf16-mixed", depth=depth, max_steps=3)
         zero = {**NVME, "stage3_prefetch_bucket_size": 5000}
-        _, trainer, _ = train(run_of(tmp_path / str(depth), recipe, zero, transfer=SMALL_RING))
+        run = run_of(tmp_path / str(depth), recipe, zero, transfer=SMALL_RING)
+        run.options["overlap"] = "none"
+        _, trainer, _ = train(run)
         strategy: Any = trainer.strategy
         assert not any(flat is not None for flat in trainer.optimizers[0].fp16_partitioned_groups_flat)
         assert most[0] <= strategy._parameters.limit_bytes < strategy.parameter_bytes
@@ -370,7 +372,7 @@ class Faulty(pl.Callback):
 def test_a_transfer_that_fails(faults: dict[str, int], error: type[StorageError], tmp_path: Path) -> None:
     """The error names the file. The parameters are those of the last committed step and can be saved."""
     module = LitTiny(Recipe(precision="bf16-mixed", max_steps=4))
-    strategy = SmartInfinityStrategy(tmp_path / "s", zero=NVME)
+    strategy = SmartInfinityStrategy(tmp_path / "s", overlap="none", zero=NVME)
     trainer = quiet_trainer(tmp_path, strategy, callbacks=[Faulty(**faults)], max_steps=4)
     with pytest.raises(error, match=r"Parameters: (reading|writing) .*parameters\.bin"):
         trainer.fit(module)
@@ -413,7 +415,7 @@ def test_a_parameter_that_storage_changed(damage: str, tmp_path: Path, attack: A
     """Training does not go on with a parameter that is not what was written: it raises with the file's name."""
     attack(f"{damage} in parameters on storage", tries=1, outcome="StorageCorruptError with path and offset")
     module = LitTiny(Recipe(precision="bf16-mixed", max_steps=4))
-    strategy = SmartInfinityStrategy(tmp_path / "s", zero=NVME)
+    strategy = SmartInfinityStrategy(tmp_path / "s", overlap="none", zero=NVME)
     trainer = quiet_trainer(tmp_path, strategy, callbacks=[Spoiling(damage)], max_steps=4)
     with pytest.raises(StorageCorruptError, match=r"Parameters: the block at offset \d+ of .*parameters\.bin does not"):
         trainer.fit(module)
