@@ -107,7 +107,10 @@ class TrainingRecords:
         self._identity = identity
         self._options = options
         self._in_time = options.in_time
-        self._last_number: int | None = None  # of the record that was to be written last
+        # Of the record that was to be written last.
+        self._last_number: int | None = None
+        self._last_generation = -1
+        self._before: TrainingRecord | None = None  # the one before the current one
         self._residual: NDArray[np.float32] | None = None  # that of the current record, until its write begins
         self._residual_write: ResidualWrite | None = None
 
@@ -129,6 +132,7 @@ class TrainingRecords:
         """
         # A record that fails has a number, too: ranks resume from the number that all of them have.
         self._last_number = int(has_steps) if self._last_number is None else self._last_number + 1
+        self._last_generation = generation
         record = TrainingRecord(
             number=self._last_number,
             generation=generation,
@@ -142,7 +146,7 @@ class TrainingRecords:
             doing="Writing the training record",
             path=self._folder.path / TRAINING_NAMES[0],
         )
-        self.current, self._residual = record, residual
+        self._before, self.current, self._residual = self.current, record, residual
 
     def rewrite(self, content: bytes) -> None:
         """Exchange the content of the current record, and nothing else of it. A kill leaves the old content or the new.
@@ -214,6 +218,8 @@ class TrainingRecords:
     def forget_behind(self, generation: int) -> None:
         """Erase the current record if its generation comes behind this one: a later one may become another state.
 
+        The record before it becomes the current one.
+
         Raises:
             StorageError: It could not be erased.
         """
@@ -225,6 +231,11 @@ class TrainingRecords:
                 doing="Erasing the training record",
                 path=self._folder.path / TRAINING_NAMES[0],
             )
+            self.current, self._before = self._before, None
+        if self._last_number is not None and self._last_generation > generation:
+            # The next record goes where this one was, and not over the one that a training would resume from now.
+            self._last_number += 1
+            self._last_generation = generation
 
     def end(self, reason: str) -> None:
         """Write, in place of all records, that no more of them follow.

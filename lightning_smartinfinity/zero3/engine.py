@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -314,6 +315,13 @@ class SmartInfinityEngine(PortableEngine):
             if pinned is not None:
                 self.saves.complete(save, save_dir, left_open[0], pinned)
         self.optimizer.rank_state.keeping.saved = True
+        if self.optimizer.update.lost is not None and self.global_rank == 0:
+            warnings.warn(
+                f"The checkpoint {save_dir} does not have the last step that was counted before: its update failed "
+                f"when the loop had gone on, and was rolled back ({self.optimizer.update.lost}). To repeat that step, "
+                "resume from storage or from an earlier checkpoint instead.",
+                stacklevel=2,
+            )
         return saved
 
     def _copy_recovery_script(self, save_path: str) -> None:

@@ -322,6 +322,7 @@ class StorageOptimizer(GradientPath):
         except BaseException as error:  # interrupts, too
             self.update.roll_back(error)
             raise
+        self.update.step_returns()
         self.arena.reset()
 
     def _partition_all_parameters(self) -> None:

@@ -87,6 +87,23 @@ def test_after_a_failed_step_the_last_committed_one_can_be_saved_and_resumed(tmp
     assert all(torch.equal(a.masters[name], b.masters[name]) for name in a.masters)
 
 
+def test_a_step_that_the_loop_has_counted_fails(tmp_path: Path) -> None:
+    """A checkpoint saved then says what it lacks, and resuming from storage repeats the step."""
+    straight, _, a = train(Run(out=str(tmp_path / "straight"), recipe=RECIPE))
+    settings: dict[str, Any] = {"overlap": "forward", "max_steps": RECIPE.max_steps}
+    trainer = quiet_trainer(tmp_path, callbacks=[Disturb(2, fail_io(fail_write_at=0))], **settings)
+    with pytest.raises(StorageError):
+        trainer.fit(LitTiny(RECIPE))
+    assert trainer.global_step == 3
+    assert trainer.strategy.optimizers[0].update.drained_handler().generation == 2
+    with pytest.warns(UserWarning, match="does not have the last step .* was rolled back .*resume from storage"):
+        trainer.save_checkpoint(tmp_path / "rescued.ckpt")
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    resumed, _, b = train(Run(out=str(tmp_path), recipe=RECIPE, resume="storage", options={"overlap": "forward"}))
+    assert resumed.losses == straight.losses[2:]
+    assert all(torch.equal(a.masters[name], b.masters[name]) for name in a.masters)
+
+
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(overlap: str, tmp_path: Path) -> None:
     """Rank 0, whose storage works, raises rank 1's error and stays at the generation that both have.

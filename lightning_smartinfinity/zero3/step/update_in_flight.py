@@ -44,6 +44,10 @@ class UpdateInFlight:
         rank_state: The partition and its handler.
         speculation: The update that backward may begin before the step does.
         release_gathered: Function that partitions every gathered parameter.
+
+    Attributes:
+        lost: Why the update of a step was rolled back after the step had returned, if that has happened: the loop
+            counts a step that the state does not have.
     """
 
     def __init__(
@@ -54,7 +58,9 @@ class UpdateInFlight:
         self._speculation = speculation
         self._release_gathered = release_gathered
         self._lock = threading.RLock()  # autograd's threads gather, too
+        self.lost: BaseException | None = None
         self._begun = False
+        self._step_returned = False
         self._training_over = False
         self._failure: SmartInfinityError | None = None
         # Why the step in flight is being rolled back, until that is complete.
@@ -131,6 +137,10 @@ class UpdateInFlight:
         self._uses.clear()
         if self._failure is not None:
             self._drain_if_alone()
+
+    def step_returns(self) -> None:
+        """Record that the loop goes on: from now on it counts the step, though its update may be in flight."""
+        self._step_returned = self._begun
 
     def is_untouched(self, param: ZeroParameter) -> bool:
         """Return whether the parameter is in the step in flight and has not been asked for; the same on all ranks."""
@@ -228,6 +238,8 @@ class UpdateInFlight:
             error: Why the step is rolled back.
         """
         self._roll_back_reason = error  # after Ctrl-C, the next call completes the rollback
+        if self._step_returned:
+            self.lost = error
         self._end()
         # Parameters that are gathered or read ahead may have the step's values.
         self._release_gathered()
@@ -261,7 +273,7 @@ class UpdateInFlight:
             raise self._failure
 
     def _end(self) -> None:
-        self._begun, self._failure = False, None
+        self._begun, self._step_returned, self._failure = False, False, None
         self._untouched.clear()
         self._awaited.clear()
 
