@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -37,7 +38,7 @@ from lightning_smartinfinity import (
     TransferConfig,
 )
 from lightning_smartinfinity.zero3.checkpoints import folder_swap
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import remove_interrupted, replacing
 from lightning_smartinfinity.zero3.checkpoints.found_checkpoint import find_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from lightning_smartinfinity.zero3.file_systems import places_of
@@ -132,6 +133,20 @@ def loaded(path: Path) -> str:
     (own,) = found.folder.glob(f"zero_pp_rank_{dist.get_rank()}_*_optim_states.pt")
     assert sorted(os.listdir(path)) == [TAG, "latest"]
     return own.read_text()
+
+
+def leftovers(scratch: Path) -> Any:
+    """Look for what a killed save has left of a path; return whether a rank then sees at once what is made there."""
+    dist.init_process_group("gloo")
+    path = scratch / "shared" / "a.ckpt"
+    save(path, "0")
+    time.sleep(0.4)  # long enough to forget that there was no checkpoint, as time passes here
+    assert path.exists()
+    remove_interrupted(path, TAG)
+    if dist.get_rank() == 0:
+        (path / ".saving").mkdir()
+    dist.barrier()
+    return (path / ".saving").exists()
 
 
 def swap_on_one(first: int, other: Callable[[], None], scratch: Path) -> None:
@@ -373,6 +388,7 @@ def main() -> None:
         "places": lambda: places(scratch),
         "space": lambda: space(scratch),
         "swaps": lambda: swaps(scratch),
+        "leftovers": lambda: leftovers(scratch),
         "saves": lambda: saves(scratch),
         "shared": lambda: fits(scratch, "shared"),
         "local": lambda: fits(scratch, "local"),

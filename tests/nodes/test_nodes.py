@@ -105,6 +105,11 @@ def test_saves_where_failed_look_ups_are_remembered(num_saves: int, scratch: Pat
     attack("saves of two machines that remember failed look-ups", tries=num_saves, outcome=WHOLE)
 
 
+def test_leftovers_are_looked_for_by_one_machine(scratch: Path) -> None:
+    """The other one does not remember that nothing was there: its next save to the path would wait."""
+    assert run("leftovers", scratch, mounts=False) == [True, True]
+
+
 def assert_saved(looked: list[dict[str, Any]], num_saves: int) -> None:
     """Assert that after each step the newest checkpoints were whole, and nothing else was there."""
     assert len(looked) == num_saves

@@ -137,10 +137,13 @@ def remove_interrupted(path: str | Path, tag: str) -> None:
         tag: The subfolder.
     """
     found = False
-    with suppress(SmartInfinityError, OSError):
-        found = unless_idle(lambda: has_leftovers(_resolved(path)), doing="Looking at", path=Path(path))
-    if any(gather(found, None)):
-        with suppress(SmartInfinityError):
+    with suppress(SmartInfinityError):  # which is raised on all ranks
+        (place,) = places_of([Path(path)])
+        # Another machine may remember that nothing was there, and its next save to the path would wait.
+        if place.leader == dist.get_rank():
+            with suppress(SmartInfinityError, OSError):
+                found = unless_idle(lambda: has_leftovers(_resolved(path)), doing="Looking at", path=Path(path))
+        if any(gather(found, None)):
             put_one_in_place(path, tag)
 
 
