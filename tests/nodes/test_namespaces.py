@@ -73,7 +73,7 @@ def test_saves_beside_remembered_look_ups(machines: TwoMachines, attack: Attack)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("machines", [5], indirect=True)
+@pytest.mark.parametrize("machines", [30], indirect=True)
 def test_trainings_beside_remembered_look_ups(machines: TwoMachines, attack: Attack) -> None:
     """Each checkpoint is whole and in place: the newest ones, which ModelCheckpoint prunes, and the replaced ones."""
     assert_saved(found(machines, "saves", num_saves=20)[0], 20)
