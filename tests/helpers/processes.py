@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.helpers.fresh_python import SOCKET, fresh_environment
 from tests.helpers.waiting import PROCESS_LIMIT, await_that
 
-__all__ = ["REPOSITORY", "environments_of", "run_module", "start_server"]
+__all__ = ["REPOSITORY", "environments_of", "reserved_port", "run_module", "start_server"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -56,19 +56,26 @@ def run_module(
 
 @contextmanager
 def environments_of(ranks: int) -> Iterator[list[dict[str, str]]]:
-    """Yield the environments of ranks that find each other as if torchrun had started them; one rank has its port only.
-
-    Nobody else is given the port before the context is left: it is bound here, so that only who asks for it can use it.
-    """
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does, which is to listen there
-        reserved.bind(("127.0.0.1", 0))
-        of_all = {**fresh_environment(), "MASTER_PORT": str(reserved.getsockname()[1])}
+    """Yield the environments of ranks that find each other as if torchrun had started them; one has its port only."""
+    with reserved_port() as port:
+        of_all = {**fresh_environment(), "MASTER_PORT": str(port)}
         if ranks == 1:
             yield [of_all]
             return
         group = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
         yield [{**of_all, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a port that nobody else is given before the context is left.
+
+    It is bound here, so that only who asks for it can use it.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does, which is to listen there
+        reserved.bind(("127.0.0.1", 0))
+        yield int(reserved.getsockname()[1])
 
 
 def start_server() -> None:

@@ -11,7 +11,6 @@ import importlib
 import itertools
 import os
 import signal
-import socket
 import sys
 import traceback
 from pathlib import Path
@@ -22,6 +21,7 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 import torch
 
+from tests.helpers.processes import reserved_port
 from tests.stock.situations import ON_ONE, ON_TWO
 from tests.stock.systems import maker
 
@@ -68,21 +68,15 @@ def fork(system: str, name: str, folder: Path, **environment: str) -> int:
 
 def fork_ranks(system: str, name: str, folder: Path, devices: int) -> None:
     """Fork all ranks and wait for them; with these variables Lightning launches none itself."""
-    port = _free_port()
     children = []
-    for rank in range(devices):
-        launched = (
-            {"LOCAL_RANK": str(rank), "LOCAL_SIZE": str(devices), "MASTER_PORT": str(port)} if devices > 1 else {}
-        )
-        children.append(fork(system, name, folder, **launched))
-    for child in children:
-        os.waitpid(child, 0)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with reserved_port() as port:
+        for rank in range(devices):
+            launched = (
+                {"LOCAL_RANK": str(rank), "LOCAL_SIZE": str(devices), "MASTER_PORT": str(port)} if devices > 1 else {}
+            )
+            children.append(fork(system, name, folder, **launched))
+        for child in children:
+            os.waitpid(child, 0)
 
 
 def main() -> None:
