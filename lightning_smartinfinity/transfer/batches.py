@@ -19,6 +19,7 @@ __all__ = [
     "Compression",
     "DTYPE_BYTES",
     "FlatMemory",
+    "Link",
     "Memory",
     "Piece",
     "Places",
@@ -52,6 +53,26 @@ class Piece(NamedTuple):
     key: int
 
 
+class Link(Protocol):
+    """The user of a CUDA device, as a submission sees it; ``transfer.cuda.CudaLink`` stands for torch."""
+
+    @property
+    def stream(self) -> native.CudaStream:
+        """The stream on which parameters travel."""
+
+    def take(self) -> None:
+        """Make later copies run after the work that the user's stream was given so far."""
+
+    def give(self) -> None:
+        """Make the work that the user's stream is given later run after the copies started so far."""
+
+    def points(self) -> Sequence[native.CudaEvent]:
+        """Return points behind all work that the user's streams were given so far."""
+
+    def warn_of_unregistered(self) -> None:
+        """Warns, once, if host memory could not be registered."""
+
+
 class Memory(Protocol):
     """Memory that holds elements of the flat partition."""
 
@@ -70,6 +91,9 @@ class Memory(Protocol):
     def address(self, piece: Piece) -> int:
         """Return the address of the piece's first element."""
 
+    def ready(self) -> Sequence[native.CudaEvent]:
+        """Return the points up to which a device may use the parameters, or be about to send their gradients."""
+
 
 class FlatMemory:
     """Memory that is contiguous for each sub-group.
@@ -77,18 +101,17 @@ class FlatMemory:
     Args:
         layout: The partition.
         flats: Memory of each sub-group, all of one dtype.
-        stream: As in :class:`Memory`.
+        link: Link to the user of the CUDA device in whose memory they lie; None means host memory.
     """
 
-    def __init__(
-        self, layout: PartitionLayout, flats: Sequence[Flat], *, stream: native.CudaStream | None = None
-    ) -> None:
+    def __init__(self, layout: PartitionLayout, flats: Sequence[Flat], *, link: Link | None = None) -> None:
         dtypes = {flat.dtype for flat in flats}
         assert len(flats) == len(layout.sub_groups) and len(dtypes) <= 1, "one flat per sub-group, of one dtype"
         for flat, sub_group in zip(flats, layout.sub_groups, strict=True):
             assert flat.numel == sub_group.numel, (flat, sub_group)
-        self.stream = stream
+        self.stream = None if link is None else link.stream
         self.keeps_parameters = True
+        self._link = link
         self.dtype = dtypes.pop() if dtypes else native.DType.FLOAT32
         # For each sub-group: the address that element 0 of the partition would have if the memory reached that far.
         size = DTYPE_BYTES[self.dtype]
@@ -97,6 +120,9 @@ class FlatMemory:
 
     def address(self, piece: Piece) -> int:
         return self._origins[piece.sub_group] + piece.begin * self._size
+
+    def ready(self) -> Sequence[native.CudaEvent]:
+        return () if self._link is None else self._link.points()
 
 
 class Compression(NamedTuple):

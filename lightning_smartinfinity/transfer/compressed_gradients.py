@@ -102,12 +102,7 @@ class CompressedGradients:
         """Return the batch to submit: unchanged, or compressed tasklet by tasklet while earlier ones are updated."""
         if self._selection is None:
             return [batch]
-        parts = self._selection.parts(batch, self._payloads.tensor, self._offsets)
-        if batch.stream is None:
-            return parts
-        # With parameters in a device's memory, the batch is submitted in one part.
-        tasklets = [tasklet for part in parts for tasklet in part.tasklets]
-        return [native.Batch(batch.operation, tasklets, batch.steps, batch.stream)]
+        return self._selection.parts(batch, self._payloads.tensor, self._offsets)
 
     def feed_back(self, tasklets: Sequence[native.Tasklet], *, scale: float) -> None:
         """After a step's commit, store what it did not send of its gradients as the residual.

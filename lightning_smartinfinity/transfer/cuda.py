@@ -50,15 +50,22 @@ class CudaLink:
         self.device = native.CudaDevice(index)
         self.stream = native.CudaStream(self.device)
         self._torch_device = torch.device("cuda", index)
+        self._used_streams: set[int] = set()  # those that parameters were used or gradients copied on
         self._warned = False
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor lies in the device's memory."""
         return tensor.device == self._torch_device
 
-    def current_stream(self) -> int:
+    def torch_stream(self) -> int:
         """Return the handle of torch's current stream."""
         return torch.cuda.current_stream(self._torch_device).cuda_stream
+
+    def current_stream(self) -> int:
+        """Return the handle of torch's current stream, which :meth:`points` includes from now on."""
+        stream = self.torch_stream()
+        self._used_streams.add(stream)
+        return stream
 
     def take(self) -> None:
         """Make later copies run after the work that torch's current stream was given so far."""
@@ -67,6 +74,18 @@ class CudaLink:
     def give(self) -> None:
         """Make the work that torch's current stream is given later run after the copies started so far."""
         self.stream.lead(self.current_stream())
+
+    def points(self) -> list[native.CudaEvent]:
+        """Return points behind all work given so far to the streams that were ever current here.
+
+        In backward, gradients may be copied on another stream than that on which modules use their parameters.
+        """
+        self.current_stream()
+        events = []
+        for stream in list(self._used_streams):
+            events.append(native.CudaEvent(self.device))
+            events[-1].record(stream)
+        return events
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep the tensor's memory from reuse until the current stream has done the work given so far."""

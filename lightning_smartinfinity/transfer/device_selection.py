@@ -52,6 +52,8 @@ class DeviceSelection:
         Raises:
             CudaError: The device has too little memory.
         """
+        for point in batch.ready:
+            point.synchronize()  # gradients may still be on their way
         for tasklet in batch.tasklets:
             try:
                 encoded = self._encoded(tasklet, payloads[offsets[tasklet.index] :], batch.residual_scale)
@@ -60,7 +62,7 @@ class DeviceSelection:
                     f"There is no memory on {self._device} to choose what is sent of one tasklet: {error}.",
                     "Use smaller tasklets (TransferConfig(tasklet_bytes=...)), or a smaller batch.",
                 ) from error
-            yield native.Batch(batch.operation, [encoded], batch.steps)
+            yield native.Batch(batch.operation, [encoded], batch.steps, batch.stream, slot_bytes=batch.slot_bytes)
 
     def _encoded(self, tasklet: native.Tasklet, place: torch.Tensor, scale: float) -> native.Tasklet:
         where = slice(tasklet.offset, tasklet.offset + tasklet.numel)

@@ -188,7 +188,7 @@ class TransferHandler:
         can be committed. ``roll_back`` rolls it back at any time.
 
         Args:
-            plan: The step's plan, with every parameter active and parameters in host memory.
+            plan: The step's plan, with every parameter active and parameters in memory that the core reaches.
             binds: Whether the step will be taken as it begins, so that gradients are given up as they are used.
 
         Raises:

@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.transfer.batches import FlatMemory
-from lightning_smartinfinity.transfer.submissions import Assignment, DirectSubmission, Link, Submission
+from lightning_smartinfinity.transfer.batches import FlatMemory, Link
+from lightning_smartinfinity.transfer.submissions import Assignment, DirectSubmission, Submission
 from lightning_smartinfinity.transfer.tensors import Flat
 
 if TYPE_CHECKING:
@@ -27,9 +27,11 @@ class ParameterMemory(ABC):
 
     Attributes:
         waits_per_stream: Whether a wait for parameters orders only the stream that is current when it returns.
+        allows_incremental: Whether a step may begin before all of its tasklets are known.
     """
 
     waits_per_stream: ClassVar[bool] = False
+    allows_incremental: ClassVar[bool] = True
 
     @abstractmethod
     def submission(self, assignment: Assignment, staging: StagingMaker) -> Submission:
@@ -72,6 +74,6 @@ class CudaPartition(ParameterMemory):
     waits_per_stream: ClassVar[bool] = True
 
     def submission(self, assignment: Assignment, staging: StagingMaker) -> DirectSubmission:
-        memory = FlatMemory(assignment.layout, self.flats, stream=self.link.stream)
+        memory = FlatMemory(assignment.layout, self.flats, link=self.link)
         make_parts = partial(assignment.make_batch, memory)
         return DirectSubmission(assignment.device, make_parts, assignment.tasklets, link=self.link)

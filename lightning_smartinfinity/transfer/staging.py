@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from typing import ClassVar
 
 import torch
 
@@ -38,6 +39,7 @@ class StagedPartition(ParameterMemory):
     """
 
     dtype: native.DType
+    allows_incremental: ClassVar[bool] = False
 
     @abstractmethod
     def put(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
@@ -130,6 +132,9 @@ class _Wave:
 
     def address(self, piece: Piece) -> int:
         return self._half.data_ptr() + self._position(piece) * self._half.element_size()
+
+    def ready(self) -> Sequence[native.CudaEvent]:
+        return ()
 
     def put(self, pieces: Sequence[Piece], partition: StagedPartition) -> None:
         """Start copying the pieces that lie in the wave and were updated to the partition."""

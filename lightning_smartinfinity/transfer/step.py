@@ -32,7 +32,7 @@ class Step:
         rule: The optimizer's update rule.
         plan: The step's plan; hyperparameters and ``active`` are read here, once.
         staging: Returns the buffer for parameters that travel through host memory of ours.
-        incremental: Whether the step is incremental; then parameters are in host memory.
+        incremental: Whether the step is incremental; then parameters are in memory that the core reaches.
         binds: Whether an incremental step will be taken as it begins or skipped, so that gradients are given up.
 
     Attributes:

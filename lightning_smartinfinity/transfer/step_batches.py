@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.transfer.batches import (
+    DTYPE_BYTES,
     Compression,
     FlatMemory,
     Memory,
@@ -122,6 +123,8 @@ class StepBatches:
             outputs.stream,
             codec=None if compressed is None else compressed.codec,
             residual_scale=self._loss_scale,
+            ready=outputs.ready(),
+            slot_bytes=0 if outputs.stream is None else self._layout.extents.tasklet_numel * DTYPE_BYTES[outputs.dtype],
         )
         if compressed is None:
             return [batch]

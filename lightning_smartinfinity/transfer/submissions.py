@@ -6,15 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice
 from lightning_smartinfinity.errors import SmartInfinityError
-from lightning_smartinfinity.transfer.batches import Memory, Piece
+from lightning_smartinfinity.transfer.batches import Link, Memory, Piece
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 
-__all__ = ["Assignment", "BatchMaker", "DirectSubmission", "Direction", "Link", "PartMaker", "Submission"]
+__all__ = ["Assignment", "BatchMaker", "DirectSubmission", "Direction", "PartMaker", "Submission"]
 
 BatchMaker = Callable[[Memory, Sequence[int]], Iterable[native.Batch]]
 """Makes the batch of some tasklets whose parameters lie in this memory; yields it in parts, each made on demand."""
@@ -50,23 +49,6 @@ class Assignment:
     tasklets: Sequence[int]
     pieces: Sequence[Piece]
     direction: Direction = Direction.TO_PARTITION
-
-
-class Link(Protocol):
-    """The user of a CUDA device, as a submission sees it; ``transfer.cuda.CudaLink`` stands for torch."""
-
-    @property
-    def stream(self) -> native.CudaStream:
-        """The stream on which parameters travel."""
-
-    def take(self) -> None:
-        """Make later copies run after the work that the user's stream was given so far."""
-
-    def give(self) -> None:
-        """Make the work that the user's stream is given later run after the copies started so far."""
-
-    def warn_of_unregistered(self) -> None:
-        """Warns, once, if host memory could not be registered."""
 
 
 class Submission(ABC):
@@ -123,30 +105,28 @@ class DirectSubmission(Submission):
         self._active = False
 
     def extend(self, tasklets: Sequence[int]) -> None:
-        assert self._link is None, "parameters are in host memory"
         parts = self._make_parts(tasklets)
         first = len(self._positions)
         self._positions.update((tasklet, first + number) for number, tasklet in enumerate(tasklets))
-        for part in parts:
-            if self._active:
-                self._device.extend(part)
-            else:
-                self._active = True
-                self._device.submit(part)
+        self._send(parts)
 
     def prefer(self, tasklets: Sequence[int]) -> None:
         self._device.prefer([self._positions[tasklet] for tasklet in tasklets])
 
     def start(self) -> None:
         if self._positions:
+            self._send(self._parts)
+
+    def _send(self, parts: Iterable[native.Batch]) -> None:
+        for part in parts:
+            if self._active:
+                self._device.extend(part)
+                continue
             # Set first, so that stop() ends the work after an interrupt in submit().
             self._active = True
             if self._link is not None:
                 self._link.take()
-            parts = iter(self._parts)
-            self._device.submit(next(parts))
-            for part in parts:
-                self._device.extend(part)
+            self._device.submit(part)
             if self._link is not None:
                 self._link.warn_of_unregistered()
 

@@ -102,8 +102,8 @@ class StorageOptimizer(GradientPath):
     def _obstacle_to_speculation(self) -> str | None:
         if self._offload.transfer.places_per_tasklet == 1:
             return "with TransferConfig(durability='none') a wrong speculative update could not be rolled back"
-        if not self.partition.lies_in_host_memory:
-            return "only parameters in host memory are updated within backward, not those on storage or on a GPU"
+        if not self._outputs().allows_incremental:
+            return "parameters on storage, or which the update device cannot reach, are not updated within backward"
         return None
 
     # ---- construction: what the base class calls from its constructor

@@ -43,7 +43,7 @@ class FakeLink(CudaLink):
         storage = tensor.untyped_storage().data_ptr()
         return any(held.untyped_storage().data_ptr() == storage for held in self._on_device)
 
-    def current_stream(self) -> int:
+    def torch_stream(self) -> int:
         return self.user_stream
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -66,6 +66,11 @@ class FakeLink(CudaLink):
         copied = self.on_device(torch.full_like(tensor, torch.nan))
         self.fake.kernel(self.user_stream, copied.numpy(), tensor.numpy(), us=us)
         return copied
+
+    def wait(self) -> None:
+        """Wait until the user's streams have done all their work."""
+        for stream in self._streams:
+            self.fake.wait(stream)
 
     def close(self) -> None:
         """Destroy the user's streams."""

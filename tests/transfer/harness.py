@@ -165,6 +165,10 @@ class Run:
             parameter.grad = gradient
             if gradient is not None:
                 self.send(index, gradient * SCALE)
+        return self.plan()
+
+    def plan(self) -> StepPlan:
+        """Return the plan of a step with the gradients that have arrived."""
         return StepPlan(
             active=self.arena.active,
             gradients=self.arena.flats(),

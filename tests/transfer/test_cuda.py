@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +24,7 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
 from tests.native.fake_cuda import SYNCHRONOUS, FakeCuda
 from tests.transfer.fake_link import CudaRun, FakeLink
-from tests.transfer.harness import Case, assert_equal, layout_of, running
+from tests.transfer.harness import SCALE, Case, Run, assert_equal, gradient_of, layout_of, running, schedule
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Two buffers serve eleven tasklets, some with many parameters, so every slot is reused many times.
@@ -194,6 +197,125 @@ def test_a_later_gradient_waits_for_the_stream_of_the_first(link: FakeLink) -> N
     arena.synchronize()
     assert (arena.gradient(1) == 2.0).all()
     arena.close()
+
+
+def backward_on(run: CudaRun, number: int, random: np.random.Generator) -> Iterator[list[int]]:
+    """Let a step's gradients arrive in a random order, from several streams; yield the tasklets that each completes.
+
+    The device computes a gradient, and copies it, when the host has gone on.
+    """
+    missing = run.layout.num_parameters_in.tolist()
+    for index in map(int, random.permutation(len(run.parameters))):
+        if random.random() < 0.3:
+            run.link.use_other_stream()
+        computed = run.link.on_device(_whole_gradient(run, index, number))
+        run.arena.arrive(index, run.link.copy(computed, us=int(random.integers(3_000))))
+        complete = []
+        for tasklet in run.layout.tasklets_of(slice(index, index + 1)):
+            missing[tasklet] -= 1
+            if missing[tasklet] == 0:
+                complete.append(tasklet)
+        yield complete
+
+
+def _whole_gradient(run: Run, parameter: int, number: int) -> torch.Tensor:
+    gradient = gradient_of(run.case, parameter, number)
+    return torch.zeros(run.layout.parameters[parameter].real_numel) if gradient is None else gradient * SCALE
+
+
+def _stepped_on_host(folder: Path, case: Case, num_steps: int) -> dict[str, torch.Tensor]:
+    with running(folder, case) as run:
+        for number in range(num_steps):
+            run.arena.reset()
+            schedule(run.optimizer, number)
+            for index in range(len(run.parameters)):
+                run.arena.arrive(index, _whole_gradient(run, index, number))
+            run.handler.begin_step(run.plan())
+            run.handler.commit()
+        return run.state()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", long_but(range(2), range(20)))
+def test_updates_within_backward_give_the_bits_of_the_host(
+    tmp_path: Path, start: Callable[[Case], CudaRun], fake_cuda: FakeCuda, dtype: torch.dtype, seed: int
+) -> None:
+    """Tasklets are added while their gradients still travel and the device still uses the parameters."""
+    case = SMALL_RING.but(dtype=dtype, cache_bytes=200_000 * (seed % 2))
+    expected = _stepped_on_host(tmp_path / "host", case, 3)
+    random, run = np.random.default_rng(seed), start(case)
+    fake_cuda.delay(seed, 500)
+    inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
+    for number, is_taken in ((0, False), (0, True), (1, True), (2, False), (2, True)):
+        before = run.state()
+        run.arena.reset()
+        schedule(run.optimizer, number)
+        plan = replace(run.plan(), active=np.ones(len(run.parameters), np.bool_))
+        run.handler.begin_incremental(plan)
+        seen = [run.link.copy(tensor, us=5_000) for tensor in run.partition if dtype == torch.float32]
+        for complete in backward_on(run, number, random):
+            if complete:
+                run.handler.step.extend(complete)
+        if is_taken:
+            assert run.handler.step.complete(plan)
+            run.handler.commit()
+        else:
+            run.handler.roll_back()
+            assert_equal(run.state(), before)
+        run.link.wait()
+        assert not seen or torch.equal(torch.cat(seen), before["partition"])
+    assert_equal(run.state(), expected)
+
+
+def test_an_update_waits_for_every_stream(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
+    """Nothing of a tasklet is computed, and no parameter changes, as long as a stream is busy that may use it."""
+    run = start(Case())
+    schedule(run.optimizer, 1)
+    plan = replace(run.plan(), active=np.ones(len(run.parameters), np.bool_))
+    before = [tensor.clone() for tensor in run.partition]
+    run.handler.begin_incremental(plan)
+    busy = link.fake.gate(link.user_stream)
+    link.current_stream()  # a module uses its parameters there
+    link.use_other_stream()
+    for index in range(len(run.parameters)):
+        run.arena.arrive(index, link.on_device(_whole_gradient(run, index, 1)))
+    run.handler.step.extend(list(range(len(run.layout.tasklets))))
+    assert run.handler.step.complete(plan)
+    computed = run.handler.traffic().compute_seconds
+    time.sleep(0.2)
+    assert run.handler.traffic().compute_seconds == computed
+    assert all(torch.equal(now, then) for now, then in zip(run.partition, before, strict=True))
+    link.fake.open(busy)
+    run.handler.commit()
+    assert not torch.equal(run.partition[0], before[0])
+
+
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuEventSynchronize", "cuEventCreate"])
+def test_a_failure_within_backward(start: Callable[[Case], CudaRun], link: FakeLink, call: str) -> None:
+    """The step fails by the driver's error, is rolled back, and can be repeated."""
+    run = start(Case())
+    run.step(0)
+    before = run.state()
+    run.arena.reset()
+    schedule(run.optimizer, 1)
+    plan = replace(run.plan(), active=np.ones(len(run.parameters), np.bool_))
+    run.handler.begin_incremental(plan)
+    for index in range(len(run.parameters)):
+        run.arena.arrive(index, link.on_device(_whole_gradient(run, index, 1)))
+    run.arena.synchronize()
+
+    def take() -> None:
+        run.handler.step.extend(list(range(len(run.layout.tasklets))))
+        run.handler.step.complete(plan)
+        run.handler.commit()
+
+    link.fake.fail(call)
+    with pytest.raises(CudaError, match=call):
+        take()
+    link.fake.reset()
+    run.handler.roll_back()
+    assert_equal(run.state(), before)
+    run.step(1)
 
 
 def test_no_step_waits_for_the_device_as_a_whole(

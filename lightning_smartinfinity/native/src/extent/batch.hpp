@@ -15,6 +15,7 @@
 
 namespace smart_infinity {
 
+class CudaEvent;
 class CudaStream;
 class GradientCodec;
 class GradientWindow;
@@ -79,6 +80,11 @@ struct Batch {
     std::shared_ptr<const GradientCodec> codec = nullptr;
     float residual_scale = 1;            // scale of the gradients; residuals are not scaled
     IoClass io_class = IoClass::kState;  // of tasklets that nobody has preferred
+    // Points in a device's streams: before they are reached, gradients may still be on their way to the host, and work
+    // on the device may use parameters as they were before the update.
+    std::vector<std::shared_ptr<const CudaEvent>> ready;
+    // Bytes of parameters of the largest tasklet by which the batch may be extended, if it has a stream.
+    std::uint64_t slot_bytes = 0;
 };
 
 constexpr bool reads(Operation operation) { return operation != Operation::kWrite; }

@@ -60,6 +60,12 @@ nb::tuple arrays_of(const Segment& segment) {
     return nb::tuple(arrays);
 }
 
+nb::tuple ready_of(const Batch& batch) {
+    nb::list points;
+    for (const auto& point : batch.ready) points.append(std::const_pointer_cast<CudaEvent>(point));
+    return nb::tuple(points);
+}
+
 void bind_segment(nb::module_& m) {
     nb::class_<Segment>(
         m, "Segment",
@@ -189,17 +195,22 @@ void bind_whole_batch(nb::module_& m) {
                       "before the update, which uses the payload. A tasklet may have an unscaled residual, the part\n"
                       "that earlier steps did not send: residual_scale times the residual is first added to the\n"
                       "gradient, which has that scale. The batch does not change residuals; feed_back() does.\n\n"
-                      "io_class says how urgent tasklets are that nobody has preferred; the others are GATHER.")
+                      "io_class says how urgent tasklets are that nobody has preferred; the others are GATHER.\n\n"
+                      "No tasklet is computed before the points in `ready` are reached. slot_bytes are those of the\n"
+                      "parameters of the largest tasklet by which a batch with a stream may be extended.")
         .def(
             "__init__",
             [](Batch* self, Operation operation, std::vector<Tasklet> tasklets, std::vector<UpdateStep> steps,
                std::shared_ptr<const CudaStream> stream, std::shared_ptr<const GradientCodec> codec,
-               float residual_scale, IoClass io_class) {
-                new (self) Batch{operation,        std::move(tasklets), std::move(steps), std::move(stream),
-                                 std::move(codec), residual_scale,      io_class};
+               float residual_scale, IoClass io_class, std::vector<std::shared_ptr<const CudaEvent>> ready,
+               std::uint64_t slot_bytes) {
+                new (self) Batch{operation,         std::move(tasklets), std::move(steps),
+                                 std::move(stream), std::move(codec),    residual_scale,
+                                 io_class,          std::move(ready),    slot_bytes};
             },
             "operation"_a, "tasklets"_a, "steps"_a = std::vector<UpdateStep>(), "stream"_a = nb::none(),
-            "codec"_a = nb::none(), "residual_scale"_a = 1.0f, "io_class"_a = IoClass::kState)
+            "codec"_a = nb::none(), "residual_scale"_a = 1.0f, "io_class"_a = IoClass::kState,
+            "ready"_a = std::vector<std::shared_ptr<const CudaEvent>>(), "slot_bytes"_a = 0)
         .def_ro("operation", &Batch::operation)
         .def_ro("tasklets", &Batch::tasklets)
         .def_ro("steps", &Batch::steps)
@@ -210,7 +221,9 @@ void bind_whole_batch(nb::module_& m) {
             "codec", [](const Batch& self) { return std::const_pointer_cast<GradientCodec>(self.codec); },
             nb::sig("def codec(self) -> GradientCodec | None"))
         .def_ro("residual_scale", &Batch::residual_scale)
-        .def_ro("io_class", &Batch::io_class);
+        .def_ro("io_class", &Batch::io_class)
+        .def_prop_ro("ready", &ready_of, nb::sig("def ready(self) -> tuple[CudaEvent, ...]"))
+        .def_ro("slot_bytes", &Batch::slot_bytes);
 }
 
 }  // namespace

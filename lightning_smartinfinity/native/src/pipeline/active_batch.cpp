@@ -48,11 +48,12 @@ std::vector<bool> listed(std::vector<bool> resident, const Batch& batch, const R
 ActiveBatch::ActiveBatch(Batch batch, std::size_t num_buffers, const ResidentTasklets& residents)
     : operation(batch.operation),
       stream(batch.stream),
+      fetches(batch.stream != nullptr && takes_parameters(batch)),
       resident(residents.count(), false),
       schedule(0, num_buffers,
                {.reads = reads(batch.operation),
                 .writes = writes(batch.operation),
-                .fetches = batch.stream != nullptr && takes_parameters(batch),
+                .fetches = fetches,
                 .delivers = batch.stream != nullptr && gives_parameters(batch.operation)}) {
     add(std::move(batch), residents);
 }

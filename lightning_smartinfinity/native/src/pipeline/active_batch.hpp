@@ -32,6 +32,7 @@ struct ActiveBatch {
 
     const Operation operation;
     const std::shared_ptr<const CudaStream> stream;
+    const bool fetches;  // whether parameters come from the stream's device before tasklets are computed
     std::vector<std::unique_ptr<const Batch>> parts;
     std::vector<TransferItem> items;  // by position in the batch
     std::vector<bool> resident;       // by tasklet: whether it is resident and in the batch

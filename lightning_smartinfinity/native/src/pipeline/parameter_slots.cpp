@@ -87,7 +87,7 @@ void ParameterSlots::start(std::size_t index, const Copy& copy) const {
 }
 
 std::size_t slot_bytes(const Batch& batch) {
-    std::size_t most = 0;
+    std::size_t most = batch.slot_bytes;
     for (const Tasklet& tasklet : batch.tasklets) {
         for (const Segment& segment : tasklet.segments) {
             if (segment.parameter == 0) continue;

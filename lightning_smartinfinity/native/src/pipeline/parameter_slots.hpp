@@ -39,7 +39,7 @@ class ParameterSlots {
     std::vector<std::unique_ptr<CudaEvent>> events_;  // by slot
 };
 
-// Returns how many bytes of a slot the largest of the batch's tasklets needs: zero without parameters.
+// Returns how many bytes of a slot the largest tasklet needs that the batch has or may get: zero without parameters.
 std::size_t slot_bytes(const Batch& batch);
 
 // Returns whether some tasklet takes parameters from memory before it is computed.

@@ -93,8 +93,15 @@ void Pipeline::extend(Batch more) {
     require_open();
     require(batch_ != nullptr, "no batch is active that could be extended");
     require(more.operation == batch_->operation, "a batch is extended by more of the same operation");
-    // The slots were made for the first part of the batch, and they are in use.
-    require(more.stream == nullptr && batch_->stream == nullptr, "a batch on a CUDA device cannot be extended");
+    if (slot_bytes(more) > 0) {
+        require(more.stream == batch_->stream, "a batch is extended by more whose parameters are on the same device");
+        // The slots were made for the first part of the batch, and they are in use.
+        require(more.stream == nullptr || slot_bytes(more) <= slots_->slot_bytes(),
+                "the parameters of a tasklet take " + std::to_string(slot_bytes(more)) + " bytes, and the slots have " +
+                    std::to_string(slots_ ? slots_->slot_bytes() : 0));
+        require(more.stream == nullptr || takes_parameters(more) == batch_->fetches,
+                "a batch is extended by more that takes parameters as it does");
+    }
     batch_->add(std::move(more), resident_);
     start_ready();
 }
@@ -316,11 +323,14 @@ void Pipeline::transferred(std::size_t buffer, Direction direction, std::optiona
 
 // Runs on a thread of the compute pool. Neither batch_ nor the buffer's tasklet changes while its action is in flight.
 void Pipeline::compute_item(const Action& action) {
-    const Stopwatch stopwatch;
     const TransferItem& item = items_[action.buffer];
     const Batch& batch = *item.batch;
     const Tasklet& tasklet = *item.tasklet;
-    std::optional<Failure> failure = compute(item, action.buffer);
+    std::optional<Failure> failure = run_copies(tasklet, [&] {
+        for (const auto& point : batch.ready) point->synchronize();
+    });
+    const Stopwatch stopwatch;
+    if (!failure) failure = compute(item, action.buffer);
     const double seconds = stopwatch.seconds();
     // Copies start here, one tasklet's after another's; another thread waits for their end.
     if (!failure && batch_->delivers()) {
