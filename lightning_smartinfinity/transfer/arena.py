@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.errors import CudaError, SmartInfinityError
 from lightning_smartinfinity.transfer.batches import spans_of
 from lightning_smartinfinity.transfer.cuda import CudaLink, GradientCopies
 from lightning_smartinfinity.transfer.gradient_memory import GradientMemory
@@ -223,10 +224,9 @@ class GradientArena:
 
     def close(self) -> None:
         """Unregister and release the memory; idempotent. The memory lives as long as a tensor over it."""
-        try:
+        with suppress(CudaError):  # a device that has failed copies nothing any more
             self.synchronize()
-        finally:
-            self._memory.close()
+        self._memory.close()
 
     def _square(self, parameter: int) -> None:
         """Sum the squares of a gradient that has arrived, if its memory may be given up before the norm is needed."""

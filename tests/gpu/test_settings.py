@@ -80,3 +80,11 @@ def test_gradients_that_are_given_up(tmp_path: Path) -> None:
     straight, budget = launch(*runs)
     assert repr((budget.losses, budget.extra)) == repr((straight.losses, straight.extra))
     assert all(torch.equal(budget.masters[name], master) for name, master in straight.masters.items())
+
+
+def test_updates_begin_within_backward(tmp_path: Path) -> None:
+    """With parameters on the device every step of a plain loop keeps the update that began within its backward."""
+    recipe = Recipe(precision="bf16-true", depth=4, width=256, max_steps=6, accumulate=2)
+    run = Run(out=str(tmp_path), recipe=recipe, accelerator="cuda", transfer=SMALL, options={"overlap": "backward"})
+    (outcome,) = launch(run, worker="tests.gpu.guesses_worker")
+    assert outcome.extra == {"outputs": "CudaPartition", "adopted": recipe.max_steps, "discarded": 0}

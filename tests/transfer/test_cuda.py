@@ -400,14 +400,13 @@ def test_a_lost_device_is_reported_and_left(start: Callable[[Case], CudaRun], li
 
 
 def test_a_lost_gradient_is_reported_where_it_is_read(link: FakeLink) -> None:
-    """Both the norm and close() raise, and the memory is unregistered all the same."""
+    """The norm raises; close() unregisters the memory all the same."""
     arena = GradientArena(layout_of(Case()), link=link)
     link.fake.fail_copy()
     arena.arrive(1, link.on_device(torch.ones(12_000)))
     with pytest.raises(CudaError, match="cuEventSynchronize"):
         arena.sum_of_squares()
-    with pytest.raises(CudaError, match="cuEventSynchronize"):
-        arena.close()
+    arena.close()
     assert link.fake.held()["registered"] == 0
 
 
