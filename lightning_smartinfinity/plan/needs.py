@@ -50,8 +50,11 @@ From ``benchmarks/plan.py --sizes 355M 1.1B``.
 CUDA_CONTEXT_BYTES = 600_000_000
 """Memory of the driver and of libraries on a GPU; assumed."""
 
-CUDA_HOST_BYTES = 1_000_000_000
-"""Host memory of the driver and of libraries in a process with a GPU; assumed."""
+CUDA_HOST_BYTES = 1_400_000_000
+"""Host memory of the driver and of libraries in a process with a GPU.
+
+From ``benchmarks/gpu_step.py --size 355M`` on an H100 with torch 2.11 (CUDA 13.0).
+"""
 
 _BUCKET_NUMEL = 16 * 1024 * 1024  # zero3/deepspeed_config.py
 _PREFETCH_NUMEL = 5 * 10**7  # DeepSpeed's stage3_prefetch_bucket_size
