@@ -58,8 +58,12 @@ def maker(system: str, root: Path, devices: int) -> Callable[..., pl.Trainer]:
         elif system == "smart_infinity":
             from lightning_smartinfinity import SmartInfinityStrategy
 
+            # Like stock's, a step has ended when it returns: what a situation does then meets no update.
             strategy = SmartInfinityStrategy(
-                root / "storage", zero={**_NOTHING_PERSISTS, **(zero or {})}, transfer={"keep": False}
+                root / "storage",
+                overlap="none",
+                zero={**_NOTHING_PERSISTS, **(zero or {})},
+                transfer={"keep": False},
             )
         short = {"num_sanity_val_steps": 0, "limit_val_batches": 2, "use_distributed_sampler": False}
         return quiet_trainer(root, strategy, **{"precision": "32-true", "devices": devices, **short, **settings})

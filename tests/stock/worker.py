@@ -61,7 +61,7 @@ def our_strategy(folder: Path, **settings: Any) -> Any:
         folder,
         transfer=TransferConfig(num_buffers=THREADS, tasklet_bytes=TASKLET_BYTES, keep=False),
         zero={"reduce_bucket_size": 1_000_000},
-        **settings,
+        **{"overlap": "none", **settings},
     )
 
 
@@ -235,7 +235,7 @@ class Scenarios:
                 seen["setting"] = swapper.aio_config["intra_op_parallelism"]
             else:
                 seen["buffers"] = trainer.strategy.host_bytes["ring"]  # type: ignore[attr-defined]
-                seen["setting"] = seen["buffers"] // TASKLET_BYTES
+                seen["setting"] = round(seen["buffers"] / TASKLET_BYTES)  # tasklets are rounded down to blocks
 
         trainer.callbacks.append(Hook(1, look))  # type: ignore[attr-defined]
         trainer.fit(module)
