@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from unittest import mock
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from tests.helpers.models import Recipe
 
@@ -60,20 +58,6 @@ def train(
     ``before_step`` is called before a step's first forward, ``before_update`` between its last backward and
     the update.
     """
-    # DeepSpeed leaves a function of its own here in processes that have trained with it.
-    with mock.patch.object(functional, "linear", torch._C._nn.linear):
-        return _train(recipe, world_size, loss_scale, skipped, accumulate_in, before_step, before_update)
-
-
-def _train(
-    recipe: Recipe,
-    world_size: int | Callable[[int], int],
-    loss_scale: float,
-    skipped: Collection[int],
-    accumulate_in: str,
-    before_step: Callable[[int, Live], object],
-    before_update: Callable[[int, Live], object],
-) -> Result:
     dtype = _DTYPES[recipe.precision.split("-")[0]]
     scale = loss_scale if dtype is torch.float16 else 1.0
     model = recipe.build_model().to(dtype)
