@@ -19,6 +19,7 @@ from lightning_smartinfinity.errors import (
 )
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.store.os_errors import failure_error, in_milliseconds, require_io_engine, storage_errors
+from lightning_smartinfinity.store.tensor_files import UNNAMED
 
 __all__ = ["HostDevice"]
 
@@ -197,9 +198,11 @@ def _raise_failure(failure: native.Failure | None) -> None:
 
 
 def _error_of(failure: native.Failure) -> SmartInfinityError:
+    # Only gradients, which an update reads beside the state, lie in a file without a name.
+    what = "Gradients" if failure.path.endswith(UNNAMED) else "Optimizer state"
     if failure.kind in ("io", "short", "timeout"):
-        return failure_error(failure, what="Optimizer state")
-    problem = f"Optimizer state: {failure.message}."
+        return failure_error(failure, what=what)
+    problem = f"{what}: {failure.message}."
     if failure.kind == "cuda":
         return CudaError(problem, CudaError.REMEDY)
     return StorageCorruptError(problem, _CORRUPT_REMEDIES[failure.kind])

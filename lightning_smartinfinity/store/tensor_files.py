@@ -24,7 +24,11 @@ from lightning_smartinfinity.store.lock import is_locked
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.scheduling import scheduler_of
 
-__all__ = ["TensorFiles", "UnnamedFiles", "are_in_use", "deal", "remove_leftovers", "whole_blocks"]
+__all__ = ["UNNAMED", "TensorFiles", "UnnamedFiles", "are_in_use", "deal", "remove_leftovers", "whole_blocks"]
+
+
+UNNAMED = "(unnamed file)"
+"""What stands for the name of a file that has none."""
 
 
 def whole_blocks(nbytes: int) -> int:
@@ -119,7 +123,7 @@ def _unnamed_file(path: Path, *, wants_direct: bool) -> native.StateFile:
     with storage_errors("Creating a file in", path), closing(open_rank_folder(path)) as folder:
         direct = wants_direct and has_direct(folder, STATE_NAME)
         descriptor = folder.open_unnamed(os.O_RDWR | (os.O_DIRECT if direct else 0))
-        return adopt_descriptor(path / "(unnamed file)", descriptor, direct=direct, scheduler=scheduler_of(descriptor))
+        return adopt_descriptor(path / UNNAMED, descriptor, direct=direct, scheduler=scheduler_of(descriptor))
 
 
 def are_in_use(folders: Sequence[Path], *, job: str, rank: int) -> bool:

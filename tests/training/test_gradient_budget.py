@@ -253,7 +253,7 @@ def test_a_gradient_that_storage_changed(
 ) -> None:
     """Norm and update verify what they read: the step is not taken, and the training ends with an error."""
     attack("a flipped bit in gradients on storage", tries=1, outcome="StorageCorruptError with path and offset")
-    with pytest.raises(StorageCorruptError, match=r"the block at offset \d+ of .* does not hold what was written"):
+    with pytest.raises(StorageCorruptError, match=r"^Gradients: the block at offset \d+ of .* does not hold"):
         trained_between(tmp_path, action, overlap, BUDGET)
 
 
