@@ -66,6 +66,9 @@ class Link(Protocol):
     def give(self) -> None:
         """Make the work that the user's stream is given later run after the copies started so far."""
 
+    def notice(self) -> None:
+        """Let later points include the user's current stream, on which parameters are used."""
+
     def points(self) -> Sequence[native.CudaEvent]:
         """Return points behind all work that the user's streams were given so far."""
 

@@ -75,6 +75,10 @@ class CudaLink:
         """Make the work that torch's current stream is given later run after the copies started so far."""
         self.stream.lead(self.current_stream())
 
+    def notice(self) -> None:
+        """Let :meth:`points` include torch's current stream from now on."""
+        self.current_stream()
+
     def points(self) -> list[native.CudaEvent]:
         """Return points behind all work given so far to the streams that were ever current here.
 

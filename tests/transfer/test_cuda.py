@@ -275,8 +275,7 @@ def test_an_update_waits_for_every_stream(start: Callable[[Case], CudaRun], link
     before = [tensor.clone() for tensor in run.partition]
     run.handler.begin_incremental(plan)
     busy = link.fake.gate(link.user_stream)
-    link.current_stream()  # a module uses its parameters there
-    link.use_other_stream()
+    link.use_other_stream()  # on which gradients are copied
     for index in range(len(run.parameters)):
         run.arena.arrive(index, link.on_device(_whole_gradient(run, index, 1)))
     run.handler.step.extend(list(range(len(run.layout.tasklets))))
