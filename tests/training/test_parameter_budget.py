@@ -109,7 +109,7 @@ class BuiltLater(LitTiny):
 
 
 @pytest.mark.parametrize(
-    ("module", "named"), [(LitTiny, "'model.tokens.weight'"), (BuiltLater, r"a parameter of shape \(\d+, \d+\)")]
+    ("module", "named"), [(LitTiny, "'model.tokens.weight'"), (BuiltLater, r"a parameter of shape \(")]
 )
 def test_a_parameter_that_does_not_fit(module: type[LitTiny], named: str, tmp_path: Path) -> None:
     """The error names it and what it needs, and nothing is left on storage."""
