@@ -161,9 +161,6 @@ class TransferConfig:
         gradient_bytes: Size of the gradients per rank that are held in host memory; those beyond it go to storage as
             backward makes them, and come back as the update needs them. ``"auto"``: all, or if they do not fit into
             free memory, half of that. No result depends on it.
-        parameter_bytes: Size of the parameters per rank that are held in host memory; all of them lie on storage then.
-            ``"auto"``: they lie where ``zero={"offload_param": ...}`` says, and on storage have its buffers. No result
-            depends on it.
         accumulate_in: ``"fp32"``, or ``"parameters"``: the dtype of the parameters, in which gradients of several
             micro-batches are added. In 16 bit that takes half of the memory, and rounds after each addition.
         durability: ``"none"`` (one place for each tasklet: a failed step cannot be rolled back), ``"step"``
@@ -197,7 +194,6 @@ class TransferConfig:
     io_engine: str = "auto"
     dram_cache_bytes: int | str = 0
     gradient_bytes: int | str = "auto"
-    parameter_bytes: int | str = "auto"
     accumulate_in: str = "fp32"
     durability: str = "step"
     direct_io: str = "auto"
@@ -215,7 +211,6 @@ class TransferConfig:
             io_engine=one_of("auto", "io_uring", "io_uring_sqpoll", "threads", "plain"),
             dram_cache_bytes=optional(num_bytes(0), "auto"),
             gradient_bytes=optional(num_bytes(0), "auto"),
-            parameter_bytes=optional(num_bytes(1), "auto"),
             accumulate_in=one_of("fp32", "parameters"),
             durability=one_of("none", "step", "power"),
             direct_io=one_of("auto", "on", "off"),

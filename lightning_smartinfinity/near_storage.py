@@ -76,9 +76,7 @@ class NearStorage(ABC):
         owner = type(self).__name__
         self._nvme_path = nvme_path_of(settings.zero, owner=owner)
         # DeepSpeed's configuration; precision and accumulation are filled in before the training is set up.
-        self._engine_config: DeepSpeedConfig = build_deepspeed_config(
-            settings.zero, owner=owner, parameter_bytes=settings.transfer.parameter_bytes
-        )
+        self._engine_config: DeepSpeedConfig = build_deepspeed_config(settings.zero, owner=owner)
 
     def close(self) -> None:
         """Release the ring and remove parameters and, unless ``transfer.keep`` is set, optimizer state from storage.

@@ -15,26 +15,19 @@ __all__ = ["build_deepspeed_config"]
 # DeepSpeed allocates one bucket of this many elements; Lightning's default of 200M takes 400 MB before the first step.
 _BUCKET_NUMEL = 16 * 1024 * 1024
 
-_MOST_ITEM_BYTES = 4
-# Elements that DeepSpeed may gather ahead, and may hold gathered before it gathers ahead: which part of a budget.
-_GATHERED = {"stage3_prefetch_bucket_size": 4, "stage3_max_live_parameters": 2}
 
-
-def build_deepspeed_config(
-    zero: Mapping[str, object] | None, *, owner: str = STRATEGY, parameter_bytes: int | str = "auto"
-) -> DeepSpeedConfig:
+def build_deepspeed_config(zero: Mapping[str, object] | None, *, owner: str = STRATEGY) -> DeepSpeedConfig:
     """Build DeepSpeed's configuration for ZeRO-3, with optimizer state left to this package.
 
     Args:
         zero: Additional keys of DeepSpeed's ``zero_optimization`` section.
         owner: Class to which they were given, for errors.
-        parameter_bytes: ``TransferConfig.parameter_bytes``.
 
     Returns:
         A configuration without batch size, precision, clipping and accumulation, which Lightning fills in.
 
     Raises:
-        ConfigError: A key is unknown, decided by the strategy, or contradicts ``parameter_bytes``.
+        ConfigError: A key is unknown or decided by the strategy.
         UnsupportedError: A key switches on a feature that the strategy refuses.
     """
     user = _copied(zero, owner=owner) if zero else {}
@@ -55,44 +48,12 @@ def build_deepspeed_config(
         # second step walks the rest of the trace for every module: time grows with the square of their number. What is
         # used again within stage3_prefetch_bucket_size stays gathered all the same.
         section.setdefault("stage3_max_reuse_distance", 0)
-    if not isinstance(parameter_bytes, str):
-        _bound_parameters(section, parameter_bytes, owner=owner)
     _complete_nvme(section)
     return {
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": section,
     }
-
-
-def _bound_parameters(section: DeepSpeedConfig, nbytes: int, *, owner: str) -> None:
-    """Put parameters on storage, and let DeepSpeed gather no more ahead of their use than a part of a budget."""
-    setting = f"TransferConfig(parameter_bytes={nbytes})"
-    offload = section.setdefault("offload_param", {"device": "nvme"})
-    if not isinstance(offload, dict) or offload.get("device") != "nvme":
-        raise ConfigError(
-            f"{as_passed(owner, 'zero', {'offload_param': offload})} keeps all parameters in memory, "
-            f"and {setting} some.",
-            "Leave one of them out.",
-        )
-    given = sorted({"buffer_count", "buffer_size", "max_in_cpu"} & offload.keys())
-    if given:
-        raise ConfigError(
-            f"{as_passed(owner, 'zero', {'offload_param': offload})} says by {given[0]!r} how many parameters are held "
-            f"in memory, and so does {setting}.",
-            "Leave one of them out.",
-        )
-    for key, part in _GATHERED.items():
-        short = key.removeprefix("stage3_")
-        most = nbytes // _MOST_ITEM_BYTES
-        numel = section.get(key, section.get(short))
-        if numel is None:
-            section[key] = most // part
-        elif isinstance(numel, int) and numel > most:
-            raise ConfigError(
-                f"{as_passed(owner, 'zero', {key: numel})} lets more parameters be in memory than {setting}.",
-                f"Leave one of them out, or pass at most {most}.",
-            )
 
 
 def _complete_nvme(section: DeepSpeedConfig) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from lightning_smartinfinity import native
 from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
 from lightning_smartinfinity.devices.smartssd import CardSetup
-from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.settings import StrategySettings
 
 __all__ = ["OffloadSettings", "ParameterSettings"]
@@ -74,7 +73,6 @@ class ParameterSettings:
         buffer_count: Number of buffers for partitions in use or read ahead.
         buffer_numel: Elements of each buffer; None: those of the largest partition.
         persistence_numel: DeepSpeed keeps parameters of up to this many elements gathered; they are not stored.
-        budget_bytes: ``TransferConfig.parameter_bytes``, in place of the buffers; None: there is no budget.
     """
 
     folders: tuple[Path, ...]
@@ -85,27 +83,3 @@ class ParameterSettings:
     buffer_count: int
     buffer_numel: int | None
     persistence_numel: int
-    budget_bytes: int | None = None
-
-    def require_budget(self, numel: int, itemsize: int, *, world_size: int, name: str) -> None:
-        """Refuse a parameter that does not fit into the budget.
-
-        Args:
-            numel: Elements of the whole parameter.
-            itemsize: Bytes of each.
-            world_size: Number of ranks, among which it is partitioned; several gather it into memory of its own.
-            name: What it is called in the message.
-
-        Raises:
-            ConfigError: It does not fit.
-        """
-        if self.budget_bytes is None:
-            return
-        partition = -(-numel // world_size) * itemsize
-        least = partition if world_size == 1 else 2 * max(partition, numel * itemsize)
-        if least > self.budget_bytes:
-            raise ConfigError(
-                f"TransferConfig(parameter_bytes={self.budget_bytes}) is too little for this model: {name} needs "
-                f"{least} bytes when it is used.",
-                f"Pass at least {least}.",
-            )

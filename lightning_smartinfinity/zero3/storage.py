@@ -332,16 +332,12 @@ def require_parameter_space(
         in_16_bit: Whether parameters will be bf16 or fp16.
 
     Raises:
-        ConfigError: A parameter does not fit into the budget; raised on every rank.
         StorageFullError: Storage has too little space; raised on every rank.
     """
     reclaim_parameters(parameters.folders, job=parameters.job, seconds=parameters.io_timeout)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    whole = {name: param for name, param in model.named_parameters() if not hasattr(param, "ds_id")}
-    itemsizes = [2 if in_16_bit else param.element_size() for param in whole.values()]
-    for (name, param), itemsize in zip(whole.items(), itemsizes, strict=True):
-        parameters.require_budget(param.numel(), itemsize, world_size=world_size, name=repr(name))
-    sizes = [-(-p.numel() // world_size) * itemsize for p, itemsize in zip(whole.values(), itemsizes, strict=True)]
+    whole = [param for param in model.parameters() if not hasattr(param, "ds_id")]
+    sizes = [-(-p.numel() // world_size) * (2 if in_16_bit else p.element_size()) for p in whole]
     if not sizes:
         return
     trained = [param for param in model.parameters() if param.requires_grad]

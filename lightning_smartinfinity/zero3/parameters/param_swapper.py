@@ -127,10 +127,7 @@ class ParameterSwapper:
     @property
     def limit_bytes(self) -> int:
         """Largest number of bytes of partitions in host memory, unless more are in use at once."""
-        budget, numel = self.settings.budget_bytes, self.settings.buffer_numel
-        if budget is not None:
-            # Several ranks gather into memory of its own, for which there is the other half.
-            return budget if dist.get_world_size() == 1 else budget // 2
+        numel = self.settings.buffer_numel
         return self.settings.buffer_count * (self._largest_bytes if numel is None else numel * self._itemsize)
 
     def traffic(self) -> Traffic:
@@ -184,12 +181,6 @@ class ParameterSwapper:
     def get_buffer(self, param: ZeroParameter, numel: int) -> torch.Tensor:
         """Return memory for a new partition, which DeepSpeed fills."""
         nbytes = numel * param.dtype.itemsize
-        self.settings.require_budget(
-            int(param.ds_numel),
-            param.dtype.itemsize,
-            world_size=dist.get_world_size(),
-            name=f"a parameter of shape {tuple(param.ds_shape)}",
-        )
         self._largest_bytes = max(self._largest_bytes, nbytes)
         self._itemsize = max(self._itemsize, param.dtype.itemsize)
         self._make_room(nbytes)
@@ -301,18 +292,13 @@ class ParameterSwapper:
         if needed > self.limit_bytes and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{needed} bytes of parameters are in use at once; {self._limit_in_words()} has {self.limit_bytes}. "
+                f"{needed} bytes of parameters are in use at once; zero={{'offload_param': {{'buffer_count': "
+                f"{self.settings.buffer_count}, 'buffer_size': {self.settings.buffer_numel}}}}} "
+                f"has {self.limit_bytes}. "
                 "Host memory beyond that is taken: lower stage3_max_reuse_distance, or gather fewer at a time.",
                 stacklevel=2,
             )
         self._memory.limit = self.limit_bytes
-
-    def _limit_in_words(self) -> str:
-        settings = self.settings
-        if settings.budget_bytes is not None:
-            return f"TransferConfig(parameter_bytes={settings.budget_bytes})"
-        buffers = {"buffer_count": settings.buffer_count, "buffer_size": settings.buffer_numel}
-        return f"zero={{'offload_param': {buffers}}}"
 
     def _start_write(self, param: ZeroParameter) -> int:
         held = self._held[param.ds_id]
