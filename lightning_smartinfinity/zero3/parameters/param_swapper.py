@@ -28,7 +28,6 @@ from lightning_smartinfinity.store.tensor_store import StoredTensor, TensorStore
 from lightning_smartinfinity.transfer.part_transfers import PartTransfers
 from lightning_smartinfinity.transfer.tensors import lent_tensor
 from lightning_smartinfinity.zero3.collectives import failing_together, raising_together
-from lightning_smartinfinity.zero3.setting_aside import reclaim_parameters
 from lightning_smartinfinity.zero3.settings import ParameterSettings
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
@@ -99,8 +98,6 @@ class ParameterSwapper:
                 "Close the strategy when the model is no longer needed, or build and load the model anew.",
             )
         if self._store is None:
-            settings = self.settings
-            reclaim_parameters(settings.folders, job=settings.job, seconds=settings.io_timeout)
             with raising_together():
                 self._store = self._open()
         assert self._store is not None
@@ -270,7 +267,6 @@ class ParameterSwapper:
         store = TensorStore(
             settings.folders,
             job=settings.job,
-            rank=dist.get_rank(),
             direct_io=settings.direct_io,
             io_engine=settings.io_engine,
             io_timeout=settings.io_timeout,
