@@ -253,7 +253,7 @@ class SmartInfinityTraining(NearStorage):
             check_dtype(model, config)
             self._begin_watch()
             release_module(model)
-            with self._parameters_on_storage(), evaluation_engine():
+            with self._parameters_on_storage(model), evaluation_engine():
                 return initialize(config=config, **kwargs)
 
         def build() -> tuple[Any, Any]:

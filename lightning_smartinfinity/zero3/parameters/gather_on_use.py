@@ -28,6 +28,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.patches import wrapped
 from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
+from lightning_smartinfinity.zero3.parameters.live_parameters import require_budget_for
+from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
 __all__ = ["gathering_on_use"]
@@ -207,6 +209,9 @@ class _Pool:
                     "parameter to all ranks.",
                     "Give it one element instead, as torch.nn.Parameter(torch.ones(1)).",
                 )
+            if isinstance(init.param_swapper, ParameterSwapper):
+                owner = f"{type(module).__name__}.{name}"
+                require_budget_for(init.param_swapper.settings, owner, param.numel(), init.dtype.itemsize)
             if param.is_floating_point() and param.dtype != init.dtype:
                 built.append((param, param.dtype))
                 param.data = param.data.to(init.dtype)
