@@ -112,6 +112,30 @@ def test_a_model_that_is_built_on_storage(tmp_path: Path, most: list[int]) -> No
     strategy.close()
 
 
+class Initialised(Configured):
+    """Initialises the model's parameters once all of it is built, as models of transformers do."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for param in self.model.parameters():  # type: ignore[union-attr]
+            torch.nn.init.normal_(param, std=0.02)
+
+
+def test_parameters_that_are_initialised_when_the_model_is_built(tmp_path: Path, most: list[int]) -> None:
+    """Parameters that are gathered to be written to keep the budget, and have the values that they have in memory."""
+    recipe = dataclasses.replace(RECIPE, accumulate=1, max_steps=2)
+    budget = least_budget(tmp_path / "whole", recipe)
+    losses = []
+    for zero, transfer in ((None, {}), (NVME, {"parameter_bytes": budget})):
+        strategy = SmartInfinityStrategy(tmp_path / str(zero is None), zero=zero, transfer=transfer)
+        torch.manual_seed(3)
+        module = Initialised(recipe)
+        quiet_trainer(tmp_path, strategy, max_steps=2, precision=recipe.precision).fit(module)
+        losses.append(module.losses)
+        strategy.close()
+    assert losses[0] == losses[1] and 0 < most[0] <= budget
+
+
 def test_an_evaluation(tmp_path: Path, most: list[int]) -> None:
     """An evaluation keeps the budget, and finds what it finds without one."""
     found = []

@@ -36,6 +36,8 @@ __all__ = ["gathering_on_use"]
 
 # Bytes of parameters that may stay gathered at once, beyond those that a single operation needs.
 _GATHERED_BYTES = 64 * 1024 * 1024
+# A partition of 2 bytes per element and the parameter of 4 that it is gathered into: how many times the former.
+_WITH_A_COPY = 3
 # References to the storage of a parameter that nothing else uses: the parameter, and the storage object that counts.
 _OWN_REFERENCES = 2
 
@@ -153,7 +155,7 @@ class _Pool:
                 self._held[param.ds_id] = self._held.pop(param.ds_id)
         if not wanted:
             return
-        self._make_room(sum(_num_bytes(param) for param in wanted))
+        self._make_room(sum(_num_bytes(param) for param in wanted), _most_bytes(wanted[0]))
         for param in wanted:
             param.all_gather()
             self._held[param.ds_id] = param
@@ -224,8 +226,8 @@ class _Pool:
         self.hold(list(_zero_params((args, kwargs))))
         return original(*args, **kwargs)
 
-    def _make_room(self, num_bytes: int) -> None:
-        surplus = num_bytes + sum(map(_num_bytes, self._held.values())) - _GATHERED_BYTES
+    def _make_room(self, num_bytes: int, most_bytes: int) -> None:
+        surplus = num_bytes + sum(map(_num_bytes, self._held.values())) - most_bytes
         oldest = []
         for param in self._held.values():
             if surplus <= 0:
@@ -291,6 +293,14 @@ def _is_partitioned(param: ZeroParameter) -> bool:
 
 def _num_bytes(param: ZeroParameter) -> int:
     return int(param.ds_numel * param.ds_tensor.element_size())
+
+
+def _most_bytes(param: ZeroParameter) -> int:
+    """Return how many bytes of parameters may stay gathered, counted in the dtype of the partitions."""
+    swapper = param.nvme_swapper
+    if not isinstance(swapper, ParameterSwapper) or swapper.settings.budget is None:
+        return _GATHERED_BYTES
+    return min(_GATHERED_BYTES, swapper.settings.budget // _WITH_A_COPY)
 
 
 def _is_unused(param: ZeroParameter) -> bool:
