@@ -20,7 +20,7 @@ from lightning_smartinfinity.patches import wrapped
 from lightning_smartinfinity.zero3.parameters.mapped_files import MappedFiles
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
-__all__ = ["loading_pretrained"]
+__all__ = ["loading_pretrained", "releasing_pages"]
 
 _MODELING = "transformers.modeling_utils"
 
@@ -57,7 +57,7 @@ def _zero3_enabled(config: DeepSpeedConfig) -> Iterator[None]:
             modeling_utils.set_zero3_state(),
             _without_needless_initialisation(modeling_utils.PreTrainedModel),
             _with_empty_state_dicts(modeling_utils.PreTrainedModel),
-            _releasing_pages(modeling_utils),
+            releasing_pages(),
         ):
             yield
     finally:
@@ -123,9 +123,10 @@ def _with_empty_state_dicts(model_class: _ModelClass) -> Iterator[None]:
 
 
 @contextmanager
-def _releasing_pages(modeling_utils: Any) -> Iterator[None]:
+def releasing_pages() -> Iterator[None]:
     """Let no more than a part of the files be in memory that weights are loaded from: they are mapped as a whole."""
     files = MappedFiles()
+    modeling_utils = import_module(_MODELING)
 
     def load_state_dict(original: Callable[..., object], path: str, *args: object, **kwargs: object) -> object:
         files.add(path)
