@@ -56,7 +56,7 @@ class Ours:
     """The tensor store, in memory of its pool."""
 
     def __init__(self, folder: Path, sizes: Sequence[int]) -> None:
-        self.store = TensorStore([folder / "ours"], job="benchmark", rank=0, direct_io="auto")
+        self.store = TensorStore([folder / "ours"], job="benchmark", direct_io="auto")
         self.tensors = [self.store.add(nbytes) for nbytes in sizes]
         pool = native.MemoryPool()
         self.memory = [lent_tensor(pool, nbytes).random_() for nbytes in sizes]

@@ -161,6 +161,10 @@ class TransferConfig:
         gradient_bytes: Size of the gradients per rank that are held in host memory; those beyond it go to storage as
             backward makes them, and come back as the update needs them. ``"auto"``: all, or if they do not fit into
             free memory, half of that. No result depends on it.
+        parameter_bytes: Size of the parameters per rank that are in memory at once where parameters lie on storage
+            (``zero={"offload_param": {"device": "nvme"}}``): those that are gathered, and partitions that are read
+            ahead. On a GPU as much is held in its own memory, and as much in host memory. DeepSpeed's prefetching, live
+            parameters and buffers follow from it. ``"auto"``: as ``zero`` says. No result depends on it.
         accumulate_in: ``"fp32"``, or ``"parameters"``: the dtype of the parameters, in which gradients of several
             micro-batches are added. In 16 bit that takes half of the memory, and rounds after each addition.
         durability: ``"none"`` (one place for each tasklet: a failed step cannot be rolled back), ``"step"``
@@ -194,6 +198,7 @@ class TransferConfig:
     io_engine: str = "auto"
     dram_cache_bytes: int | str = 0
     gradient_bytes: int | str = "auto"
+    parameter_bytes: int | str = "auto"
     accumulate_in: str = "fp32"
     durability: str = "step"
     direct_io: str = "auto"
@@ -211,6 +216,7 @@ class TransferConfig:
             io_engine=one_of("auto", "io_uring", "io_uring_sqpoll", "threads", "plain"),
             dram_cache_bytes=optional(num_bytes(0), "auto"),
             gradient_bytes=optional(num_bytes(0), "auto"),
+            parameter_bytes=optional(num_bytes(1), "auto"),
             accumulate_in=one_of("fp32", "parameters"),
             durability=one_of("none", "step", "power"),
             direct_io=one_of("auto", "on", "off"),

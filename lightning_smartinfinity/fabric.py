@@ -273,7 +273,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             refuse_trained(model)
             self._begin_watch()
             self._choose_storage(Path.cwd())
-            with self._parameters_on_storage(), evaluation_engine():
+            with self._parameters_on_storage(model), evaluation_engine():
                 return initialize(model)
         engine, _ = self._build_engine(model, optimizer, lambda: initialize(model, optimizer)[:2])
         self._recording.end()

@@ -76,7 +76,9 @@ class NearStorage(ABC):
         owner = type(self).__name__
         self._nvme_path = nvme_path_of(settings.zero, owner=owner)
         # DeepSpeed's configuration; precision and accumulation are filled in before the training is set up.
-        self._engine_config: DeepSpeedConfig = build_deepspeed_config(settings.zero, owner=owner)
+        self._engine_config: DeepSpeedConfig = build_deepspeed_config(
+            settings.zero, parameter_bytes=settings.transfer.parameter_bytes, owner=owner
+        )
 
     def close(self) -> None:
         """Release the ring and remove parameters and, unless ``transfer.keep`` is set, optimizer state from storage.
@@ -242,7 +244,7 @@ class NearStorage(ABC):
         release_module(model)
         make_contiguous(model)
         offload = self._offload_for(optimizer)
-        with self._parameters_on_storage(), engine_with(offload):
+        with self._parameters_on_storage(model), engine_with(offload):
             if self._parameters is not None:
                 self._parameters.users -= earlier  # close() of this one removes what it has taken
                 require_parameter_space(
@@ -278,8 +280,12 @@ class NearStorage(ABC):
         return offload
 
     @contextmanager
-    def _parameters_on_storage(self) -> Iterator[None]:
-        """Put what DeepSpeed partitions in this context into our files, if ``offload_param`` says so."""
+    def _parameters_on_storage(self, model: torch.nn.Module | None = None) -> Iterator[None]:
+        """Put what DeepSpeed partitions in this context into our files, if ``offload_param`` says so.
+
+        Args:
+            model: The model, if it exists already.
+        """
         from lightning_smartinfinity.zero3.validation import parameter_settings
 
         storage, transfer = self._settings.storage, self._settings.transfer
@@ -289,8 +295,11 @@ class NearStorage(ABC):
         if settings is None:
             yield
             return
+        from lightning_smartinfinity.zero3.parameters.live_parameters import require_parameter_budget
         from lightning_smartinfinity.zero3.parameters.param_swapper import swapper_for, swapping_with
 
+        if model is not None:
+            require_parameter_budget(settings, model, in_16_bit=is_16_bit(self._engine_config))
         self._parameters = swapper_for(settings, self)
         with swapping_with(self._parameters):
             yield

@@ -372,7 +372,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         refuse_in_fit(model)
         self._begin_watch()
         # DeepSpeedStrategy's own version removes the user's hooks from the module, too.
-        with self._parameters_on_storage():
+        with self._parameters_on_storage(model):
             self.model = build_evaluation_engine(model, self.config, device_index=self.root_device.index)
 
     @override

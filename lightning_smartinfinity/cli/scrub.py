@@ -147,7 +147,7 @@ def _scrubbed(jobs: Sequence[Job], show: Show) -> Iterator[ScrubbedRank]:
     ranks: dict[tuple[str, int], list[Path]] = {}
     for job in jobs:
         for folder in job.folders:
-            if folder.holds == "state":
+            if folder.rank != UNKNOWN_RANK:
                 ranks.setdefault((job.name, folder.rank), []).append(folder.path)
     for (name, rank), folders in sorted(ranks.items()):
         if known & {(name, rank), (name, UNKNOWN_RANK)}:

@@ -195,6 +195,8 @@ class SmartInfinityTraining(NearStorage):
 
     def _see_arguments(self, given: DeepSpeedConfig, config: DeepSpeedConfig, args: Arguments) -> None:
         """Check new ``TrainingArguments``, and put the storage where they put their checkpoints."""
+        from lightning_smartinfinity.zero3.parameters.pretrained import releasing_pages
+
         self._require_own(config)
         changed = [name for name, value in _AUTO.items() if given.get(name) != value]
         if changed:
@@ -206,6 +208,7 @@ class SmartInfinityTraining(NearStorage):
         self._engine_config = config
         self._follow(args)
         self._contexts.enter_context(self._parameters_on_storage())
+        self._contexts.enter_context(releasing_pages())
 
     def _follow(self, args: Arguments) -> None:
         """Put the storage where arguments put their checkpoints, or name the job after that folder."""
@@ -253,7 +256,7 @@ class SmartInfinityTraining(NearStorage):
             check_dtype(model, config)
             self._begin_watch()
             release_module(model)
-            with self._parameters_on_storage(), evaluation_engine():
+            with self._parameters_on_storage(model), evaluation_engine():
                 return initialize(config=config, **kwargs)
 
         def build() -> tuple[Any, Any]:

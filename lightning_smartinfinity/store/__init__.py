@@ -22,7 +22,7 @@ from lightning_smartinfinity.store.space import (
     shortfalls,
 )
 from lightning_smartinfinity.store.state_store import StateStore
-from lightning_smartinfinity.store.tensor_files import TensorFiles, UnnamedFiles
+from lightning_smartinfinity.store.tensor_files import UnnamedFiles
 from lightning_smartinfinity.store.tensor_store import StoredTensor, TensorStore
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "StateStore",
     "StoreDescription",
     "StoredTensor",
-    "TensorFiles",
     "TensorStore",
     "UnnamedFiles",
     "create_store",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from lightning_smartinfinity import native
@@ -15,7 +18,19 @@ from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.scheduling import scheduler_of
 
-__all__ = ["adopt_descriptor", "choose_direct", "has_direct", "open_file", "open_state_file"]
+__all__ = [
+    "adopt_descriptor",
+    "choose_direct",
+    "has_direct",
+    "make_direct",
+    "UNNAMED",
+    "make_unnamed_file",
+    "open_file",
+    "open_state_file",
+]
+
+UNNAMED = "(unnamed file)"
+"""What stands for the name of a file that has none."""
 
 # f_type (from fstatfs) of file systems that live in memory; recent kernels accept O_DIRECT even on tmpfs.
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
@@ -35,9 +50,13 @@ def choose_direct(folder: OpenFolder, name: str, choice: str) -> bool:
     Raises:
         StorageError: The file has no direct I/O, and ``choice`` is ``"on"``.
     """
+    return _choose(folder, choice, partial(_read_one_block, folder, name))
+
+
+def _choose(folder: OpenFolder, choice: str, try_direct: Callable[[], None]) -> bool:
     if choice == "off":
         return False
-    reason = _refusal(folder, name)
+    reason = _refusal(folder, try_direct)
     if reason is None:
         return True
     problem = f"{str(folder.path)!r} has no direct I/O: {reason}."
@@ -54,7 +73,7 @@ def choose_direct(folder: OpenFolder, name: str, choice: str) -> bool:
 
 def has_direct(folder: OpenFolder, name: str) -> bool:
     """Return whether a file can be opened with O_DIRECT, without a warning if it cannot."""
-    return _refusal(folder, name) is None
+    return _refusal(folder, partial(_read_one_block, folder, name)) is None
 
 
 def open_state_file(
@@ -92,6 +111,38 @@ def open_file(folder: OpenFolder, name: str, *, direct: bool, access: int = os.O
     return adopt_descriptor(folder.path / name, descriptor, direct=direct, scheduler=scheduler_of(descriptor))
 
 
+def make_unnamed_file(folder: OpenFolder, *, direct_io: str) -> native.StateFile:
+    """Create a file without a name in a folder, with direct I/O as :func:`choose_direct` decides.
+
+    Raises:
+        StorageError: It has no direct I/O while ``direct_io`` is ``"on"``.
+        OSError: It cannot be created.
+    """
+    descriptor = folder.open_unnamed()
+    try:
+        direct = _choose(folder, direct_io, partial(make_direct, descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    path = folder.path / UNNAMED
+    return adopt_descriptor(path, descriptor, direct=direct, scheduler=scheduler_of(descriptor))
+
+
+def make_direct(descriptor: int) -> None:
+    """Switch direct I/O on for a new file. If it were created with O_DIRECT, a refusal would leave the file behind.
+
+    Raises:
+        OSError: Its file system refuses.
+    """
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    try:
+        _read_first_block(descriptor)
+    except OSError:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+        raise
+
+
 def adopt_descriptor(
     path: Path, descriptor: int, *, direct: bool, scheduler: native.IoScheduler | None = None
 ) -> native.StateFile:
@@ -121,13 +172,13 @@ class _File(native.StateFile):
         return self._path
 
 
-def _refusal(folder: OpenFolder, name: str) -> str | None:
-    """Return why a file has no direct I/O, or None if it has."""
+def _refusal(folder: OpenFolder, try_direct: Callable[[], None]) -> str | None:
+    """Return why a file in a folder has no direct I/O, or None if it has."""
     memory = _MEMORY_FILE_SYSTEMS.get(_file_system_type(folder.descriptor))
     if memory is not None:
         return f"it is a {memory}, which lives in host memory"
     try:
-        _read_one_block(folder, name)
+        try_direct()
     except OSError as error:
         return f"its file system refuses O_DIRECT in blocks of {BLOCK_BYTES} bytes ({error.strerror})"
     return None
@@ -136,10 +187,14 @@ def _refusal(folder: OpenFolder, name: str) -> str | None:
 def _read_one_block(folder: OpenFolder, name: str) -> None:
     descriptor = folder.open(name, os.O_RDONLY | os.O_DIRECT)
     try:
-        with mmap.mmap(-1, BLOCK_BYTES) as block:
-            os.preadv(descriptor, [block], 0)
+        _read_first_block(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _read_first_block(descriptor: int) -> None:
+    with mmap.mmap(-1, BLOCK_BYTES) as block:
+        os.preadv(descriptor, [block], 0)
 
 
 def _file_system_type(descriptor: int) -> int:

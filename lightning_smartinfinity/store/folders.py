@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.store.lock import (
@@ -27,32 +28,30 @@ from lightning_smartinfinity.store.replacement import flush, flush_names
 __all__ = [
     "COMMIT_NAME",
     "OUR_NAMES",
-    "PARAMETERS_NAME",
     "RESIDUAL_NAMES",
     "STATE_NAME",
     "TRAINING_NAMES",
     "RankFolder",
+    "in_job_folder",
     "open_rank_folder",
     "owned_names",
-    "parameter_folder_path",
     "rank_folder_path",
-    "rank_of_parameters",
     "read_rank_folder",
 ]
 
 STATE_NAME = "state.bin"
 COMMIT_NAME = "commit.bin"
-PARAMETERS_NAME = "parameters.bin"
 TRAINING_NAMES = ("training-0.bin", "training-1.bin")
 RESIDUAL_NAMES = ("residual-0.bin", "residual-1.bin")
 _NEW = ".new"  # ends the name of a file that is to replace another one, until it is complete
 _RECORD_NAMES = (COMMIT_NAME, *TRAINING_NAMES, *(name + _NEW for name in TRAINING_NAMES), *RESIDUAL_NAMES)
-OUR_NAMES = (STATE_NAME, *_RECORD_NAMES, MANIFEST_NAME, PARAMETERS_NAME, MANIFEST_NAME + _NEW)
+OUR_NAMES = (STATE_NAME, *_RECORD_NAMES, MANIFEST_NAME, MANIFEST_NAME + _NEW)
 """Names of the files in a rank's folder, beside its lock. Records lie in the first folder."""
 
 _SET_ASIDE = re.compile(rf"({re.escape(MANIFEST_NAME)}|{LOCK_NAME})\.[0-9]+{re.escape(ASIDE)}")
-_PARAMETER_FOLDER = re.compile(r"parameters-[0-9]{5,}")
 _MAKE_ATTEMPTS = 16
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -60,16 +59,6 @@ _log = logging.getLogger(__name__)
 def rank_folder_path(storage: Path, *, job: str, rank: int) -> Path:
     """Return ``<storage>/<job>/rank-<n>``."""
     return storage / job / f"rank-{rank:05d}"
-
-
-def parameter_folder_path(storage: Path, *, job: str, rank: int) -> Path:
-    """Return ``<storage>/<job>/parameters-<n>``: parameters are stored before the state, and may outlive it."""
-    return storage / job / f"parameters-{rank:05d}"
-
-
-def rank_of_parameters(name: str) -> int | None:
-    """Return the rank whose parameters a folder of this name holds, or None if it is no such name."""
-    return int(name.removeprefix("parameters-")) if _PARAMETER_FOLDER.fullmatch(name) else None
 
 
 def open_rank_folder(path: Path, *, trust: Trust = Trust.OWN) -> OpenFolder:
@@ -140,7 +129,7 @@ class RankFolder:
         self._made_files: list[str] = []
         try:
             with storage_errors("Creating the folder" if create else "Opening the folder", path):
-                self.inside = self._make() if create else open_rank_folder(path)
+                self.inside = _unless_removed(self._make) if create else open_rank_folder(path)
             self._lock = FolderLock(self.inside, leftover=self._holds_leftover)
         except BaseException:
             self._remove_made_folders()
@@ -175,16 +164,12 @@ class RankFolder:
     def remove_leftover(self) -> None:
         """Delete the store of an earlier process, if there is one; a damaged manifest of it is set aside.
 
-        So is a parameter file whose lock has lost its notes: no process needs it, but it may be somebody else's.
-
         Raises:
             StorageError: Something lies there that this package did not make, or a file cannot be deleted.
         """
         manifest = self._earlier_manifest()
         with storage_errors("Removing the leftover of an earlier job in", self.path):
             owned = owned_names(self.inside, self._lock.notes, manifest)
-            if PARAMETERS_NAME not in owned and self._holds_parameters_alone():
-                self._set_aside_parameters()
             self._refuse_foreign(owned)
             if manifest is None and MANIFEST_NAME in owned:
                 self._set_aside(MANIFEST_NAME)
@@ -219,7 +204,7 @@ class RankFolder:
             StorageError: It cannot be made, or is not to be trusted.
         """
         path = self.path.parents[1] / job
-        with storage_errors("Creating the folder", path), closing(self._open_job(path)):
+        with storage_errors("Creating the folder", path), closing(_make_job_folder(path, self._made_folders)):
             return
 
     def move(self, job: str) -> None:
@@ -230,7 +215,7 @@ class RankFolder:
         """
         target = self.path.parents[1] / job / self.path.name
         with storage_errors(f"Moving to the job {job!r} the folder", self.path):
-            with closing(self._open_job(target.parent)) as folder:
+            with closing(_make_job_folder(target.parent, self._made_folders)) as folder:
                 os.rename(self.path, target.name, dst_dir_fd=folder.descriptor)
             flush_names(target)
             with suppress(FileNotFoundError):  # another rank has moved the last one
@@ -239,13 +224,6 @@ class RankFolder:
         self._lock.release(remove=False)
         self.inside.close()
         _remove_folders_quietly([self.path.parent])
-
-    def _open_job(self, path: Path) -> OpenFolder:
-        above = _open_storage(path.parent)
-        try:
-            return self._make_below(path, above)
-        finally:
-            os.close(above)
 
     def adopt(self, manifest: Manifest) -> None:
         """Take over the store of an earlier process, which :meth:`close` may delete from then on, to go on with it.
@@ -397,33 +375,8 @@ class RankFolder:
             _remove_folders_quietly([self.path, self.path.parent])
 
     def _make(self) -> OpenFolder:
-        # Another rank may remove the job's folder, empty for a moment, between our mkdir and our open.
-        for _ in range(_MAKE_ATTEMPTS - 1):
-            with suppress(FileNotFoundError):
-                return self._make_once()
-        return self._make_once()
-
-    def _make_once(self) -> OpenFolder:
-        storage = self.path.parents[1]
-        missing = [folder for folder in (storage, *storage.parents) if not os.path.lexists(folder)]
-        for folder in reversed(missing):
-            with suppress(FileExistsError):
-                os.mkdir(folder)
-                self._made_folders.append(folder)
-        above = _open_storage(storage)
-        try:
-            with closing(self._make_below(self.path.parent, above)) as job:
-                return self._make_below(self.path, job.descriptor)
-        finally:
-            os.close(above)
-
-    def _make_below(self, path: Path, parent: int) -> OpenFolder:
-        try:
-            os.mkdir(path.name, 0o700, dir_fd=parent)
-        except FileExistsError:
-            return OpenFolder(path, parent=parent)
-        self._made_folders.append(path)
-        return OpenFolder(path, parent=parent, trust=Trust.MADE)
+        with closing(_make_job_folder(self.path.parent, self._made_folders)) as job:
+            return _make_below(self.path, job.descriptor, self._made_folders)
 
     def _earlier_manifest(self) -> Manifest | None:
         """Return the manifest of an earlier store, or None if there is none, or a damaged one of this package.
@@ -442,28 +395,10 @@ class RankFolder:
             return None
 
     def _holds_leftover(self) -> bool:
-        """Return whether what lies there need not be kept: a readable manifest says so, or these are parameters."""
+        """Return whether what lies there need not be kept: a readable manifest says so."""
         with suppress(OSError, StorageError):
-            return self._holds_parameters_alone() or not read_manifest(self.inside).keep
+            return not read_manifest(self.inside).keep
         return False
-
-    def _holds_parameters_alone(self) -> bool:
-        """Return whether this is a folder of parameters, which end with their process, and holds nothing else."""
-        if rank_of_parameters(self.path.name) is None:
-            return False
-        return all(name in (LOCK_NAME, PARAMETERS_NAME) or name.endswith(ASIDE) for name in self.inside.names())
-
-    def _set_aside_parameters(self) -> None:
-        if self.inside.status(PARAMETERS_NAME) is None:
-            return
-        aside = self.inside.aside(PARAMETERS_NAME)
-        self.inside.rename(PARAMETERS_NAME, aside)
-        _log.warning(
-            "%r is not named by the lock beside it, which was damaged or removed. It was renamed to %r: remove it if "
-            "it is no longer needed.",
-            str(self.path / PARAMETERS_NAME),
-            aside,
-        )
 
     def _refuse_foreign(self, owned: Iterable[str]) -> None:
         for name in OUR_NAMES:
@@ -503,6 +438,65 @@ class RankFolder:
 
     def _remove_made_folders(self) -> None:
         _remove_folders_quietly(reversed(self._made_folders))
+
+
+def in_job_folder(path: Path, make: Callable[[OpenFolder], T]) -> T:
+    """Make something that needs no name in a job's folder, and return it. No folder is left that is empty then.
+
+    Args:
+        path: ``<storage>/<job>``, which is made where missing.
+        make: Function that gets the open folder.
+
+    Raises:
+        StorageError: The folder is a link, or it is not to be trusted.
+        OSError: The folder cannot be made.
+    """
+    made: list[Path] = []
+
+    def make_once() -> T:
+        with closing(_make_job_folder(path, made)) as folder:
+            return make(folder)
+
+    try:
+        result = _unless_removed(make_once)
+    except BaseException:
+        _remove_folders_quietly(reversed(made))
+        raise
+    with suppress(OSError):  # it holds the state of a rank
+        os.rmdir(path)
+    return result
+
+
+def _unless_removed(make: Callable[[], T]) -> T:
+    # Another rank may remove the job's folder, empty for a moment, between our mkdir and our open.
+    for _ in range(_MAKE_ATTEMPTS - 1):
+        with suppress(FileNotFoundError):
+            return make()
+    return make()
+
+
+def _make_job_folder(path: Path, made: list[Path]) -> OpenFolder:
+    """Open ``<storage>/<job>``. It and all above it are made where missing, and added to ``made``."""
+    storage = path.parent
+    missing = [folder for folder in (storage, *storage.parents) if not os.path.lexists(folder)]
+    for folder in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(folder)
+            made.append(folder)
+    above = _open_storage(storage)
+    try:
+        return _make_below(path, above, made)
+    finally:
+        os.close(above)
+
+
+def _make_below(path: Path, parent: int, made: list[Path]) -> OpenFolder:
+    try:
+        os.mkdir(path.name, 0o700, dir_fd=parent)
+    except FileExistsError:
+        return OpenFolder(path, parent=parent)
+    made.append(path)
+    return OpenFolder(path, parent=parent, trust=Trust.MADE)
 
 
 def _open_storage(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""Lists and removes the jobs whose state or parameters lie in a storage folder."""
+"""Lists and removes the jobs whose state lies in a storage folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_smartinfinity.store.recovery import records_of
 
 __all__ = ["UNKNOWN_RANK", "Job", "JobFolder", "absent_state", "find_job", "find_jobs", "is_rank_folder", "remove_job"]
 
-_RANK_FOLDER = re.compile(r"(rank|parameters)-([0-9]{5,})")
+_RANK_FOLDER = re.compile(r"rank-([0-9]{5,})")
 UNKNOWN_RANK = -1
 """The rank of a job's folder that cannot be listed."""
 
@@ -38,8 +38,7 @@ class JobFolder:
 
     Args:
         path: Its folder.
-        holds: ``"state"`` or ``"parameters"``; ``"unknown"`` in a job's folder that cannot be listed.
-        rank: Number of the rank, or ``UNKNOWN_RANK``.
+        rank: Number of the rank; ``UNKNOWN_RANK`` if this is a job's folder that cannot be listed.
         pid: Process that uses the folder, or used it last, as that process saw its number; None if unknown.
         in_use: Whether that process still uses it.
         num_bytes: Bytes allocated on storage.
@@ -55,7 +54,6 @@ class JobFolder:
     """
 
     path: Path
-    holds: str
     rank: int
     pid: int | None = None
     in_use: bool = False
@@ -76,7 +74,7 @@ class Job:
     Args:
         storage: The storage folder.
         name: ``TransferConfig.job``.
-        folders: Folders of all ranks, of state and of parameters, by name.
+        folders: Folders of all ranks, by name.
     """
 
     storage: Path
@@ -177,10 +175,7 @@ def absent_state(jobs: Sequence[Job]) -> str | None:
     Args:
         jobs: The job, in every storage folder.
     """
-    where = ", ".join(str(job.storage / job.name) for job in jobs)
-    if all(folder.holds == "parameters" for job in jobs for folder in job.folders):
-        return f"{where}: no optimizer state lies here."
-    states = [folder for job in jobs for folder in job.folders if folder.holds == "state"]
+    states = [folder for job in jobs for folder in job.folders if folder.rank != UNKNOWN_RANK]
     world_size = max((folder.world_size for folder in states), default=0)
     present = {folder.rank for folder in states if folder.rank < world_size}
     num_absent = world_size - len(present)  # which may be billions, by a manifest that somebody else has written
@@ -188,6 +183,7 @@ def absent_state(jobs: Sequence[Job]) -> str | None:
         return None
     absent = islice((rank for rank in range(world_size) if rank not in present), _MOST_NAMED)
     named = ", ".join(map(str, absent)) + (", ..." if num_absent > _MOST_NAMED else "")
+    where = ", ".join(str(job.storage / job.name) for job in jobs)
     return f"{where}: the state of {num_absent} of {world_size} ranks ({named}) is missing, or on another machine."
 
 
@@ -234,25 +230,21 @@ def _folders_of(path: Path) -> Iterator[JobFolder]:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        yield JobFolder(
-            path=path, holds="unknown", rank=UNKNOWN_RANK, problem=f"Listing {str(path)!r}: {error.strerror}."
-        )
+        yield JobFolder(path=path, rank=UNKNOWN_RANK, problem=f"Listing {str(path)!r}: {error.strerror}.")
         return
     for name in names:
         found = _RANK_FOLDER.fullmatch(name)
         if found is not None:
-            holds, rank = "state" if found[1] == "rank" else "parameters", int(found[2])
-            yield _looked_at(path / name, holds=holds, rank=rank)
+            yield _looked_at(path / name, rank=int(found[1]))
 
 
-def _looked_at(path: Path, *, holds: str, rank: int) -> JobFolder:
+def _looked_at(path: Path, *, rank: int) -> JobFolder:
     try:
         with storage_errors("Reading", path), closing(open_rank_folder(path, trust=Trust.ANY)) as folder:
             pid, notes = read_lock(folder)
             files = [status for name in folder.names() if (status := _regular(folder, name)) is not None]
             seen = JobFolder(
                 path=path,
-                holds=holds,
                 rank=rank,
                 pid=pid,
                 in_use=is_locked(folder),
@@ -262,7 +254,7 @@ def _looked_at(path: Path, *, holds: str, rank: int) -> JobFolder:
             )
             return _with_generation(seen, folder)
     except StorageError as error:
-        return _failed(JobFolder(path=path, holds=holds, rank=rank), error)
+        return _failed(JobFolder(path=path, rank=rank), error)
 
 
 def _failed(seen: JobFolder, error: StorageError) -> JobFolder:

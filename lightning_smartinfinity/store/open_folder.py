@@ -112,16 +112,16 @@ class OpenFolder:
         """Create a file that must not exist yet, and return its descriptor; raises as :meth:`status`."""
         return self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
-    def open_unnamed(self, flags: int) -> int:
+    def open_unnamed(self) -> int:
         """Create a file without a name, which is gone when it is closed, and return its descriptor.
 
         Raises:
             OSError: It cannot be created.
         """
         with suppress(OSError):  # not all file systems have such files
-            return os.open(".", flags | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=self.descriptor)
+            return os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=self.descriptor)
         name = f".{secrets.token_hex(8)}.tmp"
-        descriptor = os.open(name, flags | os.O_CREAT | os.O_EXCL | _FILE, 0o600, dir_fd=self.descriptor)
+        descriptor = self.create(name)
         self.remove(name)
         return descriptor
 

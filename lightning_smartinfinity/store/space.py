@@ -223,7 +223,7 @@ def measure_parameter_space(folders: Sequence[Path], *, sizes: Iterable[int]) ->
     """Return this rank's requests for its parameters, one per storage folder, without creating anything.
 
     Args:
-        folders: Storage folders, as for ``TensorFiles``.
+        folders: Storage folders, as for ``UnnamedFiles``.
         sizes: Bytes of each parameter's partition.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -17,7 +18,7 @@ from lightning_smartinfinity.store.os_errors import (
     storage_error,
     storage_errors,
 )
-from lightning_smartinfinity.store.tensor_files import TensorFiles, UnnamedFiles
+from lightning_smartinfinity.store.tensor_files import UnnamedFiles
 
 __all__ = ["StoredTensor", "TensorStore"]
 
@@ -63,17 +64,15 @@ class TensorStore:
     Args:
         folders: Storage folders.
         job: ``TransferConfig.job``.
-        rank: Rank of this process.
         direct_io: ``TransferConfig.file_access``.
         io_engine: ``TransferConfig.io_engine``.
         io_timeout: ``TransferConfig.io_timeout``.
         what: Name of the tensors in messages.
-        files: How the files are made.
 
     Raises:
         ConfigError: The I/O engine is unavailable here.
         StorageTimeoutError: A disk does not answer.
-        StorageError: A folder cannot be used or is locked.
+        StorageError: A folder cannot be used.
     """
 
     def __init__(
@@ -81,21 +80,15 @@ class TensorStore:
         folders: Sequence[Path],
         *,
         job: str,
-        rank: int,
         direct_io: str,
         io_engine: str = "auto",
         io_timeout: float = IO_TIMEOUT,
         what: str = "Parameters",
-        files: type[TensorFiles | UnnamedFiles] = TensorFiles,
     ) -> None:
         require_io_engine(io_engine)
         self._what = what
-
-        def make() -> TensorFiles | UnnamedFiles:
-            return files(folders, job=job, rank=rank, direct_io=direct_io)
-
         self._files = unless_idle(
-            make,
+            partial(UnnamedFiles, folders, job=job, direct_io=direct_io),
             doing="Creating files in",
             path=Path(folders[0]).absolute(),
             seconds=io_timeout,
@@ -206,7 +199,7 @@ class TensorStore:
         return self.core.counters()
 
     def close(self) -> None:
-        """Wait for transfers in flight and remove the files; idempotent.
+        """Wait for transfers in flight and close the files, which deletes them; idempotent.
 
         Raises:
             StorageTimeoutError: The disk does not answer.

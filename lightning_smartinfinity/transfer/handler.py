@@ -121,6 +121,11 @@ class TransferHandler:
         return self._layout.extents.places_per_tasklet > 1
 
     @property
+    def has_direct_io(self) -> bool:
+        """Whether all state files are read and written past the page cache."""
+        return all(file.direct for file in self._store.files)
+
+    @property
     def cache_bytes(self) -> int:
         """Host memory of the tasklets whose state stays there."""
         return self._device.cache_bytes

@@ -15,19 +15,37 @@ __all__ = ["build_deepspeed_config"]
 # DeepSpeed allocates one bucket of this many elements; Lightning's default of 200M takes 400 MB before the first step.
 _BUCKET_NUMEL = 16 * 1024 * 1024
 
+_LEAST_ITEM_BYTES = 2  # of a parameter's element
+_SHARE_AHEAD = 4  # one over the share of a budget that is gathered ahead at a time
+_FOLLOWS = {
+    "allgather_sequential",
+    "buffer_count",
+    "buffer_size",
+    "max_in_cpu",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "model_persistence_threshold",
+    "param_persistence_threshold",
+    "prefetch_bucket_size",
+}
+"""Keys, without ``stage3_``, of ``zero`` and of its ``offload_param`` that follow from a budget of parameters."""
 
-def build_deepspeed_config(zero: Mapping[str, object] | None, *, owner: str = STRATEGY) -> DeepSpeedConfig:
+
+def build_deepspeed_config(
+    zero: Mapping[str, object] | None, *, parameter_bytes: int | str = "auto", owner: str = STRATEGY
+) -> DeepSpeedConfig:
     """Build DeepSpeed's configuration for ZeRO-3, with optimizer state left to this package.
 
     Args:
         zero: Additional keys of DeepSpeed's ``zero_optimization`` section.
+        parameter_bytes: ``TransferConfig.parameter_bytes``.
         owner: Class to which they were given, for errors.
 
     Returns:
         A configuration without batch size, precision, clipping and accumulation, which Lightning fills in.
 
     Raises:
-        ConfigError: A key is unknown or decided by the strategy.
+        ConfigError: A key is unknown, or decided by the strategy or by ``parameter_bytes``.
         UnsupportedError: A key switches on a feature that the strategy refuses.
     """
     user = _copied(zero, owner=owner) if zero else {}
@@ -48,12 +66,34 @@ def build_deepspeed_config(zero: Mapping[str, object] | None, *, owner: str = ST
         # second step walks the rest of the trace for every module: time grows with the square of their number. What is
         # used again within stage3_prefetch_bucket_size stays gathered all the same.
         section.setdefault("stage3_max_reuse_distance", 0)
+    if not isinstance(parameter_bytes, str):
+        _follow_budget(section, user, parameter_bytes)
     _complete_nvme(section)
     return {
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": section,
     }
+
+
+def _follow_budget(section: DeepSpeedConfig, user: Mapping[str, object], nbytes: int) -> None:
+    """Derive from a budget what DeepSpeed counts in elements. Bytes are counted by ``zero3.parameters``."""
+    budget = f"TransferConfig(parameter_bytes={nbytes})"
+    offload = user.get("offload_param")
+    if not (isinstance(offload, Mapping) and offload.get("device") == "nvme"):
+        raise ConfigError(
+            f"{budget} needs parameters on storage.",
+            "Pass zero={'offload_param': {'device': 'nvme'}}, or leave it out.",
+        )
+    set_too = [f"zero={{{key!r}: ...}}" for key in user if key.removeprefix("stage3_") in _FOLLOWS]
+    set_too += [f"zero={{'offload_param': {{{key!r}: ...}}}}" for key in offload if key in _FOLLOWS]
+    if set_too:
+        raise ConfigError(f"{set_too[0]} follows from {budget}, and cannot be set beside it.", "Leave one of them out.")
+    section["stage3_param_persistence_threshold"] = 0
+    section["stage3_max_live_parameters"] = max(1, nbytes // _LEAST_ITEM_BYTES)
+    # What is gathered together would for a moment be in memory twice.
+    section["stage3_allgather_sequential"] = True
+    section["stage3_prefetch_bucket_size"] = max(1, nbytes // _LEAST_ITEM_BYTES // _SHARE_AHEAD)
 
 
 def _complete_nvme(section: DeepSpeedConfig) -> None:

@@ -44,6 +44,7 @@ from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
+from lightning_smartinfinity.zero3.parameters.live_parameters import keep_within_budget
 from lightning_smartinfinity.zero3.parameters.module_outputs import accept_any_output
 from lightning_smartinfinity.zero3.parameters.module_trace import read_trace_lazily
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
@@ -75,6 +76,7 @@ class PortableEngine(DeepSpeedEngine):
         offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
         retrace_for_external_parameters(offload)
         read_trace_lazily(offload)
+        keep_within_budget(offload)
         accept_any_output(offload)
         refuse_plain_loading(self.module)
         guard_copies(self.module.modules())

@@ -1,7 +1,4 @@
-"""Agrees with all ranks to move an interrupted training, as a whole, or to leave all of it where it is.
-
-Parameters that killed processes have left are removed: nothing goes on from them.
-"""
+"""Agrees with all ranks to move an interrupted training, as a whole, or to leave all of it where it is."""
 
 from __future__ import annotations
 
@@ -21,12 +18,11 @@ from lightning_smartinfinity.store.open_folder import ASIDE
 from lightning_smartinfinity.store.parts import Part, find_parts
 from lightning_smartinfinity.store.setting_aside import Plan, plan_putting_together, plan_setting_aside
 from lightning_smartinfinity.store.space import measure_parts
-from lightning_smartinfinity.store.tensor_files import are_in_use, remove_leftovers
 from lightning_smartinfinity.store.trainings import jobs_beside
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 
-__all__ = ["carry_out", "look_aside", "put_together", "reclaim_parameters", "seen_parts", "set_aside", "space_of"]
+__all__ = ["carry_out", "look_aside", "put_together", "seen_parts", "set_aside", "space_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -128,27 +124,3 @@ def carry_out(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None)
         for stage, doing in stages:
             with raising_together(group):
                 unless_idle(stage, doing=doing, path=path, seconds=seconds, undo=lambda _: mover.close())
-
-
-def reclaim_parameters(folders: Sequence[Path], *, job: str, seconds: float, group: ProcessGroup | None = None) -> None:
-    """Delete the parameters that killed processes of a job have left on this machine, whichever ranks they were.
-
-    Collective. Those of ranks that have stored parameters now stay, as another machine may not see their locks.
-
-    Args:
-        folders: This rank's storage folders.
-        job: ``TransferConfig.job``.
-        seconds: ``TransferConfig.io_timeout``.
-        group: Process group of all ranks.
-
-    Raises:
-        StorageTimeoutError: A disk does not answer; raised on every rank.
-    """
-    in_use, path = False, Path(folders[0]).absolute()
-    with raising_together(group):
-        look = partial(are_in_use, folders, job=job, rank=dist.get_rank(group))
-        in_use = unless_idle(look, doing="Looking for parameters in", path=path, seconds=seconds)
-    spared = {rank for rank, is_used in enumerate(gather(in_use, group)) if is_used}
-    with raising_together(group):
-        remove = partial(remove_leftovers, folders, job=job, spared=spared)
-        unless_idle(remove, doing="Removing old parameters from", path=path, seconds=seconds)

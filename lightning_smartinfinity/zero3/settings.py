@@ -73,6 +73,7 @@ class ParameterSettings:
         buffer_count: Number of buffers for partitions in use or read ahead.
         buffer_numel: Elements of each buffer; None: those of the largest partition.
         persistence_numel: DeepSpeed keeps parameters of up to this many elements gathered; they are not stored.
+        budget: Bytes of parameters that may be in memory at once; None: as many as the buffers hold.
     """
 
     folders: tuple[Path, ...]
@@ -83,3 +84,4 @@ class ParameterSettings:
     buffer_count: int
     buffer_numel: int | None
     persistence_numel: int
+    budget: int | None = None

@@ -32,7 +32,6 @@ from lightning_smartinfinity.store import (
     StateStore,
     StoreDescription,
     TensorStore,
-    UnnamedFiles,
     create_store,
     measure_gradient_space,
     measure_parameter_space,
@@ -51,13 +50,7 @@ from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.zero3.collectives import gather, raise_together, raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.file_systems import network_warning, places_of
 from lightning_smartinfinity.zero3.reopening import describe_training, recover_for_training
-from lightning_smartinfinity.zero3.setting_aside import (
-    look_aside,
-    put_together,
-    reclaim_parameters,
-    set_aside,
-    space_of,
-)
+from lightning_smartinfinity.zero3.setting_aside import look_aside, put_together, set_aside, space_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
 from lightning_smartinfinity.zero3.succession import Predecessor, fill_successor, find_predecessor, make_way, plan_way
 from lightning_smartinfinity.zero3.untyped import ParamGroup
@@ -101,7 +94,6 @@ def open_storage(
     settings = replace(settings, gradient_itemsize=gradient_dtype.itemsize, parameter_itemsize=dtype.itemsize)
     description = describe_training(layout, rule, dtype, groups)
     _warn_of_network(settings, group)
-    reclaim_parameters(settings.storage, job=settings.transfer.job, seconds=settings.transfer.io_timeout, group=group)
     if settings.resumes:
         return _reopen_storage(settings, layout, rule, description, group)
     aside = look_aside(settings, group)
@@ -256,8 +248,12 @@ def _require_budget(settings: OffloadSettings, wanted: int, *, least: int) -> No
         )
 
 
-def gradient_store(settings: OffloadSettings, *, rank: int) -> TensorStore:
+def gradient_store(settings: OffloadSettings, *, direct: bool) -> TensorStore:
     """Return a store for gradients beside a rank's open state.
+
+    Args:
+        settings: Folders and transfer settings.
+        direct: Whether the state has direct I/O; if it has none, that was said already.
 
     Raises:
         StorageError: A file cannot be created.
@@ -266,12 +262,10 @@ def gradient_store(settings: OffloadSettings, *, rank: int) -> TensorStore:
     return TensorStore(
         settings.storage,
         job=transfer.job,
-        rank=rank,
-        direct_io=transfer.file_access,
+        direct_io="auto" if direct else "off",
         io_engine=transfer.io_engine,
         io_timeout=transfer.io_timeout,
         what="Gradients",
-        files=UnnamedFiles,
     )
 
 
@@ -334,7 +328,6 @@ def require_parameter_space(
     Raises:
         StorageFullError: Storage has too little space; raised on every rank.
     """
-    reclaim_parameters(parameters.folders, job=parameters.job, seconds=parameters.io_timeout)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     whole = [param for param in model.parameters() if not hasattr(param, "ds_id")]
     sizes = [-(-p.numel() // world_size) * (2 if in_16_bit else p.element_size()) for p in whole]

@@ -162,7 +162,7 @@ class StorageOptimizer(GradientPath):
             layout,
             self.gradient_accumulation_dtype,
             budget_bytes=budget,
-            store=gradient_store(self._offload, rank=dist.get_rank(self.dp_process_group)),
+            store=gradient_store(self._offload, direct=self.rank_state.handler.has_direct_io),
             await_use=lambda tasklet: self.update.await_gradients(layout.parameters_in([tasklet]).tolist()),
         )
 

@@ -86,6 +86,7 @@ def parameter_settings(
         buffer_count=offload.buffer_count,
         buffer_numel=offload.buffer_size if "buffer_size" in offload.model_fields_set else None,
         persistence_numel=int(zero.param_persistence_threshold),
+        budget=None if isinstance(transfer.parameter_bytes, str) else transfer.parameter_bytes,
     )
 
 

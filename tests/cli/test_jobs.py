@@ -26,12 +26,6 @@ def left(storage: Path, **config: object) -> Path:
     return Path(store.files[0].path)
 
 
-def parameters_alone(job: Path) -> None:
-    """Leave what a kill leaves before there is state."""
-    (job / "parameters-00000").mkdir(parents=True)
-    (job / "parameters-00000/lock").touch()
-
-
 def refusing(names: Collection[str]) -> Callable[[int | Path], list[str]]:
     """Return an ``os.listdir`` that may not list these folders: the user of a test may be root, who may list all."""
     real = os.listdir
@@ -102,8 +96,7 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_verify_of_what_cannot_be_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parameters alone, a rank that is absent and a folder that cannot be listed are not called whole."""
-    parameters_alone(tmp_path / "default")
+    """A rank that is absent and a folder that cannot be listed are not called whole."""
     half_there = create([tmp_path], world_size=2, job="half")
     commit_generation(half_there, 0)
     half_there.close(remove=False)
@@ -111,11 +104,11 @@ def test_verify_of_what_cannot_be_read(
     (tmp_path / "lost+found").mkdir()
     monkeypatch.setattr(os, "listdir", refusing({"secret", "lost+found"}))
     assert main(["jobs", str(tmp_path), "--verify", "--quiet"]) == 1
-    _, alone, half, secret, *sentences = capsys.readouterr().out.splitlines()
-    assert alone.endswith(" incomplete") and half.endswith(" incomplete")
+    _, half, secret, *sentences = capsys.readouterr().out.splitlines()
+    assert half.endswith(" incomplete")
     assert secret.split()[1] == "unknown" and secret.endswith(" unreadable")
-    assert "secret': Permission denied" in sentences[0] and "no optimizer state" in sentences[1]
-    assert len(sentences) == 3 and "1 of 2 ranks (1) is missing" in "".join(sentences)
+    assert len(sentences) == 2 and "secret': Permission denied" in sentences[0]
+    assert "1 of 2 ranks (1) is missing" in sentences[1]
     assert main(["jobs", str(tmp_path), "--remove", "secret"]) == 1
     assert "Only the user who owns the folder" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from lightning_smartinfinity import UnsupportedError
+from lightning_smartinfinity import ConfigError, UnsupportedError
 from lightning_smartinfinity.huggingface import SmartInfinityTraining
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 from tests.helpers.long_cases import long_but
@@ -117,6 +117,18 @@ def test_a_model_from_pretrained_is_partitioned_as_it_is_loaded(model_folder: Pa
         args = arguments(tmp_path, training.config)
         model = load(model_folder)
         assert args.deepspeed and all(param.numel() == 0 and param.ds_numel > 0 for param in model.parameters())
+
+
+def test_a_budget_of_parameters(model_folder: Path, tmp_path: Path) -> None:
+    """Parameters on storage with a budget change no bit, and a budget that is too little says what would do."""
+    zero = {"offload_param": {"device": "nvme"}}
+    in_memory = train(model_folder, tmp_path / "memory")
+    with pytest.raises(ConfigError, match=r"parameter_bytes=4096\) is too little .*takes \d+ bytes") as caught:
+        train(model_folder, tmp_path / "little", strategy={"zero": zero, "transfer": {"parameter_bytes": 4096}})
+    least = int(caught.value.remedy.removeprefix("Pass at least ").removesuffix("."))
+    budgeted = train(model_folder, tmp_path / "s", strategy={"zero": zero, "transfer": {"parameter_bytes": least}})
+    assert budgeted.losses == in_memory.losses
+    assert same(budgeted.weights, in_memory.weights)
 
 
 def test_a_resumed_training_equals_one_that_never_stopped(

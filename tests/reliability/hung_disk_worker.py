@@ -61,7 +61,7 @@ class HungDisk(pl.Callback):
                 self._holds.append(Hold(strategy._parameters.store.core, read_at=0, count=EVERY))
             if self._file == "all":
                 state_store.StateStore.release = self._never_return  # type: ignore[method-assign]
-                tensor_files.TensorFiles.close = self._never_return  # type: ignore[method-assign]
+                tensor_files.UnnamedFiles.close = self._never_return  # type: ignore[method-assign]
             threading.Thread(target=self._end, daemon=True).start()
 
     def _never_return(self, *_: Any, **__: Any) -> int:

@@ -49,11 +49,11 @@ def test_free_space_that_is_not_told(tmp_path: Path, disk: SilentDisk, attack: A
 
 
 def test_a_file_for_parameters_that_is_not_opened(tmp_path: Path, disk: SilentDisk, attack: Attack) -> None:
-    """The error names the lock; nothing is left once the disk answers."""
+    """The error names the storage folder; nothing is left once the disk answers."""
     attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
     disk.hang(os, "fchmod")
-    with pytest.raises(StorageTimeoutError, match=rf"parameters-00000.*nothing for {SECONDS} s"):
-        TensorStore([tmp_path / "storage"], job="default", rank=0, direct_io="auto", io_timeout=SECONDS)
+    with pytest.raises(StorageTimeoutError, match=rf"Creating a file in '.*storage/default'.*nothing for {SECONDS} s"):
+        TensorStore([tmp_path / "storage"], job="default", direct_io="auto", io_timeout=SECONDS)
     disk.answer()
     assert not (tmp_path / "storage" / "default").exists()
 

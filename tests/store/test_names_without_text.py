@@ -16,6 +16,7 @@ from lightning_smartinfinity.store import recover_store
 from lightning_smartinfinity.store.replacement import beside
 from lightning_smartinfinity.store.tensor_store import TensorStore
 from tests.cli.test_jobs import damage
+from tests.helpers.unnamed import unnamed_files
 from tests.store.makers import commit_generation, create
 
 BLOCK = 4096
@@ -61,7 +62,7 @@ class Memory(HostBuffer):
 
 def test_tensors(folder: Path) -> None:
     """Tensors are written and read, and what is damaged is told with the path."""
-    store = TensorStore([folder], job="default", rank=0, direct_io="off")
+    store = TensorStore([folder], job="default", direct_io="off")
     stored, memory = store.add(BLOCK), Memory(BLOCK)
     view = memory.memoryview()
     view[:] = b"7" * BLOCK
@@ -69,8 +70,9 @@ def test_tensors(folder: Path) -> None:
     view[:] = bytes(BLOCK)
     store.finish(store.read(stored, memory))
     assert bytes(view) == b"7" * BLOCK
-    damage(Path(store.path))
-    with pytest.raises(StorageCorruptError, match=r"caf\\xe9/default/parameters-00000/parameters\.bin"):
+    (path,) = unnamed_files(folder)
+    damage(path)
+    with pytest.raises(StorageCorruptError, match=r"caf\\xe9/default/\(unnamed file\)"):
         store.finish(store.read(stored, memory))
     store.close()
     assert not list(folder.iterdir())

@@ -15,7 +15,7 @@ import pytest
 
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.store import TensorFiles, open_folder, recover_store
+from lightning_smartinfinity.store import open_folder, recover_store
 from lightning_smartinfinity.store.open_folder import OpenFolder, Trust
 from tests.helpers import power_loss
 from tests.helpers.attacks import Attack
@@ -27,7 +27,7 @@ IN_PLACE = "link or pipe in place of a file or folder of ours"
 REFUSED = "StorageError, and nothing behind it changes"
 OPEN_TO_OTHERS = "folder of another user, or open to others, in place of ours"
 NAMED = "StorageError with the folder's name"
-NAMES = ["lock", "manifest.json", "manifest.json.new", "state.bin", "commit.bin", "parameters.bin"]
+NAMES = ["lock", "manifest.json", "manifest.json.new", "state.bin", "commit.bin"]
 
 
 @contextmanager
@@ -66,14 +66,12 @@ def test_folders_and_files_are_private(tmp_path: Path, mask: int) -> None:
         commit_generation(store, 0)
         store.record_training(generation=0, step=0, content=b"", has_steps=True)
         store.keep()
-        files = TensorFiles([storage], job="default", rank=0, direct_io="off")
         below = list((storage / "default").rglob("*"))
         assert {mode(path) for path in below if path.is_file()} == {0o600}
         assert {mode(path) for path in (storage / "default", *below) if path.is_dir()} == {0o700}
         files_of_state = {"lock", "manifest.json", "state.bin", "commit.bin", "training-0.bin", "training-1.bin"}
-        assert len(below) == 2 + len(files_of_state) + 2
+        assert len(below) == 1 + len(files_of_state)
         assert mode(storage) == 0o777
-        files.close()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -367,6 +365,6 @@ def test_a_recovered_store_without_its_lock(tmp_path: Path) -> None:
     commit_generation(store, 0)
     store.close(remove=False)
     (tmp_path / "default/rank-00000/lock").unlink()
-    (tmp_path / "default/rank-00000/parameters.bin").write_bytes(PRECIOUS)
+    (tmp_path / "default/rank-00000/thesis.bin").write_bytes(PRECIOUS)
     recover_store([tmp_path]).close(remove=True)
-    assert tree(tmp_path / "default/rank-00000") == {"parameters.bin"}
+    assert tree(tmp_path / "default/rank-00000") == {"thesis.bin"}

@@ -1,148 +1,163 @@
-"""Files of tensors: they have their own folder, and closing leaves nothing behind."""
+"""Files of tensors: they have no name, and nothing is left of them, however their process ends."""
 
 from __future__ import annotations
 
-import logging
+import errno
+import fcntl
 import os
 import subprocess
 import sys
+import tempfile
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lightning_smartinfinity.errors import StorageCorruptError, StorageFullError, StorageLockedError
-from lightning_smartinfinity.store import TensorFiles, measure_parameter_space, require_space
-from lightning_smartinfinity.store.tensor_files import remove_leftovers
+from lightning_smartinfinity.errors import StorageError, StorageFullError
+from lightning_smartinfinity.store import UnnamedFiles, measure_parameter_space, require_space
+from lightning_smartinfinity.store.open_folder import OpenFolder
+from tests.helpers.unnamed import unnamed_files
 from tests.helpers.waiting import PROCESS_LIMIT
-from tests.store.makers import create
+from tests.store.makers import create, tree
 
 BLOCK = 4096
 
 
-def make(*folders: Path, **kwargs: object) -> TensorFiles:
-    return TensorFiles(folders, **{"job": "default", "rank": 0, "direct_io": "off", **kwargs})  # type: ignore[arg-type]
+def make(*storage: Path, direct_io: str = "off") -> UnnamedFiles:
+    return UnnamedFiles(storage, job="default", direct_io=direct_io)
 
 
-def sizes_of(folder: Path) -> list[int]:
-    return [path.stat().st_size for path in folder.rglob("parameters.bin")]
+@pytest.fixture(params=[True, False], ids=["files without names", "no files without names"])
+def _file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that can make files without names, and one that cannot."""
+    real = os.open
+
+    def refusing(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(path, flags, *args, **kwargs)
+
+    if not request.param:
+        monkeypatch.setattr(os, "open", refusing)
 
 
-def grow(files: TensorFiles, nbytes: int) -> None:
-    os.truncate(files.files[0].path, nbytes)
-
-
-def test_closing_removes_everything(tmp_path: Path) -> None:
-    """Closing removes the file, the lock and the folders, and leaves the optimizer state of the same job alone."""
-    files, store = make(tmp_path), create([tmp_path])
-    grow(files, BLOCK)
+@pytest.mark.usefixtures("_file_system")
+def test_nothing_is_seen_of_them(tmp_path: Path) -> None:
+    """Each storage folder has a file, but neither name nor folder, and closing frees its space."""
+    storage = [tmp_path / "a", tmp_path / "b"]
+    files = make(*storage)
+    assert [tree(folder) for folder in storage] == [set(), set()]
+    for file, folder in zip(files.files, storage, strict=True):
+        (path,) = unnamed_files(folder)
+        os.truncate(path, BLOCK)
+        assert file.path.startswith(f"{folder}/default/") and path.stat().st_mode & 0o777 == 0o600
     files.close()
     files.close()
+    assert unnamed_files(tmp_path) == []
+
+
+def test_beside_the_state_of_a_job(tmp_path: Path) -> None:
+    """They are made before the state's folder and after it, by several processes, and none is in another's way."""
+    before, store, after = make(tmp_path), create([tmp_path]), make(tmp_path)
     assert {path.name for path in (tmp_path / "default").iterdir()} == {"rank-00000"}
     store.close(remove=True)
-    assert not list(tmp_path.iterdir())
+    assert tree(tmp_path) == set() and len(unnamed_files(tmp_path)) == 2
+    before.close()
+    after.close()
 
 
-def test_one_process_at_a_time(tmp_path: Path) -> None:
-    """A second process is refused, and the first keeps its file."""
-    files = make(tmp_path)
-    grow(files, BLOCK)
-    with pytest.raises(StorageLockedError, match="parameters-00000"):
-        make(tmp_path)
-    assert sizes_of(tmp_path) == [BLOCK]
-    files.close()
-
-
-def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
-    """The next process starts with an empty file."""
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    """A kill removes the files and frees their space."""
     script = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from lightning_smartinfinity.store import TensorFiles\n"
-        "files = TensorFiles([Path(sys.argv[1])], job='default', rank=0, direct_io='off')\n"
-        "os.posix_fallocate(os.open(files.files[0].path, os.O_RDWR), 0, 1 << 20)\n"
+        "from lightning_smartinfinity.store import UnnamedFiles\n"
+        "from tests.helpers.unnamed import unnamed_files\n"
+        "files = UnnamedFiles([Path(sys.argv[1])], job='default', direct_io='off')\n"
+        "(path,) = unnamed_files(Path(sys.argv[1]))\n"
+        "os.truncate(path, 1 << 20)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", script, tmp_path], env=environment, check=False, timeout=PROCESS_LIMIT
-        ).returncode
-        == -9
-    )
-    assert sizes_of(tmp_path) == [1 << 20]
-    files = make(tmp_path)
-    assert sizes_of(tmp_path) == [0]
-    files.close()
+    command = [sys.executable, "-c", script, tmp_path]
+    assert subprocess.run(command, env=environment, check=False, timeout=PROCESS_LIMIT).returncode == -9
+    assert tree(tmp_path) == set()
 
 
-def left_by(rank: int, folder: Path) -> None:
-    """Leave what a killed process leaves."""
-    files = make(folder, rank=rank)
-    grow(files, BLOCK)
-    for each in files._folders:
-        each._lock.forget()
+def test_a_folder_that_another_rank_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job's folder is made again if another rank removes it, empty, before the file is there."""
+    real, removed = OpenFolder.open_unnamed, []
+
+    def open_unnamed(folder: OpenFolder) -> int:
+        if len(removed) < 2:
+            os.rmdir(folder.path)
+            removed.append(folder.path)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return real(folder)
+
+    monkeypatch.setattr(OpenFolder, "open_unnamed", open_unnamed)
+    make(tmp_path).close()
+    assert removed == [tmp_path / "default"] * 2 and tree(tmp_path) == set()
 
 
-def test_what_killed_ranks_left(tmp_path: Path) -> None:
-    """All of it is removed, whichever ranks they were, but for what a process uses, and other jobs' and somebody's."""
-    for rank in (0, 2, 123456):
-        left_by(rank, tmp_path)
-    used = make(tmp_path, rank=1)
-    (tmp_path / "default/parameters-00002/thesis.txt").touch()
-    (tmp_path / "default/parameters-00004").touch()
-    (tmp_path / "default/parameters-5").mkdir()
-    make(tmp_path, job="other").files[0].close()
-    remove_leftovers([tmp_path, tmp_path / "none"], job="default", spared=[0])
-    names = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*/*")}
-    assert names == {
-        *(f"default/parameters-{rank}/{name}" for rank in ("00000", "00001") for name in ("lock", "parameters.bin")),
-        "default/parameters-00002/thesis.txt",
-        *(f"other/parameters-00000/{name}" for name in ("lock", "parameters.bin")),
-    }
-    used.close()
-    remove_leftovers([tmp_path], job="default")
-    assert sorted(path.name for path in (tmp_path / "default").iterdir()) == [
-        "parameters-00002",
-        "parameters-00004",
-        "parameters-5",
-    ]
+def test_a_file_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the folder, and neither the files of other folders nor folders made for it are left."""
+
+    def open_unnamed(folder: OpenFolder) -> int:
+        if folder.path.parent.name == "b":
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return real(folder)
+
+    real = OpenFolder.open_unnamed
+    monkeypatch.setattr(OpenFolder, "open_unnamed", open_unnamed)
+    with pytest.raises(StorageError, match=r"Creating a file in .*b/default"):
+        make(tmp_path / "a", tmp_path / "new/b")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and unnamed_files(tmp_path) == []
 
 
-@pytest.mark.parametrize("how", ["noise", "zeros", "removed"])
-def test_a_lock_that_lost_its_notes(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Parameters that a killed process left beside a damaged lock stop no job; they are set aside, and not deleted."""
-    folder = tmp_path / "default/parameters-00000"
-    folder.mkdir(mode=0o700, parents=True)
-    folder.parent.chmod(0o700)
-    noise = b"\xff123\nparameters.bin\n"
-    if how != "removed":
-        (folder / "lock").write_bytes(noise if how == "noise" else bytes(len(noise)))
-    for number in (1, 2):
-        (folder / "parameters.bin").write_bytes(b"%d" % number)
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            files = make(tmp_path)
-        aside = f"parameters.bin.{number}.aside"
-        assert sizes_of(tmp_path) == [0] and (folder / aside).read_bytes() == b"%d" % number
-        message = caplog.records[-1].getMessage()
-        assert str(folder / "parameters.bin") in message and aside in message
-        files.close()
-    assert not (folder / "lock").exists() and not (folder / "parameters.bin").exists()
-    if how == "noise":
-        assert (folder / "lock.1.aside").read_bytes() == noise
-
-
-def test_a_damaged_lock_beside_something_else(tmp_path: Path) -> None:
-    """A damaged lock in a folder of parameters that holds other files too is refused, and all of it stays."""
-    folder = tmp_path / "default/parameters-00000"
-    folder.mkdir(mode=0o700, parents=True)
-    for name in ("lock", "parameters.bin", "thesis.txt"):
-        (folder / name).write_bytes(b"precious")
-    with pytest.raises(StorageCorruptError, match="is not a lock of this package"):
+def test_a_folder_that_is_not_to_be_trusted(tmp_path: Path) -> None:
+    """A link in place of the job's folder is refused, and so is a folder that others may write to."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "default").symlink_to("elsewhere")
+    with pytest.raises(StorageError, match="is a symbolic link"):
         make(tmp_path)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == dict.fromkeys(
-        ("lock", "parameters.bin", "thesis.txt"), b"precious"
-    )
+    (tmp_path / "default").unlink()
+    (tmp_path / "default").mkdir()
+    (tmp_path / "default").chmod(0o777)
+    with pytest.raises(StorageError, match="Other users may write"):
+        make(tmp_path)
+
+
+def test_direct_io(tmp_path: Path) -> None:
+    """A file is read past the page cache if that is asked for and possible; if it is not, "auto" says so."""
+    assert [make(tmp_path, direct_io=choice).files[0].direct for choice in ("off", "auto", "on")] == [False, True, True]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        with pytest.warns(UserWarning, match="tmpfs, which lives in host memory"):
+            assert not make(Path(memory), direct_io="auto").files[0].direct
+        with pytest.raises(StorageError, match="tmpfs"):
+            make(Path(memory), direct_io="on")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            make(Path(memory)).close()
+        assert tree(Path(memory)) == set()
+
+
+def test_a_file_system_that_refuses_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If direct I/O cannot be switched on, "auto" warns and uses the page cache, and "on" leaves nothing."""
+    real = fcntl.fcntl
+
+    def refuse(descriptor: int, command: int, value: int = 0) -> int:
+        if command == fcntl.F_SETFL and value & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(descriptor, command, value)
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    with pytest.warns(UserWarning, match="refuses O_DIRECT"):
+        assert not make(tmp_path, direct_io="auto").files[0].direct
+    with pytest.raises(StorageError, match="refuses O_DIRECT"):
+        make(tmp_path, direct_io="on")
+    assert tree(tmp_path) == set()
 
 
 def test_too_little_space_for_the_parameters(tmp_path: Path) -> None:

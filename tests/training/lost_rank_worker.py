@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_smartinfinity import SmartInfinityFabricStrategy, SmartInfinityStrategy, TransferConfig
 from lightning_smartinfinity.store import StateStore, in_time, state_store
-from lightning_smartinfinity.store.tensor_files import TensorFiles
+from lightning_smartinfinity.store.tensor_files import UnnamedFiles
 from tests.helpers.models import Recipe
 from tests.helpers.nodes import become_node
 from tests.helpers.plain import Everything
@@ -50,7 +50,7 @@ def _fail() -> None:
 def _let_no_disk_answer() -> None:
     """Let no commit record be written and no file be closed any more."""
     state_store.write_record = _never_return
-    StateStore._close = TensorFiles.close = _never_return  # type: ignore[method-assign,assignment]
+    StateStore._close = UnnamedFiles.close = _never_return  # type: ignore[method-assign,assignment]
 
 
 def _let_nothing_be_flushed() -> None:

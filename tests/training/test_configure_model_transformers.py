@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_smartinfinity import SmartInfinityStrategy
+from lightning_smartinfinity.native import MemoryPool
+from lightning_smartinfinity.zero3.parameters import mapped_files, param_swapper
 from tests.helpers.processes import run_module
 from tests.helpers.runif import RunIf
+from tests.helpers.trainers import quiet_trainer
 from tests.training.configure_model_worker import fit
 from tests.training.transformers_worker import BuiltOnTokens, construct, language_loss, load, tokens
 
@@ -63,6 +67,56 @@ def test_pretrained_weights_are_loaded(tmp_path: Path) -> None:
     assert module.partitioned and all(module.partitioned)
     assert not is_deepspeed_zero3_enabled()
     assert not any(hasattr(param, "ds_id") for param in load(tmp_path / "weights").parameters())
+
+
+def resident(folder: Path) -> int:
+    """Return how many bytes of the files in a folder are in memory because this process has mapped them."""
+    nbytes, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split(maxsplit=5)
+        if not name.endswith(":"):
+            counts = values[-1].startswith(f"{folder}/")
+        elif counts and name == "Rss:":
+            nbytes += int(values[0]) * 1024
+    return nbytes
+
+
+def test_weights_are_never_all_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that from_pretrained maps leave memory as they are read, and parameters go to storage one by one."""
+    import transformers
+
+    most, batch = {"files": 0, "parameters": 0}, 1 << 20
+    monkeypatch.setattr(mapped_files, "_BATCH_BYTES", batch)
+    original_load, original_lend = nn.Module._load_from_state_dict, param_swapper.lent_tensor
+
+    def load_one(module: nn.Module, *args: Any) -> None:
+        most["files"] = max(most["files"], resident(tmp_path / "weights"))
+        original_load(module, *args)
+
+    def lend(pool: MemoryPool, nbytes: int) -> torch.Tensor:
+        taken = original_lend(pool, nbytes)
+        most["parameters"] = max(most["parameters"], pool.nbytes)
+        return taken
+
+    monkeypatch.setattr(nn.Module, "_load_from_state_dict", load_one)
+    monkeypatch.setattr(param_swapper, "lent_tensor", lend)
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=256, n_layer=6, n_head=2)
+    whole = transformers.GPT2LMHeadModel(config)
+    whole.save_pretrained(tmp_path / "weights", max_shard_size="5MB")
+    files = list((tmp_path / "weights").glob("*.safetensors"))
+    assert len(files) > 2
+    # The largest tensor has 256 * 1024 elements, of 2 bytes on storage.
+    budget = 2 * 2 * 256 * 1024
+    strategy = SmartInfinityStrategy(
+        tmp_path / "s", zero={"offload_param": {"device": "nvme"}}, transfer={"parameter_bytes": budget}
+    )
+    module = BuiltOnTokens(lambda: load(tmp_path / "weights"))
+    quiet_trainer(tmp_path, strategy, max_steps=1, precision="bf16-true").fit(module)
+    assert_same_weights(module.weights, whole)
+    assert 0 < most["parameters"] <= budget
+    # Pages beside those that are read come with them.
+    assert most["files"] < 4 * batch < sum(file.stat().st_size for file in files) // 4
+    strategy.close()
 
 
 def test_two_processes_have_the_same_weights(tmp_path: Path) -> None:

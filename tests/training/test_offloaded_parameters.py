@@ -15,13 +15,14 @@ import torch
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageCorruptError, StorageError, StorageFullError
 from lightning_smartinfinity.native import IoClass, MemoryPool
-from lightning_smartinfinity.store import TensorFiles, TensorStore
+from lightning_smartinfinity.store import TensorStore
 from lightning_smartinfinity.zero3.parameters import param_swapper
 from tests.helpers import native_testing as testing
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer
+from tests.helpers.unnamed import unnamed_files
 from tests.training.test_lives import Evaluated
 from tests.training.worker import Recorder, Run, train
 
@@ -40,8 +41,14 @@ def result(run: Run) -> tuple[list[float], list[float], dict[str, torch.Tensor]]
     """Train, assert that nothing is left on storage, and return losses, validation losses and masters."""
     module, trainer, recorder = train(run)
     trainer.strategy.close()  # type: ignore[attr-defined]
-    assert not list((Path(run.out) / "storage").rglob("*.bin"))
+    storage = Path(run.out) / "storage"
+    assert not list(storage.rglob("*.bin")) and not stored_in(storage)
     return module.losses, module.validated, recorder.masters
+
+
+def stored_in(folder: Path) -> int:
+    """Return the bytes of files without names below a folder, in which parameters lie."""
+    return sum(path.stat().st_size for path in unnamed_files(folder))
 
 
 def assert_same(ours: tuple[Any, Any, dict[str, torch.Tensor]], theirs: tuple[Any, Any, Any]) -> None:
@@ -205,7 +212,7 @@ def test_a_model_built_in_configure_model_goes_to_storage_as_it_is_built(tmp_pat
         if zero is not None:
             stored = sum(-(-2 * p.ds_numel // 4096) * 4096 for p in module.parameters() if p.ds_numel >= 2048)
             assert module.stored_bytes == trainer.strategy.parameter_bytes == stored
-            assert list((root / "smart_infinity").rglob("parameters-00000/parameters.bin"))
+            assert stored_in(root / "smart_infinity") >= stored
         trainer.strategy.close()
     assert_same(*outcomes)
 
@@ -231,7 +238,7 @@ def test_the_life_of_a_model_on_storage(tmp_path: Path) -> None:
         second.strategy.close()
     assert found == expected
     assert module.losses == other.losses
-    assert not list(tmp_path.rglob("*.bin"))
+    assert not list(tmp_path.rglob("*.bin")) and not stored_in(tmp_path)
     with pytest.raises(StorageError, match="removed from storage when its strategy was closed"):
         quiet_trainer(tmp_path, SmartInfinityStrategy(tmp_path / "s", zero=NVME)).test(module, verbose=False)
 
@@ -257,9 +264,9 @@ def test_closing_an_earlier_strategy_leaves_a_later_training_alone(does: str, tm
     module = Evaluated(recipe)
     fit(module, tmp_path, later, max_steps=3, limit_val_batches=0, callbacks=[Closing(earlier)])
     assert module.losses == plain(recipe)[0]
-    assert list(tmp_path.rglob("parameters.bin"))
+    assert stored_in(tmp_path)
     later.close()
-    assert not list(tmp_path.rglob("*.bin"))
+    assert not stored_in(tmp_path)
 
 
 def test_closing_a_later_strategy_leaves_an_earlier_one_alone(tmp_path: Path) -> None:
@@ -274,7 +281,7 @@ def test_closing_a_later_strategy_leaves_an_earlier_one_alone(tmp_path: Path) ->
     second.strategy.close()
     assert first.validate(module, verbose=False) == expected
     first.strategy.close()
-    assert not list(tmp_path.rglob("*.bin"))
+    assert not list(tmp_path.rglob("*.bin")) and not stored_in(tmp_path)
 
 
 def test_buffers_do_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,8 +299,8 @@ def test_buffers_do_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest.
         recipe = Recipe(precision="bf16-mixed", depth=depth, max_steps=3)
         zero = {**NVME, "stage3_prefetch_bucket_size": 5000}
         run = run_of(tmp_path / str(depth), recipe, zero, transfer=SMALL_RING)
-        run.options["overlap"] = "none"
-        _, trainer, _ = train(run)
+        # What an update beside the next forward lends depends on when it gets there.
+        _, trainer, _ = train(dataclasses.replace(run, options={**run.options, "overlap": "none"}))
         strategy: Any = trainer.strategy
         assert not any(flat is not None for flat in trainer.optimizers[0].fp16_partitioned_groups_flat)
         assert most[0] <= strategy._parameters.limit_bytes < strategy.parameter_bytes
@@ -322,24 +329,6 @@ def test_free_space_is_checked_for_parameters_and_state_together(
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize("zero", [NVME, {}], ids=["parameters on storage", "in memory"])
-def test_parameters_that_another_rank_left(zero: dict[str, Any], tmp_path: Path) -> None:
-    """A fit removes them before it stores its own, whichever rank of this machine was killed."""
-    killed = TensorFiles([tmp_path / "s"], job="default", rank=7, direct_io="off")
-    for folder in killed._folders:
-        folder._lock.forget()
-    there: list[bool] = []
-
-    class Look(pl.Callback):
-        def on_fit_start(self, *_: Any) -> None:
-            there.append((tmp_path / "s/default/parameters-00007").exists())
-
-    strategy = SmartInfinityStrategy(tmp_path / "s", zero=zero)
-    quiet_trainer(tmp_path, strategy, callbacks=[Look()], max_steps=1).fit(LitTiny(Recipe(max_steps=1)))
-    assert there == [False]
-    strategy.close()
-
-
 def test_too_few_buffers_say_so(plain: Any, tmp_path: Path) -> None:
     """Parameters needed at the same time are held beyond the configured buffers, with one warning."""
     recipe = Recipe(precision="bf16-mixed", max_steps=2)
@@ -357,6 +346,7 @@ class Faulty(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 2:
+            trainer.strategy.drain()  # type: ignore[attr-defined]  # the update of the step before writes, too
             testing.inject(trainer.strategy._parameters.store.core, **self.faults)  # type: ignore[attr-defined]
 
 
@@ -374,7 +364,7 @@ def test_a_transfer_that_fails(faults: dict[str, int], error: type[StorageError]
     module = LitTiny(Recipe(precision="bf16-mixed", max_steps=4))
     strategy = SmartInfinityStrategy(tmp_path / "s", overlap="none", zero=NVME)
     trainer = quiet_trainer(tmp_path, strategy, callbacks=[Faulty(**faults)], max_steps=4)
-    with pytest.raises(error, match=r"Parameters: (reading|writing) .*parameters\.bin"):
+    with pytest.raises(error, match=r"Parameters: (reading|writing) .*unnamed file"):
         trainer.fit(module)
     optimizer = trainer.strategy.optimizers[0]
     assert optimizer.update.drained_handler().generation == 2
@@ -393,9 +383,10 @@ class Spoiling(pl.Callback):
         self.before = b""
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.strategy.drain()  # type: ignore[attr-defined]  # the update of the step before writes, too
         absent = [param for param in pl_module.parameters() if param.ds_tensor.numel() == 0 and param.requires_grad]
         extent = max((param.smart_infinity_stored for param in absent), key=lambda stored: stored.nbytes).extent
-        with Path(extent.path).open("r+b") as file:
+        with unnamed_files(Path(extent.path).parent)[0].open("r+b") as file:
             file.seek(extent.offset)
             content = bytearray(file.read(extent.nbytes))
             if trainer.global_step == 1:
@@ -417,7 +408,7 @@ def test_a_parameter_that_storage_changed(damage: str, tmp_path: Path, attack: A
     module = LitTiny(Recipe(precision="bf16-mixed", max_steps=4))
     strategy = SmartInfinityStrategy(tmp_path / "s", overlap="none", zero=NVME)
     trainer = quiet_trainer(tmp_path, strategy, callbacks=[Spoiling(damage)], max_steps=4)
-    with pytest.raises(StorageCorruptError, match=r"Parameters: the block at offset \d+ of .*parameters\.bin does not"):
+    with pytest.raises(StorageCorruptError, match=r"Parameters: the block at offset \d+ of .*unnamed file\) does not"):
         trainer.fit(module)
     assert trainer.global_step == 2
     strategy.close()

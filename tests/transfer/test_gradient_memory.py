@@ -14,6 +14,7 @@ from lightning_smartinfinity.store.tensor_store import TensorStore
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.gradient_memory import GradientWindows
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
+from tests.helpers.unnamed import unnamed_files
 
 WINDOW = 4096 * 4
 
@@ -44,7 +45,7 @@ def update() -> Update:
 @pytest.fixture
 def memory(tmp_path: Path, update: Update) -> Iterator[GradientWindows]:
     """Memory for eight windows that holds three."""
-    store = TensorStore([tmp_path], job="test", rank=0, direct_io="auto")
+    store = TensorStore([tmp_path], job="test", direct_io="auto")
     made = GradientWindows(
         layout_of(8), torch.float32, budget_bytes=3 * WINDOW, store=store, await_use=update.await_use
     )
@@ -187,12 +188,13 @@ def test_squares_are_known_before_a_gradient_is_given_up(memory: GradientWindows
 # ---- storage that fails
 
 
-def test_storage_that_returns_other_bytes(memory: GradientWindows) -> None:
+def test_storage_that_returns_other_bytes(memory: GradientWindows, tmp_path: Path) -> None:
     """The failure is kept for the step, which all ranks take; the training does not go on with the bytes."""
     for window in range(8):
         fill(memory, window, window)
     extent = memory._places[0].extent
-    with Path(extent.path).open("r+b") as file:
+    (path,) = unnamed_files(tmp_path)
+    with path.open("r+b") as file:
         file.seek(extent.offset)
         byte = file.read(1)[0]
         file.seek(extent.offset)

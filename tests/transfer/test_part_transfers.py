@@ -20,6 +20,7 @@ from lightning_smartinfinity.store.tensor_store import TensorStore
 from lightning_smartinfinity.transfer.part_transfers import PartTransfers
 from lightning_smartinfinity.transfer.tensors import lent_tensor
 from tests.helpers.native_testing import Hold, inject
+from tests.helpers.unnamed import unnamed_files
 from tests.helpers.waiting import lenient
 from tests.native.test_interrupt import interrupted
 
@@ -30,7 +31,7 @@ LARGE = (2 << 20) + 5000
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[TensorStore]:
-    store = TensorStore([tmp_path / "a", tmp_path / "b"], job="default", rank=0, direct_io="auto")
+    store = TensorStore([tmp_path / "a", tmp_path / "b"], job="default", direct_io="auto")
     yield store
     store.close()
 
@@ -42,7 +43,7 @@ def noise(numel: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize(("direct_io", "engine"), [("on", "io_uring"), ("off", "plain")])
 def test_engine(tmp_path: Path, direct_io: str, engine: str) -> None:
     """Direct I/O uses io_uring. Files in the page cache use the plain engine, which frees their pages."""
-    store = TensorStore([tmp_path], job="default", rank=0, direct_io=direct_io)
+    store = TensorStore([tmp_path], job="default", direct_io=direct_io)
     assert store.core.io_engine == engine
     store.close()
 
@@ -120,7 +121,7 @@ def test_a_write_that_fails(store: TensorStore, faults: dict[str, int], error: t
     parts, parameter, values = PartTransfers(store), store.add(LARGE), noise(LARGE, 0)
     inject(store.core, **faults)
     parts.put(parameter, 0, values)
-    with pytest.raises(error, match=r"Parameters: writing .*parameters\.bin"):
+    with pytest.raises(error, match=r"Parameters: writing .*unnamed file"):
         parts.synchronize()
     parts.synchronize()
     parts.put(parameter, 0, values)
@@ -136,7 +137,7 @@ def test_a_read_that_fails(store: TensorStore) -> None:
     parts, parameter = PartTransfers(store), store.add(BLOCK)
     inject(store.core, fail_read_at=0)
     parts.get(parameter, 0, torch.empty(BLOCK, dtype=torch.uint8))
-    with pytest.raises(StorageError, match=r"Parameters: reading .*parameters\.bin"):
+    with pytest.raises(StorageError, match=r"Parameters: reading .*unnamed file"):
         parts.synchronize()
 
 
@@ -162,7 +163,7 @@ def test_an_interrupted_wait_keeps_memory_and_order(store: TensorStore) -> None:
 
 def test_memory_of_a_read_that_is_not_answered(tmp_path: Path) -> None:
     """It is not lent again while the disk may still write to it, however often the read is finished."""
-    store = TensorStore([tmp_path], job="default", rank=0, direct_io="auto", io_timeout=lenient(0.2))
+    store = TensorStore([tmp_path], job="default", direct_io="auto", io_timeout=lenient(0.2))
     pool, parameter = MemoryPool(), store.add(BLOCK)
     hold = Hold(store.core, read_at=0)
     ticket = store.read(parameter, lent_tensor(pool, BLOCK))
@@ -182,9 +183,9 @@ def test_what_an_interrupted_write_failed_to_write_is_not_read(store: TensorStor
     ticket = store.write(parameter, memory)
     with interrupted():
         store.finish(ticket)
-    with pytest.raises(StorageError, match=r"Parameters: the block at offset \d+ of .*parameters\.bin was not written"):
+    with pytest.raises(StorageError, match=r"Parameters: the block at offset \d+ of .*unnamed file\) was not written"):
         store.finish(store.read(parameter, memory))
-    with pytest.raises(StorageError, match=r"Parameters: writing .*parameters\.bin"):
+    with pytest.raises(StorageError, match=r"Parameters: writing .*unnamed file"):
         store.finish(ticket)
     store.finish(store.write(parameter, memory))
     store.finish(store.read(parameter, memory))
@@ -228,7 +229,7 @@ def test_parameters_are_dealt_to_the_emptiest_folder(store: TensorStore) -> None
 
 def test_a_file_system_without_room(store: TensorStore) -> None:
     """If a tensor has no room, the error names the file and the remedy."""
-    with pytest.raises(StorageError, match=r"Parameters in .*parameters\.bin.* allocating \d+ bytes at offset 0"):
+    with pytest.raises(StorageError, match=r"Parameters in .*unnamed file.* allocating \d+ bytes at offset 0"):
         store.add(1 << 62)
     store.add(BLOCK)
 
@@ -251,9 +252,7 @@ def test_a_write_that_is_no_longer_wanted(store: TensorStore) -> None:
 
 def test_files_of_one_device_share_a_scheduler(tmp_path: Path) -> None:
     """All stores of a process that use one device take turns, and it is told who waited for whom."""
-    stores = [
-        TensorStore([tmp_path / name], job=name, rank=0, direct_io="auto", io_engine="threads") for name in ("a", "b")
-    ]
+    stores = [TensorStore([tmp_path / name], job=name, direct_io="auto", io_engine="threads") for name in ("a", "b")]
     folder = os.open(tmp_path, os.O_RDONLY)
     assert scheduler_of(folder) is scheduler_of(folder)
     os.close(folder)
@@ -280,7 +279,7 @@ def behind_background() -> int:
 
 
 def spoil(extent: TensorExtent, content: bytes) -> None:
-    with Path(extent.path).open("r+b") as file:
+    with unnamed_files(Path(extent.path).parent)[0].open("r+b") as file:
         file.seek(extent.offset + BLOCK)
         file.write(content)
 
@@ -301,7 +300,7 @@ def test_what_is_not_what_was_written_is_refused(store: TensorStore, damage: str
     parts.get(parameter, 2 * BLOCK, torch.empty(BLOCK, dtype=torch.uint8))
     parts.synchronize()
     parts.put(parameter, BLOCK + 10, noise(10, 2))
-    with pytest.raises(StorageCorruptError, match=rf"block at offset {offset} of .*parameters\.bin does not hold"):
+    with pytest.raises(StorageCorruptError, match=rf"block at offset {offset} of .*unnamed file\) does not hold"):
         parts.synchronize()  # the rest of the block is read
     parts.get(parameter, 0, torch.empty(LARGE, dtype=torch.uint8))
     with pytest.raises(StorageCorruptError, match="resume from a checkpoint"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -101,3 +102,12 @@ def test_transformers_is_told_as_its_own_integration_is() -> None:
     for name in ("get_init_context", "from_pretrained"):
         assert isinstance(model_class.__dict__[name], classmethod), name
     assert callable(initialization.no_init_weights)
+
+
+@RunIf(package="transformers")
+def test_transformers_maps_files_by_one_function_and_loads_modules_one_by_one() -> None:
+    """With ZeRO-3 each file is passed to load_state_dict first, and each module copies its own parameters."""
+    modeling: Any = import_module("transformers.modeling_utils")
+    integration: Any = import_module("transformers.integrations.deepspeed")
+    assert re.search(r"load_state_dict\(\s*ckpt_file,", inspect.getsource(modeling))
+    assert "module._load_from_state_dict(*args)" in inspect.getsource(integration._load_state_dict_into_zero3_model)

@@ -10,6 +10,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed.runtime.engine as engine
 from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -17,6 +18,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import Strategy
 
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.parameters.live_parameters import RELEASE_PARAM
 from lightning_smartinfinity.zero3.parameters.prefetch import GATHER_PARAMS
 from tests.zero3.test_contract import undecorated
 
@@ -61,6 +63,25 @@ def test_a_parameter_that_was_not_gathered_ahead_is_gathered_when_it_is_needed()
     assert (
         "if param.ds_status == ZeroParamStatus.NOT_AVAILABLE:\n                partitioned_params.append" in COORDINATOR
     )
+
+
+def test_a_gathered_parameter_can_be_released_before_its_module_is_done_waiting_for_it() -> None:
+    """Releasing spares what a module computes with; what is in flight is in a registry of the module, with handles."""
+    release = inspect.getsource(undecorated(getattr(PartitionedParameterCoordinator, RELEASE_PARAM)))
+    assert "def __release_param(self, param: Parameter, free_data: bool = True)" in release
+    assert "if param.ds_status == ZeroParamStatus.AVAILABLE and not param.ds_active_sub_modules:" in release
+    assert "self.__inflight_param_registry.pop(param).wait()" in COORDINATOR
+    offload = inspect.getsource(DeepSpeedZeRoOffload.__init__)
+    assert "self.__inflight_param_registry = module.ds_inflight_param_registry" in offload
+    assert "inflight_param_registry=self.__inflight_param_registry" in offload
+
+
+def test_parameters_can_be_gathered_one_by_one() -> None:
+    """Then each is gathered into its own memory, and not copied out of a common one."""
+    assert (
+        "if self.allgather_sequential or len(params) == 1:\n                return _all_gather_sequential(" in CONVERT
+    )
+    assert "param.data = param_buffer.narrow(0, 0, param.ds_numel).view(param.ds_shape).to(param.device)" in CONVERT
 
 
 def test_parameters_are_read_ahead_from_storage_in_the_background_only() -> None:

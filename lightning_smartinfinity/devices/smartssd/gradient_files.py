@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.store.direct import adopt_descriptor
+from lightning_smartinfinity.store.direct import adopt_descriptor, make_direct
 from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
@@ -40,8 +40,9 @@ def open_gradient_file(folder: Path, nbytes: int, resources: ExitStack) -> nativ
 def _create(folder: Path, nbytes: int) -> native.StateFile:
     path = folder / _NAME  # for messages
     with storage_errors(f"Allocating {nbytes} bytes for", path), closing(OpenFolder(folder)) as inside:
-        descriptor = inside.open_unnamed(os.O_RDWR | os.O_DIRECT)
+        descriptor = inside.open_unnamed()
         try:
+            make_direct(descriptor)
             os.posix_fallocate(descriptor, 0, nbytes)
         except BaseException:
             os.close(descriptor)

@@ -28,12 +28,16 @@ from torch.overrides import TorchFunctionMode
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.patches import wrapped
 from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
+from lightning_smartinfinity.zero3.parameters.live_parameters import require_budget_for
+from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
 __all__ = ["gathering_on_use"]
 
 # Bytes of parameters that may stay gathered at once, beyond those that a single operation needs.
 _GATHERED_BYTES = 64 * 1024 * 1024
+# A partition of 2 bytes per element and the parameter of 4 that it is gathered into: how many times the former.
+_WITH_A_COPY = 3
 # References to the storage of a parameter that nothing else uses: the parameter, and the storage object that counts.
 _OWN_REFERENCES = 2
 
@@ -151,7 +155,7 @@ class _Pool:
                 self._held[param.ds_id] = self._held.pop(param.ds_id)
         if not wanted:
             return
-        self._make_room(sum(_num_bytes(param) for param in wanted))
+        self._make_room(sum(_num_bytes(param) for param in wanted), _most_bytes(wanted[0]))
         for param in wanted:
             param.all_gather()
             self._held[param.ds_id] = param
@@ -207,6 +211,9 @@ class _Pool:
                     "parameter to all ranks.",
                     "Give it one element instead, as torch.nn.Parameter(torch.ones(1)).",
                 )
+            if isinstance(init.param_swapper, ParameterSwapper):
+                owner = f"{type(module).__name__}.{name}"
+                require_budget_for(init.param_swapper.settings, owner, param.numel(), init.dtype.itemsize)
             if param.is_floating_point() and param.dtype != init.dtype:
                 built.append((param, param.dtype))
                 param.data = param.data.to(init.dtype)
@@ -219,8 +226,8 @@ class _Pool:
         self.hold(list(_zero_params((args, kwargs))))
         return original(*args, **kwargs)
 
-    def _make_room(self, num_bytes: int) -> None:
-        surplus = num_bytes + sum(map(_num_bytes, self._held.values())) - _GATHERED_BYTES
+    def _make_room(self, num_bytes: int, most_bytes: int) -> None:
+        surplus = num_bytes + sum(map(_num_bytes, self._held.values())) - most_bytes
         oldest = []
         for param in self._held.values():
             if surplus <= 0:
@@ -286,6 +293,14 @@ def _is_partitioned(param: ZeroParameter) -> bool:
 
 def _num_bytes(param: ZeroParameter) -> int:
     return int(param.ds_numel * param.ds_tensor.element_size())
+
+
+def _most_bytes(param: ZeroParameter) -> int:
+    """Return how many bytes of parameters may stay gathered, counted in the dtype of the partitions."""
+    swapper = param.nvme_swapper
+    if not isinstance(swapper, ParameterSwapper) or swapper.settings.budget is None:
+        return _GATHERED_BYTES
+    return min(_GATHERED_BYTES, swapper.settings.budget // _WITH_A_COPY)
 
 
 def _is_unused(param: ZeroParameter) -> bool:

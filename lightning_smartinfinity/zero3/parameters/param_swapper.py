@@ -12,10 +12,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -24,15 +26,15 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
+from lightning_smartinfinity.store.tensor_files import whole_blocks
 from lightning_smartinfinity.store.tensor_store import StoredTensor, TensorStore
 from lightning_smartinfinity.transfer.part_transfers import PartTransfers
 from lightning_smartinfinity.transfer.tensors import lent_tensor
 from lightning_smartinfinity.zero3.collectives import failing_together, raising_together
-from lightning_smartinfinity.zero3.setting_aside import reclaim_parameters
 from lightning_smartinfinity.zero3.settings import ParameterSettings
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
-__all__ = ["ParameterSwapper", "stored_parameter", "swapper_for", "swapping_with"]
+__all__ = ["ParameterSwapper", "least_budget", "stored_parameter", "swapper_for", "swapping_with"]
 
 # A partition that does not fill a block in any precision stays in memory.
 _LEAST_NUMEL = BLOCK_BYTES // 2
@@ -43,6 +45,27 @@ def stored_parameter(param: ZeroParameter) -> StoredTensor | None:
     """Return the place of this rank's partition of a parameter on storage; None if it stays in memory."""
     stored: StoredTensor | None = getattr(param, _STORED, None)
     return stored
+
+
+def least_budget(sizes: Iterable[tuple[int, int]]) -> int:
+    """Return the least budget with which parameters can be gathered together.
+
+    Args:
+        sizes: Each parameter's number of elements, and the bytes of an element.
+    """
+    world_size = dist.get_world_size()
+    return _holders() * sum(whole_blocks(-(-numel // world_size) * itemsize) for numel, itemsize in sizes)
+
+
+def _holders() -> int:
+    """Return how many times a partition's bytes are in the memory that a budget is for, when it is gathered.
+
+    On a GPU the budget is for the memory of either side. A CPU has the partition beside the gathered parameter, but for
+    a single rank they are the same memory.
+    """
+    world_size = dist.get_world_size()
+    on_cpu = torch.device(get_accelerator().current_device_name()).type == "cpu"
+    return world_size + 1 if on_cpu and world_size > 1 else world_size
 
 
 @dataclass
@@ -99,8 +122,6 @@ class ParameterSwapper:
                 "Close the strategy when the model is no longer needed, or build and load the model anew.",
             )
         if self._store is None:
-            settings = self.settings
-            reclaim_parameters(settings.folders, job=settings.job, seconds=settings.io_timeout)
             with raising_together():
                 self._store = self._open()
         assert self._store is not None
@@ -127,6 +148,8 @@ class ParameterSwapper:
     @property
     def limit_bytes(self) -> int:
         """Largest number of bytes of partitions in host memory, unless more are in use at once."""
+        if self.settings.budget is not None:
+            return self.settings.budget // _holders()
         numel = self.settings.buffer_numel
         return self.settings.buffer_count * (self._largest_bytes if numel is None else numel * self._itemsize)
 
@@ -221,7 +244,9 @@ class ParameterSwapper:
 
     def available_swap_in_buffers(self) -> int:
         """Return how many partitions may be read ahead; the number is the same on all ranks."""
-        free = self.limit_bytes - self._held_bytes()
+        free = self._free_bytes()
+        if self.settings.budget is not None:
+            return max(0, free // BLOCK_BYTES)  # what fits is chosen by bytes
         return max(0, free // self._largest_bytes) if self._largest_bytes else 0
 
     def swap_in(
@@ -236,10 +261,11 @@ class ParameterSwapper:
         params = list(dict.fromkeys(params))
         if async_op:
             later = self.leaves_for_later
-            self._start_reads([param for param in dict.fromkeys(params) if later is None or not later(param)])
+            params = [param for param in params if later is None or not later(param)]
+            self._start_reads(params if self.settings.budget is None else self._fitting(params))
             return
         with self._together():
-            self._make_room(sum(_nbytes(param) for param in params))
+            self._make_room(sum(whole_blocks(_nbytes(param)) for param in params))
             self._start_reads(params)
             self._finish_reads()
 
@@ -270,7 +296,6 @@ class ParameterSwapper:
         store = TensorStore(
             settings.folders,
             job=settings.job,
-            rank=dist.get_rank(),
             direct_io=settings.direct_io,
             io_engine=settings.io_engine,
             io_timeout=settings.io_timeout,
@@ -285,20 +310,35 @@ class ParameterSwapper:
     def _held_bytes(self) -> int:
         return sum(held.memory.numel() for held in self._held.values())
 
+    def _free_bytes(self) -> int:
+        return self.limit_bytes - self._held_bytes()
+
+    def _fitting(self, params: Sequence[ZeroParameter]) -> list[ZeroParameter]:
+        """Return the first of these parameters, as many as there is room for."""
+        ends = accumulate(whole_blocks(_nbytes(param)) for param in params)
+        return [param for param, end in zip(params, ends, strict=True) if end <= self._free_bytes()]
+
     def _make_room(self, nbytes: int) -> None:
         if self._held_bytes() + nbytes > self.limit_bytes:
             self.release_prefetched()
         needed = self._held_bytes() + nbytes
         if needed > self.limit_bytes and not self._warned:
             self._warned = True
+            setting, remedy = self._named_limit()
             warnings.warn(
-                f"{needed} bytes of parameters are in use at once; zero={{'offload_param': {{'buffer_count': "
-                f"{self.settings.buffer_count}, 'buffer_size': {self.settings.buffer_numel}}}}} "
-                f"has {self.limit_bytes}. "
-                "Host memory beyond that is taken: lower stage3_max_reuse_distance, or gather fewer at a time.",
+                f"{needed} bytes of parameters are in use at once; {setting} has {self.limit_bytes}. "
+                f"Host memory beyond that is taken: {remedy}, or gather fewer at a time.",
                 stacklevel=2,
             )
         self._memory.limit = self.limit_bytes
+
+    def _named_limit(self) -> tuple[str, str]:
+        """Return the setting from which the limit comes, and what to do if that is too little."""
+        settings = self.settings
+        if settings.budget is not None:
+            return f"TransferConfig(parameter_bytes={settings.budget})", "raise it"
+        buffers = {"offload_param": {"buffer_count": settings.buffer_count, "buffer_size": settings.buffer_numel}}
+        return f"zero={buffers}", "lower stage3_max_reuse_distance"
 
     def _start_write(self, param: ZeroParameter) -> int:
         held = self._held[param.ds_id]

@@ -41,7 +41,9 @@ def skip_in_prefetch(
         fetch(current_submodule, forward)
 
     def gather_some(params: Iterable[ZeroParameter], forward: bool) -> None:
-        gather({param for param in params if param in needed or not skipped(param)}, forward)
+        # Sets have another order on each rank. Parameters are numbered in the order in which they were made.
+        in_order = sorted(params, key=lambda param: int(param.ds_id), reverse=not forward)
+        gather({param for param in in_order if param in needed or not skipped(param)}, forward)
 
     coordinator.fetch_sub_module = fetch_noting
     setattr(coordinator, GATHER_PARAMS, gather_some)

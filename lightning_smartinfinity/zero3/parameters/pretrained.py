@@ -16,9 +16,11 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lightning_smartinfinity.patches import wrapped
+from lightning_smartinfinity.zero3.parameters.mapped_files import MappedFiles
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
-__all__ = ["loading_pretrained"]
+__all__ = ["loading_pretrained", "releasing_pages"]
 
 _MODELING = "transformers.modeling_utils"
 
@@ -55,6 +57,7 @@ def _zero3_enabled(config: DeepSpeedConfig) -> Iterator[None]:
             modeling_utils.set_zero3_state(),
             _without_needless_initialisation(modeling_utils.PreTrainedModel),
             _with_empty_state_dicts(modeling_utils.PreTrainedModel),
+            releasing_pages(),
         ):
             yield
     finally:
@@ -117,6 +120,30 @@ def _with_empty_state_dicts(model_class: _ModelClass) -> Iterator[None]:
         yield
     finally:
         model_class.from_pretrained = original
+
+
+@contextmanager
+def releasing_pages() -> Iterator[None]:
+    """Let no more than a part of the files be in memory that weights are loaded from: they are mapped as a whole."""
+    files = MappedFiles()
+    modeling_utils = import_module(_MODELING)
+
+    def load_state_dict(original: Callable[..., object], path: str, *args: object, **kwargs: object) -> object:
+        files.add(path)
+        return original(path, *args, **kwargs)
+
+    def load_one(
+        original: Callable[..., None], module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: object
+    ) -> None:
+        original(module, state, prefix, *rest)
+        own = (state.get(prefix + name) for name in module._parameters)
+        files.count(sum(value.nbytes for value in own if isinstance(value, torch.Tensor)))
+
+    with (
+        wrapped(modeling_utils, "load_state_dict", load_state_dict),
+        wrapped(torch.nn.Module, "_load_from_state_dict", load_one),
+    ):
+        yield
 
 
 class _Once:
