@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 UNNAMED = "(unnamed file)"
-"""What stands for the name of a file that has none."""
+"""Stands in messages for the name of a file that has none."""
 
 # f_type (from fstatfs) of file systems that live in memory; recent kernels accept O_DIRECT even on tmpfs.
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
