@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -121,19 +122,14 @@ def test_corrupt_extents(device: HostDevice) -> None:
     device.close()
 
 
+@pytest.mark.parametrize(("name", "what"), [("state.bin", "Optimizer state"), ("(unnamed file)", "Gradients")])
 @pytest.mark.parametrize("kind", ["checksum", "foreign", "generation", "format", "gradient", "short"])
-def test_every_kind_of_failure_has_a_remedy(kind: str) -> None:
-    """Each kind of failure becomes one of our errors with the core's message and a remedy."""
-
-    class Failure:
-        message = "the extent is bad"
-        errno = 0
-
-    failure = Failure()
-    failure.kind = kind  # type: ignore[attr-defined]
-    error = _error_of(failure)  # type: ignore[arg-type]
+def test_every_kind_of_failure_has_a_remedy(kind: str, name: str, what: str) -> None:
+    """Each kind of failure becomes one of our errors with the core's message, what it is of, and a remedy."""
+    failure: Any = SimpleNamespace(kind=kind, path=f"/disk/default/{name}", message="the extent is bad", errno=0)
+    error = _error_of(failure)
     assert isinstance(error, StorageCorruptError) == (kind != "short")
-    assert "the extent is bad" in error.problem
+    assert error.problem.startswith(f"{what}: the extent is bad")
     assert error.remedy
 
 
