@@ -30,6 +30,7 @@ from tests.training.asynchronous_worker import (
     SaveTwice,
     Turns,
     contents,
+    digests,
     fail_on_last_rank,
     save_beside,
     train,
@@ -60,7 +61,7 @@ def test_a_failed_save_ends_the_fit_at_the_next_step(tmp_path: Path) -> None:
     """The error is that of a save that training waits for, and what the path held before is as it was."""
     saw = fail_on_last_rank(tmp_path, 1)
     assert saw["error"].startswith("CheckpointError: ") and "No space left" in saw["error"]
-    assert saw["whole"] and saw["step"] < 9
+    assert saw["step"] < 9 and saw["before"] == digests(tmp_path / "c.ckpt")
 
 
 def test_a_failed_save_ends_the_fit_of_all_processes(tmp_path: Path) -> None:
@@ -68,7 +69,8 @@ def test_a_failed_save_ends_the_fit_of_all_processes(tmp_path: Path) -> None:
     done = run_module("tests.training.asynchronous_worker", tmp_path, "2", "full", ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
     saw = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    assert all("No space left" in each["error"] and each["whole"] for each in saw)
+    assert all("No space left" in each["error"] for each in saw)
+    assert saw[0]["before"] == saw[1]["before"] == digests(tmp_path / "c.ckpt")
     assert saw[0]["step"] == saw[1]["step"]
 
 
