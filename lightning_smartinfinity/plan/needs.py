@@ -225,9 +225,9 @@ def spilled_gradient_bytes(model: ModelFigures, training: Training) -> int:
 
 
 def _staging_bytes(extents: ExtentMap, training: Training, *, limit: int) -> int:
-    """Return the bytes of the two halves through which parameters travel to storage, whole tasklets each."""
-    both = 2 * training.item_bytes * extents.tasklet_numel
-    return both * max(1, min(limit // both, extents.num_tasklets))
+    """Return the bytes of the rows through which parameters travel to storage, a tasklet each."""
+    row = training.item_bytes * extents.tasklet_numel
+    return row * max(1, min(max(2, limit // row), extents.num_tasklets))
 
 
 def _disk_owners(model: ModelFigures, training: Training) -> dict[str, int]:

@@ -227,7 +227,7 @@ class TensorStore:
         # What was given up has ended, too, but its memory is not free.
         if not self._interrupted or self.core.counters().num_given_up:
             return
-        for ticket in [ticket for ticket in self._interrupted if self.core.done(ticket)]:
+        for ticket in filter(self.core.done, list(self._interrupted)):
             self._release(ticket)
 
     def _release(self, ticket: int) -> None:

@@ -94,9 +94,6 @@ class Memory(Protocol):
     def address(self, piece: Piece) -> int:
         """Return the address of the piece's first element."""
 
-    def ready(self) -> Sequence[native.CudaEvent]:
-        """Return the points up to which a device may use the parameters, or be about to send their gradients."""
-
 
 class FlatMemory:
     """Memory that is contiguous for each sub-group.
@@ -114,7 +111,6 @@ class FlatMemory:
             assert flat.numel == sub_group.numel, (flat, sub_group)
         self.stream = None if link is None else link.stream
         self.keeps_parameters = True
-        self._link = link
         self.dtype = dtypes.pop() if dtypes else native.DType.FLOAT32
         # For each sub-group: the address that element 0 of the partition would have if the memory reached that far.
         size = DTYPE_BYTES[self.dtype]
@@ -123,9 +119,6 @@ class FlatMemory:
 
     def address(self, piece: Piece) -> int:
         return self._origins[piece.sub_group] + piece.begin * self._size
-
-    def ready(self) -> Sequence[native.CudaEvent]:
-        return () if self._link is None else self._link.points()
 
 
 class Compression(NamedTuple):

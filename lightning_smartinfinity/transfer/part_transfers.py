@@ -59,7 +59,7 @@ class PartTransfers:
             else:
                 count = min(numel // BLOCK_BYTES * BLOCK_BYTES, _PART_BYTES)
                 buffer = self._next_buffer()
-                buffer[:count].copy_(values[:count])
+                _copy(values[:count], buffer)
                 self._start(self._write(stored, buffer[:count], begin))
             begin, values = begin + count, values[count:]
 
@@ -76,7 +76,7 @@ class PartTransfers:
             buffer = self._next_buffer()
             memory = buffer[: whole_blocks(inside + count)]
             ticket = self._store.read(stored, memory, offset=begin - inside, io_class=native.IoClass.STATE)
-            self._start(ticket, partial(values[:count].copy_, buffer[inside : inside + count]))
+            self._start(ticket, partial(_copy, buffer[inside : inside + count], values))
             begin, values = begin + count, values[count:]
 
     def synchronize(self) -> None:
@@ -120,7 +120,7 @@ class PartTransfers:
         if self._held is None:
             self._held = (stored, block, inside, inside)
         end = inside + values.numel()
-        self._block[inside:end].copy_(values)
+        _copy(values, self._block[inside:])
         self._held = (stored, block, self._held[2], end)
         if end == BLOCK_BYTES or block + end == stored.nbytes:
             self._write_held()
@@ -135,7 +135,7 @@ class PartTransfers:
             self._start(self._store.read(stored, buffer, offset=block))
             while self._in_flight:
                 self._finish_first()
-        buffer[first:end].copy_(self._block[first:end])
+        _copy(self._block[first:end], buffer[first:])
         self._start(self._write(stored, buffer, block))
 
     def _finish_all_quietly(self) -> None:
@@ -143,3 +143,8 @@ class PartTransfers:
         while self._in_flight:
             with suppress(StorageError):
                 self._finish_first()
+
+
+def _copy(values: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy ``values`` to the begin of ``target``, both uint8, by this thread alone: torch would start more of them."""
+    target[: values.numel()].numpy()[:] = values.numpy()

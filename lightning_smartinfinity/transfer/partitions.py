@@ -74,8 +74,6 @@ class CudaPartition(ParameterMemory):
     waits_per_stream: ClassVar[bool] = True
 
     def submission(self, assignment: Assignment, staging: StagingMaker) -> DirectSubmission:
-        # Later, within backward, the current stream may be that on which gradients are copied.
-        self.link.notice()
         memory = FlatMemory(assignment.layout, self.flats, link=self.link)
         make_parts = partial(assignment.make_batch, memory)
         return DirectSubmission(assignment.device, make_parts, assignment.tasklets, link=self.link)

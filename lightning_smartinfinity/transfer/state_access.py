@@ -128,7 +128,7 @@ class StateAccess:
             layout=self._layout,
             make_batch=make_batch,
             tasklets=tasklets,
-            pieces=pieces,
+            pieces=lambda: pieces,
             direction=Direction.FROM_PARTITION,
         )
         sizes = [self._store.extents.extents[tasklet].nbytes for tasklet in tasklets]

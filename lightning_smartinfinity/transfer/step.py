@@ -67,6 +67,9 @@ class Step:
         self._staging = staging
         # Computed once: all parts of an incremental step must use the same places.
         self._places = places_of(store)
+        if plan.link is not None:
+            # Later, within backward, the current stream may be that on which gradients are copied.
+            plan.link.notice()
         self.batches = StepBatches(
             layout,
             self._places,
@@ -103,7 +106,7 @@ class Step:
             layout=self._layout,
             make_batch=make_batch,
             tasklets=self._tasklets,
-            pieces=self.batches.pieces,
+            pieces=lambda: self.batches.pieces,
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.transfer.batches import (
@@ -36,13 +37,10 @@ class StepBatches:
         last_use: Whether nobody needs gradients after their update.
 
     Attributes:
-        updates: The scalars with which each parameter is updated.
         last_use: As above, for the batches that are made from now on.
-        pieces: The partition cut by them; the key of a piece is its parameters' index into ``updates.steps``.
     """
 
-    updates: Updates
-    pieces: list[Piece]
+    _chosen: tuple[Updates, list[Piece]]
 
     def __init__(
         self,
@@ -62,15 +60,26 @@ class StepBatches:
         self._master_dtype = master_dtype
         self._window = plan.window
         self._windows: dict[int, native.GradientWindow | None] = {}
+        self._link = plan.link
+        self._points: dict[int, Sequence[native.CudaEvent]] = {}
         self.last_use = last_use
         # By tasklet index: after an interrupt, the same batch may be made a second time.
         self._sent: dict[int, native.Tasklet] = {}
         self.choose(updates)
 
     def choose(self, updates: Updates) -> None:
-        """Chooses the scalars of all batches made from now on."""
-        self.updates = updates
-        self.pieces = cut(self._layout, spans_of(self._layout, updates.keys))
+        """Choose the scalars of all batches made from now on; another thread may be making one."""
+        self._chosen = updates, cut(self._layout, spans_of(self._layout, updates.keys))
+
+    @property
+    def updates(self) -> Updates:
+        """The scalars with which each parameter is updated."""
+        return self._chosen[0]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The partition cut by them; the key of a piece is its parameters' index into ``updates.steps``."""
+        return self._chosen[1]
 
     @property
     def tasklets(self) -> list[int]:
@@ -83,13 +92,19 @@ class StepBatches:
         return sum(piece.end - piece.begin for piece in self.pieces if piece.key >= 0)
 
     def take_gradients(self, tasklets: Sequence[int]) -> None:
-        """Tell the memory of gradients that the step will use those of these tasklets, whenever it comes to them."""
+        """Note that the step will use the gradients of these tasklets, and replace their parameters.
+
+        The host is done with both. A device may still be about to send the gradients and to use the parameters, and
+        the memory of gradients has to keep them until the step comes to them.
+        """
         if self._window is not None:
             self._windows |= {index: self._window(index, self.last_use) for index in tasklets}
+        if self._link is not None:
+            self._points |= dict.fromkeys(tasklets, self._link.points())
 
     def update(self, outputs: Memory, tasklets: Sequence[int]) -> Iterable[native.Batch]:
         """Make the batch that updates these tasklets, in parts."""
-        gradients, compressed = self._gradients, self._compressed
+        (updates, pieces), gradients, compressed = self._chosen, self._gradients, self._compressed
         master_in_parameter = outputs.keeps_parameters and outputs.dtype == self._master_dtype
 
         def segment(offset: int, piece: Piece) -> native.Segment:
@@ -114,16 +129,16 @@ class StepBatches:
                 compression=Compression() if compressed is None else compressed.of(index),
                 gradient=self._windows.get(index),
             )
-            for index, segments in segments_of(self._layout, self.pieces, tasklets, segment=segment)
+            for index, segments in segments_of(self._layout, pieces, tasklets, segment=segment)
         ]
         batch = native.Batch(
             native.Operation.UPDATE,
             worked,
-            self.updates.steps,
+            updates.steps,
             outputs.stream,
             codec=None if compressed is None else compressed.codec,
             residual_scale=self._loss_scale,
-            ready=outputs.ready(),
+            ready=self._points_of(tasklets),
             slot_bytes=0 if outputs.stream is None else self._layout.extents.tasklet_numel * DTYPE_BYTES[outputs.dtype],
         )
         if compressed is None:
@@ -131,6 +146,11 @@ class StepBatches:
         if compressed.residual is not None:
             self._sent |= {tasklet.index: tasklet for tasklet in batch.tasklets}
         return compressed.encoded(batch)
+
+    def _points_of(self, tasklets: Sequence[int]) -> list[native.CudaEvent]:
+        """Return the points behind what a device does with these tasklets, each once."""
+        distinct = {id(points): points for points in map(self._points.get, tasklets) if points is not None}
+        return list(chain.from_iterable(distinct.values()))
 
     def read_back(self, outputs: Memory, tasklets: Sequence[int]) -> Iterable[native.Batch]:
         """Make the batch that reads the current masters of updated parameters back into the parameters."""

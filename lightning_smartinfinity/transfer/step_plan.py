@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.transfer.batches import Link
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.partitions import ParameterMemory
 from lightning_smartinfinity.transfer.tensors import Flat
@@ -33,6 +34,8 @@ class StepPlan:
         loss_scale: Loss scale of the gradients; the residual is unscaled.
         window: Returns what the update of a tasklet needs to know of its gradient, given its index and whether nobody
             needs the gradient afterwards; None: all gradients stay in memory.
+        link: Link to the CUDA device on which parameters are used and gradients made, and which may be behind the host;
+            None: there is none.
         first_uses: int64[num_parameters]: tasklets start in the order of the smallest of these numbers among their
             parameters; None means partition order. It changes no result.
     """
@@ -45,4 +48,5 @@ class StepPlan:
     compressed: CompressedGradients | None = None
     loss_scale: float = 1.0
     window: Callable[[int, bool], native.GradientWindow | None] | None = None
+    link: Link | None = None
     first_uses: NDArray[np.int64] | None = None

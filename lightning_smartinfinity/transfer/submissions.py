@@ -36,10 +36,10 @@ class Assignment:
     Args:
         device: The device that does the work, open and free.
         layout: The partition's layout.
-        make_batch: Makes the batch of some of the tasklets.
+        make_batch: Makes the batch of some of the tasklets. It may be called by another thread.
         tasklets: Indices of the tasklets, in the order in which they start.
-        pieces: The pieces of these tasklets, in partition order. Parameters of those with a negative key stay as they
-            are.
+        pieces: Returns the pieces of these tasklets, in partition order. Parameters of those with a negative key stay
+            as they are. It may be called by another thread.
         direction: The direction in which parameters travel.
     """
 
@@ -47,7 +47,7 @@ class Assignment:
     layout: PartitionLayout
     make_batch: BatchMaker
     tasklets: Sequence[int]
-    pieces: Sequence[Piece]
+    pieces: Callable[[], Sequence[Piece]]
     direction: Direction = Direction.TO_PARTITION
 
 
@@ -75,13 +75,13 @@ class Submission(ABC):
     def stop(self) -> None:
         """Start no more work and return when the device is free, even if work is left. Never raise these errors."""
 
+    @abstractmethod
     def extend(self, tasklets: Sequence[int]) -> None:
         """Start more tasklets, behind the present ones, and return at once."""
-        raise NotImplementedError("Only a submission straight into memory can be extended.")
 
+    @abstractmethod
     def prefer(self, tasklets: Sequence[int]) -> None:
         """Move these tasklets, in this order, ahead of the others that have not started."""
-        raise NotImplementedError("Only a submission straight into memory has an order that can change.")
 
 
 class DirectSubmission(Submission):

@@ -103,7 +103,7 @@ class StorageOptimizer(GradientPath):
         if self._offload.transfer.places_per_tasklet == 1:
             return "with TransferConfig(durability='none') a wrong speculative update could not be rolled back"
         if not self._outputs().allows_incremental:
-            return "parameters on storage, or which the update device cannot reach, are not updated within backward"
+            return "parameters that the update device cannot reach are not updated within backward"
         return None
 
     # ---- construction: what the base class calls from its constructor
@@ -143,7 +143,7 @@ class StorageOptimizer(GradientPath):
             group=self.dp_process_group,
         )
         self.rank_state.hold_handler(handler)
-        link = link_to(torch.device(get_accelerator().current_device_name()))
+        self._link = link = link_to(torch.device(get_accelerator().current_device_name()))
         with raising_together(self.dp_process_group):
             memory = self._gradient_memory(layout)
         dtype = self.gradient_accumulation_dtype
@@ -309,6 +309,7 @@ class StorageOptimizer(GradientPath):
             gradient_scale=1.0 / (loss_scale * clip_factor),
             compressed=self.rank_state.compressed,
             loss_scale=loss_scale,
+            link=self._link,
             first_uses=self.update.first_uses(),
         )
 

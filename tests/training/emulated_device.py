@@ -27,7 +27,7 @@ _NUM_STREAMS = 3
 
 
 class EmulatedDevice(FakeLink):
-    """The link of trainings in this process, to a device on which all parameters and gradients lie.
+    """The link of trainings in this process, to a device on which gradients lie, and parameters unless offloaded.
 
     Args:
         fake: The fake driver.
@@ -42,11 +42,17 @@ class EmulatedDevice(FakeLink):
         self._random = random.Random(seed)
         self._nothing = np.zeros(1, np.float32)
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let trainings use this device until the patches are undone."""
+    def install(self, monkeypatch: pytest.MonkeyPatch, *, offloads: bool = False) -> None:
+        """Let trainings use this device until the patches are undone.
+
+        Args:
+            monkeypatch: Makes and undoes the patches.
+            offloads: Whether parameters lie in host memory while nothing computes with them.
+        """
         monkeypatch.setattr(storage_optimizer, "link_to", lambda device: self)
         monkeypatch.setattr(partition, "link_to", lambda device: self)
-        monkeypatch.setattr(Partition, "lies_in_host_memory", False)
+        if not offloads:
+            monkeypatch.setattr(Partition, "lies_in_host_memory", False)
         monkeypatch.setattr(arena, "_is_plain", lambda gradient: False)
 
     def holds(self, tensor: torch.Tensor) -> bool:

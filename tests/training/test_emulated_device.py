@@ -29,7 +29,6 @@ from tests.transfer.wandering import Wandering
 __all__ = ["fake_cuda"]
 
 OVERLAPS = ("none", "forward", "backward")
-NAMES = [name for name in CASES if name != "nvme"]
 
 
 @pytest.fixture
@@ -40,14 +39,14 @@ def device(fake_cuda: FakeCuda) -> Iterator[EmulatedDevice]:
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("name", long_but(["32-true", "bf16-mixed"], NAMES))
+@pytest.mark.parametrize("name", long_but(["32-true", "bf16-mixed", "nvme", "cpu"], CASES))
 def test_same_bits(
     name: str, overlap: str, device: EmulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Accumulation, clipping, skipped steps, validation and unused parameters give the bits of the host."""
     recipe, options = CASES[name]
     straight = result(run_of(tmp_path / "host", recipe, "none", **options))
-    device.install(monkeypatch)
+    device.install(monkeypatch, offloads=name in ("cpu", "nvme"))
     assert_same(result(run_of(tmp_path / "device", recipe, overlap, delays=1, **options)), straight)
 
 
@@ -108,7 +107,7 @@ def test_any_program_gives_the_same_bits(fake_cuda: FakeCuda, tmp_path: Path, mo
             patch.setattr(GradientPath, "bypasses_buckets", drawn.bypasses_buckets)
             straight = programs.train(programs.straight_of(drawn), tmp_path / f"{seed} straight")
             device = EmulatedDevice(fake_cuda, seed=seed)
-            device.install(patch)
+            device.install(patch, offloads="offload_param" in drawn.zero)
             left = programs.train(drawn, tmp_path / f"{seed}", programs.Faulty(seed=seed))
             device.close()
         programs.assert_same(left, straight)

@@ -20,7 +20,7 @@ from lightning_smartinfinity.zero3.step.speculation import Speculation
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
-from tests.training.test_overlap import BF16, CASES, SMALL_RING, FailAt, assert_same, result
+from tests.training.test_overlap import BF16, CASES, NVME, SMALL_RING, FailAt, assert_same, result
 from tests.training.worker import Run, train
 
 # Gradients leave during backward, about one layer at a time.
@@ -47,17 +47,19 @@ def test_same_bits(name: str, tmp_path: Path) -> None:
     assert_same(result(run_of(tmp_path / "overlapped", recipe, "backward", delays=1, **options)), straight)
 
 
-def guesses(root: Path, recipe: Recipe) -> tuple[int, int]:
+def guesses(root: Path, recipe: Recipe, **options: Any) -> tuple[int, int]:
     """Return how many speculative updates were kept and how many were wrong."""
-    _, trainer, _ = train(run_of(root, recipe, "backward"))
+    _, trainer, _ = train(run_of(root, recipe, "backward", **options))
     speculation = trainer.strategy.optimizers[0].speculation
     trainer.strategy.close()  # type: ignore[attr-defined]
     return speculation.num_adopted, speculation.num_discarded
 
 
-def test_a_plain_loop_is_guessed_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize("zero", [{}, NVME], ids=["in memory", "on storage"])
+def test_a_plain_loop_is_guessed_right(zero: dict[str, Any], tmp_path: Path) -> None:
     """Every step of a plain loop keeps its speculative update, and none is rolled back."""
-    assert guesses(tmp_path, dataclasses.replace(BF16, accumulate=2)) == (BF16.max_steps, 0)
+    recipe = dataclasses.replace(BF16, accumulate=2, width=64)
+    assert guesses(tmp_path, recipe, zero=zero) == (BF16.max_steps, 0)
 
 
 def test_clipping_that_is_always_active_ends_the_guessing(tmp_path: Path) -> None:

@@ -140,8 +140,8 @@ def program(seed: int) -> Program:
     zero: dict[str, Any] = {"reduce_bucket_size": 4000}
     if choose.random() < 0.5:
         zero["stage3_param_persistence_threshold"] = 0
-    if choose.random() < 0.2:
-        zero["offload_param"] = {"device": "cpu"}
+    if choose.random() < 0.4:
+        zero["offload_param"] = {"device": choose.choice(["cpu", "nvme"])}
     transfer: dict[str, Any] = {"tasklet_bytes": 64 * 1024, "num_buffers": choose.choice([2, 3, 5])}
     if choose.random() < 0.3:
         transfer["dram_cache_bytes"] = choose.choice([100_000, 10**7])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.cuda import CudaLink
-from lightning_smartinfinity.transfer.partitions import CudaPartition
+from lightning_smartinfinity.transfer.partitions import ParameterMemory
+from lightning_smartinfinity.transfer.step_plan import StepPlan
 from tests.native.fake_cuda import FakeCuda
 from tests.transfer.harness import Case, Run
 
@@ -79,11 +82,12 @@ class FakeLink(CudaLink):
 
 
 class CudaRun(Run):
-    """A run whose partition and gradients are on the fake device."""
+    """A run whose gradients are on the fake device, and its partition, too, if that is wanted."""
 
-    def __init__(self, folder: Path, case: Case, link: FakeLink) -> None:
+    def __init__(self, folder: Path, case: Case, link: FakeLink, *, on_device: bool = True, **options: Any) -> None:
         self.link = link
-        super().__init__(folder, case)
+        self.on_device = on_device
+        super().__init__(folder, case, **options)
 
     def make_arena(self) -> GradientArena:
         return GradientArena(self.layout, dtype=self.case.gradient_dtype, link=self.link)
@@ -91,5 +95,10 @@ class CudaRun(Run):
     def send(self, parameter: int, gradient: torch.Tensor) -> None:
         super().send(parameter, self.link.on_device(gradient))
 
-    def outputs(self) -> CudaPartition:
+    def outputs(self) -> ParameterMemory:
+        if not self.on_device:
+            return super().outputs()
         return self.link.partition([self.link.on_device(tensor) for tensor in self.partition])
+
+    def plan(self) -> StepPlan:
+        return replace(super().plan(), link=self.link)

@@ -235,15 +235,16 @@ def _stepped_on_host(folder: Path, case: Case, num_steps: int) -> dict[str, torc
         return run.state()
 
 
+@pytest.mark.parametrize("home", ["device", "host", "staged"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", long_but(range(2), range(20)))
 def test_updates_within_backward_give_the_bits_of_the_host(
-    tmp_path: Path, start: Callable[[Case], CudaRun], fake_cuda: FakeCuda, dtype: torch.dtype, seed: int
+    tmp_path: Path, link: FakeLink, fake_cuda: FakeCuda, home: str, dtype: torch.dtype, seed: int
 ) -> None:
     """Tasklets are added while their gradients still travel and the device still uses the parameters."""
-    case = SMALL_RING.but(dtype=dtype, cache_bytes=200_000 * (seed % 2))
+    case = SMALL_RING.but(dtype=dtype, cache_bytes=200_000 * (seed % 2), staged=home == "staged")
     expected = _stepped_on_host(tmp_path / "host", case, 3)
-    random, run = np.random.default_rng(seed), start(case)
+    random, run = np.random.default_rng(seed), CudaRun(tmp_path / "device", case, link, on_device=home == "device")
     fake_cuda.delay(seed, 500)
     inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
     for number, is_taken in ((0, False), (0, True), (1, True), (2, False), (2, True)):
@@ -265,6 +266,7 @@ def test_updates_within_backward_give_the_bits_of_the_host(
         run.link.wait()
         assert not seen or torch.equal(torch.cat(seen), before["partition"])
     assert_equal(run.state(), expected)
+    run.close()
 
 
 def test_an_update_waits_for_every_stream(start: Callable[[Case], CudaRun], link: FakeLink) -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from threading import Thread
+from typing import ClassVar
 
 import pytest
 import torch
 
 from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.native import Batch
 from lightning_smartinfinity.transfer.staging import StagingBuffer, TensorPartition
 from lightning_smartinfinity.transfer.tensors import native_dtype
 from tests.helpers.native_testing import inject
+from tests.helpers.waiting import await_that
 from tests.transfer.harness import Case, Run, assert_equal, layout_of, running
 
-# There are several waves, so that each half of the buffer is used again.
+# There are more tasklets than rows, so that each row is used again.
 SMALL_RING = Case(staged=True, num_buffers=2, shapes=((60_000, 0, 0, 0), (3, 0, 1, 0), (50_000, 3, 1, 1)))
 
 
@@ -26,8 +33,8 @@ class LatePartition(TensorPartition):
         self._late: list[Callable[[], None]] = []
 
     def put(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
-        put = super().put
-        self._late.append(lambda: put(sub_group, offset, values))
+        put, copied = super().put, values.clone()  # the buffer may be filled again
+        self._late.append(lambda: put(sub_group, offset, copied))
 
     def get(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
         get = super().get
@@ -65,8 +72,8 @@ def test_staging_is_not_overwritten_before_it_was_copied(tmp_path: Path, dtype: 
     run.close()
 
 
-def test_failure_between_waves(tmp_path: Path) -> None:
-    """If a wave fails, the parameters of earlier waves are rolled back as well."""
+def test_failure_in_the_middle(tmp_path: Path) -> None:
+    """If a tasklet fails, the parameters of earlier ones are rolled back as well."""
     with running(tmp_path, SMALL_RING) as run:
         before, plan = run.state(), run.collect(1)
         inject(run.device.pipeline, fail_write_at=7)
@@ -81,15 +88,114 @@ def test_failure_between_waves(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("nbytes", [0, 90_000, 1 << 30])
 def test_buffer_is_bounded(dtype: torch.dtype, nbytes: int) -> None:
-    """The buffer holds at most the allowed bytes or the partition twice, and at least a tasklet in each half."""
+    """The buffer holds at most the allowed bytes or the partition once, and at least two tasklets."""
     layout = layout_of(Case())
     buffer = StagingBuffer(layout, dtype=native_dtype(dtype), nbytes=nbytes)
     tasklet_bytes = layout.extents.tasklet_numel * dtype.itemsize
-    assert buffer.nbytes == 2 * buffer.tasklets_per_wave * tasklet_bytes
-    assert 1 <= buffer.tasklets_per_wave <= len(layout.tasklets)
+    assert buffer.nbytes == buffer.num_rows * tasklet_bytes
+    assert 2 <= buffer.num_rows <= len(layout.tasklets)
     assert buffer.nbytes <= max(nbytes, 2 * tasklet_bytes)
-    halves = [buffer.half(index).data_ptr() for index in range(3)]
-    assert halves[0] == halves[2] != halves[1]
+    assert len({buffer.row(index).data_ptr() for index in range(buffer.num_rows)}) == buffer.num_rows
+
+
+def test_the_update_goes_on_by_itself(tmp_path: Path) -> None:
+    """All tasklets are updated and in the partition though nobody waits for any of them."""
+    with running(tmp_path / "straight", SMALL_RING) as run:
+        run.step(1)
+        expected = run.state()["partition"]
+    with running(tmp_path / "staged", SMALL_RING) as run:
+        run.handler.begin_step(run.collect(1))
+        await_that(lambda: torch.equal(torch.cat(run.partition), expected), seconds=30)
+        run.handler.commit()
+
+
+def test_what_is_waited_for_goes_first(tmp_path: Path) -> None:
+    """A tasklet that is waited for is submitted before those that have no row yet."""
+    shapes = ((60_000, 0, 0, 0), (50_000, 0, 0, 0))
+    with running(tmp_path, SMALL_RING.but(shapes=shapes)) as run:
+        given: set[int] = set()
+
+        def noting(call: Callable[[Batch], None]) -> Callable[[Batch], None]:
+            def noted(batch: Batch) -> None:
+                given.update(tasklet.index for tasklet in batch.tasklets)
+                call(batch)
+
+            return noted
+
+        run.device.submit = noting(run.device.submit)  # type: ignore[method-assign]
+        run.device.extend = noting(run.device.extend)  # type: ignore[method-assign]
+        inject(run.device.pipeline, max_delay_us=20_000, seed=1)
+        run.handler.begin_step(run.collect(1))
+        run.handler.step.wait([1])
+        assert given >= set(run.layout.tasklets_of(slice(1, 2)))
+        assert len(given) < len(run.layout.tasklets)
+        run.handler.commit()
+
+
+class FullPartition(TensorPartition):
+    """A partition on a full disk, or one that has a bug."""
+
+    error: ClassVar[BaseException] = StorageError("The disk is full.", "Free space.")
+
+    def put(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
+        if offset > 20_000:
+            raise self.error
+        super().put(sub_group, offset, values)
+
+
+@pytest.mark.parametrize("error", [FullPartition.error, MemoryError("a bug")], ids=["storage", "bug"])
+def test_parameters_that_cannot_be_put(tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is raised by whoever waits next, and the step can be rolled back and repeated."""
+    monkeypatch.setattr(FullPartition, "error", error)
+    with running(tmp_path, SMALL_RING) as run:
+        before, plan = run.state(), run.collect(1)
+        full = replace(plan, outputs=FullPartition(run.partition))
+        run.handler.begin_step(full)
+        with pytest.raises(type(error)):
+            run.handler.step.wait()
+        with pytest.raises(type(error)):
+            run.handler.commit()
+        monkeypatch.setattr(FullPartition, "put", TensorPartition.put)
+        run.handler.roll_back()
+        assert_equal(run.state(), before)
+        run.step(1)
+
+
+def test_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step fails by an error of ours that says what to do, and can be repeated."""
+
+    def refuse(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with running(tmp_path, SMALL_RING) as run:
+        before, plan = run.state(), run.collect(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Thread, "start", refuse)
+            with pytest.raises(StorageError, match="ulimit -u"):
+                run.handler.begin_step(plan)
+        run.handler.roll_back()
+        assert_equal(run.state(), before)
+        run.step(1)
+
+
+@pytest.mark.parametrize("end", ["commit", "roll_back"])
+def test_threads_end_with_their_steps(tmp_path: Path, end: str) -> None:
+    """No thread of a step is left, and calls after its end return at once."""
+    with running(tmp_path, SMALL_RING) as run:
+        run.handler.begin_step(run.collect(1))
+        step = run.handler.step
+        if end == "commit":
+            run.handler.finish()
+            began = time.monotonic()
+            run.handler.finish()
+            step.wait()
+            assert time.monotonic() - began < 0.5
+        getattr(run.handler, end)()
+        await_that(lambda: not of_staging(), seconds=5)
+
+
+def of_staging() -> list[Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "smart-infinity-staging"]
 
 
 def test_masters_in_fp32_come_from_storage_not_from_the_partition(tmp_path: Path) -> None:

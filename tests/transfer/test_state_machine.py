@@ -263,15 +263,16 @@ def test_power_durability_flushes_state_before_the_record(tmp_path: Path) -> Non
         assert commit_path.read_bytes() != before
 
 
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_an_incremental_step(tmp_path: Path, seed: int) -> None:
+def test_an_incremental_step(tmp_path: Path, seed: int, staged: bool) -> None:
     """Tasklets opened one by one and completed later give the bits of an ordinary step."""
     random = np.random.default_rng(seed)
-    dtype = torch.bfloat16 if seed % 2 else torch.float32
-    with running(tmp_path / "plain", Case(dtype=dtype)) as run:
+    case = Case(dtype=torch.bfloat16 if seed % 2 else torch.float32, staged=staged)
+    with running(tmp_path / "plain", case) as run:
         run.step(1)
         expected = run.state()
-    with running(tmp_path / "incremental", Case(dtype=dtype, num_buffers=2)) as run:
+    with running(tmp_path / "incremental", case.but(num_buffers=2)) as run:
         inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
         plan = run.collect(1)
         run.handler.begin_incremental(replace(plan, active=np.ones_like(plan.active)))
@@ -302,15 +303,16 @@ def test_a_completed_step_goes_on_with_what_is_used_first(tmp_path: Path) -> Non
         assert [listed[position] for position in preferred[0]] == [t for t in tasklets if t in listed]
 
 
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("changed", ["a gradient scale", "a learning rate", "a parameter that turns out inactive"])
-def test_a_step_that_began_otherwise_is_rolled_back(tmp_path: Path, changed: str) -> None:
+def test_a_step_that_began_otherwise_is_rolled_back(tmp_path: Path, changed: str, staged: bool) -> None:
     """An incremental step that does not fit the final plan is refused, rolled back and repeated exactly."""
     with running(tmp_path / "plain", Case()) as run:
         plan = run.collect(1)
         run.handler.begin_step(replace(plan, gradient_scale=0.125) if "scale" in changed else plan)
         run.handler.commit()
         expected = run.state()
-    with running(tmp_path / "incremental", Case(num_buffers=2)) as run:
+    with running(tmp_path / "incremental", Case(num_buffers=2, staged=staged)) as run:
         before, plan = run.state(), run.collect(1)
         everything = replace(plan, active=np.ones_like(plan.active))
         if changed == "a learning rate":

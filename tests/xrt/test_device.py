@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,15 @@ from lightning_smartinfinity.store.record import encode_record
 from tests.helpers.card_runs import OPTIMIZERS, cards, same_as_host, settled_host
 from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
+from tests.native.cuda_fixture import fake_cuda
+from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import align
+from tests.transfer.fake_link import CudaRun, FakeLink
 from tests.transfer.harness import Case, running
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.long_run import DTYPES, compare
+
+__all__ = ["fake_cuda"]
 
 pytestmark = RunIf(xrt=True)
 
@@ -174,9 +180,33 @@ def test_an_incremental_step(tmp_path: Path, emulated_cards: EmulatedCards) -> N
         same_as_host(run, host)
 
 
+def test_gradients_that_are_still_on_their_way(
+    tmp_path: Path, emulated_cards: EmulatedCards, fake_cuda: FakeCuda
+) -> None:
+    """A tasklet goes to a card when a CUDA device has sent its gradients, though the host has long gone on."""
+    case, link = Case(num_devices=2), FakeLink(fake_cuda)
+    device = cards(emulated_cards.build.xclbin)
+    run = CudaRun(tmp_path / "card", case, link, on_device=False, device=device)
+    with running(tmp_path / "host", case, device=settled_host) as host:
+        for step in range(2):
+            for each in (run, host):
+                each.arena.reset()
+                plan = replace(each.plan(), active=np.ones(len(each.parameters), np.bool_))
+                each.handler.begin_incremental(plan)
+                for index, parameter in enumerate(each.layout.parameters):
+                    gradient = link.on_device(torch.linspace(-1, step, parameter.real_numel))
+                    each.arena.arrive(index, link.copy(gradient, us=20_000) if each is run else gradient)
+                each.handler.step.extend(list(range(len(each.layout.tasklets))))
+                assert each.handler.step.complete(plan)
+                each.handler.commit()
+        same_as_host(run, host)
+    run.close()
+    link.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_staged_parameters(tmp_path: Path, emulated_cards: EmulatedCards, dtype: torch.dtype) -> None:
-    """Staged parameters pass through a buffer in waves, as those on storage or on a GPU do."""
+    """Staged parameters pass through a buffer, as those on storage or on a GPU do."""
     case = Case(dtype=dtype, num_devices=2, staged=True)
     with (
         running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin)) as run,

@@ -169,10 +169,13 @@ class SmartSSDDevice(StorageDevice):
             self._host.submit(batch)
 
     def extend(self, more: native.Batch) -> None:
-        assert self._on_host is not None, "only updates are extended"
         self._resume()
-        self._require_no_late_write(more.tasklets)
-        self._distribute(more)
+        if more.operation in _WRITING:
+            self._require_no_late_write(more.tasklets)
+        if self._on_host is not None:
+            self._distribute(more)
+        else:
+            self._host.extend(more)
 
     def _require_no_late_write(self, tasklets: Sequence[native.Tasklet]) -> None:
         """Raise if an abandoned write may still reach the place that one of these tasklets will write to.
@@ -186,6 +189,8 @@ class SmartSSDDevice(StorageDevice):
                 raise _unfinished_write(worker, late)
 
     def _distribute(self, batch: native.Batch) -> None:
+        for point in batch.ready:
+            point.synchronize()  # what is sent to a card leaves at once, and gradients may still be on their way
         terms = Terms(batch.steps, batch.codec, batch.residual_scale)
         works = [Work(self._num_works + number, tasklet, terms) for number, tasklet in enumerate(batch.tasklets)]
         self._num_works += len(works)

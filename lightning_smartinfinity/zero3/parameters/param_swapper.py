@@ -98,6 +98,7 @@ class ParameterSwapper:
         self._memory = native.MemoryPool()
         self._store: TensorStore | None = None
         self._parts: PartTransfers | None = None
+        self._parts_of_update: PartTransfers | None = None
         self._held: dict[int, _Held] = {}
         self._largest_bytes = 0
         self._itemsize = 0
@@ -136,6 +137,14 @@ class ParameterSwapper:
         return self._parts
 
     @property
+    def parts_of_update(self) -> PartTransfers:
+        """As :attr:`parts`, for the thread that moves the parameters of an update."""
+        store = self.store
+        if self._parts_of_update is None:
+            self._parts_of_update = PartTransfers(store)
+        return self._parts_of_update
+
+    @property
     def storage_bytes(self) -> int:
         """Bytes of parameters on storage."""
         return 0 if self._store is None or self.closed else self._store.storage_bytes
@@ -143,7 +152,9 @@ class ParameterSwapper:
     @property
     def host_bytes(self) -> int:
         """Host memory of all buffers."""
-        return self._memory.nbytes + (self._parts.nbytes if self._parts is not None else 0)
+        return self._memory.nbytes + sum(
+            parts.nbytes for parts in (self._parts, self._parts_of_update) if parts is not None
+        )
 
     @property
     def limit_bytes(self) -> int:

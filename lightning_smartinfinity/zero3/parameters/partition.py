@@ -97,7 +97,7 @@ class Partition:
         if flats is not None and self.lies_in_host_memory:
             return HostPartition([flat_of(flat) for flat in flats])
         link = link_to(flats[0].device) if flats is not None and by_cuda else None
-        return self._staged() if flats is None or link is None else link.partition(flats)
+        return self._staged(of_update=True) if flats is None or link is None else link.partition(flats)
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return elements ``[begin, end)`` of the flat partition, in host memory and the parameters' dtype."""
@@ -137,12 +137,15 @@ class Partition:
         if swapper is not None:
             swapper.release_prefetched()
 
-    def _staged(self) -> StagedPartition:
+    def _staged(self, *, of_update: bool = False) -> StagedPartition:
+        """Return access to the parameters: for the thread of an update, or for the caller's."""
         flats, swapper = self._whole_flats(), self._swapper()
         if flats is not None:
             return TensorPartition(flats)
         assert swapper is not None
-        return StoredPartition(self._flats, self._params, dtype=self.dtype, swapper=swapper)
+        swapper.release_prefetched()
+        parts = swapper.parts_of_update if of_update else swapper.parts
+        return StoredPartition(self._flats, self._params, dtype=self.dtype, parts=parts)
 
     def _whole_flats(self) -> list[torch.Tensor] | None:
         """Return the flat tensors; None if a sub-group has none, since parameters of it lie on storage."""

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from lightning_smartinfinity.transfer.part_transfers import PartTransfers
 from lightning_smartinfinity.transfer.staging import StagedPartition
 from lightning_smartinfinity.transfer.tensors import native_dtype
-from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
+from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["StoredPartition"]
@@ -19,13 +20,13 @@ class StoredPartition(StagedPartition):
     """A partition whose sub-groups lie in memory and on storage.
 
     DeepSpeed keeps a flat tensor for the sub-groups that fit into ``max_in_cpu``. In the others each parameter lies by
-    itself: on storage, or in memory if it is small. Every parameter is partitioned while this is in use.
+    itself: on storage, or in memory if it is small. No parameter that is written here is being read, or read ahead.
 
     Args:
         flats: Each sub-group's flat tensor, or None if it has none.
         params: Each sub-group's parameters.
         dtype: The parameters' dtype.
-        swapper: Swapper of the parameters on storage.
+        parts: Access to parts of the parameters on storage, which the same thread uses.
     """
 
     def __init__(
@@ -34,14 +35,13 @@ class StoredPartition(StagedPartition):
         params: Sequence[Sequence[ZeroParameter]],
         *,
         dtype: torch.dtype,
-        swapper: ParameterSwapper,
+        parts: PartTransfers,
     ) -> None:
         self.dtype = native_dtype(dtype)
         self._flats = flats
         self._params = params
         self._starts = [_starts(of_group) for of_group in params]
-        swapper.release_prefetched()
-        self._parts = swapper.parts
+        self._parts = parts
 
     def put(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
         for param, begin, part in self._split(sub_group, offset, values):
