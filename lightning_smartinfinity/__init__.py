@@ -14,7 +14,7 @@ from lightning_smartinfinity import _autoload, checkpoint_hint
 if TYPE_CHECKING:
     from lightning_smartinfinity.callbacks import StorageTrafficMonitor
     from lightning_smartinfinity.compression import BlockScaled, TopK
-    from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
+    from lightning_smartinfinity.config import PlanConfig, SmartSSDConfig, TransferConfig
     from lightning_smartinfinity.errors import (
         CheckpointError,
         CheckpointNotFoundError,
@@ -44,6 +44,7 @@ __all__ = [
     "ConfigError",
     "CudaError",
     "DeviceError",
+    "PlanConfig",
     "RandomStates",
     "RankLostError",
     "SmartInfinityError",
@@ -70,6 +71,7 @@ _HOMES = {
     "ConfigError": "errors",
     "CudaError": "errors",
     "DeviceError": "errors",
+    "PlanConfig": "config",
     "RandomStates": "rng",
     "RankLostError": "errors",
     "SmartInfinityError": "errors",

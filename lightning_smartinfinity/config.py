@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from lightning_smartinfinity.checks import (
 )
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native import MAX_BUFFERS, MAX_THREADS
+from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.wrong_names import named_settings
 
 __all__ = [
@@ -37,9 +38,11 @@ __all__ = [
     "LOCAL_FOLDER",
     "MAX_CARD_NUMBER",
     "NUM_BUFFERS",
+    "PlanConfig",
     "SmartSSDConfig",
     "TransferConfig",
     "launched_as",
+    "plan_config",
     "resolved_folder",
     "smartssd_config",
     "storage_folders",
@@ -65,6 +68,7 @@ _MIN_TASKLET_BYTES, _MAX_TASKLET_BYTES = 64 * 1024, 1 << 60
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")  # Path has made one slash of two
 _OF_THE_FILE_SYSTEM = "lost+found"  # a folder in the root of many file systems
 _MAX_TIMEOUT = 2_147_483  # XRT counts milliseconds in an int
+_MOST_TOKENS = 10**9
 
 
 def _is_folder_name(value: object) -> bool:
@@ -128,6 +132,14 @@ _FOLDERS = Rule(
     ),
     "names no folder",
     _listed,
+)
+
+
+_FORMATS = Rule(
+    f"Pass a list of {', '.join(map(repr, STATE_FORMATS))}",
+    lambda names: isinstance(names, (list, tuple)) and all(name in STATE_FORMATS for name in names),
+    "names no state formats",
+    tuple,
 )
 
 
@@ -296,6 +308,67 @@ class SmartSSDConfig:
             timeout=positive(_MAX_TIMEOUT),
             binding=one_of("auto", "native", "pyxrt"),
         )
+
+
+@named_settings
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Tells ``plan="auto"`` what it cannot see by itself, and what it may use.
+
+    Sizes are bytes, or text such as ``"64GB"``.
+
+    Args:
+        model: Model that will be trained, as ``smart-infinity plan`` takes it: folder or name of a Hugging Face model,
+            ``package.module:Class``, or a number of parameters such as ``"7B"``. None: the module itself is looked at,
+            before it is built where ``configure_model`` builds it.
+        batch: Sequences of a micro-batch, per process.
+        seq: Tokens of a sequence.
+        state_formats: State formats that may be chosen where that of ``state_format`` does not fit, in this order.
+        host_memory: Memory that all processes of a machine may use together. None: nine tenths of what is free.
+        gpu_memory: Memory of each GPU that may be used. None: nine tenths of it.
+        disk: Space that may be used on the storage of a machine. None: nine tenths of what is free.
+
+    Raises:
+        ConfigError: A setting is unknown, out of range or not one of those above.
+    """
+
+    model: str | None = None
+    batch: int = 1
+    seq: int = 512
+    state_formats: Sequence[str] = ()
+    host_memory: int | str | None = None
+    gpu_memory: int | str | None = None
+    disk: int | str | None = None
+
+    def __post_init__(self) -> None:
+        size = optional(num_bytes(1))
+        require(
+            self,
+            model=optional(Rule("Pass a folder, a class or a number of parameters", _names_file, "names no model")),
+            batch=between(1, _MOST_TOKENS),
+            seq=between(1, _MOST_TOKENS),
+            state_formats=_FORMATS,
+            host_memory=size,
+            gpu_memory=size,
+            disk=size,
+        )
+
+
+def plan_config(plan: PlanConfig | Mapping[str, Any] | str | None, *, owner: str) -> PlanConfig | None:
+    """Return what the setting ``plan`` asks for: settings, a dict of them, ``"auto"`` for the defaults, or None.
+
+    Args:
+        plan: The setting.
+        owner: Class to which it was passed, for the error.
+
+    Raises:
+        ConfigError: It is something else, or a setting in it is unknown or out of range.
+    """
+    if plan == "auto":
+        return PlanConfig()
+    rule = replace(optional(settings_of(PlanConfig)), remedy="Pass 'auto', or a PlanConfig or a dict of its settings")
+    config: PlanConfig | None = check(owner, "plan", plan, rule)
+    return config
 
 
 def transfer_config(transfer: TransferConfig | Mapping[str, Any] | None, *, owner: str) -> TransferConfig:

@@ -16,14 +16,16 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities import rank_zero_info
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.wrappers import _unwrap_objects, is_wrapped
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
+from lightning_smartinfinity.automatic_plan import Surroundings
 from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
+from lightning_smartinfinity.config import PlanConfig, SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.fabric_state import (
     move_into,
@@ -91,6 +93,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         activations: object | None = None,
         transfer: TransferConfig | Mapping[str, Any] | None = None,
         zero: Mapping[str, Any] | None = None,
+        plan: PlanConfig | Mapping[str, Any] | str | None = None,
         watchdog_timeout: float | None = 30.0,
         **options: Unpack[FabricOptions],
     ) -> None:
@@ -113,6 +116,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             activations=activations,
             transfer=transfer,
             zero=zero,
+            plan=plan,
             watchdog_timeout=watchdog_timeout,
         )
         self._take_settings(settings)
@@ -242,6 +246,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def module_sharded_context(self) -> Iterator[None]:
         self._choose_storage(Path.cwd())
+        self._plan(None, self._surroundings())
         with self._building(super().module_sharded_context, None):
             yield
 
@@ -275,10 +280,22 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             self._choose_storage(Path.cwd())
             with self._parameters_on_storage(model), evaluation_engine():
                 return initialize(model)
+        if not hasattr(next(model.parameters(), None), "ds_id"):  # else it has been partitioned as planned before
+            self._plan(model, self._surroundings())
         engine, _ = self._build_engine(model, optimizer, lambda: initialize(model, optimizer)[:2])
         self._recording.end()
         self._awaits_load = self._recording.resumes
         return engine, EngineOptimizer(engine), scheduler
+
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(
+            precision=self.precision.precision,
+            accumulate=2,  # any number: gradients of several micro-batches take more memory
+            processes=self.num_processes,
+            nodes=self.num_nodes,
+            on_gpu=self._on_cuda,
+            tell=rank_zero_info,
+        )
 
     @override
     def backward(self, tensor: torch.Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from lightning_smartinfinity.automatic_plan import Surroundings, plan_training
 from lightning_smartinfinity.checks import check, instance, optional
 from lightning_smartinfinity.config import resolved_folder
 from lightning_smartinfinity.devices.base import Traffic
@@ -65,7 +66,8 @@ class NearStorage(ABC):
             require_xclbin_named(settings.smartssd)
         if settings.update_device == "host" and settings.smartssd is not None:
             warnings.warn("smartssd=... is ignored with update_device='host'.", stacklevel=3)
-        self._settings = settings
+        self._settings = self._asked = settings
+        self._planned_for: weakref.ref[torch.nn.Module] | None = None
         self._idle_key: tuple[tuple[Path, ...], str] | None = None
         self._local_world_size, self._on_cuda = 1, False
         # The engine of the last training. Later runs may replace the strategy's engine, but only this one can save.
@@ -333,6 +335,28 @@ class NearStorage(ABC):
             setting = f"{type(self).__name__}(storage=None) means a folder below {str(root)!r}, which"
             folder = resolved_folder(root, setting=setting) / "smart_infinity"
             self._settings = replace(self._settings, storage=(folder,))
+
+    def _plan(self, module: torch.nn.Module | None, around: Surroundings) -> None:
+        """Choose what the user left open, if ``plan`` says so, once for each module. Collective.
+
+        Args:
+            module: The module that will be trained, if it is known.
+            around: What is known of the training.
+        """
+        known = None if self._planned_for is None else self._planned_for()
+        if self._asked.plan is None or (known is not None and known is module):
+            return
+        from lightning_smartinfinity.zero3.validation import check_zero_section
+
+        settings = plan_training(replace(self._asked, storage=self._settings.storage), module, around)
+        self._settings = settings
+        self._planned_for = None if module is None else weakref.ref(module)
+        owner = type(self).__name__
+        built = build_deepspeed_config(settings.zero, parameter_bytes=settings.transfer.parameter_bytes, owner=owner)
+        section = self._engine_config["zero_optimization"]
+        section.clear()
+        section.update(built["zero_optimization"])
+        check_zero_section(section, owner=owner)
 
     def _begin_watch(self) -> None:
         """Watch the other ranks until this ends or is closed. This is a collective."""

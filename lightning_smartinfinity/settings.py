@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 from lightning_smartinfinity.checks import STRATEGY, Rule, among, as_passed, instance, number, one_of, optional, require
 from lightning_smartinfinity.compression import CODEC, GradientCodec
 from lightning_smartinfinity.config import (
+    PlanConfig,
     SmartSSDConfig,
     TransferConfig,
+    plan_config,
     resolved_folder,
     smartssd_config,
     storage_folders,
@@ -73,6 +75,10 @@ class StrategySettings:
         transfer: Ring size, I/O engine, state kept in host memory, durability, direct I/O, and name and lifetime of
             the files, as a :class:`TransferConfig` or a dict such as ``{"num_buffers": 8}``.
         zero: Further keys of DeepSpeed's ``zero_optimization`` section, such as ``reduce_bucket_size``.
+        plan: ``"auto"`` lets memory be planned when a fit begins: where parameters lie, and the budgets of ``transfer``
+            and ``zero`` that are left open, by the memory and the storage that are free. What was chosen is printed.
+            A :class:`PlanConfig`, or a dict such as ``{"batch": 8, "seq": 2048}``, says more of the training. None
+            leaves all at the defaults.
         watchdog_timeout: Seconds after which a rank whose process does not answer is lost, so that all ranks end. None
             or 0 for no watch over the ranks.
 
@@ -89,6 +95,7 @@ class StrategySettings:
     activations: object | None = None
     transfer: TransferConfig = field(default_factory=TransferConfig)
     zero: Mapping[str, Any] | None = None
+    plan: PlanConfig | None = None
     watchdog_timeout: float | None = 30.0
     owner: InitVar[str] = STRATEGY  # class that the user called, with which errors begin
 
@@ -102,6 +109,7 @@ class StrategySettings:
             activations=_UNAVAILABLE,
             transfer=instance(TransferConfig),
             zero=optional(_SECTION),
+            plan=optional(instance(PlanConfig)),
             watchdog_timeout=optional(_WATCHDOG),
         )
         if self.update_device == "smartssd" and not STATE_FORMATS[self.state_format].on_cards:
@@ -113,7 +121,9 @@ class StrategySettings:
             )
 
 
-def given_settings(owner: str, *, storage: object, smartssd: Any, transfer: Any, **others: Any) -> StrategySettings:
+def given_settings(
+    owner: str, *, storage: object, smartssd: Any, transfer: Any, plan: Any, **others: Any
+) -> StrategySettings:
     """Return the settings that a user gives to a class: folders of any form, other settings as objects or dicts.
 
     Args:
@@ -121,6 +131,7 @@ def given_settings(owner: str, *, storage: object, smartssd: Any, transfer: Any,
         storage: Folder, or list of folders.
         smartssd: Settings for SmartSSDs, or a dict of them.
         transfer: Settings of the transfer, or a dict of them.
+        plan: Settings of the plan, a dict of them, or ``"auto"``.
         **others: Settings that are kept as they are given.
 
     Raises:
@@ -130,6 +141,7 @@ def given_settings(owner: str, *, storage: object, smartssd: Any, transfer: Any,
         storage=storage_folders(storage, owner=owner),
         smartssd=smartssd_config(smartssd, owner=owner),
         transfer=transfer_config(transfer, owner=owner),
+        plan=plan_config(plan, owner=owner),
         owner=owner,
         **others,
     )

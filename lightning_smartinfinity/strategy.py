@@ -17,12 +17,14 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_smartinfinity import ending
+from lightning_smartinfinity.automatic_plan import Surroundings
 from lightning_smartinfinity.checkpoint_books import CheckpointBooks
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.compatibility import (
@@ -34,7 +36,7 @@ from lightning_smartinfinity.compatibility import (
     refuse_closure,
 )
 from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
+from lightning_smartinfinity.config import PlanConfig, SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
 from lightning_smartinfinity.model_checkpoint import save_beside_training, save_in_turn
@@ -106,6 +108,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         activations: object | None = None,
         transfer: TransferConfig | Mapping[str, Any] | None = None,
         zero: Mapping[str, Any] | None = None,
+        plan: PlanConfig | Mapping[str, Any] | str | None = None,
         watchdog_timeout: float | None = 30.0,
         **options: Unpack[LightningOptions],
     ) -> None:
@@ -128,6 +131,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
             activations=activations,
             transfer=transfer,
             zero=zero,
+            plan=plan,
             watchdog_timeout=watchdog_timeout,
         )
         self._take_settings(settings)
@@ -203,6 +207,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._choose_storage(trainer.default_root_dir)
+        self._plan_fit()
         self._recording.begin_run(trainer, self._settings.transfer)
         super().setup(trainer)
         ending.end_together_after_sigterm(trainer)
@@ -237,8 +242,21 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
     def model_sharded_context(self) -> Iterator[None]:
         assert self.lightning_module is not None
         self._choose_storage(self.lightning_module.trainer.default_root_dir)
+        self._plan_fit()
         with self._building(super().model_sharded_context, self.lightning_module):
             yield
+
+    def _plan_fit(self) -> None:
+        if self._trainer.state.fn is TrainerFn.FITTING:
+            around = Surroundings(
+                precision=self.precision_plugin.precision,
+                accumulate=self._trainer.accumulate_grad_batches,
+                processes=self.num_processes,
+                nodes=self.num_nodes,
+                on_gpu=self._on_cuda,
+                tell=rank_zero_info,
+            )
+            self._plan(self.lightning_module, around)
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:

@@ -55,6 +55,8 @@ def _strategy_settings(training: Training, storage: Path) -> dict[str, Any]:
         transfer["accumulate_in"] = training.accumulate_in
     if training.gradient_budget is not None:
         transfer["gradient_bytes"] = training.gradient_budget
+    if training.parameter_budget is not None:
+        transfer["parameter_bytes"] = training.parameter_budget
     if transfer:
         settings["transfer"] = transfer
     if training.offload_param != "none":

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_smartinfinity.cli.plan_recipe import python_recipe, yaml_recipe
 from lightning_smartinfinity.plan.needs import Place
+from lightning_smartinfinity.plan.needs_table import in_gb, needs_table, what_breaks
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.plan.choice import Alternative, Plan, Resources
     from lightning_smartinfinity.plan.model import ModelFigures
-    from lightning_smartinfinity.plan.needs import Need
     from lightning_smartinfinity.plan.pace import Pace, Range
     from lightning_smartinfinity.plan.training import Training
 
@@ -73,7 +73,7 @@ def _report(found: Findings) -> Iterator[str]:
     if found.found_here:
         yield f"Looked up on this machine: {', '.join(found.found_here)}"
     yield ""
-    yield from _needs(found.asked, found.resources)
+    yield from needs_table(found.asked, found.resources)
     yield from _verdict(found)
     shown = found.asked if found.asked.fits else found.best
     yield from _pace(shown, found)
@@ -86,22 +86,6 @@ def _machines(training: Training) -> str:
     return f" on each of {training.nodes} machines" if training.nodes > 1 else ""
 
 
-def _needs(plan: Plan, resources: Resources) -> Iterator[str]:
-    yield f"{'place':<13}{'while':<10}{'needs':>9}{'has':>9}  {'':<9}owners, in GB"
-    for need in plan.needs:
-        has = resources.has(need.place)
-        word = "TOO BIG" if need.total > has else "tight" if need.total > _TIGHT * has else "fits"
-        amounts = f"{_gb(need.total):>9}{_gb(has):>9}"
-        yield f"{need.place.value:<13}{need.phase:<10}{amounts}  {word:<9}{_owners(need.owners)}"
-
-
-def _owners(owners: Mapping[str, int]) -> str:
-    ordered = sorted(owners.items(), key=lambda item: -item[1])
-    shown = [f"{name} {_gb(nbytes)}" for name, nbytes in ordered[:_SHOWN_OWNERS]]
-    rest = sum(nbytes for _, nbytes in ordered[_SHOWN_OWNERS:])
-    return ", ".join([*shown, f"other {_gb(rest)}"] if rest else shown)
-
-
 def _verdict(found: Findings) -> Iterator[str]:
     yield ""
     if found.asked.fits:
@@ -111,7 +95,7 @@ def _verdict(found: Findings) -> Iterator[str]:
             yield f"It may be faster with {', '.join(_changes(found.best, found.asked))}."
         return
     yield "It does not fit as asked:"
-    yield from (f"  {_broken(need, found.resources)}" for need in found.asked.broken)
+    yield from (f"  {what_breaks(need, found.resources)}" for need in found.asked.broken)
     best = found.best
     if not best.fits:
         yield "Nothing that was tried fits: where parameters lie, where the model is built, activation checkpoints,"
@@ -119,13 +103,7 @@ def _verdict(found: Findings) -> Iterator[str]:
     if best.training != found.asked.training:
         yield f"{'It fits' if best.fits else 'It lacks the least'} with {', '.join(_changes(best, found.asked))}:"
         yield ""
-        yield from _needs(best, found.resources)
-
-
-def _broken(need: Need, resources: Resources) -> str:
-    what = f"{need.largest} {_gb(need.owners[need.largest])} GB"
-    has = _gb(resources.has(need.place))
-    return f"{need.place.value} ({need.phase}) needs {_gb(need.total)} of {has} GB, mostly {what}"
+        yield from needs_table(best, found.resources)
 
 
 def _changes(plan: Plan, asked: Plan) -> list[str]:
@@ -135,8 +113,8 @@ def _changes(plan: Plan, asked: Plan) -> list[str]:
 
 def _setting(name: str, value: object) -> str:
     """Return a setting as a user writes it."""
-    if name == "gradient_budget" and isinstance(value, int):
-        return f"gradient_bytes='{value / 1e9:g}GB'"
+    if name in ("gradient_budget", "parameter_budget") and isinstance(value, int):
+        return f"{name.removesuffix('_budget')}_bytes='{value / 1e9:g}GB'"
     return f"{name}={value!r}"
 
 
@@ -177,7 +155,7 @@ def _without_storage(alternatives: Sequence[Alternative]) -> Iterator[str]:
     yield "Without storage"
     for one in alternatives:
         word = "fits" if one.fits else "too big"
-        yield f"  {one.name:<34}{_gb(one.total):>9} of {_gb(one.available)} GB  {word}"
+        yield f"  {one.name:<34}{in_gb(one.total):>9} of {in_gb(one.available)} GB  {word}"
     fitting = next((one for one in alternatives if one.fits and one.full_precision), None)
     if fitting is not None:
         yield f"You need no storage: {fitting.name} fits, and is faster."
@@ -214,7 +192,7 @@ def _row(found: Findings) -> list[str]:
     step = life = ""
     if plan.pace is not None:
         step, life = _bounds(plan.pace.step), f"{plan.pace.life_in_steps(found.tbw):,.0f}"
-    return [found.model.name, *(_gb(most[place]) for place in Place), step, life, first, changes]
+    return [found.model.name, *(in_gb(most[place]) for place in Place), step, life, first, changes]
 
 
 def as_json(found: Findings) -> dict[str, Any]:
@@ -275,7 +253,3 @@ def _short(value: float) -> str:
 
 def _count(numel: int) -> str:
     return f"{numel / 1e9:.2f}B" if numel >= _GIGA else f"{numel / 1e6:.1f}M"
-
-
-def _gb(nbytes: float) -> str:
-    return f"{nbytes / _GIGA:.0f}" if nbytes >= 100 * _GIGA else f"{nbytes / _GIGA:.2f}"

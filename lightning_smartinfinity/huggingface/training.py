@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from typing_extensions import Self, override
 
+from lightning_smartinfinity.automatic_plan import Surroundings
 from lightning_smartinfinity.checks import check, instance
 from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
+from lightning_smartinfinity.config import PlanConfig, SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.huggingface.arguments import (
     Arguments,
@@ -63,6 +64,7 @@ _AUTO: DeepSpeedConfig = {
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto"},
 }
+_SAVES_16_BIT = {"stage3_gather_16bit_weights_on_model_save": True}
 _DEFAULT_JOB = TransferConfig().job
 
 
@@ -102,6 +104,7 @@ class SmartInfinityTraining(NearStorage):
         activations: object | None = None,
         transfer: TransferConfig | Mapping[str, Any] | None = None,
         zero: Mapping[str, Any] | None = None,
+        plan: PlanConfig | Mapping[str, Any] | str | None = None,
         watchdog_timeout: float | None = 30.0,
         weights_only: bool = True,
         **unknown: Any,
@@ -118,11 +121,12 @@ class SmartInfinityTraining(NearStorage):
             activations=activations,
             transfer=transfer,
             zero=zero,
+            plan=plan,
             watchdog_timeout=watchdog_timeout,
         )
         self._take_settings(settings)
         self._config: DeepSpeedConfig = {**self._engine_config, **copy.deepcopy(_AUTO)}
-        self._config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        self._config["zero_optimization"] |= _SAVES_16_BIT
         self._given = settings
         check(type(self).__name__, "weights_only", weights_only, instance(bool))
         self._weights_only = weights_only
@@ -155,9 +159,15 @@ class SmartInfinityTraining(NearStorage):
                 "A SmartInfinityTraining began within another one.", "End the first one: trainings come one by one."
             )
         on_gpu = torch.cuda.is_available()
-        if not on_gpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if self._given.plan is not None and world_size > 1:
             raise UnsupportedError(
-                f"WORLD_SIZE={os.environ['WORLD_SIZE']}: on CPUs accelerate and DeepSpeed train in one process only.",
+                f"SmartInfinityTraining(plan=...) plans for one process, and WORLD_SIZE={world_size}.",
+                "Leave plan out, and pass the settings that `smart-infinity plan` prints.",
+            )
+        if not on_gpu and world_size > 1:
+            raise UnsupportedError(
+                f"WORLD_SIZE={world_size}: on CPUs accelerate and DeepSpeed train in one process only.",
                 "Start one process, or train in Lightning: Trainer(strategy='smart_infinity', devices=...).",
             )
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -165,6 +175,7 @@ class SmartInfinityTraining(NearStorage):
         from lightning_smartinfinity.zero3.checkpoints.trust import door
         from lightning_smartinfinity.zero3.engine_setup import initializing_with
 
+        self._plan_before_loading(on_gpu=on_gpu)
         self._engine_config = self._config
         with ExitStack() as contexts:
             consent = f"weights_only=False to {type(self).__name__}"
@@ -183,6 +194,17 @@ class SmartInfinityTraining(NearStorage):
             contexts.callback(_ACTIVE.remove, self)
             self._contexts = contexts.pop_all()
         return self
+
+    def _plan_before_loading(self, *, on_gpu: bool) -> None:
+        if self._given.plan is None:
+            return
+        storage = self._given.storage
+        self._settings = replace(self._given, storage=storage or (Path.cwd(),))
+        # The arguments are not made yet. Gradients of several micro-batches take more memory than those of one.
+        precision = "bf16-true" if on_gpu else "32-true"
+        self._plan(None, Surroundings(precision=precision, accumulate=2, processes=1, nodes=1, on_gpu=on_gpu))
+        self._given = self._settings = replace(self._settings, storage=storage)
+        self._config["zero_optimization"] |= _SAVES_16_BIT
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

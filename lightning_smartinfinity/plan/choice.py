@@ -10,17 +10,40 @@ from math import isqrt
 
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.plan.model import ModelFigures
-from lightning_smartinfinity.plan.needs import CUDA_CONTEXT_BYTES, PROCESS_BYTES, Need, Place, activation_owners, needs
+from lightning_smartinfinity.plan.needs import (
+    CUDA_CONTEXT_BYTES,
+    PROCESS_BYTES,
+    Need,
+    Place,
+    activation_owners,
+    least_gradient_budget,
+    least_parameter_budget,
+    needs,
+)
 from lightning_smartinfinity.plan.pace import Pace, Rates, pace, seconds_beside_update
 from lightning_smartinfinity.plan.training import OFFLOADS, OPTIMIZERS, Training
 
-__all__ = ["Alternative", "Plan", "Resources", "alternatives", "cheapest", "make_plan", "nearest"]
+__all__ = [
+    "BUDGETS",
+    "Alternative",
+    "Plan",
+    "Resources",
+    "alternatives",
+    "cheapest",
+    "fits",
+    "gradient_budgets",
+    "lack",
+    "make_plan",
+    "nearest",
+]
 
 _BF16_BYTES, _FP32_BYTES, _ADAM_BYTES, _ADAM_8_BIT_BYTES = 2, 4, 8, 2
 _GATHERED_BY_FSDP = 3
 _LORA = 0.01  # part of the parameters that adapters usually have
 _FORMATS = ("fp32", "bf16", "int8")
-_GRADIENT_BUDGET = 10**9
+
+BUDGETS = (4 * 10**9, 10**9, 256 * 10**6)
+"""Bytes of gradients, and of parameters, that are tried where not all of them fit, from roomy to small."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +160,8 @@ def cheapest(model: ModelFigures, training: Training, resources: Resources, rate
         resources: What the machine has.
         rates: Rates of the machine.
     """
-    for candidates in _stages(training, on_gpu=resources.on_gpu):
-        fitting = [one for one in candidates if _fits(model, one, resources)]
+    for candidates in _stages(model, training, on_gpu=resources.on_gpu):
+        fitting = [one for one in candidates if fits(model, one, resources)]
         if fitting:
             beside = partial(seconds_beside_update, model, rates=rates, on_gpu=resources.on_gpu)
             return make_plan(model, min(fitting, key=beside), resources, rates)
@@ -154,22 +177,23 @@ def nearest(model: ModelFigures, training: Training, resources: Resources, rates
         resources: What the machine has.
         rates: Rates of the machine.
     """
-
-    def lack(one: Training) -> float:
-        found = needs(model, one, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
-        lacking = sum(max(0.0, need.total / max(1, resources.has(need.place)) - 1.0) for need in found)
-        return round(lacking, 2)  # settings that give up less come first
-
-    tried = (one for candidates in _stages(training, on_gpu=resources.on_gpu) for one in candidates)
-    return make_plan(model, min(tried, key=lack), resources, rates)
+    tried = (one for candidates in _stages(model, training, on_gpu=resources.on_gpu) for one in candidates)
+    return make_plan(model, min(tried, key=partial(lack, model, resources)), resources, rates)
 
 
-def _fits(model: ModelFigures, training: Training, resources: Resources) -> bool:
+def fits(model: ModelFigures, training: Training, resources: Resources) -> bool:
+    """Return whether there is enough of everything for a training."""
     found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
     return all(need.total <= resources.has(need.place) for need in found)
 
 
-def _stages(asked: Training, *, on_gpu: bool) -> Iterator[list[Training]]:
+def lack(model: ModelFigures, resources: Resources, training: Training) -> float:
+    """Return what a training lacks, as shares of what there is, to two digits: the first of many counts."""
+    found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
+    return round(sum(max(0.0, need.total / max(1, resources.has(need.place)) - 1.0) for need in found), 2)
+
+
+def _stages(model: ModelFigures, asked: Training, *, on_gpu: bool) -> Iterator[list[Training]]:
     """Yield lists of settings; those of a later list give up more."""
     precisions = [asked.precision] + (["bf16-mixed"] if asked.precision == "32-true" else [])
     for precision in precisions:
@@ -177,9 +201,9 @@ def _stages(asked: Training, *, on_gpu: bool) -> Iterator[list[Training]]:
         for state_format in dict.fromkeys([start.state_format, *_smaller(start)]):
             formed = replace(start, state_format=state_format)
             for one in _divided(formed):
-                yield [*_placed(one, on_gpu=on_gpu)]
+                yield [*_placed(model, one, on_gpu=on_gpu)]
                 if one.saves_beside:
-                    yield [*_placed(replace(one, asynchronous=False), on_gpu=on_gpu)]
+                    yield [*_placed(model, replace(one, asynchronous=False), on_gpu=on_gpu)]
 
 
 def _smaller(training: Training) -> list[str]:
@@ -198,13 +222,27 @@ def _divided(training: Training) -> Iterator[Training]:
         yield training
 
 
-def _placed(training: Training, *, on_gpu: bool) -> Iterator[Training]:
-    offloads = [name for name in OFFLOADS if on_gpu or name != "cpu"]
+def gradient_budgets(model: ModelFigures, training: Training) -> list[int]:
+    """Return the budgets of gradients to try: none is less than the update accepts."""
+    least = least_gradient_budget(model, training)
+    return [max(least, budget) for budget in BUDGETS]
+
+
+def _placed(model: ModelFigures, training: Training, *, on_gpu: bool) -> Iterator[Training]:
+    """Yield the training with parameters and gradients in other places; of equally fast ones the roomier come first."""
+    placed = [
+        replace(training, offload_param=name, parameter_budget=None) for name in OFFLOADS if on_gpu or name != "cpu"
+    ]
+    least = least_parameter_budget(model, training, on_gpu=on_gpu)
+    placed += [
+        replace(training, offload_param="nvme", parameter_budget=budget) for budget in BUDGETS if budget >= 2 * least
+    ]
     builds = dict.fromkeys([training.build, "configure_model"])
     checkpoints = dict.fromkeys([training.checkpointing, True])
-    budgets = dict.fromkeys([training.gradient_budget, *([] if training.compression else [_GRADIENT_BUDGET])])
-    for offload, build, checkpointing, budget in product(offloads, builds, checkpoints, budgets):
-        yield replace(training, offload_param=offload, build=build, checkpointing=checkpointing, gradient_budget=budget)
+    spilling = [] if training.compression else gradient_budgets(model, training)
+    budgets = dict.fromkeys([training.gradient_budget, *spilling])
+    for one, build, checkpointing, budget in product(placed, builds, checkpoints, budgets):
+        yield replace(one, build=build, checkpointing=checkpointing, gradient_budget=budget)
 
 
 def alternatives(model: ModelFigures, training: Training, resources: Resources) -> list[Alternative]:

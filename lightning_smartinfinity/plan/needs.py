@@ -30,8 +30,11 @@ __all__ = [
     "held_by_update",
     "held_gradient_bytes",
     "layout_of",
+    "least_gradient_budget",
+    "least_parameter_budget",
     "needs",
     "spilled_gradient_bytes",
+    "state_bytes",
     "stored_bytes",
 ]
 
@@ -56,7 +59,6 @@ CUDA_HOST_BYTES = 1_400_000_000
 From ``benchmarks/gpu_step.py --size 355M`` on an H100 with torch 2.11 (CUDA 13.0).
 """
 
-_BUCKET_NUMEL = 16 * 1024 * 1024  # zero3/deepspeed_config.py
 _PREFETCH_NUMEL = 5 * 10**7  # DeepSpeed's stage3_prefetch_bucket_size
 _KEPT_NUMEL = 10**5  # DeepSpeed's stage3_param_persistence_threshold: parameters up to this are not stored
 _PARAMETER_BUFFERS = 5  # DeepSpeed's offload_param.buffer_count
@@ -123,7 +125,7 @@ def _gpu_needs(model: ModelFigures, training: Training) -> Iterator[Need]:
     cast = training.built_bytes * model.largest
     yield Need(place=Place.GPU, phase="building", owners={**held, "parameter being partitioned": cast})
     held["gathered layers"] = training.item_bytes * _gathered_numel(model, training)
-    held["gradient bucket"] = 2 * training.item_bytes * max(_BUCKET_NUMEL, model.largest)
+    held["gradient bucket"] = 2 * training.item_bytes * max(training.bucket_numel, model.largest)
     yield Need(place=Place.GPU, phase="training", owners={**held, **activation_owners(model, training)})
 
 
@@ -131,8 +133,21 @@ def _gathered_numel(model: ModelFigures, training: Training) -> int:
     """Return the most elements that are gathered on a GPU beside its own partition."""
     if training.world_size == 1 and training.offload_param == "none":
         return 0  # the partition of a single process is the parameter
+    if training.parameter_budget is not None:
+        return min(model.numel, training.parameter_budget // training.item_bytes)
     # The strategy keeps none gathered for a later use (stage3_max_reuse_distance).
     return min(model.numel, model.largest_module + _PREFETCH_NUMEL)
+
+
+def least_gradient_budget(model: ModelFigures, training: Training) -> int:
+    """Return the least budget of gradients that the update accepts."""
+    return layout_of(model.trained, training).least_gradient_budget(training.gradient_bytes)
+
+
+def least_parameter_budget(model: ModelFigures, training: Training, *, on_gpu: bool) -> int:
+    """Return about the least budget of parameters with which the largest module can be gathered."""
+    holders = training.world_size if on_gpu or training.world_size == 1 else training.world_size + 1
+    return holders * training.item_bytes * -(-model.largest_module // training.world_size)
 
 
 def activation_owners(model: ModelFigures, training: Training) -> dict[str, int]:
@@ -159,7 +174,7 @@ def _host_phases(
     writing = {**held, "ring": slots}
     yield "building", max(building, writing, key=lambda owners: sum(owners.values()))
     computing = {} if on_gpu else {**activation_owners(model, training), "buffers": model.buffer_bytes}
-    if not on_gpu and training.world_size > 1:
+    if not on_gpu and training.world_size > 1 and training.parameter_budget is None:
         computing["gathered layers"] = training.item_bytes * _gathered_numel(model, training)
     yield "training", {**held, **update, **computing}
     # Between steps no activations live. The state moves through a window as large as the slots of the ring.
@@ -183,6 +198,8 @@ def _held_parameters(model: ModelFigures, training: Training, *, on_gpu: bool) -
     whole = training.item_bytes * _share(model.numel, training)
     if training.offload_param == "nvme":
         kept = sum(training.item_bytes * n for n in _shares(model, training) if not _is_stored(n, training))
+        if training.parameter_budget is not None:
+            return {"parameters": kept, "parameter buffers": min(training.parameter_budget, whole - kept)}
         largest = training.item_bytes * -(-model.largest // training.world_size)
         buffers = _PARAMETER_BUFFERS * -(-largest // 4096) * 4096
         return {"parameters": kept, "parameter buffers": min(buffers, stored_bytes(model, training))}
@@ -202,10 +219,17 @@ def held_by_update(model: ModelFigures, training: Training, *, on_gpu: bool = Fa
     elif on_gpu and training.offload_param == "none":
         ring += training.num_buffers * training.item_bytes * min(extents.tasklet_numel, extents.numel)
     held = {"ring": ring, "gradient_arena": held_gradient_bytes(layout, training)}
+    if training.cache_bytes:
+        held["state in memory"] = min(training.cache_bytes, state_bytes(model, training))
     if training.compression is None:
         return held
     payload = TopKPayload(training.compression, training.gradient_bytes)
     return held | compressed_bytes(payload, layout, error_feedback=training.keeps_residual)
+
+
+def state_bytes(model: ModelFigures, training: Training) -> int:
+    """Return the bytes of one generation of one process's optimizer state."""
+    return sum(extent.nbytes for extent in layout_of(model.trained, training).extents.extents)
 
 
 def held_gradient_bytes(layout: PartitionLayout, training: Training) -> int:
@@ -294,7 +318,8 @@ def _shares(model: ModelFigures, training: Training) -> list[int]:
 
 
 def _is_stored(share: int, training: Training) -> bool:
-    return share >= _LEAST_STORED and (share - 1) * training.world_size + 1 > _KEPT_NUMEL
+    kept = _KEPT_NUMEL if training.parameter_budget is None else 0
+    return share >= _LEAST_STORED and (share - 1) * training.world_size + 1 > kept
 
 
 def _share(numel: int, training: Training) -> int:

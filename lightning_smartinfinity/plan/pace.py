@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lightning_smartinfinity.plan.gradients import Dense
 from lightning_smartinfinity.plan.hardware import Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.plan.model import ModelFigures
-from lightning_smartinfinity.plan.needs import layout_of, spilled_gradient_bytes
+from lightning_smartinfinity.plan.needs import layout_of, spilled_gradient_bytes, state_bytes
 from lightning_smartinfinity.plan.step import Overlap, StepTime, System, simulate_step
 from lightning_smartinfinity.plan.training import Training
 from lightning_smartinfinity.plan.workload import Workload
@@ -30,6 +30,7 @@ TBW_PER_TB = 600
 
 _WIDE = 1e17  # bytes per second of a channel that limits nothing
 _SIMULATED_TASKLETS = 256  # enough to reach the steady state; the seconds of a longer step are proportional
+_MOST_KEPT = 0.999  # part of the state; without any reads the simulated drive would have no rate
 _TERA = 1e12
 _SECONDS_PER_HOUR, _SECONDS_PER_DAY = 3600.0, 86400.0
 _MEGA_TOKENS = 1e6
@@ -211,7 +212,7 @@ def _parts(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: boo
 def written_bytes(model: ModelFigures, training: Training) -> int:
     """Return the bytes that a step writes to the storage of a machine: state, stored parameters and a residual."""
     extents = layout_of(model.trained, training).extents
-    state = sum(extent.nbytes for extent in extents.extents)
+    state = state_bytes(model, training)
     stored = training.item_bytes * extents.numel if training.offload_param == "nvme" else 0
     spilled = training.accumulate * spilled_gradient_bytes(model, training)
     residual = residual_bytes(extents.numel) // 2 if training.keeps_residual else 0
@@ -290,8 +291,10 @@ def _simulated(model: ModelFigures, training: Training, rates: Rates, bound: Cal
         state_format=training.state_format,
         num_buffers=training.num_buffers,
     )
+    # State in host memory is not read; it is written all the same.
+    kept = min(training.cache_bytes / max(1, state_bytes(model, training)), _MOST_KEPT)
     machine = Machine(
-        device=Device(read=bound(rates.drive_read), write=bound(rates.drive_write)),
+        device=Device(read=bound(rates.drive_read) / (1 - kept), write=bound(rates.drive_write)),
         num_devices=1,
         channel=Channel(down=_WIDE, up=_WIDE),
         gpu=Gpu(forward=0.0, backward=0.0),

@@ -50,8 +50,13 @@ class Training:
         asynchronous: Whether checkpoints are saved while training goes on.
         gradient_budget: Bytes of gradients that each process holds in memory; the others are on storage. None: all are
             in memory.
+        parameter_budget: Bytes of parameters that each process holds in memory at once where they lie on storage. None:
+            what DeepSpeed's defaults hold.
+        cache_bytes: Bytes of optimizer state that each process keeps in host memory.
+        bucket_numel: Elements of the bucket in which gradients are reduced.
         accumulate_in: Dtype in which gradients of several micro-batches are added: ``"fp32"`` or the ``"parameters"``'.
         num_buffers: Number of ring buffers.
+        tasklet_bytes: Bytes of the largest tasklet.
         places: Places of each tasklet's state on storage; 1 with ``durability="none"``.
         compression: Share of the gradients that ``TopK`` sends, with error feedback; None: they are not compressed.
 
@@ -74,8 +79,12 @@ class Training:
     tokens: int | None = None
     asynchronous: bool = True
     gradient_budget: int | None = None
+    parameter_budget: int | None = None
+    cache_bytes: int = 0
+    bucket_numel: int = 16 * 1024 * 1024
     accumulate_in: str = "fp32"
     num_buffers: int = 16
+    tasklet_bytes: int = HOST_TASKLET_BYTES
     places: int = 2
     compression: float | None = None
 
@@ -98,12 +107,20 @@ class Training:
             tokens=optional(between(1)),
             asynchronous=FLAG,
             gradient_budget=optional(between(0)),
+            parameter_budget=optional(between(1)),
+            cache_bytes=between(0),
+            bucket_numel=between(1),
             accumulate_in=one_of("fp32", "parameters"),
             places=between(1, 2),
             compression=optional(positive(1)),
         )
         if self.gradient_budget is not None and self.compression is not None:
             raise ConfigError("Compressed gradients are all in memory.", "Leave out gradient_budget or compression.")
+        if self.parameter_budget is not None and self.offload_param != "nvme":
+            raise ConfigError(
+                "A budget of parameters is for parameters on storage.",
+                "Use offload_param='nvme', or leave parameter_budget out.",
+            )
         form = STATE_FORMATS[self.state_format]
         if form.required_parameters == "bf16" and not self.precision.startswith("bf16"):
             raise ConfigError(
@@ -145,11 +162,6 @@ class Training:
     def built_bytes(self) -> int:
         """Bytes of an element of the model as the module builds it: the mixed precisions build it in fp32."""
         return self.item_bytes if self.precision.endswith("true") else 4
-
-    @property
-    def tasklet_bytes(self) -> int:
-        """Bytes of the largest tasklet on the host."""
-        return HOST_TASKLET_BYTES
 
     @property
     def tokens_per_step(self) -> int:

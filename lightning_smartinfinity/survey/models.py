@@ -24,7 +24,7 @@ from lightning_smartinfinity.store.os_errors import in_short
 from lightning_smartinfinity.survey.passes import UNCOUNTED, count_passes, transformer_in
 from lightning_smartinfinity.transformers_models import optional_package
 
-__all__ = ["ModelSource", "default_dtype", "find_source", "survey_model", "with_transformer"]
+__all__ = ["ModelSource", "default_dtype", "find_source", "survey_model", "with_transformer", "without_weights"]
 
 _LEAST, _MOST = 10**6, 10**12
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -268,7 +268,7 @@ def _from_class(spec: str, arguments: dict[str, Any]) -> ModelSource:
 
 def _constructed(found: type[nn.Module], arguments: dict[str, Any]) -> nn.Module:
     try:
-        with _without_weights():
+        with without_weights():
             module = found(**arguments)
             configure = getattr(module, "configure_model", None)
             if callable(configure):
@@ -282,7 +282,7 @@ def _constructed(found: type[nn.Module], arguments: dict[str, Any]) -> nn.Module
 
 
 @contextmanager
-def _without_weights() -> Iterator[None]:
+def without_weights() -> Iterator[None]:
     """Let ``from_pretrained`` of transformers' models build them from their configurations, without reading weights."""
     try:
         modeling = importlib.import_module("transformers.modeling_utils")

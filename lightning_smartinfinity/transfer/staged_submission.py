@@ -167,7 +167,7 @@ _Message = _Extend | _Prefer | _Wait | _Finish | _Stop
 
 
 class _Mover:
-    """What the thread of a :class:`StagedSubmission` does, whose arguments it has.
+    """Does the work of a :class:`StagedSubmission`, whose arguments it has, by a thread.
 
     Attributes:
         inbox: What it is told and asked.

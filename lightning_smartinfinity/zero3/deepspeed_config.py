@@ -10,14 +10,14 @@ from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.zero3.section_keys import check_keys
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
-__all__ = ["build_deepspeed_config"]
+__all__ = ["FOLLOWS_FROM_BUDGET", "build_deepspeed_config"]
 
 # DeepSpeed allocates one bucket of this many elements; Lightning's default of 200M takes 400 MB before the first step.
 _BUCKET_NUMEL = 16 * 1024 * 1024
 
 _LEAST_ITEM_BYTES = 2  # of a parameter's element
 _SHARE_AHEAD = 4  # one over the share of a budget that is gathered ahead at a time
-_FOLLOWS = {
+FOLLOWS_FROM_BUDGET = {
     "allgather_sequential",
     "buffer_count",
     "buffer_size",
@@ -85,8 +85,8 @@ def _follow_budget(section: DeepSpeedConfig, user: Mapping[str, object], nbytes:
             f"{budget} needs parameters on storage.",
             "Pass zero={'offload_param': {'device': 'nvme'}}, or leave it out.",
         )
-    set_too = [f"zero={{{key!r}: ...}}" for key in user if key.removeprefix("stage3_") in _FOLLOWS]
-    set_too += [f"zero={{'offload_param': {{{key!r}: ...}}}}" for key in offload if key in _FOLLOWS]
+    set_too = [f"zero={{{key!r}: ...}}" for key in user if key.removeprefix("stage3_") in FOLLOWS_FROM_BUDGET]
+    set_too += [f"zero={{'offload_param': {{{key!r}: ...}}}}" for key in offload if key in FOLLOWS_FROM_BUDGET]
     if set_too:
         raise ConfigError(f"{set_too[0]} follows from {budget}, and cannot be set beside it.", "Leave one of them out.")
     section["stage3_param_persistence_threshold"] = 0

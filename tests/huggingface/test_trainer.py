@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ import transformers
 
 from lightning_smartinfinity import ConfigError, UnsupportedError
 from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.plan import automatic, choice
+from lightning_smartinfinity.plan.needs import Place, needs
+from lightning_smartinfinity.plan.training import Training
+from lightning_smartinfinity.survey.models import find_source, survey_model
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 from tests.helpers.long_cases import long_but
 from tests.helpers.resharding import as_of_another_number
@@ -443,3 +448,41 @@ def test_generation_within_the_context(model_folder: Path, tmp_path: Path) -> No
             torch.ones(1, LENGTH, dtype=torch.long), max_new_tokens=3, min_new_tokens=3, do_sample=False
         )
     assert tokens.shape == (1, LENGTH + 3)
+
+
+def test_a_plan_is_made_before_the_model_is_loaded(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is named, since the arguments take the configuration before it exists; the bits are the same."""
+    for module in (automatic, choice):
+        monkeypatch.setattr(module, "BUDGETS", (160 << 10,))
+    plain = train(model_folder, tmp_path / "plain")
+    asked = Training(
+        precision="32-true",
+        accumulate=2,
+        seq=8,
+        build="configure_model",
+        save_top_k=0,
+        num_buffers=2,
+        tasklet_bytes=64 << 10,
+    )
+    figures = survey_model(find_source(str(model_folder)), batch=1, seq=8, in_16_bit=False)
+    smallest = dataclasses.replace(asked, offload_param="nvme", parameter_budget=160 << 10, gradient_budget=160 << 10)
+    needed = [need.total for need in needs(figures, smallest, on_gpu=False) if need.place is Place.HOST]
+    plan = {"model": str(model_folder), "seq": 8, "host_memory": max(needed)}
+    seen = {}
+
+    def look(trainer: Any) -> None:
+        seen.update(trainer.args.hf_deepspeed_config.config["zero_optimization"])
+
+    settings = {"plan": plan, "transfer": {"tasklet_bytes": 64 << 10, "num_buffers": 2}}
+    planned = train(model_folder, tmp_path / "planned", strategy=settings, before=look)
+    assert seen["offload_param"]["device"] == "nvme" and seen["stage3_gather_16bit_weights_on_model_save"]
+    assert planned.losses == plain.losses
+    assert same(planned.weights, plain.weights)
+    with pytest.raises(ConfigError, match="does not know the model yet"), SmartInfinityTraining(plan="auto"):
+        pass
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UnsupportedError, match="plans for one process"), SmartInfinityTraining(plan=plan):
+        pass

@@ -16,6 +16,7 @@ from tests.helpers.fresh_python import fresh_python
 
 PUBLIC = {
     "BlockScaled",
+    "PlanConfig",
     "RandomStates",
     "SmartInfinityFabricStrategy",
     "SmartInfinityPrecision",

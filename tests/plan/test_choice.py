@@ -65,7 +65,7 @@ def test_too_little_gpu_memory_moves_the_parameters() -> None:
     small = replace(LARGE, gpu_memory=12 * GB)
     chosen = cheapest(SEVEN, TRAINING, small, RATES)
     assert chosen is not None and chosen.training.offload_param == "cpu"
-    chosen = cheapest(SEVEN, TRAINING, replace(small, host_memory=20 * GB), RATES)
+    chosen = cheapest(SEVEN, TRAINING, replace(small, host_memory=14 * GB), RATES)
     assert chosen is not None and chosen.training.offload_param == "nvme"
 
 
@@ -150,12 +150,12 @@ def test_gradients_go_to_storage_where_they_do_not_fit() -> None:
     small = replace(LARGE, host_memory=12 * GB)
     chosen = cheapest(SEVEN, TRAINING, small, RATES)
     assert chosen is not None and chosen.fits
-    assert chosen.training == replace(TRAINING, build="configure_model", gradient_budget=GB)
-    assert 14 * GB > need(chosen, Place.HOST, "training").owners["gradient_arena"] > GB
+    assert chosen.training == replace(TRAINING, build="configure_model", gradient_budget=4 * GB)
+    assert 14 * GB > need(chosen, Place.HOST, "training").owners["gradient_arena"] > 4 * GB
     assert owners_on_disk(gradient_budget=GB)["gradients"] == pytest.approx(14 * GB, rel=0.05)
     assert "gradients" not in owners_on_disk()
     asked, spilled = (written_bytes(SEVEN, one) for one in (TRAINING, chosen.training))
-    assert spilled - asked == pytest.approx(13 * GB, rel=0.05)
+    assert spilled - asked == pytest.approx(10 * GB, rel=0.05)
     with pytest.raises(ConfigError, match="Compressed gradients are all in memory"):
         Training(gradient_budget=GB, compression=0.1)
 

@@ -160,7 +160,7 @@ FURTHER: dict[str, Any] = {"resume": True, "seed": 9, "folders": 2, "trainer": {
 @pytest.mark.parametrize(
     ("moment", "numbers"),
     [
-        ("fill", (2, 1)),
+        ("fill", (2,)),
         *(
             pytest.param(moment, (1, 2, 3), marks=pytest.mark.long)
             for moment in ("way made", "fill", "first record", "removal")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -15,7 +15,9 @@ import torch
 
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.native import Batch
+from lightning_smartinfinity.transfer.staged_submission import StagedSubmission
 from lightning_smartinfinity.transfer.staging import StagingBuffer, TensorPartition
+from lightning_smartinfinity.transfer.submissions import Assignment
 from lightning_smartinfinity.transfer.tensors import native_dtype
 from tests.helpers.native_testing import inject
 from tests.helpers.waiting import await_that
@@ -196,6 +198,34 @@ def test_threads_end_with_their_steps(tmp_path: Path, end: str) -> None:
 
 def of_staging() -> list[Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "smart-infinity-staging"]
+
+
+def test_work_that_never_began(tmp_path: Path) -> None:
+    """Without tasklets there is nothing to wait for, and what was stopped before it began does not begin."""
+    with running(tmp_path, SMALL_RING) as run:
+        before = torch.cat(run.partition)
+        staging = StagingBuffer(run.layout, dtype=native_dtype(torch.float32), nbytes=1 << 20)
+
+        def submission(tasklets: list[int]) -> StagedSubmission:
+            assignment = Assignment(
+                device=run.device, layout=run.layout, make_batch=refuse, tasklets=tasklets, pieces=list
+            )
+            return StagedSubmission(assignment, TensorPartition(run.partition), staging)
+
+        def refuse(memory: object, tasklets: Sequence[int]) -> list[Batch]:
+            assert not tasklets, "work has begun"
+            return []
+
+        empty = submission([])
+        empty.start()
+        empty.wait([3])
+        empty.finish()
+        stopped = submission([0, 1])
+        stopped.stop()
+        stopped.start()
+        stopped.wait([0])
+        assert not of_staging()
+        assert torch.equal(torch.cat(run.partition), before)
 
 
 def test_masters_in_fp32_come_from_storage_not_from_the_partition(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from lightning_smartinfinity.zero3.checkpoints.divided_save import PartsHere, id
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import remove_interrupted, replacing
 from lightning_smartinfinity.zero3.checkpoints.staged_save import FILES_BESIDE, restore_interrupted
 from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
 from tests.helpers.power_loss import RecordedDisk, observed
 from tests.helpers.waiting import LIMIT, await_that
 
@@ -155,15 +156,19 @@ def test_a_file_in_the_place_of_the_subfolder(tmp_path: Path) -> None:
     assert tree(tmp_path / "a.ckpt") == {TAG: "mine"}
 
 
+@pytest.mark.parametrize("every", long_but([3], [3, 1]))
 @pytest.mark.usefixtures("_file_system")
 def test_a_kill_at_any_system_call_leaves_one_save_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Attack
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Attack
 ) -> None:
-    """A killed first save leaves itself or nothing, a killed second one itself or the first; a third cleans up."""
+    """A killed first save leaves itself or nothing, a killed second one itself or the first; a third cleans up.
+
+    The form that always runs kills at every third call.
+    """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a kill loses nothing that was written, flushed or not
     for first in (True, False):
         outcomes = set()
-        for number in range(1000):
+        for number in range(0, 1000, every):
             path = tmp_path / f"{first}-{number}" / "a.ckpt"
             if not first:
                 save(path, "old")
@@ -178,17 +183,24 @@ def test_a_kill_at_any_system_call_leaves_one_save_whole(
             assert sorted(entry.name for entry in path.iterdir()) == [TAG, "latest"]
             if survived:
                 break
-        attack("kill at every system call of a swap of saves", tries=number, outcome="the old or the new one is whole")
+        attack(
+            "kill at every system call of a swap of saves",
+            tries=number // every,
+            outcome="the old or the new one is whole",
+        )
         assert survived
         assert outcomes == {None if first else frozenset({"old"}), frozenset({"new"})}
 
 
+@pytest.mark.parametrize("every", long_but([4], [4, 1]))
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.usefixtures("_file_system")
-def test_what_a_kill_leaves_is_removed(first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_kill_leaves_is_removed(
+    first: bool, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whenever a save was killed, its leftovers can be removed, and no whole save goes."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    for number in range(1000):
+    for number in range(0, 1000, every):
         path = tmp_path / f"{number}" / "a.ckpt"
         if not first:
             save(path, "old")

@@ -1,0 +1,226 @@
+"""``plan="auto"``: settings that a user left open follow from the model, the memory and the storage that are there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_smartinfinity.compression import TopK
+from lightning_smartinfinity.config import PlanConfig
+from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.plan.automatic import Open, choose, plan_in_words
+from lightning_smartinfinity.plan.choice import Resources
+from lightning_smartinfinity.plan.model import ModelFigures
+from lightning_smartinfinity.plan.needs_table import what_breaks
+from lightning_smartinfinity.plan.pace import assumed_rates
+from lightning_smartinfinity.plan.training import Training
+from lightning_smartinfinity.settings import StrategySettings
+from lightning_smartinfinity.survey.models import find_source, survey_model
+from lightning_smartinfinity.survey.modules import is_built, survey_module
+from lightning_smartinfinity.survey.resources import survey_resources
+from lightning_smartinfinity.zero3.collectives import gather, raising_together
+from lightning_smartinfinity.zero3.deepspeed_config import FOLLOWS_FROM_BUDGET
+
+__all__ = ["Surroundings", "plan_training"]
+
+_USED = 0.9  # part of what is there that a plan uses
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_OFFLOADS = "offload_param"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """Holds what a strategy knows of a training.
+
+    Args:
+        precision: Precision of the Trainer or Fabric.
+        accumulate: Micro-batches of a step.
+        processes: Processes of this machine.
+        nodes: Number of machines.
+        on_gpu: Whether each process computes on a GPU of its own.
+        tell: Shows a text to the user, on the first rank only.
+    """
+
+    precision: str
+    accumulate: int
+    processes: int
+    nodes: int
+    on_gpu: bool
+    tell: Callable[[str], None] = _log.warning
+
+
+def plan_training(settings: StrategySettings, module: nn.Module | None, around: Surroundings) -> StrategySettings:
+    """Return the settings with values for what the user left open, and print them. Collective.
+
+    Args:
+        settings: The user's settings, with ``plan`` and the storage folders.
+        module: The module that will be trained; it may be unknown if ``plan`` names a model.
+        around: What else is known of the training.
+
+    Raises:
+        ConfigError: Nothing that may be chosen fits.
+        UnsupportedError: The model cannot be looked at.
+    """
+    config, zero = settings.plan, dict(settings.zero or {})
+    assert config is not None and settings.storage is not None
+    training, open_ = _asked(settings, config, zero, module, around)
+    with raising_together() if dist.is_initialized() else nullcontext():
+        figures = _figures(config, module, training)
+        own = _resources(settings.storage, config, around)
+    resources = _least(own)
+    training = replace(training, checkpointing=figures.checkpointing)
+    rates = assumed_rates(on_gpu=around.on_gpu, cores=resources.cores, in_16_bit=training.item_bytes == 2)
+    plan = choose(figures, training, resources, rates, open_)
+    words = plan_in_words(figures, training, plan, resources)
+    if not plan.fits:
+        raise ConfigError(
+            f"plan='auto': {figures.name} does not fit: {'; '.join(what_breaks(n, resources) for n in plan.broken)}.\n"
+            f"The nearest is this.\n{words}\n",
+            "Allow smaller state (plan={'state_formats': ['int8']}), train with smaller micro-batches, or see what "
+            "`smart-infinity plan` says.",
+        )
+    around.tell(words)
+    return _with(settings, zero, training, plan.training)
+
+
+def _asked(
+    settings: StrategySettings,
+    config: PlanConfig,
+    zero: Mapping[str, Any],
+    module: nn.Module | None,
+    around: Surroundings,
+) -> tuple[Training, Open]:
+    """Return the training as it is without a plan, and what of it is open."""
+    transfer, offload = settings.transfer, zero.get(_OFFLOADS)
+    if config.state_formats and settings.state_format != "fp32":
+        raise ConfigError(
+            f"state_format={settings.state_format!r} and plan={{'state_formats': {list(config.state_formats)}}} both "
+            "choose a state format.",
+            "Leave one of them out.",
+        )
+    device = offload.get("device", "none") if isinstance(offload, Mapping) else "none"
+    keys = (*zero, *(offload if isinstance(offload, Mapping) else ()))
+    own_buffers = any(key.removeprefix("stage3_") in FOLLOWS_FROM_BUDGET for key in keys)
+    on_cards = settings.update_device == "smartssd"
+    share = settings.compression.ratio if isinstance(settings.compression, TopK) else None
+    bucket = zero.get("reduce_bucket_size")
+    training = Training(
+        batch=config.batch,
+        seq=config.seq,
+        accumulate=around.accumulate,
+        precision=around.precision,
+        state_format=settings.state_format,
+        offload_param=device,
+        build="init" if module is not None and is_built(module) else "configure_model",
+        processes=around.processes,
+        nodes=around.nodes,
+        save_top_k=0,  # a plan does not know where checkpoints go
+        asynchronous=transfer.asynchronous,
+        gradient_budget=_given(transfer.gradient_bytes),
+        parameter_budget=_given(transfer.parameter_bytes),
+        cache_bytes=_given(transfer.dram_cache_bytes) or 0,
+        accumulate_in=transfer.accumulate_in,
+        num_buffers=transfer.num_buffers,
+        tasklet_bytes=transfer.buffer_bytes or Training.tasklet_bytes,
+        places=transfer.places_per_tasklet,
+        compression=share,
+        bucket_numel=bucket if isinstance(bucket, int) else Training.bucket_numel,
+    )
+    open_ = Open(
+        offload_param=offload is None,
+        parameter_budget=isinstance(transfer.parameter_bytes, str) and not own_buffers,
+        gradient_budget=isinstance(transfer.gradient_bytes, str) and settings.compression is None and not on_cards,
+        cache_bytes=not transfer.dram_cache_bytes and not on_cards,
+        bucket_numel=bucket is None,
+        state_formats=config.state_formats,
+    )
+    return training, open_
+
+
+def _given(size: int | str | None) -> int | None:
+    return size if isinstance(size, int) else None
+
+
+def _figures(config: PlanConfig, module: nn.Module | None, training: Training) -> ModelFigures:
+    how = {"batch": training.batch, "seq": training.seq}
+    if config.model is not None:
+        return survey_model(find_source(config.model), in_16_bit=training.item_bytes == 2, **how)
+    if module is None:
+        raise ConfigError(
+            "plan='auto' does not know the model yet.", "Name it: plan={'model': 'folder, package.module:Class or 7B'}."
+        )
+    return survey_module(module, in_16_bit=training.item_bytes == 2, **how)
+
+
+def _resources(storage: tuple[Path, ...], config: PlanConfig, around: Surroundings) -> Resources:
+    """Return what this rank sees, of which nine tenths may be used, or what the user says."""
+    found = [survey_resources(folder) for folder in storage]
+    first = found[0]
+    # What this process holds already is a part of what it needs.
+    host = int(_USED * (first.host_memory + around.processes * _resident_bytes()))
+    disk = int(_USED * min(each.disk for each in found)) * len(_devices_of(storage))
+    gpu = None if not around.on_gpu else int(_USED * (first.gpu_memory or 0))
+    return replace(
+        first,
+        host_memory=_given(config.host_memory) or host,
+        disk=_given(config.disk) or disk,
+        gpu_memory=gpu if gpu is None else _given(config.gpu_memory) or gpu,
+        num_gpus=around.processes if around.on_gpu else 0,
+    )
+
+
+def _devices_of(storage: tuple[Path, ...]) -> set[int]:
+    """Return the numbers of the file systems of these folders, which need not exist."""
+    existing = (
+        next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()) for folder in storage
+    )
+    return {os.stat(path).st_dev for path in existing}
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+
+
+def _least(own: Resources) -> Resources:
+    """Return the least that any rank sees, so that all of them choose alike."""
+    seen = gather(own, None) if dist.is_initialized() else [own]
+    gpus = [each.gpu_memory for each in seen if each.gpu_memory is not None]
+    return replace(
+        own,
+        host_memory=min(each.host_memory for each in seen),
+        disk=min(each.disk for each in seen),
+        cores=min(each.cores for each in seen),
+        gpu_memory=min(gpus, default=None),
+        drive_bytes=min(each.drive_bytes for each in seen),
+    )
+
+
+def _with(settings: StrategySettings, zero: dict[str, Any], asked: Training, chosen: Training) -> StrategySettings:
+    """Return the settings with what was chosen otherwise than asked."""
+    transfer: dict[str, Any] = {}
+    if chosen.offload_param != asked.offload_param:
+        zero[_OFFLOADS] = {"device": chosen.offload_param}
+    if chosen.bucket_numel != asked.bucket_numel:
+        zero["reduce_bucket_size"] = chosen.bucket_numel
+    if chosen.parameter_budget != asked.parameter_budget:
+        transfer["parameter_bytes"] = chosen.parameter_budget
+    if chosen.gradient_budget != asked.gradient_budget:
+        transfer["gradient_bytes"] = chosen.gradient_budget
+    if chosen.cache_bytes != asked.cache_bytes:
+        transfer["dram_cache_bytes"] = chosen.cache_bytes
+    return replace(
+        settings,
+        state_format=chosen.state_format,
+        zero=zero or None,
+        transfer=replace(settings.transfer, **transfer),
+    )

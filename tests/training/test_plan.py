@@ -1,0 +1,268 @@
+"""``plan="auto"``: what the user left open is chosen before the model is built, and no result depends on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_smartinfinity import (
+    ConfigError,
+    PlanConfig,
+    SmartInfinityFabricStrategy,
+    SmartInfinityStrategy,
+    TransferConfig,
+    UnsupportedError,
+)
+from lightning_smartinfinity.automatic_plan import Surroundings, plan_training
+from lightning_smartinfinity.plan import automatic, choice
+from lightning_smartinfinity.plan.needs import PROCESS_BYTES, Place, needs
+from lightning_smartinfinity.plan.training import Training
+from lightning_smartinfinity.settings import StrategySettings
+from lightning_smartinfinity.survey.modules import survey_module
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.processes import run_module
+from tests.helpers.trainers import quiet_trainer
+from tests.training.test_overlap import SMALL_RING
+from tests.training.test_parameter_budget import Configured
+
+RECIPE = Recipe(precision="bf16-true", width=64, depth=6, max_steps=2)
+NVME = {"offload_param": {"device": "nvme"}}
+
+
+@pytest.fixture(autouse=True)
+def _small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (automatic, choice):
+        monkeypatch.setattr(module, "BUDGETS", (128 << 10, 64 << 10))
+
+
+def fit(
+    root: Path,
+    module: LitTiny,
+    *,
+    plan: PlanConfig | Mapping[str, Any] | str | None,
+    transfer: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> SmartInfinityStrategy:
+    strategy = SmartInfinityStrategy(
+        root / "storage", plan=plan, transfer=TransferConfig(**SMALL_RING, **(transfer or {})), **options
+    )
+    quiet_trainer(root, strategy, max_steps=RECIPE.max_steps, precision=module.recipe.precision).fit(module)
+    return strategy
+
+
+def just_enough_for(build: str, **settings: Any) -> dict[str, Any]:
+    """Return a plan for a machine that has as much host memory as a training with these settings needs."""
+    training = Training(
+        precision=RECIPE.precision,
+        build=build,
+        save_top_k=0,
+        num_buffers=SMALL_RING["num_buffers"],
+        tasklet_bytes=SMALL_RING["tasklet_bytes"],
+        **settings,
+    )
+    figures = survey_module(LitTiny(RECIPE), batch=1, seq=512, in_16_bit=True)
+    found = needs(figures, training, on_gpu=False)
+    return {"host_memory": max(need.total for need in found if need.place is Place.HOST)}
+
+
+SMALL = {"host_memory": PROCESS_BYTES + 900_000}
+SMALLEST = {"offload_param": "nvme", "parameter_budget": 128 << 10, "gradient_budget": 64 << 10}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[type[LitTiny], list[float]]:
+    """The losses of trainings without a plan: whoever builds in configure_model draws other weights."""
+    found = {}
+    for module_class in (Configured, LitTiny):
+        module = module_class(RECIPE)
+        fit(tmp_path_factory.mktemp("plain"), module, plan=None, overlap="none").close()
+        found[module_class] = module.losses
+    return found
+
+
+@pytest.fixture
+def losses(expected: dict[type[LitTiny], list[float]]) -> list[float]:
+    """Those of a model that configure_model builds."""
+    return expected[Configured]
+
+
+def test_a_machine_that_is_large_enough_changes_nothing(
+    tmp_path: Path, losses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The defaults stay, the bits are the same, and the table says so."""
+    module = Configured(RECIPE)
+    with caplog.at_level(logging.INFO):
+        strategy = fit(tmp_path, module, plan="auto")
+    assert module.losses == losses
+    assert (strategy._settings.zero, strategy._settings.transfer) == (None, TransferConfig(**SMALL_RING))
+    (table,) = [record.getMessage() for record in caplog.records if "Plan for Configured" in record.getMessage()]
+    assert "the defaults fit" in table and "host memory  training" in table
+    strategy.close()
+
+
+def test_gradients_get_a_budget(tmp_path: Path, losses: list[float]) -> None:
+    """Of what fits the fastest is taken: as many gradients in memory as possible, and parameters, too."""
+    module = Configured(RECIPE)
+    plan = just_enough_for("configure_model", gradient_budget=128 << 10)
+    strategy = fit(tmp_path, module, plan=plan, overlap="none")
+    assert (strategy._settings.zero, strategy._settings.transfer.gradient_bytes) == (None, 128 << 10)
+    assert module.losses == losses
+    strategy.close()
+
+
+@pytest.mark.parametrize("module_class", [Configured, LitTiny])
+def test_parameters_go_to_storage(
+    module_class: type[LitTiny], tmp_path: Path, expected: dict[type[LitTiny], list[float]]
+) -> None:
+    """They are built there by configure_model, or go there if the model exists; the bits are the same."""
+    module = module_class(RECIPE)
+    plan = just_enough_for("init" if module_class is LitTiny else "configure_model", **SMALLEST)
+    strategy = fit(tmp_path, module, plan=plan, overlap="none")
+    transfer = strategy._settings.transfer
+    assert strategy._settings.zero == NVME
+    assert (transfer.parameter_bytes, transfer.gradient_bytes) == (128 << 10, 64 << 10)
+    section = strategy._engine_config["zero_optimization"]
+    assert section["offload_param"]["device"] == "nvme" and section["stage3_param_persistence_threshold"] == 0
+    assert strategy.parameter_bytes > 0
+    assert module.losses == expected[module_class]
+    strategy.close()
+
+
+def test_explicit_settings_win(tmp_path: Path, losses: list[float]) -> None:
+    """A plan changes nothing that the user has set, and says what then does not fit."""
+    module = Configured(RECIPE)
+    given = {"gradient_bytes": 200_000, "parameter_bytes": 180_000}
+    strategy = fit(tmp_path, module, plan="auto", transfer=given, zero=NVME, overlap="none")
+    settings = strategy._settings
+    assert settings.zero == NVME
+    assert (settings.transfer.gradient_bytes, settings.transfer.parameter_bytes) == (200_000, 180_000)
+    assert module.losses == losses
+    strategy.close()
+    in_memory, plan = {"offload_param": {"device": "none"}}, just_enough_for("configure_model", **SMALLEST)
+    with pytest.raises(ConfigError, match="does not fit: host memory"):
+        fit(tmp_path, Configured(RECIPE), plan=plan, zero=in_memory)
+
+
+def test_nothing_fits(tmp_path: Path) -> None:
+    """The error says what breaks and what is nearest, and nothing was written."""
+    with pytest.raises(ConfigError, match="does not fit: host memory") as caught:
+        fit(tmp_path, Configured(RECIPE), plan={"host_memory": PROCESS_BYTES})
+    assert "TOO BIG" in str(caught.value) and "state_formats" in caught.value.remedy
+    with pytest.raises(ConfigError, match="does not fit: disk"):
+        fit(tmp_path, Configured(RECIPE), plan={"disk": "1MB"})
+    assert not (tmp_path / "storage").exists()
+
+
+def test_a_smaller_state_that_the_user_allows(tmp_path: Path) -> None:
+    """It is taken where the other does not fit, and not beside an explicit format."""
+    plan = {"disk": "8MB", "state_formats": ["int8"]}
+    strategy = fit(tmp_path, Configured(RECIPE), plan=plan)
+    assert strategy._settings.state_format == "int8"
+    strategy.close()
+    with pytest.raises(ConfigError, match="both choose a state format"):
+        fit(tmp_path, Configured(RECIPE), plan=plan, state_format="bf16")
+
+
+class Stubborn(Configured):
+    """A module that needs values while it is built."""
+
+    def configure_model(self) -> None:
+        assert float(torch.ones(3).sum().item()) == 3.0
+        super().configure_model()
+
+
+def test_a_model_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    """The error says to name the model; with its name the plan is made."""
+    with pytest.raises(UnsupportedError, match="cannot look at Stubborn before it is built") as caught:
+        fit(tmp_path, Stubborn(RECIPE), plan="auto")
+    assert "plan={'model'" in caught.value.remedy
+    fit(tmp_path, Stubborn(RECIPE), plan={"model": "1M"}).close()
+
+
+def test_another_module_is_planned_anew(tmp_path: Path) -> None:
+    """A strategy that trains again chooses again, from what the user gave."""
+    strategy = SmartInfinityStrategy(tmp_path / "storage", plan=SMALL, transfer=TransferConfig(**SMALL_RING))
+    trainer = quiet_trainer(tmp_path, strategy, max_steps=2, precision=RECIPE.precision)
+    trainer.fit(Configured(RECIPE))
+    assert strategy._settings.zero == NVME
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(Configured(dataclasses.replace(RECIPE, depth=1)))
+    assert strategy._settings.zero is None
+    strategy.close()
+
+
+def test_an_evaluation_plans_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Only a fit has state and gradients."""
+    strategy = SmartInfinityStrategy(tmp_path / "storage", plan="auto")
+    with caplog.at_level(logging.INFO):
+        quiet_trainer(tmp_path, strategy, precision=RECIPE.precision).validate(LitTiny(RECIPE), verbose=False)
+    assert not any("Plan for" in record.getMessage() for record in caplog.records)
+    strategy.close()
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("fast", "plan='fast'"),
+        ({"batchsize": 2}, "batchsize"),
+        ({"batch": 0}, r"batch=0"),
+        ({"state_formats": ["fp8"]}, "state_formats"),
+        ({"host_memory": "much"}, "host_memory"),
+        ({"model": ""}, "model=''"),
+    ],
+)
+def test_bad_input(plan: Any, message: str) -> None:
+    """A plan that says nothing sensible is refused when the strategy is made."""
+    with pytest.raises(ConfigError, match=message):
+        SmartInfinityStrategy(plan=plan)
+
+
+def test_two_processes_choose_alike(tmp_path: Path) -> None:
+    """The least that any rank sees counts, and both train with the same settings to the same bits."""
+    done = run_module("tests.training.plan_worker", tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert ranks[0]["settings"] == ranks[1]["settings"]
+    assert "nvme" in ranks[0]["settings"][0]
+    assert ranks[0]["losses"] == ranks[0]["expected"]
+    assert (done.stdout + done.stderr).count("Plan for Configured") == 1
+
+
+def test_folders_that_do_not_exist_yet(tmp_path: Path) -> None:
+    """The disk of a folder is that of the nearest folder above it, and two folders on one disk have it once."""
+    told: list[str] = []
+    around = Surroundings(precision="32-true", accumulate=1, processes=1, nodes=1, on_gpu=False, tell=told.append)
+    tables = []
+    for folders in (("a/b",), ("a/b", "c")):
+        storage = tuple(tmp_path / folder for folder in folders)
+        settings = StrategySettings(storage=storage, plan=PlanConfig(host_memory="2GB"))
+        assert plan_training(settings, LitTiny(RECIPE), around) == settings
+        tables.append(told.pop())
+    one, two = (table.splitlines()[-1].split()[:5] for table in tables)
+    assert one[:4] == two[:4] and float(one[4]) == pytest.approx(float(two[4]), rel=0.01)
+
+
+def test_fabric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that exists is planned in setup; one that init_module is to build has to be named before."""
+    from lightning.fabric import Fabric
+
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
+    strategy = SmartInfinityFabricStrategy(plan={"host_memory": PROCESS_BYTES + 1_700_000}, transfer=SMALL_RING)
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-true")
+    fabric.launch()
+    fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    assert strategy._settings.transfer.gradient_bytes != "auto"
+    strategy.close()
+    unnamed = SmartInfinityFabricStrategy(plan="auto")
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=unnamed, precision="bf16-true")
+    fabric.launch()
+    with pytest.raises(ConfigError, match="does not know the model yet"), fabric.init_module():
+        pass
