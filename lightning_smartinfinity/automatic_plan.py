@@ -15,6 +15,8 @@ from torch import nn
 
 from lightning_smartinfinity.compression import TopK
 from lightning_smartinfinity.config import PlanConfig
+from lightning_smartinfinity.devices.smartssd.discovery.system import System
+from lightning_smartinfinity.devices.smartssd.discovery.xclbin import is_xclbin_named
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.plan.automatic import Open, choose, plan_in_words
 from lightning_smartinfinity.plan.choice import Resources
@@ -111,7 +113,8 @@ def _asked(
     device = offload.get("device", "none") if isinstance(offload, Mapping) else "none"
     keys = (*zero, *(offload if isinstance(offload, Mapping) else ()))
     own_buffers = any(key.removeprefix("stage3_") in FOLLOWS_FROM_BUDGET for key in keys)
-    on_cards = settings.update_device == "smartssd"
+    may_use_cards = settings.update_device == "auto" and is_xclbin_named(settings.smartssd, System())
+    on_cards = settings.update_device == "smartssd" or may_use_cards
     share = settings.compression.ratio if isinstance(settings.compression, TopK) else None
     bucket = zero.get("reduce_bucket_size")
     training = Training(

@@ -67,7 +67,7 @@ class Link(Protocol):
         """Make the work that the user's stream is given later run after the copies started so far."""
 
     def notice(self) -> None:
-        """Let later points include the user's current stream, on which parameters are used."""
+        """Record that a step begins, on the user's current stream: later points include it."""
 
     def points(self) -> Sequence[native.CudaEvent]:
         """Return points behind all work that the user's streams were given so far."""

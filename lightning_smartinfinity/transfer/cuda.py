@@ -50,7 +50,10 @@ class CudaLink:
         self.device = native.CudaDevice(index)
         self.stream = native.CudaStream(self.device)
         self._torch_device = torch.device("cuda", index)
-        self._used_streams: set[int] = set()  # those that parameters were used or gradients copied on
+        # Those that parameters were used or gradients copied on in this step and in the one before. A stream that was
+        # not is not asked any more: a user may have destroyed it.
+        self._used_streams: set[int] = set()
+        self._used_before: set[int] = set()
         self._warned = False
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -62,7 +65,7 @@ class CudaLink:
         return torch.cuda.current_stream(self._torch_device).cuda_stream
 
     def current_stream(self) -> int:
-        """Return the handle of torch's current stream, which :meth:`points` includes from now on."""
+        """Return the handle of torch's current stream, which :meth:`points` includes until the step after this one."""
         stream = self.torch_stream()
         self._used_streams.add(stream)
         return stream
@@ -76,17 +79,18 @@ class CudaLink:
         self.stream.lead(self.current_stream())
 
     def notice(self) -> None:
-        """Let :meth:`points` include torch's current stream from now on."""
+        """Let :meth:`points` include torch's current stream, and leave out those that the last step did not use."""
+        self._used_before, self._used_streams = self._used_streams, set()
         self.current_stream()
 
     def points(self) -> list[native.CudaEvent]:
-        """Return points behind all work given so far to the streams that were ever current here.
+        """Return points behind all work given so far to the streams that were current here in this step or the last.
 
         In backward, gradients may be copied on another stream than that on which modules use their parameters.
         """
         self.current_stream()
         events = []
-        for stream in list(self._used_streams):
+        for stream in self._used_streams | self._used_before:
             events.append(native.CudaEvent(self.device))
             events[-1].record(stream)
         return events

@@ -249,6 +249,18 @@ def test_folders_that_do_not_exist_yet(tmp_path: Path) -> None:
     assert one[:4] == two[:4] and float(one[4]) == pytest.approx(float(two[4]), rel=0.01)
 
 
+def test_cards_take_all_gradients_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where SmartSSDs may update, gradients get no budget, and no state is kept in memory."""
+    around = Surroundings(precision=RECIPE.precision, accumulate=1, processes=1, nodes=1, on_gpu=False, tell=print)
+    plan = PlanConfig(**just_enough_for("init", gradient_budget=128 << 10))
+    ring = TransferConfig(**SMALL_RING)
+    settings = StrategySettings(storage=(tmp_path,), plan=plan, transfer=ring)
+    assert plan_training(settings, LitTiny(RECIPE), around).transfer.gradient_bytes == 128 << 10
+    monkeypatch.setenv("SMART_INFINITY_XCLBIN", str(tmp_path / "kernels.xclbin"))
+    with pytest.raises(ConfigError, match="does not fit"):
+        plan_training(settings, LitTiny(RECIPE), around)
+
+
 def test_fabric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that exists is planned in setup; one that init_module is to build has to be named before."""
     from lightning.fabric import Fabric

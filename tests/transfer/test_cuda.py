@@ -293,6 +293,19 @@ def test_an_update_waits_for_every_stream(start: Callable[[Case], CudaRun], link
     assert not torch.equal(run.partition[0], before[0])
 
 
+def test_a_stream_that_is_used_no_more_is_not_asked(link: FakeLink) -> None:
+    """A user may destroy a stream: it is left out once two steps have begun without it."""
+    link.notice()
+    link.use_other_stream()
+    link.current_stream()
+    assert len(link.points()) == 2
+    link.notice()
+    assert len(link.points()) == 2
+    link.notice()
+    assert len(link.points()) == 1
+    link.points()
+
+
 @pytest.mark.parametrize("call", ["cuEventRecord", "cuEventSynchronize", "cuEventCreate"])
 def test_a_failure_within_backward(start: Callable[[Case], CudaRun], link: FakeLink, call: str) -> None:
     """The step fails by the driver's error, is rolled back, and can be repeated."""
