@@ -14,6 +14,7 @@ import pytest
 
 from lightning_smartinfinity import (
     ConfigError,
+    PlanConfig,
     SmartInfinityFabricStrategy,
     SmartInfinityStrategy,
     SmartSSDConfig,
@@ -36,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "activations": None,
     "transfer": None,
     "zero": None,
+    "plan": None,
     "watchdog_timeout": 30.0,
 }
 
@@ -74,6 +76,7 @@ def test_every_argument_is_kept(strategy: Strategy, tmp_path: Path) -> None:
         "compression": TopK(0.5),
         "transfer": TransferConfig(num_buffers=3, keep=True),
         "zero": {"reduce_bucket_size": 7},
+        "plan": PlanConfig(batch=2),
         "watchdog_timeout": 90,
     }
     settings = strategy(**given)._settings

@@ -23,6 +23,8 @@ class FailOnRankOne(pl.Callback):
     """A callback that makes a read on rank 1 fail."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 1:
+            trainer.strategy.drain()  # type: ignore[attr-defined]  # updated parameters are on their way to storage
         if trainer.global_step == 1 and trainer.global_rank == 1:
             testing.inject(trainer.strategy._parameters.store.core, fail_read_at=2)  # type: ignore[attr-defined]
 
