@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ __all__ = ["Surroundings", "plan_training"]
 
 _USED = 0.9  # part of what is there that a plan uses
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_BLOCK = 512  # bytes of what st_blocks counts
 _OFFLOADS = "offload_param"
 
 _log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def plan_training(settings: StrategySettings, module: nn.Module | None, around: 
     training, open_ = _asked(settings, config, zero, module, around)
     with raising_together() if dist.is_initialized() else nullcontext():
         figures = _figures(config, module, training)
-        own = _resources(settings.storage, config, around)
+        own = _resources(settings, config, module, around)
     resources = _least(own)
     training = replace(training, checkpointing=figures.checkpointing)
     rates = assumed_rates(on_gpu=around.on_gpu, cores=resources.cores, in_16_bit=training.item_bytes == 2)
@@ -111,6 +112,7 @@ def _asked(
             "Leave one of them out.",
         )
     device = offload.get("device", "none") if isinstance(offload, Mapping) else "none"
+    is_partitioned = module is not None and any(hasattr(param, "ds_id") for param in module.parameters())
     keys = (*zero, *(offload if isinstance(offload, Mapping) else ()))
     own_buffers = any(key.removeprefix("stage3_") in FOLLOWS_FROM_BUDGET for key in keys)
     may_use_cards = settings.update_device == "auto" and is_xclbin_named(settings.smartssd, System())
@@ -125,11 +127,12 @@ def _asked(
         state_format=settings.state_format,
         offload_param=device,
         build="init" if module is not None and is_built(module) else "configure_model",
+        built_itemsize=_itemsize(module),
         processes=around.processes,
         nodes=around.nodes,
         save_top_k=0,  # a plan does not know where checkpoints go
         asynchronous=transfer.asynchronous,
-        gradient_budget=_given(transfer.gradient_bytes),
+        gradient_budget=None if settings.compression is not None else _given(transfer.gradient_bytes),
         parameter_budget=_given(transfer.parameter_bytes),
         cache_bytes=_given(transfer.dram_cache_bytes) or 0,
         accumulate_in=transfer.accumulate_in,
@@ -140,10 +143,11 @@ def _asked(
         bucket_numel=bucket if isinstance(bucket, int) else Training.bucket_numel,
     )
     open_ = Open(
-        offload_param=offload is None,
-        parameter_budget=isinstance(transfer.parameter_bytes, str) and not own_buffers,
+        # An evaluation before the fit has put the parameters where they are.
+        offload_param=offload is None and not is_partitioned,
+        parameter_budget=isinstance(transfer.parameter_bytes, str) and not own_buffers and not is_partitioned,
         gradient_budget=isinstance(transfer.gradient_bytes, str) and settings.compression is None and not on_cards,
-        cache_bytes=not transfer.dram_cache_bytes and not on_cards,
+        cache_bytes=not _given(transfer.dram_cache_bytes) and not on_cards,
         bucket_numel=bucket is None,
         state_formats=config.state_formats,
     )
@@ -165,13 +169,26 @@ def _figures(config: PlanConfig, module: nn.Module | None, training: Training) -
     return survey_module(module, in_16_bit=training.item_bytes == 2, **how)
 
 
-def _resources(storage: tuple[Path, ...], config: PlanConfig, around: Surroundings) -> Resources:
+def _itemsize(module: nn.Module | None) -> int | None:
+    """Return the bytes of an element of a model that exists already."""
+    return max((param.element_size() for param in module.parameters()), default=None) if module is not None else None
+
+
+def _resources(
+    settings: StrategySettings, config: PlanConfig, module: nn.Module | None, around: Surroundings
+) -> Resources:
     """Return what this rank sees, of which nine tenths may be used, or what the user says."""
+    storage = settings.storage
+    assert storage is not None
     found = [survey_resources(folder) for folder in storage]
     first = found[0]
-    # What this process holds already is a part of what it needs.
-    host = int(_USED * (first.host_memory + around.processes * _resident_bytes()))
-    disk = int(_USED * min(each.disk for each in found)) * len(_devices_of(storage))
+    # What this process holds already is a part of what it needs: its libraries and the model, but not its data.
+    whole = 0 if module is None else sum(param.nbytes for param in module.parameters())
+    held = min(_resident_bytes(), first.process_bytes + whole)
+    host = int(_USED * (first.host_memory + around.processes * held))
+    # A new fit takes the space of the job's state, or goes on with it.
+    own = sum(_file_bytes(folder / settings.transfer.job) for folder in storage)
+    disk = int(_USED * min(each.disk for each in found)) * len(_devices_of(storage)) + own
     gpu = None if not around.on_gpu else int(_USED * (first.gpu_memory or 0))
     return replace(
         first,
@@ -188,6 +205,16 @@ def _devices_of(storage: tuple[Path, ...]) -> set[int]:
         next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()) for folder in storage
     )
     return {os.stat(path).st_dev for path in existing}
+
+
+def _file_bytes(folder: Path) -> int:
+    """Return the bytes that the files of a folder take on the disk."""
+    found = (Path(parent) / name for parent, _, names in os.walk(folder) for name in names)
+    total = 0
+    for file in found:
+        with suppress(OSError):  # another process may remove it
+            total += _BLOCK * file.stat().st_blocks
+    return total
 
 
 def _resident_bytes() -> int:

@@ -364,7 +364,7 @@ def plan_config(plan: PlanConfig | Mapping[str, Any] | str | None, *, owner: str
     Raises:
         ConfigError: It is something else, or a setting in it is unknown or out of range.
     """
-    if plan == "auto":
+    if isinstance(plan, str) and plan == "auto":
         return PlanConfig()
     rule = replace(optional(settings_of(PlanConfig)), remedy="Pass 'auto', or a PlanConfig or a dict of its settings")
     config: PlanConfig | None = check(owner, "plan", plan, rule)

@@ -250,7 +250,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         if self._trainer.state.fn is TrainerFn.FITTING:
             around = Surroundings(
                 precision=self.precision_plugin.precision,
-                accumulate=self._trainer.accumulate_grad_batches,
+                accumulate=max(self._trainer.accumulate_grad_batches, 1 + accumulates(self._trainer)),
                 processes=self.num_processes,
                 nodes=self.num_nodes,
                 on_gpu=self._on_cuda,

@@ -49,6 +49,7 @@ from lightning_smartinfinity.huggingface.seams import (
     trainings_seen_by,
     without_weights,
 )
+from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.settings import data_types, documents_settings, given_settings
 from lightning_smartinfinity.transformers_models import optional_package
@@ -201,7 +202,9 @@ class SmartInfinityTraining(NearStorage):
         storage = self._given.storage
         self._settings = replace(self._given, storage=storage or (Path.cwd(),))
         # The arguments are not made yet. Gradients of several micro-batches take more memory than those of one.
-        precision = "bf16-true" if on_gpu else "32-true"
+        formats = (self._given.state_format, *self._given.plan.state_formats)
+        in_bf16 = on_gpu or any(STATE_FORMATS[name].required_parameters == "bf16" for name in formats)
+        precision = "bf16-true" if in_bf16 else "32-true"
         self._plan(None, Surroundings(precision=precision, accumulate=2, processes=1, nodes=1, on_gpu=on_gpu))
         self._given = self._settings = replace(self._settings, storage=storage)
         self._config["zero_optimization"] |= _SAVES_16_BIT

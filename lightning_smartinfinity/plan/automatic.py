@@ -78,7 +78,7 @@ def _settings(model: ModelFigures, training: Training, open_: Open, *, on_gpu: b
     spilling = gradient_budgets(model, training) if open_.gradient_budget else []
     buckets = dict.fromkeys([training.bucket_numel, *([_SMALL_BUCKET] if open_.bucket_numel else [])])
     for offload, bucket in product(offloads, buckets):
-        if offload == "cpu" and not on_gpu:
+        if offload == "cpu" and open_.offload_param and not on_gpu:
             continue
         held = [training.parameter_budget]
         if offload == "nvme" and open_.parameter_budget:
@@ -114,7 +114,7 @@ def plan_in_words(model: ModelFigures, asked: Training, plan: Plan, resources: R
     """
     before, after = asdict(asked), asdict(plan.training)
     lines = [f"Plan for {model.name}, {model.numel / 1e9:.3f}B parameters, {asked.batch} x {asked.seq} tokens"]
-    lines += [f"  {words}" for words in ([model.assumed] if model.assumed else [])]
+    lines += [f"  {words}" for words in (model.assumed, f"the optimizer is taken for {asked.optimizer}") if words]
     changed = [f"  {_LABELS[name]:<38}{_shown(after[name])}" for name in _LABELS if after[name] != before[name]]
     lines += changed or ["  nothing has to be chosen: the defaults fit"]
     lines += ['  overlap                               as set; "auto" is measured in the first steps', ""]

@@ -43,6 +43,7 @@ class Training:
         offload_param: Where parameters lie between their uses.
         build: Where the module builds the model: everything at once in fp32 (``"init"``), or in ``configure_model``,
             where each parameter is partitioned as soon as it is made.
+        built_itemsize: Bytes of an element of the model as it is built; None: those that follow from the precision.
         processes: Number of processes on each machine.
         nodes: Number of machines.
         save_top_k: Number of checkpoints that are kept.
@@ -73,6 +74,7 @@ class Training:
     state_format: str = "fp32"
     offload_param: str = "none"
     build: str = "init"
+    built_itemsize: int | None = None
     processes: int = 1
     nodes: int = 1
     save_top_k: int = 1
@@ -101,6 +103,7 @@ class Training:
             state_format=one_of(*STATE_FORMATS),
             offload_param=one_of(*OFFLOADS),
             build=one_of(*BUILDS),
+            built_itemsize=optional(between(1, 8)),
             processes=between(1, 1024),
             nodes=between(1, 10_000),
             save_top_k=between(0, _MOST),
@@ -161,6 +164,8 @@ class Training:
     @property
     def built_bytes(self) -> int:
         """Bytes of an element of the model as the module builds it: the mixed precisions build it in fp32."""
+        if self.built_itemsize is not None:
+            return self.built_itemsize
         return self.item_bytes if self.precision.endswith("true") else 4
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import re
@@ -24,7 +25,15 @@ from lightning_smartinfinity.store.os_errors import in_short
 from lightning_smartinfinity.survey.passes import UNCOUNTED, count_passes, transformer_in
 from lightning_smartinfinity.transformers_models import optional_package
 
-__all__ = ["ModelSource", "default_dtype", "find_source", "survey_model", "with_transformer", "without_weights"]
+__all__ = [
+    "ModelSource",
+    "default_dtype",
+    "find_source",
+    "survey_model",
+    "turns_checkpoints_on",
+    "with_transformer",
+    "without_weights",
+]
 
 _LEAST, _MOST = 10**6, 10**12
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -113,7 +122,7 @@ def survey_model(source: ModelSource, *, batch: int, seq: int, in_16_bit: bool =
         trained = tuple(p.numel() for p in module.parameters() if p.requires_grad)
         if not trained:
             raise ConfigError(f"{source.name} has no parameter to train.", "Build its layers in __init__.")
-        checkpointing = _checkpoints(transformer_in(module))
+        checkpointing = turns_checkpoints_on(transformer_in(module))
         passes, missing = (None, why) if why else count_passes(module, batch=batch, seq=seq)
 
         @lru_cache
@@ -307,10 +316,10 @@ def with_transformer(source: ModelSource) -> ModelSource:
         return source
     with FakeTensorMode():
         model = transformer_in(source.build())
-    return source if model is None else _of_transformers(source.name, type(model), model.config)
+    return source if model is None else _of_transformers(source.name, type(model), copy.deepcopy(model.config))
 
 
-def _checkpoints(model: Any) -> bool:
+def turns_checkpoints_on(model: Any) -> bool:
     """Return whether a model of transformers, or None, has activation checkpoints; asking by an old name warns."""
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     return bool(next((getattr(model, name) for name in names if hasattr(type(model), name)), False))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_smartinfinity import (
     ConfigError,
@@ -19,12 +21,14 @@ from lightning_smartinfinity import (
     SmartInfinityStrategy,
     TransferConfig,
     UnsupportedError,
+    automatic_plan,
 )
 from lightning_smartinfinity.automatic_plan import Surroundings, plan_training
 from lightning_smartinfinity.plan import automatic, choice
 from lightning_smartinfinity.plan.needs import PROCESS_BYTES, Place, needs
 from lightning_smartinfinity.plan.training import Training
 from lightning_smartinfinity.settings import StrategySettings
+from lightning_smartinfinity.survey import resources
 from lightning_smartinfinity.survey.modules import survey_module
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
@@ -33,6 +37,7 @@ from tests.training.test_overlap import SMALL_RING
 from tests.training.test_parameter_budget import Configured
 
 RECIPE = Recipe(precision="bf16-true", width=64, depth=6, max_steps=2)
+AROUND = Surroundings(precision=RECIPE.precision, accumulate=1, processes=1, nodes=1, on_gpu=False)
 NVME = {"offload_param": {"device": "nvme"}}
 
 
@@ -233,6 +238,86 @@ def test_two_processes_choose_alike(tmp_path: Path) -> None:
     assert "nvme" in ranks[0]["settings"][0]
     assert ranks[0]["losses"] == ranks[0]["expected"]
     assert (done.stdout + done.stderr).count("Plan for Configured") == 1
+
+
+def test_parameters_offloaded_to_the_memory_in_which_they_are(tmp_path: Path) -> None:
+    """An explicit device is kept, also one that a plan would not choose."""
+    strategy = fit(tmp_path, LitTiny(RECIPE), plan="auto", zero={"offload_param": {"device": "cpu"}})
+    assert strategy._settings.zero == {"offload_param": {"device": "cpu"}}
+    strategy.close()
+
+
+@pytest.mark.parametrize("module_class", [Configured, LitTiny])
+def test_a_fit_after_an_evaluation(module_class: type[LitTiny], tmp_path: Path) -> None:
+    """Parameters stay where the evaluation has put them: gradients alone get a budget."""
+    strategy = SmartInfinityStrategy(tmp_path / "storage", plan=SMALL, transfer=TransferConfig(**SMALL_RING))
+    trainer = quiet_trainer(tmp_path, strategy, max_steps=1, precision=RECIPE.precision)
+    module = module_class(RECIPE)
+    trainer.validate(module, verbose=False)
+    with pytest.raises(ConfigError, match="does not fit: host memory"):
+        trainer.fit(module)
+    strategy.close()
+    roomy = {"host_memory": PROCESS_BYTES + 2_500_000}
+    strategy = SmartInfinityStrategy(tmp_path / "storage", plan=roomy, transfer=TransferConfig(**SMALL_RING))
+    trainer = quiet_trainer(tmp_path, strategy, max_steps=1, precision=RECIPE.precision)
+    module = module_class(RECIPE)
+    trainer.validate(module, verbose=False)
+    trainer.fit(module)
+    assert strategy._settings.zero is None
+    strategy.close()
+
+
+def disk_with(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type(shutil.disk_usage("/"))
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: usage(free, 0, free))
+
+
+def test_the_state_of_the_job_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training is resumed on a disk that its own state has filled."""
+    strategy = fit(tmp_path, Configured(RECIPE), plan="auto", transfer={"keep": True})
+    strategy.close()
+    disk_with(2_000_000, monkeypatch)  # the rest of what the plan needs, an export among it
+    strategy = SmartInfinityStrategy(
+        tmp_path / "storage", plan="auto", transfer=TransferConfig(**SMALL_RING, keep=True)
+    )
+    trainer = quiet_trainer(tmp_path, strategy, max_steps=4, precision=RECIPE.precision)
+    trainer.fit(Configured(RECIPE), ckpt_path="storage")
+    assert trainer.global_step == 4
+    strategy.close()
+    with pytest.raises(ConfigError, match="does not fit: disk"):
+        fit(tmp_path / "elsewhere", Configured(RECIPE), plan="auto")
+
+
+def test_data_in_memory_are_not_given_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of what a process holds, only its libraries and the model are a part of what the training needs."""
+    seen = []
+    for resident in (PROCESS_BYTES, 100 * PROCESS_BYTES):
+        monkeypatch.setattr(automatic_plan, "_resident_bytes", lambda resident=resident: resident)
+        settings = StrategySettings(storage=(tmp_path,))
+        seen.append(automatic_plan._resources(settings, PlanConfig(), LitTiny(RECIPE), AROUND).host_memory)
+    assert seen[1] == pytest.approx(seen[0], rel=0.1)
+
+
+def test_a_model_that_exists_counts_as_it_is(tmp_path: Path) -> None:
+    """It was built in fp32 before the Trainer's precision was known."""
+    told: list[str] = []
+    settings = StrategySettings(storage=(tmp_path,), plan=PlanConfig(), transfer=TransferConfig(**SMALL_RING))
+    training, _ = automatic_plan._asked(settings, PlanConfig(), {}, LitTiny(RECIPE), AROUND)
+    assert (training.build, training.precision, training.built_bytes) == ("init", "bf16-true", 4)
+    plan_training(settings, LitTiny(RECIPE), dataclasses.replace(AROUND, tell=told.append))
+    assert "taken for AdamW" in told[0]
+
+
+def test_gradients_of_schedules_take_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan knows that several micro-batches may come, as in manual optimization and by a scheduler."""
+    seen: list[int] = []
+    monkeypatch.setattr(SmartInfinityStrategy, "_plan", lambda strategy, module, around: seen.append(around.accumulate))
+    for callbacks in ([], [GradientAccumulationScheduler({1: 4})]):
+        strategy = SmartInfinityStrategy(tmp_path / str(len(callbacks)), plan="auto")
+        trainer = quiet_trainer(tmp_path, strategy, callbacks=callbacks, max_steps=1, precision=RECIPE.precision)
+        trainer.fit(LitTiny(RECIPE))
+        strategy.close()
+    assert set(seen[: len(seen) // 2]) == {1} and set(seen[len(seen) // 2 :]) == {2}
 
 
 def test_folders_that_do_not_exist_yet(tmp_path: Path) -> None:
