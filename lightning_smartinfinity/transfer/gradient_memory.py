@@ -19,6 +19,8 @@ __all__ = ["GradientMemory", "GradientWindows"]
 
 _SHARE_TOGETHER = 4  # one over the share of the budget that is held for gradients that arrive together
 _SHARE_BEFORE_SPILLING = 2  # one over the share of the budget that is held before windows are spilled ahead
+_SHARE_OF_GRANULE = 64  # one over the share of the budget that goes back to the system together, at most
+_LARGEST_GRANULE = 2 << 20  # a huge page
 
 
 def _gradients_are_gone() -> UnsupportedError:
@@ -152,7 +154,8 @@ class GradientWindows(GradientMemory):
         self.budget_bytes: int = budget_bytes
         self._store, self._await_use = store, await_use
         nbytes = layout.numel * dtype.itemsize
-        self._memory = native.GradientMemory(max(1, whole_blocks(nbytes)))
+        granule = min(_LARGEST_GRANULE, 1 << max(12, (budget_bytes // _SHARE_OF_GRANULE).bit_length() - 1))
+        self._memory = native.GradientMemory(max(1, whole_blocks(nbytes)), granule=granule)
         self._bytes = torch.frombuffer(self._memory.memoryview(), dtype=torch.uint8)
         self.tensor = self._bytes[:nbytes].view(dtype)
         self._places: dict[int, StoredTensor] = {}  # of windows that were ever stored
@@ -191,6 +194,7 @@ class GradientWindows(GradientMemory):
             if keep & self._given_up:
                 raise _gradients_are_gone()
         for window in absent:
+            self._memory.take(self._offset_of(window), self._bytes_of(window))
             if window in self._stored:
                 self._reading[window] = self._store.read(self._places[window], self._slice(window))
         for window in absent:
@@ -327,17 +331,25 @@ class GradientWindows(GradientMemory):
         while self.memory_bytes + nbytes > self.budget_bytes:
             stored = next((w for w in self._held if w in self._stored and self._may_go(w, keep)), None)
             leaving = next((w for w in self._leaving if self._may_go(w, keep)), None)
-            needed = next((w for w in self._in_step if w not in keep and self._is_needed(w) and self._has(w)), None)
             if stored is not None:
                 del self._held[stored]
                 self._held_bytes -= self._bytes_of(stored)
                 self._drop(stored)
             elif leaving is not None:
                 self._end_spill(leaving)
-            elif needed is not None:
+            elif (needed := self._first_needed(keep)) is not None:
                 self._await_use_of(needed)
             elif not self._begin_spill(keep):
                 return
+
+    def _first_needed(self, keep: set[int]) -> int | None:
+        """Return the first window in memory that the update has still to use; forget those that it has used."""
+        for window in list(self._in_step):
+            if not self._is_needed(window):
+                self._await_use_of(window)
+            elif window not in keep and self._has(window):
+                return window
+        return None
 
     def _begin_spill(self, keep: set[int]) -> bool:
         """Start to write the window that was asked for longest ago; return whether there is one."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -14,15 +15,27 @@ from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.store.tensor_files import whole_blocks
 from lightning_smartinfinity.store.tensor_store import StoredTensor, TensorStore
+from lightning_smartinfinity.transfer.tensors import lent_tensor
 
 __all__ = ["PartTransfers"]
 
 _PART_BYTES = 1 << 20
-_NUM_PARTS = 4
+# A request among those of an update takes as long as all that are in flight, so that it takes many to keep up with it.
+_BYTES_IN_FLIGHT = 8 << 20
+_REQUESTS_IN_FLIGHT = 64
+_POOL_BYTES = 12 << 20
+
+
+class _InFlight(NamedTuple):
+    """A transfer, its memory, and what to do once it has ended."""
+
+    ticket: int
+    buffer: torch.Tensor
+    then: Callable[[], object]
 
 
 class PartTransfers:
-    """Transfers any bytes of tensors to and from any host memory, through a few buffers of a fixed size.
+    """Transfers any bytes of tensors to and from any host memory, through a few megabytes of its own.
 
     Storage is written in whole blocks. If a part ends inside a block, that block is held back, since the next part
     usually begins there. Otherwise, and at :meth:`synchronize`, the rest of the block is read and it is written.
@@ -33,14 +46,17 @@ class PartTransfers:
 
     def __init__(self, store: TensorStore) -> None:
         self._store = store
-        memory = native.HostBuffer(_NUM_PARTS * _PART_BYTES + BLOCK_BYTES)
-        whole = torch.frombuffer(memory.memoryview(), dtype=torch.uint8)
-        self._buffers = deque(whole[i * _PART_BYTES : (i + 1) * _PART_BYTES] for i in range(_NUM_PARTS))
-        self._in_flight: deque[tuple[int, Callable[[], object]]] = deque()
-        self._block = whole[_NUM_PARTS * _PART_BYTES :]
+        self._pool = native.MemoryPool()
+        self._pool.limit = _POOL_BYTES
+        self._in_flight: deque[_InFlight] = deque()
+        self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         # The block held back: its tensor, its offset, and the begin and end of its bytes in memory.
         self._held: tuple[StoredTensor, int, int, int] | None = None
-        self.nbytes = memory.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory of all buffers."""
+        return self._pool.nbytes + self._block.nbytes
 
     def put(self, stored: StoredTensor, begin: int, values: torch.Tensor) -> None:
         """Start writing ``values`` (uint8, which may change on return) at byte ``begin``.
@@ -58,9 +74,9 @@ class PartTransfers:
                 self._hold(stored, begin - inside, inside, values[:count])
             else:
                 count = min(numel // BLOCK_BYTES * BLOCK_BYTES, _PART_BYTES)
-                buffer = self._next_buffer()
+                buffer = self._next_buffer(count)
                 _copy(values[:count], buffer)
-                self._start(self._write(stored, buffer[:count], begin))
+                self._start(self._write(stored, buffer, begin), buffer)
             begin, values = begin + count, values[count:]
 
     def get(self, stored: StoredTensor, begin: int, values: torch.Tensor) -> None:
@@ -73,10 +89,9 @@ class PartTransfers:
         while values.numel():
             inside = begin % BLOCK_BYTES
             count = min(values.numel(), _PART_BYTES - inside)
-            buffer = self._next_buffer()
-            memory = buffer[: whole_blocks(inside + count)]
-            ticket = self._store.read(stored, memory, offset=begin - inside, io_class=native.IoClass.STATE)
-            self._start(ticket, partial(_copy, buffer[inside : inside + count], values))
+            buffer = self._next_buffer(inside + count)
+            ticket = self._store.read(stored, buffer, offset=begin - inside, io_class=native.IoClass.STATE)
+            self._start(ticket, buffer, partial(_copy, buffer[inside : inside + count], values))
             begin, values = begin + count, values[count:]
 
     def synchronize(self) -> None:
@@ -96,25 +111,28 @@ class PartTransfers:
     def _write(self, stored: StoredTensor, memory: torch.Tensor, offset: int) -> int:
         return self._store.write(stored, memory, offset=offset, io_class=native.IoClass.WRITE_BEHIND)
 
-    def _start(self, ticket: int, then: Callable[[], object] = lambda: None) -> None:
-        self._in_flight.append((ticket, then))
+    def _start(self, ticket: int, buffer: torch.Tensor, then: Callable[[], object] = lambda: None) -> None:
+        self._in_flight.append(_InFlight(ticket, buffer, then))
 
-    def _next_buffer(self) -> torch.Tensor:
-        if len(self._in_flight) == _NUM_PARTS:
+    def _next_buffer(self, nbytes: int) -> torch.Tensor:
+        """Return whole blocks for so many bytes, when few enough are in flight."""
+        while self._in_flight and (
+            len(self._in_flight) >= _REQUESTS_IN_FLIGHT
+            or sum(each.buffer.nbytes for each in self._in_flight) + nbytes > _BYTES_IN_FLIGHT
+        ):
             self._finish_first()
-        self._buffers.rotate(-1)
-        return self._buffers[-1]
+        return lent_tensor(self._pool, whole_blocks(nbytes))
 
     def _finish_first(self) -> None:
-        ticket, then = self._in_flight[0]
+        first = self._in_flight[0]
         try:
-            self._store.finish(ticket)
+            self._store.finish(first.ticket)
         except StorageError:
             self._in_flight.popleft()
             raise
         # After an interrupt it stays in the queue: the transfer still uses its buffer.
         self._in_flight.popleft()
-        then()
+        first.then()
 
     def _hold(self, stored: StoredTensor, block: int, inside: int, values: torch.Tensor) -> None:
         if self._held is None:
@@ -130,13 +148,13 @@ class PartTransfers:
             return
         stored, block, first, end = self._held
         self._held = None
-        buffer = self._next_buffer()[:BLOCK_BYTES]
+        buffer = self._next_buffer(BLOCK_BYTES)
         if first > 0 or (end < BLOCK_BYTES and block + end < stored.nbytes):
-            self._start(self._store.read(stored, buffer, offset=block))
+            self._start(self._store.read(stored, buffer, offset=block), buffer)
             while self._in_flight:
                 self._finish_first()
         _copy(self._block[first:end], buffer[first:])
-        self._start(self._write(stored, buffer, block))
+        self._start(self._write(stored, buffer, block), buffer)
 
     def _finish_all_quietly(self) -> None:
         self._held = None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity import StorageCorruptError, StorageFullError, UnsupportedError
+from lightning_smartinfinity import StorageCorruptError, StorageFullError, UnsupportedError, native
 from lightning_smartinfinity.store.tensor_store import TensorStore
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.gradient_memory import GradientWindows
@@ -84,6 +84,47 @@ def test_memory_is_given_back(memory: GradientWindows) -> None:
     assert resident_bytes(memory.tensor) <= memory.budget_bytes
     memory.reset()
     assert resident_bytes(memory.tensor) == 0
+
+
+def test_memory_is_given_back_in_granules() -> None:
+    """A granule goes back when none of its blocks is taken, however often one is taken or dropped."""
+    memory = native.GradientMemory(8 * 4096, granule=2 * 4096)
+    tensor = torch.frombuffer(memory.memoryview(), dtype=torch.uint8)
+    for _ in range(2):
+        memory.take(0, 5 * 4096)
+    tensor[: 5 * 4096] = 1
+    for _ in range(2):
+        memory.drop(4096, 4096)  # block 0 of the same granule is still taken
+    assert resident_bytes(tensor) == 5 * 4096 and bool((tensor[:4096] == 1).all())
+    memory.drop(0, 3 * 4096)
+    assert resident_bytes(tensor) == 3 * 4096, "block 3 is still taken"
+    memory.take(4096, 4096)
+    tensor[4096 : 2 * 4096] = 2
+    memory.drop(2 * 4096, 3 * 4096)
+    assert resident_bytes(tensor) == 4096 and bool((tensor[4096 : 2 * 4096] == 2).all())
+
+
+def test_room_is_found_without_looking_at_all_windows(
+    tmp_path: Path, update: Update, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a step in flight that has used all its gradients, each new window takes as many looks as it did before."""
+    looks, number = [0], 400
+
+    def is_needed(memory: GradientWindows, window: int) -> bool:
+        looks[0] += 1
+        return False
+
+    monkeypatch.setattr(GradientWindows, "_is_needed", is_needed)
+    store = TensorStore([tmp_path], job="test", direct_io="auto")
+    memory = GradientWindows(
+        layout_of(number), torch.float32, budget_bytes=3 * WINDOW, store=store, await_use=update.await_use
+    )
+    for window in range(number):
+        memory.of_step(window, last_use=False)
+    for window in range(number):
+        fill(memory, window, window)
+    memory.close()
+    assert looks[0] < 20 * number
 
 
 def resident_bytes(tensor: torch.Tensor) -> int:

@@ -17,6 +17,7 @@ from lightning_smartinfinity.errors import StorageCorruptError, StorageError, St
 from lightning_smartinfinity.native import IoClass, MemoryPool, TensorExtent
 from lightning_smartinfinity.store.scheduling import io_waits, scheduler_of
 from lightning_smartinfinity.store.tensor_store import TensorStore
+from lightning_smartinfinity.transfer import part_transfers
 from lightning_smartinfinity.transfer.part_transfers import PartTransfers
 from lightning_smartinfinity.transfer.tensors import lent_tensor
 from tests.helpers.native_testing import Hold, inject
@@ -191,8 +192,9 @@ def test_what_an_interrupted_write_failed_to_write_is_not_read(store: TensorStor
     store.finish(store.read(parameter, memory))
 
 
-def test_parts_after_an_interrupt(store: TensorStore) -> None:
+def test_parts_after_an_interrupt(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an interrupt, buffers that are still being written are not filled again."""
+    monkeypatch.setattr(part_transfers, "_BYTES_IN_FLIGHT", 4 << 20)
     parts, values = PartTransfers(store), noise(5 << 20, 0)
     first, second = store.add(values.numel()), store.add(1 << 20)
     inject(store.core, seed=1, max_delay_us=200_000, short_transfer_every=1)
@@ -206,6 +208,22 @@ def test_parts_after_an_interrupt(store: TensorStore) -> None:
     parts.get(first, 0, found)
     parts.synchronize()
     assert torch.equal(found, values[: found.numel()])
+
+
+def test_memory_of_parts_is_bounded(store: TensorStore) -> None:
+    """However many parts are in flight, large and tiny ones, their memory is bounded, and so is their number."""
+    parts = PartTransfers(store)
+    large, tiny = store.add(64 << 20), [store.add(BLOCK) for _ in range(200)]
+    parts.put(large, 0, noise(64 << 20, 0))
+    for stored in tiny:
+        parts.put(stored, 0, noise(BLOCK, 1))
+        assert parts.nbytes <= part_transfers._POOL_BYTES + BLOCK
+        assert len(parts._in_flight) <= part_transfers._REQUESTS_IN_FLIGHT
+    parts.synchronize()
+    found = torch.empty(64 << 20, dtype=torch.uint8)
+    parts.get(large, 0, found)
+    parts.synchronize()
+    assert torch.equal(found, noise(64 << 20, 0)) and parts.nbytes <= part_transfers._POOL_BYTES + BLOCK
 
 
 def test_a_parameter_nobody_refers_to_gives_its_place_back(store: TensorStore) -> None:

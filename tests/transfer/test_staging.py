@@ -134,6 +134,20 @@ def test_what_is_waited_for_goes_first(tmp_path: Path) -> None:
         run.handler.commit()
 
 
+def test_one_wait_waits_once_for_the_partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters of many tasklets that are waited for together are copied together, not one tasklet after another."""
+    shapes = ((60_000, 0, 0, 0), (50_000, 0, 0, 0))
+    times, synchronize = [], TensorPartition.synchronize
+    monkeypatch.setattr(TensorPartition, "synchronize", lambda self: (times.append(1), synchronize(self))[1])
+    with running(tmp_path, SMALL_RING.but(shapes=shapes)) as run:
+        times.clear()
+        run.handler.begin_step(run.collect(1))
+        run.handler.step.wait([0])
+        assert len(run.layout.tasklets_of(slice(0, 1))) > 5
+        run.handler.commit()
+    assert 1 <= len(times) <= 3
+
+
 class FullPartition(TensorPartition):
     """A partition on a full disk, or one that has a bug."""
 

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.zero3.parameters import param_swapper
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
 
 
@@ -34,6 +36,16 @@ def swapper_with(store: Store, monkeypatch: pytest.MonkeyPatch) -> ParameterSwap
     monkeypatch.setattr(swapper, "_together", nullcontext)
     monkeypatch.setattr(swapper, "remove_partition_and_release_buffers", lambda params: None)
     return swapper
+
+
+def test_reading_ahead_leaves_a_part_of_the_budget_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise parameters would find no memory that others have left, and the system would clear other memory."""
+    swapper = swapper_with(Store({}), monkeypatch)
+    swapper.settings = SimpleNamespace(budget=8 * 4096)  # type: ignore[assignment]
+    monkeypatch.setattr(param_swapper, "_holders", lambda: 1)
+    params: Any = [SimpleNamespace(ds_tensor=SimpleNamespace(ds_numel=2048), dtype=torch.bfloat16) for _ in range(8)]
+    assert swapper.available_swap_in_buffers() == 6
+    assert swapper._fitting(params) == params[:6]
 
 
 def test_a_write_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

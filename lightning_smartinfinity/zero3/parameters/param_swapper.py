@@ -39,6 +39,9 @@ __all__ = ["ParameterSwapper", "least_budget", "stored_parameter", "swapper_for"
 # A partition that does not fill a block in any precision stays in memory.
 _LEAST_NUMEL = BLOCK_BYTES // 2
 _STORED = "smart_infinity_stored"
+# One over the share of the budget that reading ahead leaves free. Memory that parameters have left can then wait for
+# others that fit there. Without it, most of it would go back to the system, and be cleared when it is taken again.
+_SHARE_LEFT_FREE = 4
 
 
 def stored_parameter(param: ZeroParameter) -> StoredTensor | None:
@@ -255,10 +258,9 @@ class ParameterSwapper:
 
     def available_swap_in_buffers(self) -> int:
         """Return how many partitions may be read ahead; the number is the same on all ranks."""
-        free = self._free_bytes()
         if self.settings.budget is not None:
-            return max(0, free // BLOCK_BYTES)  # what fits is chosen by bytes
-        return max(0, free // self._largest_bytes) if self._largest_bytes else 0
+            return max(0, self._free_to_read_ahead() // BLOCK_BYTES)  # what fits is chosen by bytes
+        return max(0, self._free_bytes() // self._largest_bytes) if self._largest_bytes else 0
 
     def swap_in(
         self,
@@ -324,10 +326,13 @@ class ParameterSwapper:
     def _free_bytes(self) -> int:
         return self.limit_bytes - self._held_bytes()
 
+    def _free_to_read_ahead(self) -> int:
+        return self._free_bytes() - self.limit_bytes // _SHARE_LEFT_FREE
+
     def _fitting(self, params: Sequence[ZeroParameter]) -> list[ZeroParameter]:
         """Return the first of these parameters, as many as there is room for."""
         ends = accumulate(whole_blocks(_nbytes(param)) for param in params)
-        return [param for param, end in zip(params, ends, strict=True) if end <= self._free_bytes()]
+        return [param for param, end in zip(params, ends, strict=True) if end <= self._free_to_read_ahead()]
 
     def _make_room(self, nbytes: int) -> None:
         if self._held_bytes() + nbytes > self.limit_bytes:

@@ -55,14 +55,17 @@ void bind_memory(nb::module_& m) {
 void bind_gradient_memory(nb::module_& m) {
     nb::class_<GradientMemory> memory(
         m, "GradientMemory", nb::type_slots(buffer_slots<GradientMemory>),
-        "Addresses for all gradients of a rank, zero at first. What was not written to, or was dropped, takes up no\n"
-        "memory. Forked children do not have it.\n\n"
+        "Addresses for all gradients of a rank. Blocks take up memory from when they are taken until they are dropped.\n"
+        "It goes back to the system in granules, each when none of its blocks is taken. Forked children do not have it.\n\n"
         "Raises:\n    ValueError: nbytes is 0.\n    OSError: There are not so many addresses.");
     bind_memory_view(memory)
-        .def(nb::new_([](std::size_t nbytes) { return std::make_shared<GradientMemory>(nbytes); }), "nbytes"_a)
-        .def(
-            "drop", [](GradientMemory& self, std::size_t offset, std::size_t nbytes) { self.drop(offset, nbytes); },
-            "offset"_a, "nbytes"_a, WithoutGil(), "Give whole blocks back to the system; they are zero then.");
+        .def(nb::new_([](std::size_t nbytes, std::size_t granule) {
+                 return std::make_shared<GradientMemory>(nbytes, granule);
+             }),
+             "nbytes"_a, nb::kw_only(), "granule"_a = kBlockBytes)
+        .def("take", &GradientMemory::take, "offset"_a, "nbytes"_a, WithoutGil(), "Have memory for whole blocks.")
+        .def("drop", &GradientMemory::drop, "offset"_a, "nbytes"_a, WithoutGil(),
+             "Have no memory for whole blocks, whose content is undefined then.");
     nb::class_<GradientWindow>(
         m, "GradientWindow",
         "The gradient of a tasklet during one step: where its memory is, the extent from which it is read before the\n"

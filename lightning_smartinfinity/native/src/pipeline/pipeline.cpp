@@ -180,7 +180,8 @@ std::optional<Failure> Pipeline::finish(const Poll& poll) {
 Pipeline::Report Pipeline::report() const {
     const std::lock_guard lock(mutex_);
     return {with_usage(counters_, transfers_.usage()), updater_->traffic(),
-            updater_->host_bytes() + (slots_ ? slots_->bytes() : 0), resident_.bytes()};
+            updater_->host_bytes() + (slots_ ? slots_->bytes() : 0) + (gradient_slots_ ? gradient_slots_->bytes() : 0),
+            resident_.bytes()};
 }
 
 std::vector<std::size_t> Pipeline::complete() const {
@@ -258,6 +259,14 @@ void Pipeline::prepare_slots(const Batch& batch) {
     slots_ = std::make_unique<ParameterSlots>(batch.stream, num_buffers(), bytes);
 }
 
+// Slots are large enough for all tasklets but the first time: then those in use live on until their reads have ended.
+std::shared_ptr<std::byte> Pipeline::gradient_slot(std::size_t buffer, std::size_t bytes) {
+    const std::size_t all = num_buffers() * bytes;
+    if (!gradient_slots_ || gradient_slots_->bytes() < all) gradient_slots_ = std::make_shared<HostBuffer>(all);
+    const std::size_t slot_bytes = gradient_slots_->bytes() / num_buffers();
+    return {gradient_slots_, gradient_slots_->data() + buffer * slot_bytes};
+}
+
 ExtentMemory Pipeline::memory(std::size_t buffer) const {
     const Tasklet& tasklet = *items_[buffer].tasklet;
     if (items_[buffer].residence != Residence::kNone) return contiguous(resident_.place(tasklet), tasklet);
@@ -299,9 +308,11 @@ void Pipeline::read(const Action& action) {
     const TransferItem& item = items_[action.buffer];
     const std::size_t buffer = action.buffer;
     const IoClass io_class = io_class_of(action.tasklet);
-    reads_[buffer] = {int{item.reads_state} + int{item.reads_gradient}, std::nullopt};
+    reads_[buffer] = {int{item.reads_state} + int{item.reads_gradient}, std::nullopt, nullptr};
     if (item.reads_gradient) {
-        item.tasklet->gradient->fetch(io_class, [this, buffer](std::optional<Failure> failure) {
+        const GradientWindow& gradient = *item.tasklet->gradient;
+        reads_[buffer].gradient = gradient_slot(buffer, gradient.bytes());
+        gradient.fetch(reads_[buffer].gradient, io_class, [this, buffer](std::optional<Failure> failure) {
             const std::lock_guard lock(mutex_);
             read_ended(buffer, std::move(failure));
         });
@@ -351,10 +362,11 @@ std::optional<Failure> Pipeline::compute(const TransferItem& item, std::size_t b
     const Guards guards{.verifies = item.residence != Residence::kHeld,
                         .seals = item.residence == Residence::kNone || resident_.writes_through()};
     // Compressing here uses all compute threads, in parallel with reads and writes.
-    std::optional<Tasklet> compressed;
-    if (item.batch->codec) compressed = compress(*item.batch, tasklet);
+    std::optional<Tasklet> changed;
+    if (item.reads_gradient) changed = tasklet.gradient->moved(tasklet, reads_[buffer].gradient.get());
+    if (item.batch->codec) changed = compress(*item.batch, changed ? *changed : tasklet);
     const auto refusal = updater_->work(
-        {*item.batch, compressed ? *compressed : tasklet, buffer, memory(buffer), slot(*item.batch, buffer), guards});
+        {*item.batch, changed ? *changed : tasklet, buffer, memory(buffer), slot(*item.batch, buffer), guards});
     if (refusal) return refused(*refusal, tasklet, transfers_.path_of(tasklet, Direction::kRead));
     if (tasklet.gradient && item.batch->operation == Operation::kUpdate) tasklet.gradient->use();
     return std::nullopt;

@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/buffer.hpp"
 #include "base/failure.hpp"
 #include "base/worker_pool.hpp"
 #include "extent/batch.hpp"
@@ -42,7 +43,7 @@ class Pipeline final {
     struct Report {
         Counters counters;
         DeviceTraffic traffic;
-        std::size_t ring_bytes = 0;   // buffers, and slots once a batch has needed them
+        std::size_t ring_bytes = 0;   // buffers, and both kinds of slots once a batch has needed them
         std::size_t cache_bytes = 0;  // resident tasklets
     };
 
@@ -79,10 +80,11 @@ class Pipeline final {
  private:
     friend struct Seams;  // testing/seams.hpp
 
-    // The reads in flight of a tasklet: its state, its gradient, or both.
+    // The reads of a tasklet: its state, its gradient, or both.
     struct Reads {
-        int num_left = 0;
-        std::optional<Failure> failure;  // the first one
+        int num_left = 0;                     // in flight
+        std::optional<Failure> failure;       // the first one
+        std::shared_ptr<std::byte> gradient;  // where it is read to, if it is read
     };
 
     void validate(const Batch& batch) const;
@@ -102,6 +104,7 @@ class Pipeline final {
     void require_open() const;
     void prefer_listed(const std::vector<std::size_t>& positions);
     void prepare_slots(const Batch& batch);
+    std::shared_ptr<std::byte> gradient_slot(std::size_t buffer, std::size_t bytes);
     void start_ready();
     void start(const Action& action);
     IoClass io_class_of(std::size_t position) const;
@@ -130,6 +133,8 @@ class Pipeline final {
     Counters counters_;
     bool closed_ = false;
     std::unique_ptr<ParameterSlots> slots_;  // changes only while no batch is active
+    // A slot for each buffer, to which gradients are read from storage; null until one is.
+    std::shared_ptr<HostBuffer> gradient_slots_;
 
     // Last members: their destructors wait for threads that use the others.
     ExtentTransfers transfers_;

@@ -1,9 +1,40 @@
 #include "tensor/gradient_memory.hpp"
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
 namespace smart_infinity {
+
+GradientMemory::GradientMemory(std::size_t bytes, std::size_t granule)
+    : buffer_(bytes, Reserve::kNothing),
+      blocks_per_granule_(granule / kBlockBytes),
+      taken_(align_up(bytes, kBlockBytes) / kBlockBytes),
+      num_taken_(align_up(bytes, granule) / granule) {}
+
+void GradientMemory::take(std::size_t offset, std::size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    for (std::size_t block = offset / kBlockBytes; block < (offset + bytes) / kBlockBytes; ++block) {
+        if (taken_[block]) continue;
+        taken_[block] = true;
+        ++num_taken_[block / blocks_per_granule_];
+    }
+}
+
+void GradientMemory::drop(std::size_t offset, std::size_t bytes) {
+    const std::size_t end = taken_.size() * kBlockBytes;
+    const std::size_t granule_bytes = blocks_per_granule_ * kBlockBytes;
+    // The memory goes back under the lock: otherwise a block that is taken meanwhile would lose what is written to it.
+    const std::lock_guard lock(mutex_);
+    for (std::size_t block = offset / kBlockBytes; block < (offset + bytes) / kBlockBytes; ++block) {
+        if (!taken_[block]) continue;
+        taken_[block] = false;
+        const std::size_t granule = block / blocks_per_granule_;
+        if (--num_taken_[granule] > 0) continue;
+        const std::size_t begin = granule * granule_bytes;
+        buffer_.give_back(begin, std::min(granule_bytes, end - begin));
+    }
+}
 
 GradientWindow::GradientWindow(std::shared_ptr<GradientMemory> memory, std::size_t offset, std::size_t bytes,
                                std::shared_ptr<TensorStore> store, std::shared_ptr<TensorExtent> extent,
@@ -22,12 +53,22 @@ GradientWindow::GradientWindow(std::shared_ptr<GradientMemory> memory, std::size
     }
 }
 
-void GradientWindow::fetch(IoClass io_class, Fetched fetched) const {
-    store_->read(extent_, memory_->data() + offset_, bytes_, io_class, memory_, std::move(fetched));
+void GradientWindow::fetch(std::shared_ptr<std::byte> into, IoClass io_class, Fetched fetched) const {
+    std::byte* const data = into.get();
+    store_->read(extent_, data, bytes_, io_class, std::move(into), std::move(fetched));
+}
+
+Tasklet GradientWindow::moved(const Tasklet& tasklet, const std::byte* there) const {
+    Tasklet moved = tasklet;
+    const auto distance = reinterpret_cast<Address>(there) - reinterpret_cast<Address>(memory_->data() + offset_);
+    for (Segment& segment : moved.segments) {
+        if (segment.gradient != 0) segment.gradient += distance;
+    }
+    return moved;
 }
 
 void GradientWindow::use() {
-    if (afterwards_ == Afterwards::kDrop) memory_->drop(offset_, bytes_);
+    if (afterwards_ == Afterwards::kDrop && !extent_) memory_->drop(offset_, bytes_);
     used_ = true;
 }
 

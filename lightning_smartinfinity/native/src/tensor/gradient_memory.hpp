@@ -2,34 +2,45 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <vector>
 
 #include "base/buffer.hpp"
 #include "base/failure.hpp"
+#include "extent/batch.hpp"
 #include "io/io_scheduler.hpp"
 #include "tensor/tensor_store.hpp"
 
 namespace smart_infinity {
 
-// Addresses for all gradients of a rank. What is not written to, or was dropped, takes up no memory.
+// Addresses for all gradients of a rank. Blocks take up memory from when they are taken until they are dropped, together
+// with the others of their granule: a granule goes back to the system when none of its blocks is taken. Granules of huge
+// pages make both cheap.
 class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
  public:
-    // Throws SystemError, std::invalid_argument as HostBuffer does.
-    explicit GradientMemory(std::size_t bytes) : buffer_(bytes, Reserve::kNothing) {}
+    // `granule` is a multiple of kBlockBytes. Throws SystemError, std::invalid_argument as HostBuffer does.
+    explicit GradientMemory(std::size_t bytes, std::size_t granule = kBlockBytes);
 
     std::byte* data() const { return buffer_.data(); }
     std::size_t bytes() const { return buffer_.bytes(); }
-    // Gives whole blocks back to the system; they are zero then.
-    void drop(std::size_t offset, std::size_t bytes) noexcept { buffer_.give_back(offset, bytes); }
+    // Both name whole blocks, and may be repeated. What is dropped has no defined content.
+    void take(std::size_t offset, std::size_t bytes);
+    void drop(std::size_t offset, std::size_t bytes);
 
  private:
     HostBuffer buffer_;
+    const std::size_t blocks_per_granule_;
+    std::mutex mutex_;
+    std::vector<bool> taken_;             // by block
+    std::vector<std::size_t> num_taken_;  // by granule
 };
 
-// The gradient of one tasklet during one step: where its memory is, what has to be read into it before the update, and
-// whether the memory is dropped behind it.
+// The gradient of one tasklet during one step: where its memory is and whether that is dropped behind the update, or from
+// where on storage it is read.
 class GradientWindow {
  public:
     enum class Afterwards { kKeep, kDrop };
@@ -41,9 +52,12 @@ class GradientWindow {
                    std::shared_ptr<TensorStore> store, std::shared_ptr<TensorExtent> extent, Afterwards afterwards);
 
     bool is_stored() const { return extent_ != nullptr; }
-    // Starts reading it, and returns at once. `fetched` is called on a thread of the store, with no lock held. An
-    // abandoned read keeps the memory.
-    void fetch(IoClass io_class, Fetched fetched) const;
+    std::size_t bytes() const { return bytes_; }
+    // Starts reading a stored gradient into other memory, and returns at once. `fetched` is called on a thread of the
+    // store, with no lock held. An abandoned read keeps the memory.
+    void fetch(std::shared_ptr<std::byte> into, IoClass io_class, Fetched fetched) const;
+    // Returns the tasklet as if its gradient lay there.
+    Tasklet moved(const Tasklet& tasklet, const std::byte* there) const;
     // Is called when the update has used it.
     void use();
     // Returns whether the update has used it, so that its memory is dropped, or free to be changed.

@@ -10,6 +10,12 @@
 
 namespace smart_infinity {
 
+std::size_t MemoryPool::touched_bytes(const Slab& slab, std::size_t offset, std::size_t bytes) {
+    const auto first = slab.touched.begin() + static_cast<std::ptrdiff_t>(offset / kBlockBytes);
+    const auto last = first + static_cast<std::ptrdiff_t>(bytes / kBlockBytes);
+    return static_cast<std::size_t>(std::count(first, last, true)) * kBlockBytes;
+}
+
 std::unique_ptr<MemoryPool::Lease> MemoryPool::take(std::size_t bytes) {
     process_.require_current("MemoryPool");
     if (bytes == 0) throw std::invalid_argument("MemoryPool: no bytes");
@@ -45,10 +51,8 @@ std::size_t MemoryPool::lent_bytes() const {
 std::unique_ptr<MemoryPool::Lease> MemoryPool::lend(Slabs::iterator slab, std::size_t bytes) {
     const auto offset = slab->ranges.allocate(bytes);
     if (!offset) return nullptr;
-    const auto first = slab->touched.begin() + static_cast<std::ptrdiff_t>(*offset / kBlockBytes);
-    const auto last = first + static_cast<std::ptrdiff_t>(bytes / kBlockBytes);
-    idle_ -= static_cast<std::size_t>(std::count(first, last, true)) * kBlockBytes;
-    std::fill(first, last, true);
+    idle_ -= touched_bytes(*slab, *offset, bytes);
+    std::fill_n(slab->touched.begin() + static_cast<std::ptrdiff_t>(*offset / kBlockBytes), bytes / kBlockBytes, true);
     lent_ += bytes;
     give_back_above_limit();
     return std::make_unique<Lease>(shared_from_this(), slab, *offset, bytes);
@@ -74,30 +78,29 @@ void MemoryPool::take_back(const Lease& lease) {
     give_back_above_limit();
 }
 
+// What lies last goes first: what is lent next is taken from the first place that fits, which then needs no new memory.
 void MemoryPool::give_back_above_limit() {
-    if (lent_ + idle_ <= limit_) return;
-    // All that is idle goes: what is lent next has other lengths, and would seldom lie where idle memory is.
-    for (auto slab = slabs_.begin(); slab != slabs_.end() && idle_ > 0;) {
+    for (auto slab = slabs_.end(); slab != slabs_.begin() && idle_ > 0 && lent_ + idle_ > limit_;) {
+        --slab;
         if (slab->ranges.taken() == 0) {
-            idle_ -=
-                static_cast<std::size_t>(std::count(slab->touched.begin(), slab->touched.end(), true)) * kBlockBytes;
+            idle_ -= touched_bytes(*slab, 0, slab->buffer.bytes());
             slab = slabs_.erase(slab);
-        } else {
-            if (!registrar_) give_back(*slab);
-            ++slab;
+        } else if (!registrar_) {
+            give_back_above_limit(*slab);
         }
     }
 }
 
 // Gives the memory of what is free back, and keeps its addresses.
-void MemoryPool::give_back(Slab& slab) {
-    for (const auto& [offset, bytes] : slab.ranges.free_parts()) {
-        const auto first = slab.touched.begin() + static_cast<std::ptrdiff_t>(offset / kBlockBytes);
-        const auto last = first + static_cast<std::ptrdiff_t>(bytes / kBlockBytes);
-        const auto touched = static_cast<std::size_t>(std::count(first, last, true));
+void MemoryPool::give_back_above_limit(Slab& slab) {
+    const auto& parts = slab.ranges.free_parts();
+    for (auto part = parts.rbegin(); part != parts.rend() && lent_ + idle_ > limit_; ++part) {
+        const auto& [offset, bytes] = *part;
+        const std::size_t touched = touched_bytes(slab, offset, bytes);
         if (touched == 0 || ::madvise(slab.buffer.data() + offset, bytes, MADV_DONTNEED) != 0) continue;
-        std::fill(first, last, false);
-        idle_ -= touched * kBlockBytes;
+        std::fill_n(slab.touched.begin() + static_cast<std::ptrdiff_t>(offset / kBlockBytes), bytes / kBlockBytes,
+                    false);
+        idle_ -= touched;
     }
 }
 

@@ -65,7 +65,8 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
     Slabs::iterator add_slab(std::size_t bytes);
     void take_back(const Lease& lease);
     void give_back_above_limit();
-    void give_back(Slab& slab);
+    void give_back_above_limit(Slab& slab);
+    static std::size_t touched_bytes(const Slab& slab, std::size_t offset, std::size_t bytes);
 
     const std::shared_ptr<const HostRegistrar> registrar_;
     const Process process_;
