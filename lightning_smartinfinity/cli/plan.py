@@ -8,7 +8,13 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_smartinfinity.cli.plan_options import add_options, found_here, given_resources, training_of
+from lightning_smartinfinity.cli.plan_options import (
+    add_options,
+    found_here,
+    given_resources,
+    require_budgets,
+    training_of,
+)
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.cli.plan_report import Findings
@@ -68,6 +74,7 @@ def _findings(spec: str, options: argparse.Namespace) -> Findings:
     source = find_source(spec, arguments=options.init_args)
     model = survey_model(source, batch=training.batch, seq=training.seq, in_16_bit=training.item_bytes == 2)
     training = replace(training, checkpointing=training.checkpointing or model.checkpointing)
+    require_budgets(model, training, on_gpu=resources.on_gpu)
     rates = _rates(options, training, resources, source=source, model=model)
     chosen = cheapest(model, training, resources, rates)
     return Findings(

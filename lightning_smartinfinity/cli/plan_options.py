@@ -12,12 +12,14 @@ from lightning_smartinfinity.checks import Rule, between, num_bytes, optional, p
 from lightning_smartinfinity.cli.option_types import number_in, reading, storage_folder, whole_number_in
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.plan.needs import least_gradient_budget, least_parameter_budget
 from lightning_smartinfinity.plan.training import BUILDS, OFFLOADS, OPTIMIZERS, PRECISIONS, Training
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.plan.choice import Resources
+    from lightning_smartinfinity.plan.model import ModelFigures
 
-__all__ = ["add_options", "found_here", "given_resources", "training_of"]
+__all__ = ["add_options", "found_here", "given_resources", "require_budgets", "training_of"]
 
 _LEAST_BYTES = 10**6  # 24 means 24GB, most likely
 
@@ -43,6 +45,22 @@ _checkpoints = reading(
 _ratio = reading(number_in, positive(1))
 _arguments = reading(
     _json_in, Rule("""Pass an object such as '{"width": 1024}'""", lambda value: isinstance(value, dict), "is no JSON")
+)
+
+
+# The settings of TransferConfig that are budgets, the fields of Training that they become, and what they say.
+_BUDGETS = (
+    (
+        "gradient-bytes",
+        "gradient_budget",
+        "gradients that a process holds in memory, the others on storage (default: all)",
+    ),
+    (
+        "parameter-bytes",
+        "parameter_budget",
+        "parameters that a process holds in memory with --offload-param nvme (default: what DeepSpeed reads ahead)",
+    ),
+    ("dram-cache-bytes", "cache_bytes", "optimizer state that a process keeps in memory (default: none)"),
 )
 
 
@@ -77,6 +95,8 @@ def _add_training(group: Any) -> None:
     add("optimizer", "class of torch.optim", choices=tuple(OPTIMIZERS))
     add("state-format", "format of the state on storage", choices=tuple(STATE_FORMATS))
     add("offload-param", "where parameters lie between uses", choices=OFFLOADS)
+    for name, dest, words in _BUDGETS:
+        group.add_argument(f"--{name}", dest=dest, type=_size, metavar="SIZE", help=words)
     group.add_argument(
         "--compression", type=_ratio, metavar="RATIO", help="share of the gradients that TopK sends (default: all)"
     )
@@ -117,6 +137,7 @@ def training_of(options: argparse.Namespace, resources: Resources) -> Training:
         ConfigError: Options contradict each other.
     """
     given = {each.name: getattr(options, each.name) for each in fields(Training) if hasattr(options, each.name)}
+    given["cache_bytes"] = given["cache_bytes"] or 0
     given["processes"] = options.processes or max(1, resources.num_gpus)
     if resources.on_gpu and given["processes"] > resources.num_gpus:
         raise ConfigError(
@@ -124,6 +145,25 @@ def training_of(options: argparse.Namespace, resources: Resources) -> Training:
             f"Pass --gpus {given['processes']} or fewer processes.",
         )
     return Training(**given)
+
+
+def require_budgets(model: ModelFigures, training: Training, *, on_gpu: bool) -> None:
+    """Raise unless a training's budgets are enough for a model.
+
+    Raises:
+        ConfigError: One is less than what is in memory at once.
+    """
+    least = {
+        "gradient": least_gradient_budget(model, training),
+        "parameter": least_parameter_budget(model, training, on_gpu=on_gpu),
+    }
+    for name, nbytes in least.items():
+        given = getattr(training, f"{name}_budget")
+        if given is not None and given < nbytes:
+            raise ConfigError(
+                f"--{name}-bytes {given}: {nbytes} bytes of {name}s are in memory at once.",
+                f"Pass at least {-(-nbytes // 10**6)}MB.",
+            )
 
 
 def found_here(options: argparse.Namespace) -> list[str]:

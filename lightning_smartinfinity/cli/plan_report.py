@@ -113,8 +113,10 @@ def _changes(plan: Plan, asked: Plan) -> list[str]:
 
 def _setting(name: str, value: object) -> str:
     """Return a setting as a user writes it."""
-    if name in ("gradient_budget", "parameter_budget") and isinstance(value, int):
-        return f"{name.removesuffix('_budget')}_bytes='{value / 1e9:g}GB'"
+    if name in ("gradient_budget", "parameter_budget"):
+        return f"{name.removesuffix('_budget')}_bytes=" + (
+            f"'{value / 1e9:g}GB'" if isinstance(value, int) else "'auto'"
+        )
     return f"{name}={value!r}"
 
 

@@ -118,11 +118,13 @@ class Training:
             compression=optional(positive(1)),
         )
         if self.gradient_budget is not None and self.compression is not None:
-            raise ConfigError("Compressed gradients are all in memory.", "Leave out gradient_budget or compression.")
+            raise ConfigError(
+                "Compressed gradients are all in memory.", "Leave out the budget of gradients or the compression."
+            )
         if self.parameter_budget is not None and self.offload_param != "nvme":
             raise ConfigError(
                 "A budget of parameters is for parameters on storage.",
-                "Use offload_param='nvme', or leave parameter_budget out.",
+                "Use offload_param='nvme', or leave the budget of parameters out.",
             )
         form = STATE_FORMATS[self.state_format]
         if form.required_parameters == "bf16" and not self.precision.startswith("bf16"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,41 @@ def test_compressed_gradients(ratio: str, capsys: pytest.CaptureFixture[str]) ->
     assert of_host["training"]["payloads"] > 0 and "payloads" not in of_host["building"]
     assert of_disk.get("residuals", 0) == pytest.approx(2 * numel, rel=0.1)
     assert found["written_bytes"] - plain["written_bytes"] == pytest.approx(numel, rel=0.1)
+
+
+def test_budgets(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a process holds follows from them, the rest of the gradients is on the disk, and the recipe names them."""
+    given = ["--offload-param", "nvme", "--gradient-bytes", "1GB", "--parameter-bytes", "2GB"]
+    given += ["--dram-cache-bytes", "3GB", "--build", "configure_model"]
+    found = planned(capsys, "7B", *MACHINE, *given)["asked"]
+    of_host = {need["phase"]: need["owners"] for need in found["needs"] if need["place"] == "host"}
+    (of_disk,) = [need["owners"] for need in found["needs"] if need["place"] == "disk"]
+    assert of_host["training"]["gradient_arena"] == pytest.approx(1e9, rel=0.05)
+    assert of_host["training"]["parameter buffers"] == pytest.approx(2e9, rel=0.01)
+    assert of_host["training"]["state in memory"] == pytest.approx(3e9, rel=0.01)
+    assert of_disk["gradients"] == pytest.approx(2 * 7e9, rel=0.1)
+    assert main(["plan", "7B", *MACHINE, *given]) == 0
+    printed = capsys.readouterr().out
+    budgets = {"gradient_bytes": 10**9, "parameter_bytes": 2 * 10**9, "dram_cache_bytes": 3 * 10**9}
+    assert f"transfer={budgets!r}" in printed
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--gradient-bytes", "2MB"], r"--gradient-bytes 2000000: \d+ bytes of gradients .* at least \d+MB"),
+        (
+            ["--offload-param", "nvme", "--parameter-bytes", "2MB"],
+            r"--parameter-bytes 2000000: \d+ bytes of parameters .* at least \d+MB",
+        ),
+        (["--parameter-bytes", "2GB"], "Use offload_param='nvme'"),
+        (["--gradient-bytes", "1GB", "--compression", "0.1"], "Compressed gradients are all in memory"),
+    ],
+)
+def test_budgets_that_cannot_be_kept(wrong: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status 1, and the message says how much is needed."""
+    assert main(["plan", "7B", *MACHINE, *wrong]) == 1
+    assert re.search(words, capsys.readouterr().err)
 
 
 def test_a_plan_without_activations_says_so(capsys: pytest.CaptureFixture[str]) -> None:
