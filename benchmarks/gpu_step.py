@@ -5,13 +5,14 @@
 
 Each system trains a Llama-shaped model in bf16 in a process of its own. smart_infinity keeps the parameters on the
 device, and its update runs beside forward (backward: as gradients come); int8 is its state format, and host and storage
-are where its parameters lie. zero_infinity has its optimizer state on storage and zero_infinity_parameters its
-parameters too, both pipelined, with 12 buffers, blocks of 8 MiB and a queue depth of 32. smart_infinity_memory and
-zero_offload have the state in host memory, and adamw keeps everything in the device's. A step lasts from the end of the
-previous step to its own end, when the device has done its work; updates that run beside the next step go on. The raw
-disk is measured before each system, with equal reads and writes, and "of the disk" is what a step moves, in the step's
-time, as a share of that. Stock systems build cpu_adam and async_io when they first run (unset TORCH_CUDA_ARCH_LIST if
-that fails); one that fails is left out of the table.
+are where its parameters lie; budgets has them on storage, with 4 GB of them and 1 GB of gradients in memory.
+zero_infinity has its optimizer state on storage and zero_infinity_parameters its parameters too, both pipelined, with
+12 buffers, blocks of 8 MiB and a queue depth of 32. smart_infinity_memory and zero_offload have the state in host
+memory, and adamw keeps everything in the device's. A step lasts from the end of the previous step to its own end, when
+the device has done its work; updates that run beside the next step go on. The raw disk is measured before each system,
+with equal reads and writes, and "of the disk" is what a step moves, in the step's time, as a share of that. Stock
+systems build cpu_adam and async_io when they first run (unset TORCH_CUDA_ARCH_LIST if that fails); one that fails is
+left out of the table.
 
 This package's copies are also measured alone, as a lower bound: gradients to the host as fp32 and parameters to the
 device as bf16, from registered memory and in pieces of a tasklet.
@@ -42,6 +43,10 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "smart_infinity_memory": {"settings": {"transfer": {"dram_cache_bytes": "auto", "durability": "none"}}},
     "smart_infinity_host": {"offload_param": {"device": "cpu"}},
     "smart_infinity_storage": {"offload_param": {"device": "nvme"}},
+    "smart_infinity_budgets": {
+        "offload_param": {"device": "nvme"},
+        "settings": {"transfer": {"gradient_bytes": 10**9, "parameter_bytes": 4 * 10**9}},
+    },
     "adamw": {},
     "zero_offload": {"optimizer": "cpu"},
     "zero_infinity": {"optimizer": "nvme"},
