@@ -19,18 +19,23 @@ NO_NAMESPACES = "this machine cannot be two"
 ALLOWED_REASONS = (NO_CUDA, NO_LOOP_DEVICE, NO_MOUNTS, NO_NAMESPACES)
 
 
-def RunIf(*, cuda_devices: int = 0, package: str | None = None, xrt: bool = False) -> pytest.MarkDecorator:
+def RunIf(
+    *, cuda_devices: int = 0, package: str | None = None, torch_without_cuda: bool = False, xrt: bool = False
+) -> pytest.MarkDecorator:
     """Skips a test where the machine lacks what it needs.
 
     Args:
         cuda_devices: Number of CUDA devices that the test uses.
         package: One of the development dependencies, which are all installed where ``.ci/run`` runs.
+        torch_without_cuda: Whether the test needs a torch without CUDA, which the emulated device takes the place of.
         xrt: Whether the test needs emulated SmartSSDs, which work wherever ``make test`` could install XRT.
     """
     import torch
 
     if package is not None:
         return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
+    if torch_without_cuda:
+        return pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA of its own")
     if xrt:
         missing = what_is_missing()
         return pytest.mark.skipif(missing is not None, reason=str(missing))

@@ -1,9 +1,9 @@
 // A CUDA driver without a device, for tests: the entry points that the native core opens, over host memory.
 //
 // A stream does its operations in order on its own thread, after random delays. An event is a point in a stream.
-// "Device memory" is any host memory. Registration is checked as by the driver: copies from and to unregistered memory
-// are synchronous, ranges do not overlap, and a mapping must still exist when its registration ends. Every call is
-// logged. Tests use the functions fake_* below beside the driver's own calls.
+// "Device memory" is any host memory, unless fake_device_memory() says otherwise. Registration is checked as by the
+// driver: copies from and to unregistered memory are synchronous, ranges do not overlap, and a mapping must still exist
+// when its registration ends. Every call is logged. Tests use the functions fake_* below beside the driver's own calls.
 
 #include <sys/mman.h>
 
@@ -135,6 +135,10 @@ class Driver {
     int max_delay_us = 0;
     int fail_copy_in = -1;  // remaining copies until one fails on its stream
     bool unmapped = false;  // memory was unmapped while it was registered
+    // The addresses of device memory, and what is added to one to get an address that may be used; no bytes: any.
+    std::uintptr_t device_begin = 0;
+    std::size_t device_bytes = 0;
+    std::uintptr_t device_shift = 0;
 
     // Begins every call: locks the mutex, logs the call and returns an injected failure.
     int enter(const char* call, std::unique_lock<std::mutex>& lock, const std::string& detail = "") {
@@ -187,6 +191,16 @@ Stream* find_stream(void* handle) {
     return found == driver().streams.end() ? nullptr : found->second.get();
 }
 
+bool is_of_device(const void* data) {
+    return reinterpret_cast<std::uintptr_t>(data) - driver().device_begin < driver().device_bytes;
+}
+
+// Returns an address at which the bytes of device or host memory may be used.
+void* reachable(const void* data) {
+    const auto address = reinterpret_cast<std::uintptr_t>(data);
+    return reinterpret_cast<void*>(is_of_device(data) ? address + driver().device_shift : address);
+}
+
 int copy(const char* call, void* to, const void* from, std::size_t bytes, void* handle, const void* host) {
     std::unique_lock<std::mutex> lock;
     Driver& self = driver();
@@ -195,6 +209,10 @@ int copy(const char* call, void* to, const void* from, std::size_t bytes, void* 
     if (current() == nullptr) return kInvalidContext;
     Stream* const stream = find_stream(handle);
     if (stream == nullptr) return kInvalidHandle;
+    const void* const device = host == to ? from : to;
+    if (self.device_bytes > 0 && (is_of_device(host) || !is_of_device(device))) return kInvalidValue;
+    to = reachable(to);
+    from = reachable(from);
     const int delay_us = self.delay_us();
     const bool fails = self.next_copy_fails();
     stream->push([=] {
@@ -394,6 +412,14 @@ void fake_delay(std::uint64_t seed, int max_delay_us) {
     const std::lock_guard lock(driver().mutex);
     driver().generator.seed(seed);
     driver().max_delay_us = max_delay_us;
+}
+
+// Declares these addresses the device's memory: copies use the bytes that lie `shift` behind them.
+void fake_device_memory(std::uintptr_t begin, std::size_t bytes, std::uintptr_t shift) {
+    const std::lock_guard lock(driver().mutex);
+    driver().device_begin = begin;
+    driver().device_bytes = bytes;
+    driver().device_shift = shift;
 }
 
 // Makes the call of this name return `result` after `skipped` other calls of it.

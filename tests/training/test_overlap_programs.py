@@ -238,7 +238,7 @@ class Left:
     guesses: tuple[int, int]
 
 
-def train(program: Program, root: Path, *callbacks: pl.Callback) -> Left:
+def train(program: Program, root: Path, *callbacks: pl.Callback, accelerator: str = "cpu") -> Left:
     recipe = program.recipe
     scaled = {"initial_scale_power": 22, "hysteresis": 1} if recipe.precision.startswith("16") else {}
     strategy = SmartInfinityStrategy(
@@ -252,6 +252,7 @@ def train(program: Program, root: Path, *callbacks: pl.Callback) -> Left:
     trainer = quiet_trainer(
         root,
         strategy,
+        accelerator=accelerator,
         callbacks=[Interference(program), *callbacks],
         precision=recipe.precision,
         max_steps=recipe.max_steps,

@@ -1,0 +1,44 @@
+"""The tests that want a GPU pass on the emulated one, on which the bits of the host are expected elsewhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.emulated_cuda.build import build, environment
+from tests.helpers.long_cases import long_but
+from tests.helpers.runif import RunIf
+from tests.helpers.waiting import PROCESS_LIMIT
+from tests.native.builds import ROOT
+
+pytestmark = RunIf(torch_without_cuda=True)
+
+FILES = sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
+QUICK = ["test_transfer.py"]
+
+
+@pytest.mark.parametrize("file", long_but(QUICK, FILES))
+def test_they_pass(file: str, tmp_path: Path) -> None:
+    """None fails and none is skipped: there are two devices."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={tmp_path / 'inner'}",
+    ]
+    done = subprocess.run(
+        [*command, f"tests/gpu/{file}"],
+        cwd=ROOT,
+        env=environment(build()),
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_LIMIT,
+    )
+    assert done.returncode == 0 and "SKIPPED" not in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
