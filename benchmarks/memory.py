@@ -36,6 +36,12 @@ from training import WARMUP, Probe, quiet_trainer, train_stock
 SYSTEMS = ("in_memory", "gradients", "budgets", "zero_infinity")
 PHASES = ("setup", "steps", "saving", "resuming", "exporting")
 BASE = 1_100_000_000
+STOCK_BUFFERS = 16
+STOCK_LIVE = {
+    "stage3_max_live_parameters": 100_000_000,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 30_000_000,
+}
 COLUMNS: dict[str, tuple[str, int]] = {
     **{f"{phase}, GB": (phase, 2) for phase in PHASES},
     "limit, GB": ("limit", 2),
@@ -178,7 +184,11 @@ def stock(options: argparse.Namespace, size: str, folder: Path) -> Figures:
     config["zero_force_ds_cpu_optimizer"] = False
     with torch.device("meta"):
         largest = max(param.numel() for param in build(size).parameters())
+    # Each of its buffers holds the largest parameter, and it needs one for each parameter that is read ahead or in use:
+    # with its defaults it stops at 1.1B with "Not enough buffers".
     stored = {"device": "nvme", "nvme_path": str(folder), "pin_memory": False, "buffer_size": largest + 4096}
+    stored["buffer_count"] = STOCK_BUFFERS
+    config["zero_optimization"] |= STOCK_LIVE
     config["zero_optimization"]["offload_param"] = stored
 
     def batches(step: int) -> torch.Tensor:

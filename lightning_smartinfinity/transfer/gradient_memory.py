@@ -343,13 +343,10 @@ class GradientWindows(GradientMemory):
                 return
 
     def _first_needed(self, keep: set[int]) -> int | None:
-        """Return the first window in memory that the update has still to use; forget those that it has used."""
-        for window in list(self._in_step):
-            if not self._is_needed(window):
-                self._await_use_of(window)
-            elif window not in keep and self._has(window):
-                return window
-        return None
+        """Return the first window in memory that the update has still to use; forget those that it has used first."""
+        while self._in_step and not self._is_needed(first := next(iter(self._in_step))):
+            self._await_use_of(first)
+        return next((w for w in self._in_step if w not in keep and self._is_needed(w) and self._has(w)), None)
 
     def _begin_spill(self, keep: set[int]) -> bool:
         """Start to write the window that was asked for longest ago; return whether there is one."""
