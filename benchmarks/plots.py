@@ -28,6 +28,7 @@ STYLE = {
     "legend.frameon": False,
 }
 PARTS = ("forward", "backward", "update")
+PHASES = ("setup", "steps", "saving", "resuming", "exporting")
 Plots = Iterator[tuple[str, Figure]]  # suffix of the file's name, and the plot
 
 
@@ -83,10 +84,31 @@ def scaling_plots(found: dict[str, Any]) -> Plots:
     yield "", figure
 
 
+def memory_plots(found: dict[str, Any]) -> Plots:
+    """Plot memory.py: for each system the highest peak of all phases, and its limit, as the model grows."""
+    for one in found["tables"]:
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.subplots()
+        rows = [(*name.split(", "), row) for name, row in one["rows"].items()]
+        for system in dict.fromkeys(system for _, system, _ in rows):
+            of_system = [(size, row) for size, name, row in rows if name == system]
+            sizes = [size for size, _ in of_system]
+            peaks = [max(row[phase] for phase in PHASES if phase in row) for _, row in of_system]
+            (line,) = axes.plot(sizes, peaks, "o-", label=system)
+            if all("limit" in row for _, row in of_system):
+                limits = [row["limit"] for _, row in of_system]
+                axes.plot(sizes, limits, "--", color=line.get_color(), label=f"{system}, limit")
+        axes.set(xlabel="parameters", ylabel="GB", title=f"Peak resident memory, clipping {one['clip']}")
+        axes.set_ylim(bottom=0)
+        figure.legend(loc="outside right upper")
+        yield f"-clip-{one['clip']}", figure
+
+
 PLOTS: dict[str, Callable[[dict[str, Any]], Plots]] = {
     "step": step_plots,
     "update": update_plots,
     "scaling": scaling_plots,
+    "memory": memory_plots,
 }
 
 
@@ -123,7 +145,9 @@ def write_plots(path: Path, output: Path, form: str) -> Iterator[Path]:
 def main() -> None:
     """Write the plots and print their names below the machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figures", nargs="+", type=Path, help="JSON files of step.py, update.py and scaling.py")
+    parser.add_argument(
+        "figures", nargs="+", type=Path, help="JSON files that these benchmarks wrote: step, update, scaling, memory"
+    )
     parser.add_argument("--output", type=Path, default=Path("docs/figures"))
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     options = parser.parse_args()

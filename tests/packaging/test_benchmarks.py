@@ -38,13 +38,9 @@ RUNS = {
         # Stock DeepSpeed's op would have to be built.
         [
             *("--sizes", "1M", "--systems", "in_memory", "gradients", "--clip", "on", "--tokens", "16", "--steps", "1"),
-            *("--gradient-bytes", "6000000"),
+            *("--gradient-bytes", "6000000", "--json", "figures.json"),
         ],
         ["| model, system |", "| 1M, in_memory |", "| 1M, gradients |"],
-    ),
-    "setup.py": (
-        ["--numel", "100000", "--where", "init"],
-        ["| phase |", "| import |", "| build |", "| set-up, first state |", "| step 4 |", "| save |"],
     ),
     "checkpoint_stall.py": (
         ["--size", "tiny", "--steps", "3", "--tokens", "32"],
@@ -121,11 +117,12 @@ SLOW = {
     *("backward.py", "calibration.py", "checkpoint_memory.py", "checkpoint_stall.py", "checksums.py"),
     *("compression_accuracy.py", "csim.py", "engines.py", "export.py", "formats.py", "import_time.py"),
     "memory.py",
-    *("paper_tables.py", "peak_memory.py", "plan.py", "scaling.py", "setup.py", "step.py", "tensor_store.py"),
+    *("paper_tables.py", "peak_memory.py", "plan.py", "scaling.py", "step.py", "tensor_store.py"),
     *("training_record.py", "xrt_bindings.py"),
 }
 # The plots that plots.py makes of these figures, and texts in them.
 PLOTTED = {
+    "memory.py": {"figures-clip-on.svg": ["in_memory", "gradients, limit", "GB"]},
     "scaling.py": {"figures.svg": ["tensors", "folders", "processes", "seconds per step"]},
     "step.py": {
         "figures-32-tokens-clip-on.svg": ["forward", "backward", "update", "zero_infinity_tuned", "int8/backward"],
