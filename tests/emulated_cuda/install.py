@@ -110,7 +110,8 @@ def install() -> None:
     cuda.Event = cuda.streams.Event = _Event
     cuda._exchange_device, cuda._maybe_exchange_device = exchange, exchange
     cuda._is_in_bad_fork = cuda.random._is_in_bad_fork = lambda: False
-    cuda.default_generators = (torch.default_generator,) * NUM_DEVICES
+    # Kernels draw from the generator of the CPU: these only hold a state.
+    cuda.default_generators = tuple(torch.Generator() for _ in range(NUM_DEVICES))
     cuda._get_device_properties = lambda index: SimpleNamespace(
         name="emulated", major=8, minor=0, total_memory=_MEMORY, multi_processor_count=1, gcnArchName=""
     )
