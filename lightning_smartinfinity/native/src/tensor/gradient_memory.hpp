@@ -17,9 +17,9 @@
 
 namespace smart_infinity {
 
-// Addresses for all gradients of a rank. Blocks take up memory from when they are taken until they are dropped, together
-// with the others of their granule: a granule goes back to the system when none of its blocks is taken. Granules of huge
-// pages make both cheap.
+// Addresses for all gradients of a rank. Blocks take up memory from when they are taken until they are dropped,
+// together with the others of their granule: a granule goes back to the system when none of its blocks is taken.
+// Granules of huge pages make both cheap.
 class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
  public:
     // `granule` is a multiple of kBlockBytes. Throws SystemError, std::invalid_argument as HostBuffer does.
@@ -39,8 +39,8 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
     std::vector<std::size_t> num_taken_;  // by granule
 };
 
-// The gradient of one tasklet during one step: where its memory is and whether that is dropped behind the update, or from
-// where on storage it is read.
+// The gradient of one tasklet during one step: where its memory is and whether that is dropped behind the update, or
+// from where on storage it is read.
 class GradientWindow {
  public:
     enum class Afterwards { kKeep, kDrop };
