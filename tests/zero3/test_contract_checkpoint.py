@@ -85,3 +85,13 @@ def test_model_checkpoint_looks_at_its_checkpoints_in_these_methods_only() -> No
     assert "self._link_checkpoint(" in inspect.getsource(ModelCheckpoint._save_last_checkpoint)
     assert "trainer.strategy.remove_checkpoint(" in inspect.getsource(ModelCheckpoint._remove_checkpoint)
     assert "self._fs.exists(" in inspect.getsource(ModelCheckpoint.file_exists)
+
+
+def test_torch_maps_files_by_this_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.load(mmap=True) maps a file by torch.UntypedStorage.from_file, with path, sharing and size."""
+    calls: list[tuple[Any, ...]] = []
+    original = torch.UntypedStorage.from_file
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", lambda *given: (calls.append(given), original(*given))[1])
+    torch.save({"a": torch.arange(4)}, tmp_path / "file.pt")
+    assert torch.load(tmp_path / "file.pt", mmap=True)["a"].tolist() == [0, 1, 2, 3]
+    assert calls == [(str(tmp_path / "file.pt"), False, (tmp_path / "file.pt").stat().st_size)]

@@ -15,6 +15,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of, numbers_of
@@ -118,3 +119,18 @@ def test_what_is_no_loss_scaler(saved: object) -> None:
     """The error is ours."""
     with pytest.raises(CheckpointError, match="in place of the numbers of a loss scaler"):
         loss_scaler_of(saved)
+
+
+def test_a_file_that_is_larger_than_memory(tmp_path: Path) -> None:
+    """It is mapped without asking for as much memory; what is written to a tensor does not change the file."""
+    nbytes = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    file = tmp_path / "file.pt"
+    with FakeTensorMode():
+        large = torch.empty(nbytes, dtype=torch.uint8)
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save({"large": large}, file)
+    assert file.stat().st_size > nbytes and file.stat().st_blocks * 512 < 1 << 20, "it has holes"
+    loaded = load_file(file, map_location="cpu", mmap=True)
+    assert loaded["large"].numel() == nbytes and loaded["large"][-1] == 0
+    loaded["large"][-1] = 7
+    assert load_file(file, map_location="cpu", mmap=True)["large"][-1] == 0

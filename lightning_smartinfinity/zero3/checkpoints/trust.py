@@ -8,6 +8,7 @@ This package itself writes nothing but tensors, numbers, text and containers of 
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import re
@@ -26,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.store.open_folder import kind_of
 from lightning_smartinfinity.zero3.checkpoints.harmless import harmless_types, with_arrays
@@ -46,6 +48,7 @@ __all__ = [
 T = TypeVar("T")
 
 _NAMED = 5
+_MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has it from 3.13 on
 _WARNED: set[str] = set()
 _IN_MESSAGE = re.compile(r"GLOBAL ([\w.]+)")
 
@@ -101,8 +104,18 @@ def load_by(load: Callable[..., Pickled], file: str | Path) -> Pickled:
 
 
 def _load(file: str | Path, **options: Any) -> Pickled:
-    with _path_in_text(file) as path:
+    with _path_in_text(file) as path, replaced(torch.UntypedStorage, "from_file", _mapped):
         return torch.load(path, **options)
+
+
+def _mapped(path: str, shared: bool, nbytes: int) -> torch.UntypedStorage:
+    """Map a file as torch does, but reserve no memory: Linux would refuse a file that is larger than all of it.
+
+    Pages are copied when they are written to, whatever torch's default for mapped files is.
+    """
+    with open(path, "rb") as file:
+        mapping = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE)
+    return torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
 
 
 @contextmanager
