@@ -185,7 +185,7 @@ class _Mover:
         self._copied: set[int] = set()  # those that are being copied to the partition
         self._questions: list[_Wait] = []
         self._ends: list[_Finish | _Stop] = []
-        self._failure: BaseException | None = None
+        self._failure: SmartInfinityError | None = None
         self._stopping = False
         self._over = False
 
@@ -334,7 +334,7 @@ class _Mover:
             self._over = True
 
     def _fail(self, error: BaseException) -> None:
-        self._failure = error
+        self._failure = error if isinstance(error, SmartInfinityError) else _unexpected(error)
         self._waiting.clear()
         self._started.clear()
         self._copied.clear()
@@ -350,3 +350,13 @@ class _Mover:
         for question in (*self._questions, *self._ends):
             question.answer()
         self._questions, self._ends = [], []
+
+
+def _unexpected(error: BaseException) -> StorageError:
+    """Return an error of ours for one of Python's, so that the step is rolled back as after any other failure."""
+    failure = StorageError(
+        f"Updated parameters could not be moved: {str(error) or type(error).__name__}.",
+        "If memory was short, use less of it. The step before is whole.",
+    )
+    failure.__cause__ = error
+    return failure

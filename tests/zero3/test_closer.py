@@ -11,7 +11,7 @@ import torch
 
 from lightning_smartinfinity.transfer.staging import TensorPartition
 from lightning_smartinfinity.zero3.step.rank_state import RankState
-from tests.helpers.waiting import await_that
+from tests.helpers.waiting import LIMIT, await_that
 from tests.transfer.harness import Case, Run
 
 
@@ -24,15 +24,17 @@ def test_called_by_the_thread_that_moves_parameters(
     rank_state = RankState(keep=keep)
     rank_state.hold_handler(run.handler)
     closers: list[Callable[[], None]] = [rank_state.closer()]
-    put = TensorPartition.put
+    put, begun = TensorPartition.put, threading.Event()
 
     def collected(partition: TensorPartition, sub_group: int, offset: int, values: torch.Tensor) -> None:
+        begun.wait(LIMIT)
         if closers:
             closers.pop()()
         put(partition, sub_group, offset, values)
 
     monkeypatch.setattr(TensorPartition, "put", collected)
     run.handler.begin_step(run.collect(1))
+    begun.set()
     await_that(lambda: not run.handler.in_flight, seconds=30)
     await_that(lambda: not any(t.name.startswith("smart-infinity") for t in threading.enumerate()), seconds=30)
     assert run.handler.generation == int(keep)
