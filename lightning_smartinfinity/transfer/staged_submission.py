@@ -185,7 +185,7 @@ class _Mover:
         self._copied: set[int] = set()  # those that are being copied to the partition
         self._questions: list[_Wait] = []
         self._ends: list[_Finish | _Stop] = []
-        self._failure: BaseException | None = None
+        self._failure: SmartInfinityError | None = None
         self._stopping = False
         self._over = False
 
@@ -222,21 +222,31 @@ class _Mover:
         self._ask(_Stop())
 
     def _ask(self, question: _Wait | _Finish | _Stop) -> None:
-        if self._thread.ident is None or self._over:
+        if self._thread.ident is None:
             return
         self.inbox.put(question)
-        while not question.is_answered() and self._thread.is_alive():
+        # Looked at behind put(): once all is over, nobody may take the question any more.
+        while not self._over and not question.is_answered() and self._thread.is_alive():
             pass
 
     # ---- the thread's side
 
     def _run(self) -> None:
+        # If it begins after stop(), others may be using device and partition.
+        is_late = self._stopping
         while not self._over and not self._stopping:
             try:
                 self._turn()
             except BaseException as error:  # whoever asks next raises it
                 self._fail(error)
-        self._end()
+        if not self._over and not is_late:
+            self._halt()
+        self._over = True
+        self._answer_all()
+        while not self.inbox.empty():
+            message = self.inbox.get()
+            if isinstance(message, _Question):
+                message.answer()
 
     def _turn(self) -> None:
         idle = not self._started and not self._waiting
@@ -247,7 +257,7 @@ class _Mover:
             return
         if self._waiting and self._has_rows():
             self._submit()
-        elif self._started:
+        elif self._started and not self._can_answer():
             self._collect()
         self._settle()
 
@@ -262,9 +272,9 @@ class _Mover:
         elif isinstance(message, _Extend):
             self._waiting.extend(message.tasklets)
         elif isinstance(message, _Wait):
+            self._questions.append(message)  # first, so that it is answered if the rest fails
             message.tasklets &= {*self._waiting, *self._started, *self._copied}
             self._prefer([tasklet for tasklet in self._waiting if tasklet in message.tasklets])
-            self._questions.append(message)
         else:
             self._ends.append(message)
 
@@ -303,6 +313,10 @@ class _Mover:
     def _is_asked_for(self, tasklet: int) -> bool:
         return any(tasklet in question.tasklets for question in self._questions)
 
+    def _can_answer(self) -> bool:
+        """Return whether somebody waits for nothing that is still on the device or has no row yet."""
+        return any(question.tasklets <= self._copied for question in self._questions)
+
     def _settle(self) -> None:
         """Answer those whose parameters are in the partition, and end if that was asked for and nothing is left."""
         is_done = not self._started and not self._waiting
@@ -319,25 +333,29 @@ class _Mover:
             self._over = True
 
     def _fail(self, error: BaseException) -> None:
-        self._failure = error
+        self._failure = error if isinstance(error, SmartInfinityError) else _unexpected(error)
         self._waiting.clear()
         self._started.clear()
         self._copied.clear()
         self._device.stop()
         self._answer_all()
 
-    def _end(self) -> None:
-        if not self._over:
-            self._device.stop()
-            with suppress(SmartInfinityError):  # the caller knows the error already, or does not need the result
-                self._partition.synchronize()
-        self._answer_all()
-        while not self.inbox.empty():
-            message = self.inbox.get()
-            if isinstance(message, _Question):
-                message.answer()
+    def _halt(self) -> None:
+        self._device.stop()
+        with suppress(SmartInfinityError):  # the caller knows the error already, or does not need the result
+            self._partition.synchronize()
 
     def _answer_all(self) -> None:
         for question in (*self._questions, *self._ends):
             question.answer()
         self._questions, self._ends = [], []
+
+
+def _unexpected(error: BaseException) -> StorageError:
+    """Return an error of ours for one of Python's, so that the step is rolled back as after any other failure."""
+    failure = StorageError(
+        f"Updated parameters could not be moved: {str(error) or type(error).__name__}.",
+        "If memory was short, use less of it. The step before is whole.",
+    )
+    failure.__cause__ = error
+    return failure

@@ -20,7 +20,7 @@ from lightning_smartinfinity.transfer.staging import StagingBuffer, TensorPartit
 from lightning_smartinfinity.transfer.submissions import Assignment
 from lightning_smartinfinity.transfer.tensors import native_dtype
 from tests.helpers.native_testing import inject
-from tests.helpers.waiting import await_that
+from tests.helpers.waiting import LIMIT, await_that, lenient
 from tests.transfer.harness import Case, Run, assert_equal, layout_of, running
 
 # There are more tasklets than rows, so that each row is used again.
@@ -161,15 +161,16 @@ class FullPartition(TensorPartition):
 
 @pytest.mark.parametrize("error", [FullPartition.error, MemoryError("a bug")], ids=["storage", "bug"])
 def test_parameters_that_cannot_be_put(tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is raised by whoever waits next, and the step can be rolled back and repeated."""
+    """Whoever waits next gets the error, or one of ours for it, and the step can be rolled back and repeated."""
     monkeypatch.setattr(FullPartition, "error", error)
     with running(tmp_path, SMALL_RING) as run:
         before, plan = run.state(), run.collect(1)
         full = replace(plan, outputs=FullPartition(run.partition))
         run.handler.begin_step(full)
-        with pytest.raises(type(error)):
+        with pytest.raises(StorageError) as caught:
             run.handler.step.wait()
-        with pytest.raises(type(error)):
+        assert error in (caught.value, caught.value.__cause__)
+        with pytest.raises(StorageError):
             run.handler.commit()
         monkeypatch.setattr(FullPartition, "put", TensorPartition.put)
         run.handler.roll_back()
@@ -240,6 +241,104 @@ def test_work_that_never_began(tmp_path: Path) -> None:
         stopped.wait([0])
         assert not of_staging()
         assert torch.equal(torch.cat(run.partition), before)
+
+
+def test_what_is_copied_already_waits_for_no_other_tasklet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a tasklet that is in the partition goes on before the next one has come from the device."""
+    shapes = ((3, 0, 0, 0), (60_000, 0, 0, 0), (50_000, 0, 0, 0))
+    with running(tmp_path, SMALL_RING.but(shapes=shapes)) as run:
+        waits: list[Sequence[int] | None] = []
+        asked, answered, wait = threading.Event(), threading.Event(), run.device.wait
+
+        def held(positions: Sequence[int] | None = None) -> None:
+            waits.append(positions)
+            if len(waits) > 1:
+                (asked if len(waits) == 2 else answered).wait(10)
+            wait(positions)
+
+        monkeypatch.setattr(run.device, "wait", held)
+        run.handler.begin_step(run.collect(1))
+        await_that(lambda: len(waits) == 2)
+        threading.Timer(0.1, asked.set).start()
+        run.handler.step.wait([0])
+        num_waits = len(waits)
+        answered.set()
+        assert num_waits <= 3  # the third may have begun by now
+        assert asked.is_set()
+        run.handler.commit()
+
+
+def test_a_wait_that_cannot_be_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the device refuses to prefer what is waited for, who waits gets the error."""
+
+    def refuse(positions: Sequence[int]) -> None:
+        raise MemoryError("no room")
+
+    with running(tmp_path, SMALL_RING) as run:
+        before, plan = run.state(), run.collect(1)
+        inject(run.device.pipeline, max_delay_us=50_000, seed=1)
+        monkeypatch.setattr(run.device, "prefer", refuse)
+        run.handler.begin_step(plan)
+        errors: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                run.handler.step.wait()
+            except StorageError as error:
+                errors.append(error)
+
+        thread = Thread(target=wait, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert errors
+        run.handler.roll_back()
+        assert_equal(run.state(), before)
+
+
+def test_stopping_what_has_stopped(tmp_path: Path) -> None:
+    """Nobody waits for an answer of a thread that has ended or is about to."""
+    with running(tmp_path, SMALL_RING) as run:
+        run.handler.begin_step(run.collect(1))
+        run.handler.step.stop()
+        began = time.monotonic()
+        for _ in range(3):
+            run.handler.step.stop()
+        assert time.monotonic() - began < lenient()
+        run.handler.roll_back()
+
+
+def test_a_thread_whose_start_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that begins after its step was stopped leaves the partition to the rollback's thread."""
+    late: list[Thread] = []
+    let_go, synchronizing = threading.Event(), set()
+    start, begin = Thread.start, Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+    def interrupted(timeout: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    def interrupted_start(thread: Thread) -> None:
+        late.append(thread)
+        monkeypatch.setattr(Thread, "start", start)
+        thread._started.wait = interrupted  # type: ignore[attr-defined]
+        start(thread)
+
+    def begin_late(thread: Thread) -> None:
+        if thread in late:
+            let_go.wait(LIMIT)
+        begin(thread)
+
+    monkeypatch.setattr(Thread, "_bootstrap_inner", begin_late)
+    monkeypatch.setattr(TensorPartition, "synchronize", lambda partition: synchronizing.add(threading.current_thread()))
+    with running(tmp_path, SMALL_RING) as run:
+        before, plan = run.state(), run.collect(1)
+        monkeypatch.setattr(Thread, "start", interrupted_start)
+        with pytest.raises(KeyboardInterrupt):
+            run.handler.begin_step(plan)
+        run.handler.roll_back()
+        let_go.set()
+        await_that(lambda: not of_staging(), seconds=30)
+        assert not synchronizing.intersection(late)
+        assert_equal(run.state(), before)
 
 
 def test_masters_in_fp32_come_from_storage_not_from_the_partition(tmp_path: Path) -> None:

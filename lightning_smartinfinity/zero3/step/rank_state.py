@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from threading import Thread, current_thread
 
 import torch
 from torch.distributed import ProcessGroup
@@ -279,13 +280,14 @@ class RankState:
             self.compressed = None
 
     def closer(self) -> Callable[[], None]:
-        """Return a function for an exit handler; it closes the store and holds no reference to arena or optimizer."""
+        """Return a function for an exit handler; it closes the store and holds no reference to arena or optimizer.
+
+        The garbage collector may call it in any thread. In a daemon, such as those that closing waits for, a thread
+        of its own closes the store.
+        """
         handler, keeping, background, owner = self.handler, self.keeping, self.background, os.getpid()
 
-        def close() -> None:
-            # A forked child runs exit handlers too; the state is its parent's.
-            if os.getpid() != owner:
-                return
+        def close_here() -> None:
             background.join()
             failed = sys.exc_info()[0] is not None or hasattr(sys, "last_value")
             if not keeping.says_end:
@@ -296,6 +298,15 @@ class RankState:
                 with suppress(SmartInfinityError):  # the previous generation stays current
                     handler.commit()
             keeping.leave(handler)
+
+        def close() -> None:
+            # A forked child runs exit handlers too; the state is its parent's.
+            if os.getpid() != owner:
+                return
+            if current_thread().daemon:
+                Thread(target=close_here, name="smart-infinity-close", daemon=False).start()
+            else:
+                close_here()
 
         return close
 
