@@ -320,7 +320,8 @@ class _Mover:
     def _settle(self) -> None:
         """Answer those whose parameters are in the partition, and end if that was asked for and nothing is left."""
         is_done = not self._started and not self._waiting
-        if self._copied and (is_done or any(question.tasklets <= self._copied for question in self._questions)):
+        asked = (question.tasklets for question in self._questions)
+        if self._copied and (is_done or any(tasklets and tasklets <= self._copied for tasklets in asked)):
             self._partition.synchronize()
             for question in self._questions:
                 question.tasklets -= self._copied

@@ -211,7 +211,7 @@ def test_plots_refuse_other_figures(tmp_path: Path) -> None:
     other.write_text('{"benchmark": "formats"}')
     refused = run(sys.executable, BENCHMARKS / "plots.py", other, "--output", tmp_path, expect_success=False)
     assert refused.returncode == 1
-    assert refused.stderr == f"{other} holds no figures of step, update, scaling.\n"
+    assert refused.stderr == f"{other} holds no figures of step, update, scaling, memory.\n"
 
 
 @pytest.mark.parametrize("script", REFUSALS)

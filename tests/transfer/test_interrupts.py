@@ -11,12 +11,20 @@ import pytest
 import torch
 
 from lightning_smartinfinity import StorageError, TopK
-from lightning_smartinfinity.transfer import compressed_gradients, handler, staging, step, step_batches, submissions
+from lightning_smartinfinity.transfer import (
+    compressed_gradients,
+    handler,
+    staged_submission,
+    staging,
+    step,
+    step_batches,
+    submissions,
+)
 from tests.helpers.interrupts import Interrupt
 from tests.helpers.long_cases import long_but
 from tests.transfer.harness import Case, Run, assert_equal, running
 
-MODULES = (compressed_gradients, handler, submissions, staging, step, step_batches)
+MODULES = (compressed_gradients, handler, submissions, staged_submission, staging, step, step_batches)
 CASE = Case(
     num_buffers=2,
     shapes=((9_000, 0, 0, 0), (6_000, 3, 1, 0), (7_000, 0, 0, 1)),
