@@ -7,9 +7,17 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 
-from lightning_smartinfinity.plan.choice import BUDGETS, Plan, Resources, fits, gradient_budgets, lack, make_plan
+from lightning_smartinfinity.plan.choice import (
+    Plan,
+    Resources,
+    fits,
+    gradient_budgets,
+    lack,
+    make_plan,
+    parameter_budgets,
+)
 from lightning_smartinfinity.plan.model import ModelFigures
-from lightning_smartinfinity.plan.needs import Place, least_parameter_budget, needs, state_bytes
+from lightning_smartinfinity.plan.needs import Place, needs, state_bytes
 from lightning_smartinfinity.plan.needs_table import in_gb, needs_table
 from lightning_smartinfinity.plan.pace import Rates, seconds_beside_update
 from lightning_smartinfinity.plan.training import OFFLOADS, Training
@@ -74,7 +82,6 @@ def choose(model: ModelFigures, training: Training, resources: Resources, rates:
 
 def _settings(model: ModelFigures, training: Training, open_: Open, *, on_gpu: bool) -> Iterator[Training]:
     offloads = OFFLOADS if open_.offload_param else (training.offload_param,)
-    least = least_parameter_budget(model, training, on_gpu=on_gpu)
     spilling = gradient_budgets(model, training) if open_.gradient_budget else []
     buckets = dict.fromkeys([training.bucket_numel, *([_SMALL_BUCKET] if open_.bucket_numel else [])])
     for offload, bucket in product(offloads, buckets):
@@ -82,7 +89,7 @@ def _settings(model: ModelFigures, training: Training, open_: Open, *, on_gpu: b
             continue
         held = [training.parameter_budget]
         if offload == "nvme" and open_.parameter_budget:
-            held += [budget for budget in BUDGETS if budget >= 2 * least]
+            held += parameter_budgets(model, training, on_gpu=on_gpu)
         for parameter_budget, gradient_budget in product(held, dict.fromkeys([training.gradient_budget, *spilling])):
             yield replace(
                 training,

@@ -35,6 +35,7 @@ __all__ = [
     "lack",
     "make_plan",
     "nearest",
+    "parameter_budgets",
 ]
 
 _BF16_BYTES, _FP32_BYTES, _ADAM_BYTES, _ADAM_8_BIT_BYTES = 2, 4, 8, 2
@@ -228,14 +229,20 @@ def gradient_budgets(model: ModelFigures, training: Training) -> list[int]:
     return [max(least, budget) for budget in BUDGETS]
 
 
+def parameter_budgets(model: ModelFigures, training: Training, *, on_gpu: bool) -> list[int]:
+    """Return the budgets of parameters to try: none is less than the largest module needs with room to read ahead."""
+    least = 2 * least_parameter_budget(model, training, on_gpu=on_gpu)
+    return list(dict.fromkeys([*(budget for budget in BUDGETS if budget >= least), max(BUDGETS[-1], least)]))
+
+
 def _placed(model: ModelFigures, training: Training, *, on_gpu: bool) -> Iterator[Training]:
     """Yield the training with parameters and gradients in other places; of equally fast ones the roomier come first."""
     placed = [
         replace(training, offload_param=name, parameter_budget=None) for name in OFFLOADS if on_gpu or name != "cpu"
     ]
-    least = least_parameter_budget(model, training, on_gpu=on_gpu)
     placed += [
-        replace(training, offload_param="nvme", parameter_budget=budget) for budget in BUDGETS if budget >= 2 * least
+        replace(training, offload_param="nvme", parameter_budget=budget)
+        for budget in parameter_budgets(model, training, on_gpu=on_gpu)
     ]
     builds = dict.fromkeys([training.build, "configure_model"])
     checkpoints = dict.fromkeys([training.checkpointing, True])

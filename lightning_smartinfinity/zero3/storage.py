@@ -344,6 +344,9 @@ def require_parameter_space(
         places_per_tasklet=transfer.places_per_tasklet,
         state_format=offload.state_format,
     )
+    # Gradients beyond their budget take space, too. Their dtype is not known yet: they have at least so many bytes.
+    itemsize = 2 if in_16_bit else 4
+    offload = with_gradient_budget(replace(offload, gradient_itemsize=itemsize), layout, itemsize=itemsize, group=None)
     extents = with_cache(layout, offload, None).extents
     aside = None if offload.resumes else look_aside(offload, None)
     requests: list[SpaceRequest] = []

@@ -14,7 +14,7 @@ import transformers
 
 from lightning_smartinfinity import ConfigError, UnsupportedError
 from lightning_smartinfinity.huggingface import SmartInfinityTraining
-from lightning_smartinfinity.plan import automatic, choice
+from lightning_smartinfinity.plan import choice
 from lightning_smartinfinity.plan.needs import Place, needs
 from lightning_smartinfinity.plan.training import Training
 from lightning_smartinfinity.survey.models import find_source, survey_model
@@ -454,8 +454,7 @@ def test_a_plan_is_made_before_the_model_is_loaded(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model is named, since the arguments take the configuration before it exists; the bits are the same."""
-    for module in (automatic, choice):
-        monkeypatch.setattr(module, "BUDGETS", (160 << 10,))
+    monkeypatch.setattr(choice, "BUDGETS", (160 << 10,))
     plain = train(model_folder, tmp_path / "plain")
     asked = Training(
         precision="32-true",

@@ -34,3 +34,11 @@ def test_hooks_before_a_commit_fetch_nothing() -> None:
     assert repository["repo"] == "local"
     assert {hook["language"] for hook in repository["hooks"]} == {"system"}
     assert [hook["entry"] for hook in repository["hooks"]] == ["make lint", "make types", "make contracts"]
+
+
+def test_benchmarks_that_documents_name_exist() -> None:
+    """Each command of a benchmark in the documents names a script that is there."""
+    text = "\n".join(document.read_text() for document in DOCUMENTS)
+    named = set(re.findall(r"python (benchmarks/\w+\.py)", text))
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

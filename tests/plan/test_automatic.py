@@ -9,6 +9,7 @@ import pytest
 
 from lightning_smartinfinity.plan.automatic import Open, choose, plan_in_words
 from lightning_smartinfinity.plan.choice import BUDGETS, Resources, make_plan
+from lightning_smartinfinity.plan.model import ModelFigures
 from lightning_smartinfinity.plan.needs import Place, needs, state_bytes
 from lightning_smartinfinity.plan.needs_table import needs_table
 from lightning_smartinfinity.plan.pace import assumed_rates, pace, seconds_beside_update
@@ -131,3 +132,14 @@ def test_the_table_says_what_was_chosen() -> None:
     assert words.splitlines()[-len(plan.needs) - 1 :] == [*needs_table(plan, DESKTOP)]
     for setting in ("offload_param device             nvme", "transfer gradient_bytes", "GPU memory   training"):
         assert setting in words
+
+
+def test_a_large_embedding_gets_a_budget_of_its_own_size() -> None:
+    """A model whose embedding no usual budget would hold is planned with one that does."""
+    embedding = 128256 * 8192
+    layer = [8192**2] * 2 + [8192 * 1024] * 2 + [8192 * 28672] * 3
+    model = ModelFigures(name="m", trained=(embedding, *layer * 80, embedding), num_layers=80, largest_module=embedding)
+    asked = Training(precision="bf16-true", build="configure_model", save_top_k=0, seq=2048)
+    there = Resources(host_memory=16 * GB, disk=6000 * GB, cores=16, gpu_memory=24 * GB, num_gpus=1)
+    chosen = choose(model, asked, there, RATES, Open())
+    assert chosen.fits and chosen.training.offload_param == "nvme"

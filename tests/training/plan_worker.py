@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_smartinfinity import SmartInfinityStrategy
-from lightning_smartinfinity.plan import automatic, choice
+from lightning_smartinfinity.plan import choice
 from lightning_smartinfinity.plan.needs import PROCESS_BYTES
 from tests.helpers.models import Recipe
 from tests.helpers.trainers import quiet_trainer
@@ -25,7 +25,7 @@ RECIPE = Recipe(precision="bf16-true", width=64, depth=6, max_steps=3)
 def main() -> None:
     """Train twice."""
     root = Path(sys.argv[1])
-    automatic.BUDGETS = choice.BUDGETS = (256 << 10, 64 << 10)
+    choice.BUDGETS = (256 << 10, 64 << 10)
     rank = int(os.environ.get("RANK", "0"))
     plans: dict[str, Any] = {
         "expected": None,

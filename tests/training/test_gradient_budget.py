@@ -23,6 +23,7 @@ from lightning_smartinfinity import (
 from lightning_smartinfinity.store import space
 from lightning_smartinfinity.store.tensor_store import TensorStore
 from lightning_smartinfinity.transfer.gradient_memory import GradientWindows
+from lightning_smartinfinity.zero3 import storage
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
@@ -306,3 +307,31 @@ def test_values_that_are_clipped_and_a_second_backward(
     assert losses["budget"] == losses["clipped"]
     assert losses["plain"] != losses["clipped"] or kind is TwoBackwards
     assert memories[0].counters().written_bytes > 0
+
+
+@pytest.mark.parametrize("what", [{"nan_at": (4,)}, {"skip_side_at": (4,)}, {"accumulate": 2}])
+def test_what_comes_unexpectedly_in_a_binding_step(what: dict[str, Any], tmp_path: Path) -> None:
+    """An overflow, a parameter that is not used, and accumulation give the bits of a run without a budget."""
+    recipe = dataclasses.replace(PLAIN, depth=4, max_steps=8, **what)
+    straight = result(run_of(tmp_path / "straight", recipe, "none"))
+    assert_same(result(run_of(tmp_path / "bound", recipe, "backward", budget=4 * BUDGET)), straight)
+
+
+def test_space_for_parameters_and_gradients_is_asked_for_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before parameters move, there must be room for them, for the state, and for gradients beyond their budget."""
+    asked: list[set[str]] = []
+    original = storage.require_space
+
+    def note(requests: Any) -> None:
+        asked.append({request.what for request in requests})
+        original(requests)
+
+    monkeypatch.setattr(storage, "require_space", note)
+    transfer = {**SMALL_RING, "gradient_bytes": 2 * BUDGET, "parameter_bytes": 200_000}
+    strategy = SmartInfinityStrategy(tmp_path / "s", zero={"offload_param": {"device": "nvme"}}, transfer=transfer)
+    module = LitTiny(dataclasses.replace(PLAIN, depth=4, max_steps=1))
+    quiet_trainer(tmp_path, strategy, precision="bf16-true", max_steps=1).fit(module)
+    strategy.close()
+    assert {"optimizer state", "parameters", "gradients that are not held in memory"} <= asked[0]

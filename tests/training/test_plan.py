@@ -24,7 +24,7 @@ from lightning_smartinfinity import (
     automatic_plan,
 )
 from lightning_smartinfinity.automatic_plan import Surroundings, plan_training
-from lightning_smartinfinity.plan import automatic, choice
+from lightning_smartinfinity.plan import choice
 from lightning_smartinfinity.plan.needs import PROCESS_BYTES, Place, needs
 from lightning_smartinfinity.plan.training import Training
 from lightning_smartinfinity.settings import StrategySettings
@@ -43,8 +43,7 @@ NVME = {"offload_param": {"device": "nvme"}}
 
 @pytest.fixture(autouse=True)
 def _small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (automatic, choice):
-        monkeypatch.setattr(module, "BUDGETS", (128 << 10, 64 << 10))
+    monkeypatch.setattr(choice, "BUDGETS", (128 << 10, 64 << 10))
 
 
 def fit(
