@@ -22,7 +22,7 @@ __all__ = ["Choice", "Profile", "choose", "fitting", "peak_of", "stall_of", "wit
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What was measured of one micro-batch.
+    """Measurement of one micro-batch.
 
     Args:
         times: When each entry was packed, in seconds since forward began, in ascending order.
@@ -43,7 +43,7 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What is offloaded, and what that is predicted to cost.
+    """Part that is offloaded, and its predicted cost.
 
     Args:
         num_offloaded: Number of the oldest entries that are offloaded.

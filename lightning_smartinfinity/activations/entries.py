@@ -1,4 +1,4 @@
-"""What is stored of saved tensors: each storage once, or compact copies where tensors cover little of a storage."""
+"""Entries are what is stored of saved tensors: each storage once, or compact copies of tensors that cover little of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_smartinfinity.store.tensor_store import StoredTensor
 
 __all__ = ["Entry", "Geometry", "Source", "changes_of", "geometry_of", "shares_changes", "stored_bytes", "view_of"]
 
-_SHARE_TO_COMPACT = 2  # one over the share of a storage that compact copies of its tensors may take together
+_SHARE_TO_COMPACT = 2  # one over the share of its storage that a tensor of which a compact copy is made may take
 
 
 class Geometry(NamedTuple):
@@ -125,7 +125,8 @@ class Source:
         """
         least = _distinct(tensor)
         nbytes = least.numel() * least.itemsize
-        if _overlaps(least.shape, least.stride()) or (_SHARE_TO_COMPACT * (self.compact_bytes + nbytes) >= self.nbytes):
+        too_much = _SHARE_TO_COMPACT * nbytes >= self.nbytes or self.compact_bytes + nbytes > self.nbytes
+        if too_much or _overlaps(least.shape, least.stride()):
             entry = Entry(self, storage, self.nbytes, tensor=tensor, compact=None, home=home)
             self.whole = weakref.ref(entry)
         else:

@@ -15,18 +15,21 @@ _TENTH = 10  # one over the share by which the bytes of two forwards may differ
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What was learnt from a forward and its backward, for the forwards that follow.
+    """Lesson of a forward and its backward, for the forwards that follow.
 
     Args:
         sizes: Bytes of the entries, in the order in which they were packed.
-        offloaded_bytes: Bytes of the oldest entries that are offloaded; None: those that are not in the newest
-            ``keep`` bytes.
+        offloaded_bytes: Bytes of the oldest entries that are offloaded at once.
+        kept_bytes: Bytes of the newest entries that stay.
+        is_chosen: Whether these two were chosen from a measurement.
         order: Numbers of the entries in the order in which backward wanted them.
         freed_nothing: Numbers of the entries that somebody else held until forward ended.
     """
 
     sizes: tuple[int, ...] = ()
-    offloaded_bytes: int | None = None
+    offloaded_bytes: int = 0
+    kept_bytes: int = 0
+    is_chosen: bool = False
     order: tuple[int, ...] = ()
     freed_nothing: frozenset[int] = frozenset()
 
@@ -42,11 +45,10 @@ class Plan:
 
 @dataclass(eq=False, kw_only=True)
 class Forward:
-    """What one forward has packed.
+    """Record of one forward.
 
     Args:
         plan: What was learnt before.
-        keep: Bytes of the newest entries that stay, as long as no plan says more.
         began: When it began, in seconds of a monotonic clock.
 
     Attributes:
@@ -61,7 +63,6 @@ class Forward:
     """
 
     plan: Plan
-    keep: int
     began: float
     window: deque[weakref.ref[Entry]] = field(default_factory=deque)
     entries: list[weakref.ref[Entry]] = field(default_factory=list)
@@ -92,9 +93,8 @@ class Forward:
 
     @property
     def limit(self) -> int:
-        """Entries up to this many bytes leave."""
-        planned = self.plan.offloaded_bytes
-        return self.saved_bytes - self.keep if planned is None else planned
+        """Entries up to this many bytes leave. A forward that is larger than the one before keeps no more."""
+        return max(self.plan.offloaded_bytes, self.saved_bytes - self.plan.kept_bytes)
 
     def oldest(self) -> Entry | None:
         """Return the oldest entry that may still leave."""

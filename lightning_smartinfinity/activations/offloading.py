@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 _REFUSAL = "saved tensor hooks"  # in the message of code of torch that refuses them
 _MOST_WAITS = 20  # one over the share of a forward and its backward that waits for storage may take
 _LESS = 4  # one over the share by which less is offloaded after more waits
+_LEAST_SECONDS = 1e-9
 _LEAST_RATE = 1.0  # bytes per second, where nothing was written or read
 
 
@@ -77,10 +78,12 @@ class OffloadedActivations:
         self._store = ActivationStore(
             self._settings, [Path(folder) for folder in folders], transfer=transfer or TransferConfig()
         )
-        self._plan = Plan()
+        keep = self._settings.keep
+        # With "auto", the micro-batch that is measured offloads everything: how much it saves is not known.
+        self._plan = Plan(kept_bytes=keep if isinstance(keep, int) else 0)
         self._last: Forward | None = None
         self.choice: Choice | None = None
-        """What was chosen to be offloaded; None before the first micro-batch was measured."""
+        """Choice of what is offloaded; None before the first micro-batch was measured."""
 
     def open(self) -> None:
         """Open the files, which the first forward does otherwise.
@@ -108,8 +111,7 @@ class OffloadedActivations:
         settings = self._settings
         assert not isinstance(settings.min_bytes, str), "a size given as text is kept as bytes"
         passing = [*self._state(), *tensors_in(batch)]
-        keep = settings.keep if isinstance(settings.keep, int) else 0
-        forward = Forward(plan=self._plan, keep=keep, began=time.perf_counter())
+        forward = Forward(plan=self._plan, began=time.perf_counter())
         packing = Packing(
             self._store,
             forward,
@@ -181,52 +183,57 @@ class OffloadedActivations:
         if last is None or not last.order or last.ended is None:
             return
         with self._store.lock:
-            planned = self._planned(last)
+            offloaded, kept = self._chosen(last)
             self._plan = Plan(
                 sizes=tuple(last.sizes),
-                offloaded_bytes=planned,
+                offloaded_bytes=offloaded,
+                kept_bytes=kept,
+                is_chosen=True,
                 order=tuple(last.order),
                 freed_nothing=frozenset(last.freed_nothing),
             )
 
-    def _planned(self, last: Forward) -> int:
-        """Return how many bytes of the oldest entries are to be offloaded."""
-        before = last.plan.offloaded_bytes
-        forward_seconds = max(last.ended - last.began - last.held_up_seconds, 1e-9) if last.ended else 1e-9
+    def _chosen(self, last: Forward) -> tuple[int, int]:
+        """Return how many bytes of the oldest entries are to be offloaded, and how many others are to stay."""
+        assert last.ended is not None
+        before, keep, budget = last.plan, self._settings.keep, self._settings.budget_bytes
+        forward_seconds = max(last.ended - last.began - last.held_up_seconds, _LEAST_SECONDS)
         backward_seconds = max(last.last_use - last.first_use - last.waited_seconds, 0.0)
         waits = _MOST_WAITS * last.waited_seconds > forward_seconds + backward_seconds
-        is_measured = self._settings.keep == "auto" and self._settings.budget_bytes is None
-        if before is not None and last.plan.fits(last.saved_bytes) and not (waits and is_measured):
-            return before
+        waits = waits and keep == "auto" and budget is None
+        if before.is_chosen and before.fits(last.saved_bytes) and not waits:
+            return before.offloaded_bytes, before.kept_bytes
         rates = self._store.update_rates()
-        sizes = tuple(0 if number in last.freed_nothing else size for number, size in enumerate(last.sizes))
         profile = Profile(
             times=tuple(last.times),
-            sizes=sizes,
+            # Whether those that somebody else holds are written or not, they take no memory here.
+            sizes=tuple(0 if number in last.freed_nothing else size for number, size in enumerate(last.sizes)),
             forward_seconds=forward_seconds,
             backward_seconds=backward_seconds,
             write_rate=max(rates.write, _LEAST_RATE),
             read_rate=max(rates.read, _LEAST_RATE),
         )
-        keep, budget = self._settings.keep, self._settings.budget_bytes
         assert not isinstance(budget, str), "a size given as text is kept as bytes"
         choice = choose(profile, keep=keep, budget_bytes=budget, read_ahead_bytes=self._store.read_ahead_bytes)
-        planned = sum(last.sizes[: choice.num_offloaded])
-        if before is not None and waits and is_measured:
-            planned = min(planned, before - before // _LESS)
         self.choice = choice
         _log.info(
             "Of %.1f MB that forward saves, %.1f MB are offloaded and %.1f MB are kept. That needs %.1f MB/s of "
             "writes; storage was seen to write %.1f MB/s and to read %.1f MB/s. Predicted: %.3f s of waits in "
             "backward, at most %.1f MB held.",
-            *(nbytes / 1e6 for nbytes in (sum(sizes), choice.offloaded_bytes, choice.kept_bytes)),
+            (choice.offloaded_bytes + choice.kept_bytes) / 1e6,
+            choice.offloaded_bytes / 1e6,
+            choice.kept_bytes / 1e6,
             choice.offloaded_bytes / forward_seconds / 1e6,
             rates.write / 1e6,
             rates.read / 1e6,
             choice.stall_seconds,
             choice.peak_bytes / 1e6,
         )
-        return planned
+        offloaded = sum(last.sizes[: choice.num_offloaded])
+        if before.is_chosen and waits:
+            offloaded = min(offloaded, before.offloaded_bytes - before.offloaded_bytes // _LESS)
+        kept = keep if isinstance(keep, int) else last.saved_bytes - offloaded
+        return offloaded, kept
 
 
 @contextmanager

@@ -89,7 +89,14 @@ class Packing:
             return _SavedParameter(tensor, tensor)
         if type(base) is Parameter and base.dtype == tensor.dtype:
             return _SavedParameter(base, tensor)
-        if tensor.nbytes < self._min_bytes or _graph_task() != _NO_GRAPH_TASK or not self._can_move(tensor):
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.layout is not torch.strided
+            or tensor.is_nested
+            or tensor.nbytes < self._min_bytes
+            or _graph_task() != _NO_GRAPH_TASK
+            or not self._can_move(tensor)
+        ):
             return _passed(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata in self._passing:
@@ -122,10 +129,8 @@ class Packing:
     def _can_move(self, tensor: torch.Tensor) -> bool:
         return (
             not self._store.stopped
-            and type(tensor) is torch.Tensor
-            and tensor.layout is torch.strided
             and tensor.device.type == "cpu"
-            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.is_quantized)
+            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
             and _identity(tensor) is not None
         )
 

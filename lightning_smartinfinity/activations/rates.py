@@ -32,7 +32,7 @@ class _Rate:
 
 
 class Rates:
-    """What storage was seen to write and read in a second.
+    """Rates at which storage was seen to write and to read.
 
     Attributes:
         write: Bytes per second that it wrote; 0 if that is not known.

@@ -95,6 +95,7 @@ class ActivationStore:
                 io_engine=self._transfer.io_engine,
                 io_timeout=self._transfer.io_timeout,
                 what="Activations",
+                verifies=self._settings.verify,
             )
             weakref.finalize(self, _close_in, self._process, self._files)
 
@@ -129,12 +130,13 @@ class ActivationStore:
         """
         if os.getpid() != self._process:
             return
-        self.closed = True
         if self._files is not None:
-            for entry in _living(self._leaving):
+            for entry in () if self.closed else _living(self._leaving):
                 if entry.writing is not None:
                     self._files.cancel(entry.writing)
+            self.closed = True
             self._files.close()
+        self.closed = True
         self._pool.limit = 0
 
     def entry_is_gone(self, entry: Entry) -> None:
@@ -158,6 +160,7 @@ class ActivationStore:
     def held_bytes(self) -> int:
         """Bytes that are held for backward: storages that entries keep alive, and memory of the pool in use."""
         self._count_freed()
+        self._finish_orphans()
         return self._original_bytes + self._pool.lent_bytes
 
     @property
@@ -265,11 +268,11 @@ class ActivationStore:
     def _stay_below(self, budget: int, forward: Forward) -> None:
         """Wait for storage until no more bytes are held than the budget, as far as that is possible."""
         began = time.perf_counter()
-        while self.held_bytes > budget:
+        while self.held_bytes > budget and not self.stopped:
             oldest = next((each for each in map(Forward.oldest, self._forwards) if each is not None), None)
             if self._drop(self._used) or self._drop(self._written) or (oldest is not None and self._let_leave(oldest)):
                 continue
-            leaving = next(_living(self._leaving), None)
+            leaving = next((each for each in _living(self._leaving) if each.writing is not None), None)
             if leaving is None:
                 break
             self._end_write(leaving)
@@ -292,8 +295,7 @@ class ActivationStore:
         """
         self.require_usable()
         began = time.perf_counter()
-        first = not entry.was_used
-        if first:
+        if not entry.was_used:
             entry.forward.use(entry, began)
         self._reap()
         if not entry.is_original:
@@ -301,9 +303,9 @@ class ActivationStore:
             waited = time.perf_counter() - began
             self._traffic.waited_seconds += waited
             entry.forward.waited_seconds += waited
-            if first and entry.stored is not None:
-                self._used.append(weakref.ref(entry))
         self._read_ahead(entry)
+        if entry.stored is not None:
+            self._used.append(weakref.ref(entry))
         self._measure()
 
     def _have_in_memory(self, entry: Entry) -> None:
@@ -337,14 +339,16 @@ class ActivationStore:
         while (following := forward.following()) is not None:
             if following.memory is None and not following.is_original and following.stored is not None:
                 nbytes = whole_blocks(following.nbytes)
-                if not self._may_read_ahead(nbytes) or not self._make_room(nbytes, drop=(self._used,)):
+                if not self._may_read_ahead(nbytes):
                     return
                 self._start_read(following, native.IoClass.GATHER)
                 self._ahead.append(weakref.ref(following))
             forward.skip()
 
     def _may_read_ahead(self, nbytes: int) -> bool:
-        """Return whether so many bytes more may be read before they are wanted."""
+        """Return whether so many bytes more may be read before they are wanted. Nothing has to go for them."""
+        if self._pool.lent_bytes + nbytes > self._limit:
+            return False
         unused = [found for found in self._ahead if (entry := found()) is not None and not entry.was_used]
         self._ahead = deque(unused)
         ahead = sum(whole_blocks(entry.nbytes) for entry in _living(unused))
@@ -366,20 +370,19 @@ class ActivationStore:
         automatic = max(_LEAST_POOL_BYTES, self._most_saved // _SHARE_OF_POOL)
         return min(automatic, budget // _SHARE_OF_BUDGET) if isinstance(budget, int) else automatic
 
-    def _make_room(self, nbytes: int, *, drop: Sequence[deque[weakref.ref[Entry]]] | None = None) -> bool:
-        """Drop memory of entries that are on storage until so many bytes more fit into the pool.
+    def _make_room(self, nbytes: int) -> bool:
+        """Drop memory of entries that are on storage until so many bytes more fit into the pool, if that is possible.
 
         Args:
             nbytes: Bytes, in whole blocks.
-            drop: Entries whose memory may be dropped, in this order. Default: all that are on storage.
 
         Returns:
             Whether they fit.
         """
-        for entries in (self._used, self._written) if drop is None else drop:
-            while self._pool.lent_bytes + nbytes > self._limit and self._drop(entries):
-                pass
-        return self._pool.lent_bytes + nbytes <= self._limit
+        while self._pool.lent_bytes + nbytes > self._limit:
+            if not self._drop(self._used) and not self._drop(self._written):
+                return False
+        return True
 
     def _drop(self, entries: deque[weakref.ref[Entry]]) -> bool:
         """Drop the memory of the first of these entries that can be read again; return whether there was one."""

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_smartinfinity import ActivationOffload, TransferConfig
 from lightning_smartinfinity.activations import OffloadedActivations
 from tests.helpers.native_testing import inject
+from tests.helpers.waiting import await_that
 
-__all__ = ["MODELS", "Block", "everything", "gradients", "opened"]
+__all__ = ["MODELS", "Block", "drop_memory", "everything", "gradients", "opened"]
 
 
 class Block(nn.Module):
@@ -127,6 +128,16 @@ def opened(
         yield activations
     finally:
         activations.close()
+
+
+def drop_memory(activations: OffloadedActivations) -> None:
+    """Drop all memory of the pool that is on storage, as if others had needed it."""
+    await_that(lambda: activations.traffic().written_bytes >= activations.traffic().offloaded_bytes)
+    store = activations._store
+    with store.lock:
+        await_that(lambda: store._reap() or not store._leaving)
+        while store._drop(store._written):
+            pass
 
 
 def gradients(

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.activations.models import MODELS, gradients, opened
+from lightning_smartinfinity import ActivationOffload
+from tests.activations.models import MODELS, everything, gradients, opened
 
-DELAYS = [{}, {"max_delay_us": 2000}, {"max_delay_us": 300, "short_transfer_every": 3}]
+DELAYS = {"max_delay_us": 300, "short_transfer_every": 3}
+ROOMY, TIGHT = everything(), everything(host_bytes=16 * 1024, budget_bytes=32 * 1024)
 
 
 def assert_same(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> None:
@@ -18,12 +20,24 @@ def assert_same(found: list[dict[str, torch.Tensor]], expected: list[dict[str, t
         assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-@pytest.mark.parametrize("faults", DELAYS)
+@pytest.mark.parametrize("settings", [ROOMY, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize("name", MODELS)
-def test_everything_offloaded(tmp_path: Path, name: str, faults: dict[str, int]) -> None:
-    """However long storage takes, gradients are the same, in every repetition."""
+def test_everything_offloaded(tmp_path: Path, name: str, settings: ActivationOffload) -> None:
+    """From a pool that holds everything and from storage, gradients are the same in every repetition."""
     expected = gradients(name)
-    for seed in range(4):
-        with opened(tmp_path, faults=faults | {"seed": seed}) as activations:
+    for seed in range(3):
+        with opened(tmp_path, settings, faults=DELAYS | {"seed": seed}) as activations:
             assert_same(gradients(name, activations), expected)
-            assert activations.traffic().offloaded_bytes > 0
+            traffic = activations.traffic()
+            assert traffic.offloaded_bytes > 0
+            assert settings is ROOMY or "checkpoints" in name or traffic.read_bytes > 0
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_automatic_settings(tmp_path: Path, verify: bool) -> None:
+    """With what is chosen from a measurement, gradients are the same, in the step that is measured and later."""
+    expected = gradients("dropout", steps=4)
+    with opened(tmp_path, ActivationOffload(min_bytes=64, verify=verify)) as activations:
+        assert_same(gradients("dropout", activations, steps=4), expected)
+        choice = activations.choice
+        assert choice is not None and choice.offloaded_bytes + choice.kept_bytes > 0
