@@ -1,4 +1,4 @@
-"""Entries are what is stored of saved tensors: each storage once, or compact copies of tensors that cover little of it."""
+"""Entries are what is stored of saved tensors: a storage, or a compact copy of a tensor that covers little of one."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ import torch
 from lightning_smartinfinity import native
 from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.activations.forwards import Forward
+from lightning_smartinfinity.activations.freed_memory import FreedMemory
 from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
 from lightning_smartinfinity.config import ActivationOffload, TransferConfig
@@ -71,6 +72,7 @@ class ActivationStore:
         # Entries may be dropped in any thread at any time: what that leaves to be done waits in these.
         self._freed: deque[int] = deque()  # bytes of entries that kept their storages alive
         self._orphans: deque[int] = deque()  # tickets of transfers that nobody wants
+        self._freed_memory = FreedMemory()
         self._traffic = ActivationTraffic()
         self._failure: SmartInfinityError | None = None
         self.lock = threading.RLock()
@@ -229,6 +231,7 @@ class ActivationStore:
     def end(self, forward: Forward) -> None:
         """Count what stays in memory, as the forward has ended."""
         forward.ended = time.perf_counter()
+        self._freed_memory.give_back()
         self._reap()
         for entry in _living(forward.entries):
             if not entry.is_original:
@@ -261,6 +264,7 @@ class ActivationStore:
         entry.stored, entry.writing = stored, ticket
         entry.let_go()
         self._original_bytes -= entry.nbytes
+        self._freed_memory.add(entry.nbytes)
         self._traffic.offloaded_bytes += entry.nbytes
         self._leaving.append(weakref.ref(entry))
         return True
@@ -297,6 +301,7 @@ class ActivationStore:
         began = time.perf_counter()
         if not entry.was_used:
             entry.forward.use(entry, began)
+            self._freed_memory.add(entry.nbytes)  # backward frees about as much as it uses
         self._reap()
         if not entry.is_original:
             self._have_in_memory(entry)

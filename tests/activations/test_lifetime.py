@@ -224,7 +224,7 @@ def test_ten_thousand_tiny_tensors(tmp_path: Path) -> None:
     """They all pass through with the default size, and can all be offloaded."""
     for min_bytes in (256 * 1024, 1):
         with opened(tmp_path, everything(min_bytes=min_bytes)) as activations:
-            num = 10_000 if min_bytes > 1 else 1000
+            num = 10_000 if min_bytes > 1 else 500
             x = torch.ones(3, requires_grad=True)
             with activations.forward():
                 loss = chain(x, num)
@@ -236,7 +236,7 @@ def test_ten_thousand_tiny_tensors(tmp_path: Path) -> None:
 def test_an_interrupt_in_backward(activations: OffloadedActivations) -> None:
     """Ctrl-C ends the wait for storage. The graph can be run again, and gives everything back."""
     x, loss = saved(activations)
-    inject_now(activations, seed=1, delay_us=150_000)
+    inject_now(activations, seed=1, delay_us=60_000)
     with interrupted():
         torch.autograd.grad(loss, x, retain_graph=True)
     inject_now(activations)
@@ -248,7 +248,7 @@ def test_an_interrupt_in_backward(activations: OffloadedActivations) -> None:
 
 def test_an_interrupt_in_forward(activations: OffloadedActivations) -> None:
     """Ctrl-C ends a forward that waits for storage. The next one is right."""
-    inject_now(activations, seed=1, delay_us=150_000)
+    inject_now(activations, seed=1, delay_us=60_000)
     with interrupted():
         saved(activations)
     inject_now(activations)
