@@ -220,6 +220,13 @@ class Entry:
         """Whether the storage itself is kept alive."""
         return self._storage is not None
 
+    @property
+    def is_held_elsewhere(self) -> bool:
+        """Whether somebody else keeps the storage alive, too."""
+        assert self._storage is not None
+        others: int = torch._C._storage_Use_Count(self._storage._cdata) - 1  # all entries share one reference
+        return others > 0
+
     def has_now(self, tensor: torch.Tensor) -> bool:
         """Return whether the bytes are those that a tensor over the same storage has now."""
         if self._storage is not None:

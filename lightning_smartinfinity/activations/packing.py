@@ -16,6 +16,7 @@ from lightning_smartinfinity.activations.entries import (
     Source,
     changes_of,
     geometry_of,
+    shares_changes,
     stored_bytes,
 )
 from lightning_smartinfinity.activations.forwards import Forward
@@ -78,7 +79,12 @@ class Packing:
     ) -> None:
         self._store, self._forward, self._min_bytes = store, forward, min_bytes
         self._gather, self._notes_failures = gather, notes_failures
-        self._passing = {identity for tensor in passing if (identity := _identity(tensor)) is not None}
+        self._passing: dict[int, Parameter | None] = {}  # the only parameter of each storage, if there is one
+        for tensor in passing:
+            identity = _identity(tensor)
+            if identity is not None:
+                is_alone = identity not in self._passing
+                self._passing[identity] = tensor if is_alone and isinstance(tensor, Parameter) else None
         self._sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
         self._lock = store.lock
 
@@ -100,7 +106,10 @@ class Packing:
             return _passed(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata in self._passing:
-            return _passed(tensor)
+            parameter = self._passing[storage._cdata]
+            if parameter is None or parameter.dtype != tensor.dtype or not shares_changes(parameter, tensor):
+                return _passed(tensor)
+            return _SavedParameter(parameter, tensor)  # an alias would keep the memory of a released parameter
         with self._lock:
             self._store.require_usable()
             saved = self._saved(tensor, storage)
@@ -150,12 +159,13 @@ class Packing:
         return saved
 
     def _tensor(self, saved: _SavedTensor) -> torch.Tensor:
+        self._store.require_usable()
         if saved.entry.is_lost:
             return _lost(saved.geometry)
         try:
             self._store.fetch(saved.entry)
         except StorageError as error:
-            if not self._notes_failures or saved.entry.memory is not None:
+            if not self._notes_failures:
                 raise
             self._store.note_lost(saved.entry, error)
             return _lost(saved.geometry)

@@ -145,11 +145,12 @@ class ActivationStore:
         """Give up the transfers of an entry that nothing refers to any more. Any thread may call it at any time."""
         if os.getpid() != self._process or self.closed:
             return
-        if entry.is_original:
+        if entry.is_original and entry.forward is not None:
             self._freed.append(entry.nbytes)
         for ticket in (entry.writing, entry.reading):
             if ticket is not None:
-                self._give_up(ticket)
+                with suppress(ValueError):  # the files are closed
+                    self._give_up(ticket)
 
     # ---- what is watched
 
@@ -238,10 +239,10 @@ class ActivationStore:
                 if entry.source.num_holders == 0 and entry.source.is_held_elsewhere:
                     forward.freed_nothing.add(entry.number)
                     self._traffic.freed_nothing_bytes += entry.nbytes
-            elif forward.plan.frees_nothing(entry.number, entry.nbytes):
+            elif forward.plan.frees_nothing(entry.number, entry.nbytes) and entry.is_held_elsewhere:
                 forward.freed_nothing.add(entry.number)
                 self._traffic.kept_elsewhere_bytes += entry.nbytes
-            elif entry.end <= forward.limit:
+            elif entry.end <= forward.limit and not forward.plan.frees_nothing(entry.number, entry.nbytes):
                 self._traffic.kept_for_room_bytes += entry.nbytes
             else:
                 self._traffic.kept_bytes += entry.nbytes
@@ -295,21 +296,22 @@ class ActivationStore:
         """Have an entry in memory, and read those ahead that backward is expected to want next.
 
         Raises:
-            StorageError: It cannot be read, or the store is closed or belongs to the parent process.
+            StorageError: It cannot be read.
         """
-        self.require_usable()
         began = time.perf_counter()
-        if not entry.was_used:
+        is_first_use = not entry.was_used
+        if is_first_use:
             entry.forward.use(entry, began)
             self._freed_memory.add(entry.nbytes)  # backward frees about as much as it uses
         self._reap()
+        was_in_memory = entry.memory is not None
         if not entry.is_original:
             self._have_in_memory(entry)
             waited = time.perf_counter() - began
             self._traffic.waited_seconds += waited
             entry.forward.waited_seconds += waited
         self._read_ahead(entry)
-        if entry.stored is not None:
+        if entry.stored is not None and (is_first_use or not was_in_memory):
             self._used.append(weakref.ref(entry))
         self._measure()
 

@@ -205,6 +205,21 @@ def test_what_somebody_holds_is_not_written_again(tmp_path: Path) -> None:
             assert traffic.freed_nothing_bytes == 4 * BLOCK and traffic.kept_elsewhere_bytes == step * 4 * BLOCK
 
 
+def test_what_nobody_holds_any_more_is_written_again(tmp_path: Path) -> None:
+    """A tensor that the caller has kept and then does not keep is offloaded in the step after."""
+    with opened(tmp_path) as activations:
+        for is_kept, num_offloaded in ((True, 1), (False, 0), (False, 1)):
+            x = torch.randn(BLOCK, requires_grad=True)
+            before = activations.traffic().offloaded_bytes
+            with activations.forward(x):
+                held = (x * 2).exp()
+                loss = held.sin().sum()
+                if not is_kept:
+                    del held
+            loss.backward()
+            assert activations.traffic().offloaded_bytes - before == num_offloaded * 4 * BLOCK
+
+
 def test_the_file_does_not_grow_without_end(tmp_path: Path) -> None:
     """Over a hundred steps of random lengths the file stays as long as a few steps need, and the pool is whole."""
     choose = random.Random(0)

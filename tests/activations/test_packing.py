@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_smartinfinity.activations import OffloadedActivations, paused
 from lightning_smartinfinity.activations.entries import Source, changes_of, geometry_of, shares_changes
@@ -182,11 +183,17 @@ def test_a_parameter_that_was_released(tmp_path: Path) -> None:
         param.data = kept[param].clone()
 
     with opened(tmp_path, module=module, gather=gather) as activations:
+        found: list[torch.Tensor] = []
         with activations.forward(x):
-            loss = module(x).exp().sum()
+            loss = module(x).exp().sum() + Save.apply(x, found, module.weight.detach()[1:]).sum() * 0
+            alive = StorageWeakRef(module.weight.untyped_storage())
         kept = released(module)
+        before = kept[module.weight].clone()
+        kept = {param: data.clone() for param, data in kept.items()}
+        assert alive.expired()
         loss.backward()
         assert torch.equal(x.grad, expected) and gathered == [module.weight]
+        assert torch.equal(found[0], before[1:])
 
 
 def test_a_released_parameter_that_nobody_gathers(tmp_path: Path) -> None:
