@@ -216,9 +216,9 @@ class ActivationStore:
         self._original_bytes += entry.nbytes
         self._pool.limit = self._limit
         self._reap()
-        oldest = forward.oldest()
+        oldest = self._oldest_of(forward)
         while oldest is not None and oldest.end <= forward.limit and self._let_leave(oldest):
-            oldest = forward.oldest()
+            oldest = self._oldest_of(forward)
         budget = self._settings.budget_bytes
         if budget is not None and not self.stopped:
             assert isinstance(budget, int)
@@ -247,6 +247,12 @@ class ActivationStore:
             else:
                 self._traffic.kept_bytes += entry.nbytes
 
+    def _oldest_of(self, forward: Forward) -> Entry | None:
+        """Return the oldest entry that may still leave; one that the pool is too small for never does."""
+        while (oldest := forward.oldest()) is not None and whole_blocks(oldest.nbytes) > self._limit:
+            forward.window.popleft()
+        return oldest
+
     def _let_leave(self, entry: Entry) -> bool:
         """Copy an entry into the pool and start to write it; return whether there was room for it."""
         nbytes = whole_blocks(entry.nbytes)
@@ -274,7 +280,7 @@ class ActivationStore:
         """Wait for storage until no more bytes are held than the budget, as far as that is possible."""
         began = time.perf_counter()
         while self.held_bytes > budget and not self.stopped:
-            oldest = next((each for each in map(Forward.oldest, self._forwards) if each is not None), None)
+            oldest = next((each for each in map(self._oldest_of, self._forwards) if each is not None), None)
             if self._drop(self._used) or self._drop(self._written) or (oldest is not None and self._let_leave(oldest)):
                 continue
             leaving = next((each for each in _living(self._leaving) if each.writing is not None), None)
@@ -410,6 +416,8 @@ class ActivationStore:
 
     def _reap(self) -> None:
         """Finish the writes that have ended, and forget what is gone."""
+        if self.closed:
+            return
         self._finish_orphans()
         while self._leaving:
             entry = self._leaving[0]()
@@ -445,7 +453,7 @@ class ActivationStore:
         self._finish_orphans()
 
     def _finish_orphans(self) -> None:
-        for _ in range(len(self._orphans)):
+        for _ in range(0 if self.closed else len(self._orphans)):
             try:
                 ticket = self._orphans.popleft()
             except IndexError:  # another thread has taken it

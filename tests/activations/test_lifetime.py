@@ -172,6 +172,20 @@ def test_a_full_pool_stops_nothing(tmp_path: Path) -> None:
         assert torch.equal(x.grad, expected(x))
 
 
+def test_a_tensor_that_is_larger_than_the_pool(tmp_path: Path) -> None:
+    """It stays in memory and is counted, and those behind it leave."""
+    with opened(tmp_path, everything(host_bytes=2 * BLOCK, budget_bytes=2 * BLOCK)) as activations:
+        x = torch.randn(BLOCK, requires_grad=True)
+        with activations.forward(x):
+            loss = chain(x, 2) + chain(x[: BLOCK // 4] * 2, 6)
+        traffic = activations.traffic()
+        assert (traffic.offloaded_bytes, traffic.kept_for_room_bytes) == (6 * BLOCK, 4 * BLOCK)
+        loss.backward()
+        y = x.detach().requires_grad_()
+        (chain(y, 2) + chain(y[: BLOCK // 4] * 2, 6)).backward()
+        assert torch.equal(x.grad, y.grad)
+
+
 def test_storage_is_bounded(tmp_path: Path) -> None:
     """What has no room within storage_bytes is kept and counted."""
     with opened(tmp_path, everything(storage_bytes=3 * BLOCK)) as activations:
@@ -288,6 +302,7 @@ def test_closing_with_a_graph_alive(activations: OffloadedActivations) -> None:
     x, loss = saved(activations)
     activations.close()
     activations.close()
+    assert activations.traffic().offloaded_bytes > 0 and activations.storage_bytes == 0
     with pytest.raises(StorageError, match=r"removed from storage when their offloading was closed\. Run backward"):
         loss.backward()
     with pytest.raises(StorageError, match="offloading was closed"), activations.forward():
