@@ -34,10 +34,16 @@ def test_everything_offloaded(tmp_path: Path, name: str, settings: ActivationOff
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_automatic_settings(tmp_path: Path, verify: bool) -> None:
-    """With what is chosen from a measurement, gradients are the same, in the step that is measured and later."""
+def test_automatic_settings(tmp_path: Path, verify: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """With what is chosen from a measurement, gradients are the same, in the step that is measured and later.
+
+    One line of the log tells what was chosen.
+    """
+    caplog.set_level("INFO", logger="lightning_smartinfinity.activations")
     expected = gradients("dropout", steps=4)
     with opened(tmp_path, ActivationOffload(min_bytes=64, verify=verify)) as activations:
         assert_same(gradients("dropout", activations, steps=4), expected)
         choice = activations.choice
         assert choice is not None and choice.offloaded_bytes + choice.kept_bytes > 0
+    told = [record.getMessage() for record in caplog.records if "that forward saves" in record.getMessage()]
+    assert told and "MB are kept" in told[0] and "storage was seen to write" in told[0]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +21,7 @@ from lightning_smartinfinity.errors import StorageError
 from tests.activations.models import drop_memory, everything, opened
 from tests.helpers.native_testing import Hold, inject
 from tests.helpers.unnamed import unnamed_files
-from tests.helpers.waiting import await_that
+from tests.helpers.waiting import await_that, join
 from tests.native.test_interrupt import interrupted
 
 BLOCK = 4096
@@ -295,6 +298,42 @@ def test_files_have_no_names(tmp_path: Path) -> None:
         assert len(unnamed_files(tmp_path)) == 1
         assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert unnamed_files(tmp_path) == []
+
+
+def test_a_process_that_is_killed(tmp_path: Path) -> None:
+    """Nothing of it is left on storage, whenever it is killed."""
+    for seed in range(5):
+        child = os.fork()
+        if child == 0:
+            try:
+                with opened(tmp_path, everything(host_bytes=4 * BLOCK, budget_bytes=4 * BLOCK)) as activations:
+                    (tmp_path / "begun").touch()
+                    while True:
+                        saved(activations)
+            finally:
+                os._exit(1)
+        await_that((tmp_path / "begun").exists)
+        time.sleep(seed / 100)
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        (tmp_path / "begun").unlink()
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_what_is_wanted_next_is_read_ahead(tmp_path: Path) -> None:
+    """While backward waits for an entry, those behind it are read, within half of the pool."""
+    with opened(tmp_path, everything(host_bytes=8 * BLOCK, budget_bytes=8 * BLOCK)) as activations:
+        for _ in range(2):  # in reversed order of packing, and in the order of the step before
+            x, loss = saved(activations, 40)
+            inject_now(activations)  # nothing is in flight
+            hold = Hold(activations._store.files.core, read_at=0, count=1000)
+            backward = threading.Thread(target=loss.backward)
+            backward.start()
+            await_that(lambda hold=hold: hold.count >= 4)
+            assert hold.count <= 5
+            hold.release()
+            join(backward)
+            assert torch.equal(x.grad, expected(x, 40))
 
 
 def test_closing_with_a_graph_alive(activations: OffloadedActivations) -> None:
