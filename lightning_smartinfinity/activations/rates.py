@@ -16,6 +16,7 @@ class _Rate:
         self._bytes_before, self._since = 0, 0.0
         self._was_busy = False
         self._nbytes, self._seconds = 0, 0.0
+        self._updated_at = (0, 0.0)
 
     def note(self, nbytes: int, *, busy: bool) -> None:
         now = time.perf_counter()
@@ -24,11 +25,21 @@ class _Rate:
             self._seconds += now - self._since
         self._bytes_before, self._since, self._was_busy = nbytes, now, busy
 
-    def take(self) -> float:
-        """Return the bytes per second since the last call; 0 if that is not known."""
-        rate = self._nbytes / self._seconds if self._seconds else 0.0
-        self._nbytes, self._seconds = 0, 0.0
-        return rate
+    def update(self, nbytes: int, seconds: float, *, known: float) -> float:
+        """Return the bytes per second since the last call; what was known before if nothing was transferred.
+
+        Both what was seen and the mean of single requests are at most the rate of a device that has enough to do.
+
+        Args:
+            nbytes: Bytes of all requests.
+            seconds: Their seconds, added up.
+            known: Bytes per second that were known before.
+        """
+        seen = self._nbytes / self._seconds if self._seconds else 0.0
+        nbytes_before, seconds_before = self._updated_at
+        single = (nbytes - nbytes_before) / (seconds - seconds_before) if seconds > seconds_before else 0.0
+        self._nbytes, self._seconds, self._updated_at = 0, 0.0, (nbytes, seconds)
+        return max(seen, single) or known
 
 
 class Rates:
@@ -49,11 +60,6 @@ class Rates:
         self._read.note(counters.read_bytes, busy=reading)
 
     def update(self, counters: native.Counters) -> None:
-        """Compute both rates from what was seen since the last call.
-
-        A device that always ends before it is looked at is at least as fast as each of its requests.
-        """
-        slowest_write = counters.written_bytes / counters.write_seconds if counters.write_seconds else 0.0
-        slowest_read = counters.read_bytes / counters.read_seconds if counters.read_seconds else 0.0
-        self.write = self._write.take() or max(self.write, slowest_write)
-        self.read = self._read.take() or max(self.read, slowest_read)
+        """Compute both rates from what was seen since the last call."""
+        self.write = self._write.update(counters.written_bytes, counters.write_seconds, known=self.write)
+        self.read = self._read.update(counters.read_bytes, counters.read_seconds, known=self.read)

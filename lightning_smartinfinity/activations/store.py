@@ -216,6 +216,7 @@ class ActivationStore:
         self._original_bytes += entry.nbytes
         self._pool.limit = self._limit
         self._reap()
+        self._measure()
         oldest = self._oldest_of(forward)
         while oldest is not None and oldest.end <= forward.limit and self._let_leave(oldest):
             oldest = self._oldest_of(forward)
@@ -310,6 +311,7 @@ class ActivationStore:
             entry.forward.use(entry, began)
             self._freed_memory.add(entry.nbytes)  # backward frees about as much as it uses
         self._reap()
+        self._measure()
         was_in_memory = entry.memory is not None
         if not entry.is_original:
             self._have_in_memory(entry)
@@ -331,14 +333,14 @@ class ActivationStore:
             self._make_room(whole_blocks(entry.nbytes))
             self._start_read(entry, native.IoClass.AWAITED)
         if entry.reading is not None:
-            self._measure()
+            self._measure(is_waiting=True)
             try:
                 self.files.finish(entry.reading)
             except StorageError as error:
                 entry.reading = entry.memory = None
                 raise _about(entry, error) from error
             finally:
-                self._measure()
+                self._measure(is_waiting=True)
             entry.reading = None  # not after an interrupt
 
     def _start_read(self, entry: Entry, io_class: native.IoClass) -> None:
@@ -468,11 +470,17 @@ class ActivationStore:
         while self._freed:
             self._original_bytes -= self._freed.popleft()
 
-    def _measure(self) -> None:
-        reading = any(
-            entry.reading is not None and not self.files.done(entry.reading) for entry in _living(self._ahead)
-        )
-        self._rates.note(self.files.counters(), writing=bool(self._leaving), reading=reading)
+    def _measure(self, *, is_waiting: bool = False) -> None:
+        """Look at the counters, and at whether storage is at work.
+
+        It is called before requests are added and afterwards, so that it sees what is left of earlier ones.
+
+        Args:
+            is_waiting: Whether backward waits for a read.
+        """
+        last = self._ahead[-1]() if self._ahead else None
+        is_reading = last is not None and last.reading is not None and not self.files.done(last.reading)
+        self._rates.note(self.files.counters(), writing=bool(self._leaving), reading=is_waiting or is_reading)
 
 
 def _living(found: Iterable[weakref.ref[Entry]]) -> Iterator[Entry]:
