@@ -14,7 +14,7 @@ from lightning_smartinfinity import _autoload, checkpoint_hint
 if TYPE_CHECKING:
     from lightning_smartinfinity.callbacks import StorageTrafficMonitor
     from lightning_smartinfinity.compression import BlockScaled, TopK
-    from lightning_smartinfinity.config import PlanConfig, SmartSSDConfig, TransferConfig
+    from lightning_smartinfinity.config import ActivationOffload, PlanConfig, SmartSSDConfig, TransferConfig
     from lightning_smartinfinity.errors import (
         CheckpointError,
         CheckpointNotFoundError,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationOffload",
     "BlockScaled",
     "CheckpointError",
     "CheckpointNotFoundError",
@@ -65,6 +66,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ActivationOffload": "config",
     "BlockScaled": "compression",
     "CheckpointError": "errors",
     "CheckpointNotFoundError": "errors",

@@ -1,5 +1,9 @@
-"""Room for activation offload: activations written to storage in forward and read back before backward needs them.
+"""Offloads activations: what forward saves for backward is written to storage, and read back before it is needed.
 
-Nothing is built yet. The package sits beside ``zero3``, above ``transfer``, and shares the storage devices with the
-optimizer state.
+The package sits beside ``zero3``, above ``transfer``, and shares the storage devices with the optimizer state.
 """
+
+from lightning_smartinfinity.activations.offloading import OffloadedActivations, paused
+from lightning_smartinfinity.activations.traffic import ActivationTraffic
+
+__all__ = ["ActivationTraffic", "OffloadedActivations", "paused"]

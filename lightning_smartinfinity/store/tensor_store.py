@@ -59,7 +59,7 @@ class StoredTensor:
 class TensorStore:
     """A rank's tensors of one kind, from construction to :meth:`close`.
 
-    Reads return what was written, or raise. Transfers of the same blocks keep their order.
+    Reads return what was written, or raise if they are verified. Transfers of the same blocks keep their order.
 
     Args:
         folders: Storage folders.
@@ -68,6 +68,7 @@ class TensorStore:
         io_engine: ``TransferConfig.io_engine``.
         io_timeout: ``TransferConfig.io_timeout``.
         what: Name of the tensors in messages.
+        verifies: Whether reads are compared with checksums of what was written.
 
     Raises:
         ConfigError: The I/O engine is unavailable here.
@@ -84,6 +85,7 @@ class TensorStore:
         io_engine: str = "auto",
         io_timeout: float = IO_TIMEOUT,
         what: str = "Parameters",
+        verifies: bool = True,
     ) -> None:
         require_io_engine(io_engine)
         self._what = what
@@ -103,6 +105,7 @@ class TensorStore:
                     io_threads=_IO_THREADS_PER_FILE * len(folders),
                     io_engine=io_engine,
                     timeout_ms=in_milliseconds(io_timeout),
+                    verifies=verifies,
                 )
         except BaseException:
             self._files.close()
@@ -130,6 +133,9 @@ class TensorStore:
             StorageFullError: There is too little space.
             StorageTimeoutError: The disk does not answer.
         """
+        free = self.core.allocate_free(nbytes)
+        if free is not None:
+            return StoredTensor(nbytes, free)
         try:
             return StoredTensor(nbytes, self._in_time(lambda: self.core.allocate(nbytes), doing="Growing"))
         except OSError as error:

@@ -38,13 +38,13 @@ Bytes = NDArray[np.uint8]
 class Setup:
     """A store over two files that share a scheduler, and a pool."""
 
-    def __init__(self, folder: Path, *, in_flight_bytes: int = 64 << 20) -> None:
+    def __init__(self, folder: Path, *, in_flight_bytes: int = 64 << 20, verifies: bool = True) -> None:
         self.paths = [folder / "a", folder / "b"]
         self.scheduler = IoScheduler(in_flight_bytes=in_flight_bytes)
         for path in self.paths:
             path.touch()
         files = [StateFile(str(path), direct=False, scheduler=self.scheduler) for path in self.paths]
-        self.store = TensorStore(files)
+        self.store = TensorStore(files, verifies=verifies)
         self.pool = MemoryPool()
 
     def content(self, nbytes: int, seed: int | None = None) -> tuple[MemoryLease, Bytes]:
@@ -301,6 +301,32 @@ def test_places_are_one_again_when_they_are_free(setup: Setup) -> None:
     taken.clear()
     assert setup.store.taken_bytes == 0
     await_that(lambda: setup.store.file_bytes == sum(path.stat().st_size for path in setup.paths) <= 4 * STEP)
+
+
+def test_a_place_that_is_free_already(setup: Setup) -> None:
+    """An extent is reserved without growing the file that holds least, or not at all."""
+    assert setup.store.allocate_free(BLOCK) is None and setup.store.file_bytes == 0
+    extents = [setup.store.allocate(2 * BLOCK) for _ in setup.paths]
+    free = setup.store.allocate_free(2 * BLOCK - 1)
+    assert free is not None and free.nbytes == 2 * BLOCK
+    assert free.offset == 2 * BLOCK and setup.store.taken_bytes == 6 * BLOCK
+    assert setup.store.allocate_free(STEP) is None and len(extents) == 2
+    with pytest.raises(ValueError, match="no bytes"):
+        setup.store.allocate_free(0)
+
+
+def test_reads_that_are_not_verified(tmp_path: Path) -> None:
+    """Without checksums, what storage changed is handed out, but nothing of a write that failed."""
+    setup = Setup(tmp_path, verifies=False)
+    extent, values = setup.written(2 * BLOCK, seed=1)
+    setup.change(extent, 5, bytes([values[5] ^ 1]))
+    values[5] ^= 1
+    np.testing.assert_array_equal(setup.found(extent), values)
+    inject(setup.store, fail_write_at=0)
+    assert setup.wait_for(setup.write(extent, setup.content(2 * BLOCK)[0])) is not None
+    failure = setup.found(extent)
+    assert isinstance(failure, Failure) and failure.kind == "generation"
+    setup.store.close()
 
 
 def test_files_shrink(setup: Setup) -> None:

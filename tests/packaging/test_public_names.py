@@ -15,6 +15,7 @@ from lightning_smartinfinity import errors
 from tests.helpers.fresh_python import fresh_python
 
 PUBLIC = {
+    "ActivationOffload",
     "BlockScaled",
     "PlanConfig",
     "RandomStates",

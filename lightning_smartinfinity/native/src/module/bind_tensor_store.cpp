@@ -105,7 +105,7 @@ void bind_store(nb::module_& m) {
     nb::class_<PythonTensorStore>(
         m, "TensorStore",
         "Tensors of any length in files that are empty at first and do not outlive the process. Reads find what was\n"
-        "written, or fail with kind \"checksum\". Not usable in a forked child.\n\n"
+        "written, or fail with kind \"checksum\" if it verifies them. Not usable in a forked child.\n\n"
         "A request that does not return within timeout_ms is abandoned; None: no limit. While the store is busy, the\n"
         "caller keeps the memory of such requests.\n\n"
         "Raises:\n    ValueError: A number is out of range.\n"
@@ -113,22 +113,28 @@ void bind_store(nb::module_& m) {
         .def(
             "__init__",
             [](PythonTensorStore* self, const std::vector<const StateFile*>& files, std::size_t io_threads,
-               const std::string& io_engine, std::uint64_t step_bytes, std::optional<std::int64_t> timeout_ms) {
+               const std::string& io_engine, std::uint64_t step_bytes, std::optional<std::int64_t> timeout_ms,
+               bool verifies) {
                 std::vector<StateFile> copies;
                 for (const StateFile* file : files) copies.push_back(*file);
                 std::optional<FileQueue::Deadline> deadline;
                 if (const auto timeout = timeout_of(timeout_ms)) deadline = FileQueue::Deadline{*timeout};
+                const auto checks = verifies ? TensorExtent::Checks::kChecksums : TensorExtent::Checks::kNone;
                 new (self) PythonTensorStore("TensorStore",
                                              std::make_shared<TensorStore>(copies, io_threads, io_engine_of(io_engine),
-                                                                           step_bytes, std::move(deadline)));
+                                                                           step_bytes, std::move(deadline), checks));
             },
             "files"_a, nb::kw_only(), "io_threads"_a = 4, "io_engine"_a = "auto",
-            "step_bytes"_a = TensorStore::kStepBytes, "timeout_ms"_a = nb::none())
+            "step_bytes"_a = TensorStore::kStepBytes, "timeout_ms"_a = nb::none(), "verifies"_a = true)
         .def(
             "allocate", [](PythonTensorStore& self, std::uint64_t nbytes) { return self.get()->allocate(nbytes); },
             "nbytes"_a, WithoutGil(),
             "Reserve an extent in the file that holds least. Its bytes are zero until they are written.\n\n"
             "Raises:\n    OSError: The file system has no room.")
+        .def(
+            "allocate_free",
+            [](PythonTensorStore& self, std::uint64_t nbytes) { return self.get()->allocate_free(nbytes); }, "nbytes"_a,
+            WithoutGil(), "Do the same, at once, unless the file would have to grow: then return None.")
         .def(
             "read",
             [](PythonTensorStore& self, const std::shared_ptr<TensorExtent>& extent, std::uint64_t offset,

@@ -21,10 +21,11 @@ void for_blocks(const IoRequest& part, const Each& each) {
 
 }  // namespace
 
-TensorExtent::TensorExtent(std::shared_ptr<TensorFile> file, std::uint64_t bytes)
-    : file_(std::move(file)),
-      bytes_(align_up(bytes, kBlockBytes)),
-      offset_(file_->allocate(bytes_)),
+TensorExtent::TensorExtent(std::shared_ptr<TensorFile> file, std::uint64_t offset, std::uint64_t bytes, Checks checks)
+    : checks_(checks),
+      file_(std::move(file)),
+      bytes_(bytes),
+      offset_(offset),
       checksums_(bytes_ / kBlockBytes),
       blocks_(bytes_ / kBlockBytes, Block::kNeverWritten) {}
 
@@ -64,7 +65,7 @@ void TensorExtent::remember(const IoRequest& part, bool failed) {
     for_blocks(part, [&](std::size_t begin, std::size_t bytes) {
         const std::size_t block = (part.offset - offset_ + begin) / kBlockBytes;
         blocks_[block] = failed ? Block::kUnknown : Block::kWritten;
-        if (!failed) checksums_[block] = crc32c(part.data + begin, bytes);
+        if (!failed && checks_ == Checks::kChecksums) checksums_[block] = crc32c(part.data + begin, bytes);
     });
 }
 
@@ -77,7 +78,7 @@ std::optional<Failure> TensorExtent::check(const IoRequest& part) {
             std::memset(part.data + begin, 0, bytes);
         } else if (blocks_[block] == Block::kUnknown) {
             failure = not_written(part, begin);
-        } else if (crc32c(part.data + begin, bytes) != checksums_[block]) {
+        } else if (checks_ == Checks::kChecksums && crc32c(part.data + begin, bytes) != checksums_[block]) {
             failure = mismatch(part, begin);
         }
     });

@@ -18,11 +18,14 @@ namespace smart_infinity {
 // one.
 //
 // It remembers the CRC-32C of every block that was written. So a read finds blocks that changed, blocks of another
-// place and blocks whose last write never reached the storage. Blocks that were never written are zero.
+// place and blocks whose last write never reached the storage, unless it is to check nothing. Blocks that were never
+// written are zero.
 class TensorExtent {
  public:
-    // Takes `bytes`, rounded up to whole blocks, from the file. Throws SystemError.
-    TensorExtent(std::shared_ptr<TensorFile> file, std::uint64_t bytes);
+    enum class Checks : std::uint8_t { kNone, kChecksums };
+
+    // Owns whole blocks of the file, which it gives back.
+    TensorExtent(std::shared_ptr<TensorFile> file, std::uint64_t offset, std::uint64_t bytes, Checks checks);
     ~TensorExtent() { file_->free(offset_, bytes_); }
     TensorExtent(const TensorExtent&) = delete;
     TensorExtent& operator=(const TensorExtent&) = delete;
@@ -57,6 +60,7 @@ class TensorExtent {
     Failure mismatch(const IoRequest& part, std::size_t begin) const;
     Failure not_written(const IoRequest& part, std::size_t begin) const;
 
+    const Checks checks_;
     const std::shared_ptr<TensorFile> file_;
     const std::uint64_t bytes_;
     const std::uint64_t offset_;

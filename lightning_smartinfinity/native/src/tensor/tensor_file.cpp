@@ -54,6 +54,11 @@ std::uint64_t TensorFile::allocate(std::uint64_t bytes) {
     }
 }
 
+std::optional<std::uint64_t> TensorFile::allocate_free(std::uint64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    return ranges_.allocate(bytes);
+}
+
 void TensorFile::free(std::uint64_t offset, std::uint64_t bytes) {
     if (!process_.is_current()) return;
     const std::lock_guard lock(mutex_);

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include "base/process.hpp"
 #include "io/state_file.hpp"
@@ -26,6 +27,8 @@ class TensorFile : public std::enable_shared_from_this<TensorFile> {
 
     // Returns the offset of whole blocks. Throws SystemError if the file system has no room for them.
     std::uint64_t allocate(std::uint64_t bytes);
+    // Does the same if that many blocks are free together in the file, so that nobody waits for the device.
+    std::optional<std::uint64_t> allocate_free(std::uint64_t bytes);
     // Does not wait for the device. In a forked child it does nothing, since the file is the parent's.
     void free(std::uint64_t offset, std::uint64_t bytes);
     // Closes the file; nothing is allocated later.

@@ -18,21 +18,33 @@ void require_blocks(const TensorExtent& extent, std::uint64_t offset, std::size_
                                 " are not whole blocks of an extent of " + std::to_string(extent.bytes()) + " bytes");
 }
 
+std::uint64_t whole_blocks(std::uint64_t bytes) {
+    if (bytes == 0) throw std::invalid_argument("TensorStore: no bytes");
+    return align_up(bytes, kBlockBytes);
+}
+
 }  // namespace
 
 TensorStore::TensorStore(const std::vector<StateFile>& files, std::size_t io_threads,
                          std::optional<IoEngineKind> io_engine, std::uint64_t step_bytes,
-                         std::optional<FileQueue::Deadline> deadline)
-    : queue_(io_threads, io_engine, {}, std::move(deadline)) {
+                         std::optional<FileQueue::Deadline> deadline, TensorExtent::Checks checks)
+    : checks_(checks), queue_(io_threads, io_engine, {}, std::move(deadline)) {
     if (files.empty()) throw std::invalid_argument("TensorStore: there are no files");
     for (const StateFile& file : files) files_.push_back(std::make_shared<TensorFile>(file, step_bytes));
 }
 
 std::shared_ptr<TensorExtent> TensorStore::allocate(std::uint64_t bytes) {
-    if (bytes == 0) throw std::invalid_argument("TensorStore: no bytes");
-    const auto least = std::min_element(
-        files_.begin(), files_.end(), [](const auto& a, const auto& b) { return a->taken_bytes() < b->taken_bytes(); });
-    return std::make_shared<TensorExtent>(*least, bytes);
+    const std::uint64_t whole = whole_blocks(bytes);
+    const std::shared_ptr<TensorFile>& file = emptiest();
+    return std::make_shared<TensorExtent>(file, file->allocate(whole), whole, checks_);
+}
+
+std::optional<std::shared_ptr<TensorExtent>> TensorStore::allocate_free(std::uint64_t bytes) {
+    const std::uint64_t whole = whole_blocks(bytes);
+    const std::shared_ptr<TensorFile>& file = emptiest();
+    const std::optional<std::uint64_t> offset = file->allocate_free(whole);
+    if (!offset) return std::nullopt;
+    return std::make_shared<TensorExtent>(file, *offset, whole, checks_);
 }
 
 TensorStore::Ticket TensorStore::submit(Direction direction, const std::shared_ptr<TensorExtent>& extent,
@@ -61,6 +73,11 @@ TensorStore::Ticket TensorStore::submit(Direction direction, const std::shared_p
         queue_.submit(direction, extent->file().file(), extent->offset() + offset, data, bytes, options);
     extent->begun(ticket, direction, offset, bytes);
     return ticket;
+}
+
+const std::shared_ptr<TensorFile>& TensorStore::emptiest() const {
+    return *std::min_element(files_.begin(), files_.end(),
+                             [](const auto& a, const auto& b) { return a->taken_bytes() < b->taken_bytes(); });
 }
 
 std::uint64_t TensorStore::taken_bytes() const {

@@ -24,15 +24,18 @@ class TensorStore {
     // The files are empty, and nobody else changes their size. Throws as FileQueue does. An abandoned request keeps its
     // place; whoever owns its memory keeps that, while the store is busy.
     TensorStore(const std::vector<StateFile>& files, std::size_t io_threads, std::optional<IoEngineKind> io_engine,
-                std::uint64_t step_bytes = kStepBytes, std::optional<FileQueue::Deadline> deadline = std::nullopt);
+                std::uint64_t step_bytes = kStepBytes, std::optional<FileQueue::Deadline> deadline = std::nullopt,
+                TensorExtent::Checks checks = TensorExtent::Checks::kChecksums);
     ~TensorStore() { close(); }
 
     // Reserves blocks in the file that holds least. Throws SystemError.
     std::shared_ptr<TensorExtent> allocate(std::uint64_t bytes);
+    // Does the same unless that file would have to grow. It never waits for the device.
+    std::optional<std::shared_ptr<TensorExtent>> allocate_free(std::uint64_t bytes);
 
     // Transfers whole blocks of an extent, and returns at once. The memory must stay until the request has ended. A
     // request waits for earlier ones on the same blocks if one of them writes. A read fails unless it finds what was
-    // written. Throws std::invalid_argument if the bytes are not whole blocks inside the extent.
+    // written, if there are checks. Throws std::invalid_argument if the bytes are not whole blocks inside the extent.
     Ticket submit(Direction direction, const std::shared_ptr<TensorExtent>& extent, std::uint64_t offset,
                   std::byte* data, std::size_t bytes, IoClass io_class);
     // Reads a whole extent in the same way, but nobody waits for it: `finished` is called when it has ended, on a
@@ -60,6 +63,9 @@ class TensorStore {
     Ticket submit(Direction direction, const std::shared_ptr<TensorExtent>& extent, std::uint64_t offset,
                   std::byte* data, std::size_t bytes, FileQueue::Options options);
 
+    const std::shared_ptr<TensorFile>& emptiest() const;
+
+    const TensorExtent::Checks checks_;
     std::vector<std::shared_ptr<TensorFile>> files_;
     std::mutex mutex_;  // keeps requests in the order in which extents hear of them
     FileQueue queue_;

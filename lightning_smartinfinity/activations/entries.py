@@ -1,0 +1,277 @@
+"""Entries are what is stored of saved tensors: a storage, or a compact copy of a tensor that covers little of one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_smartinfinity.store.tensor_store import StoredTensor
+
+__all__ = ["Entry", "Geometry", "Source", "changes_of", "geometry_of", "shares_changes", "stored_bytes", "view_of"]
+
+_SHARE_TO_COMPACT = 2  # one over the share of its storage that a tensor of which a compact copy is made may take
+
+
+class Geometry(NamedTuple):
+    """How a tensor lies in its storage. Strides and offset are in elements."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """Return how a tensor lies in its storage."""
+    return Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+
+def view_of(storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
+    """Return a new tensor over a storage."""
+    tensor = torch.empty(0, dtype=geometry.dtype, device=storage.device)
+    with torch.no_grad():
+        return tensor.set_(storage, geometry.offset, geometry.size, geometry.stride)
+
+
+def changes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without storage whose ``_version`` counts the changes of ``tensor``."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
+
+
+def shares_changes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether changes of two tensors are counted together, as those of a tensor and its views are."""
+    version = one._version
+    if other._version != version:
+        return False
+    set_versions = torch._C._autograd._unsafe_set_version_counter
+    set_versions((one,), (version + 1,))
+    try:
+        return other._version == version + 1
+    finally:
+        set_versions((one,), (version,))
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes without repeated elements, at most those of its storage."""
+    least = _distinct(tensor)
+    return min(least.numel() * least.itemsize, tensor.untyped_storage().nbytes())
+
+
+def _distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that does not repeat elements along expanded dimensions."""
+    size = [1 if stride == 0 else length for length, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(size, tensor.stride())
+
+
+def _overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether two elements may lie at one place."""
+    end = 1  # one past the farthest element of the dimensions so far
+    for step, length in sorted((step, length) for length, step in zip(size, stride, strict=True) if length > 1):
+        if step < end:
+            return True
+        end += step * (length - 1)
+    return False
+
+
+class Source:
+    """A storage that tensors were saved from, which this object does not keep alive.
+
+    Args:
+        storage: The storage.
+
+    Attributes:
+        whole: The entry with all of its bytes, if there is one.
+        compact: The entries with compact copies of single tensors.
+        compact_bytes: Bytes of all compact copies so far.
+        num_holders: Number of entries that keep the storage alive.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        # As long as this exists, no other storage has the same address as identity.
+        self._weak: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.nbytes = storage.nbytes()
+        self.whole: weakref.ref[Entry] | None = None
+        self.compact: dict[Geometry, weakref.ref[Entry]] = {}
+        self.compact_bytes = 0
+        self.num_holders = 0
+
+    @property
+    def is_held_elsewhere(self) -> bool:
+        """Whether somebody else keeps the storage alive; meaningful if no entry does."""
+        expired: bool = self._weak.expired()
+        return not expired
+
+    def entry_for(self, tensor: torch.Tensor) -> Entry | None:
+        """Return an entry that has the bytes of a tensor, as they are now."""
+        for found in (self.whole, self.compact.get(geometry_of(tensor))):
+            entry = None if found is None else found()
+            if entry is not None and entry.has_now(tensor):
+                return entry
+        return None
+
+    def new_entry(self, tensor: torch.Tensor, storage: torch.UntypedStorage, home: Any) -> Entry:
+        """Return a new entry for a tensor, which later tensors may share.
+
+        Args:
+            tensor: The tensor.
+            storage: Its storage.
+            home: What is told when the entry is gone.
+        """
+        least = _distinct(tensor)
+        nbytes = least.numel() * least.itemsize
+        too_much = _SHARE_TO_COMPACT * nbytes >= self.nbytes or self.compact_bytes + nbytes > self.nbytes
+        if too_much or _overlaps(least.shape, least.stride()):
+            entry = Entry(self, storage, self.nbytes, tensor=tensor, compact=None, home=home)
+            self.whole = weakref.ref(entry)
+        else:
+            self.compact_bytes += nbytes
+            entry = Entry(self, storage, nbytes, tensor=tensor, compact=geometry_of(tensor), home=home)
+            self.compact[geometry_of(tensor)] = weakref.ref(entry)
+        return entry
+
+
+class Entry:
+    """Bytes that saved tensors share. They lie in the storage itself, in memory of the pool, on storage, or in several.
+
+    The packed objects of autograd own it, and nothing else does.
+
+    Args:
+        source: Where the tensors came from.
+        storage: The storage, which is kept alive until :meth:`copy_out`.
+        nbytes: Bytes to store.
+        tensor: The first tensor.
+        compact: How that lies in the storage, if the entry is a compact copy of it.
+        home: What is told when the entry is gone.
+
+    Attributes:
+        memory: Pool memory that holds the bytes, or is being read into.
+        writing: Ticket of the write in progress.
+        reading: Ticket of the read in progress.
+        stored: Place on storage, from which nothing is read while a write is in progress.
+        number: Position in the order in which a forward packed its entries.
+        end: Bytes of the forward's entries up to this one.
+        was_used: Whether backward has used it.
+        is_lost: Whether it could not be read.
+        forward: Record of the forward that packed it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_compact",
+        "_copied_version",
+        "_counter",
+        "_home",
+        "_storage",
+        "end",
+        "forward",
+        "is_lost",
+        "memory",
+        "nbytes",
+        "number",
+        "reading",
+        "source",
+        "stored",
+        "was_used",
+        "writing",
+    )
+
+    def __init__(
+        self,
+        source: Source,
+        storage: torch.UntypedStorage,
+        nbytes: int,
+        *,
+        tensor: torch.Tensor,
+        compact: Geometry | None,
+        home: Any,
+    ) -> None:
+        self._counter = changes_of(tensor)
+        self._copied_version = -1
+        self._compact = compact
+        self._home = home
+        self.source = source
+        self.nbytes = nbytes
+        self.memory: torch.Tensor | None = None
+        self.writing: int | None = None
+        self.reading: int | None = None
+        self.stored: StoredTensor | None = None
+        self.number = self.end = 0
+        self.was_used = self.is_lost = False
+        self.forward: Any = None
+        self._storage: torch.UntypedStorage | None = storage
+        source.num_holders += 1
+
+    def __str__(self) -> str:
+        return f"Entry {self.number} of what forward saved ({self.nbytes} bytes)"
+
+    def __del__(self) -> None:
+        if self._storage is not None:
+            self.source.num_holders -= 1
+        self._home.entry_is_gone(self)
+
+    @property
+    def is_original(self) -> bool:
+        """Whether the storage itself is kept alive."""
+        return self._storage is not None
+
+    @property
+    def is_held_elsewhere(self) -> bool:
+        """Whether somebody else keeps the storage alive, too."""
+        assert self._storage is not None
+        others: int = torch._C._storage_Use_Count(self._storage._cdata) - 1  # all entries share one reference
+        return others > 0
+
+    def has_now(self, tensor: torch.Tensor) -> bool:
+        """Return whether the bytes are those that a tensor over the same storage has now."""
+        if self._storage is not None:
+            return True
+        return tensor._version == self._copied_version and shares_changes(self._counter, tensor)
+
+    def copy_out(self, memory: torch.Tensor) -> None:
+        """Copy the bytes into memory of the pool, and keep the storage alive no longer."""
+        assert self._storage is not None
+        if self._compact is None:
+            everything = Geometry(torch.uint8, (self.nbytes,), (1,), 0)
+            memory[: self.nbytes].copy_(view_of(self._storage, everything))
+        else:
+            least = _distinct(view_of(self._storage, self._compact))
+            memory[: self.nbytes].view(self._compact.dtype).view(least.shape).copy_(least)
+        self._copied_version = self._counter._version
+        self.memory = memory
+
+    def let_go(self) -> None:
+        """Keep the storage alive no longer: the bytes are in :attr:`memory`."""
+        assert self.memory is not None
+        self._storage = None
+        self.source.num_holders -= 1
+
+    def tensor(self, geometry: Geometry) -> torch.Tensor:
+        """Return a tensor as it was saved. The bytes must be in memory."""
+        if self._storage is not None:
+            return view_of(self._storage, geometry)
+        assert self.memory is not None
+        if self._compact is None:
+            return view_of(self.memory.untyped_storage(), geometry)
+        assert geometry == self._compact
+        return self._spread_out(geometry)
+
+    def _spread_out(self, geometry: Geometry) -> torch.Tensor:
+        """Return the tensor of a compact copy with its strides and its offset.
+
+        Only pages that are written to take up memory, however much lies before and between the elements.
+        """
+        assert self.memory is not None
+        last = sum(step * (length - 1) for length, step in zip(geometry.size, geometry.stride, strict=True))
+        numel = geometry.offset + last + 1
+        tensor = torch.empty(numel, dtype=geometry.dtype, device="cpu").as_strided(
+            geometry.size, geometry.stride, geometry.offset
+        )
+        least = _distinct(tensor)
+        least.copy_(self.memory[: self.nbytes].view(geometry.dtype).view(least.shape))
+        return tensor

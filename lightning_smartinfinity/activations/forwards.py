@@ -1,0 +1,136 @@
+"""Records of forwards: what each has packed, what may leave, and in which order backward is expected to want it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+
+from lightning_smartinfinity.activations.entries import Entry
+
+__all__ = ["Forward", "Plan"]
+
+_TENTH = 10  # one over the share by which the bytes of two forwards may differ
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Lesson of a forward and its backward, for the forwards that follow.
+
+    Args:
+        sizes: Bytes of the entries, in the order in which they were packed.
+        offloaded_bytes: Bytes of the oldest entries that are offloaded at once.
+        kept_bytes: Bytes of the newest entries that stay.
+        is_chosen: Whether these two were chosen from a measurement.
+        order: Numbers of the entries in the order in which backward wanted them.
+        freed_nothing: Numbers of the entries that somebody else held until forward ended.
+    """
+
+    sizes: tuple[int, ...] = ()
+    offloaded_bytes: int = 0
+    kept_bytes: int = 0
+    is_chosen: bool = False
+    order: tuple[int, ...] = ()
+    freed_nothing: frozenset[int] = frozenset()
+
+    def fits(self, total: int) -> bool:
+        """Return whether a forward that saved so many bytes is about as large."""
+        planned = sum(self.sizes)
+        return _TENTH * abs(total - planned) <= planned
+
+    def frees_nothing(self, number: int, nbytes: int) -> bool:
+        """Return whether writing an entry would free nothing, as it did in the forward before."""
+        return number in self.freed_nothing and self.sizes[number] == nbytes
+
+
+@dataclass(eq=False, kw_only=True)
+class Forward:
+    """Record of one forward.
+
+    Args:
+        plan: What was learnt before.
+        began: When it began, in seconds of a monotonic clock.
+
+    Attributes:
+        window: Entries that may still leave, oldest first.
+        times: When each entry was packed.
+        ended: When it ended.
+        order: Numbers of the entries in the order in which backward first wanted them.
+        first_use: When backward first wanted an entry.
+        last_use: When backward first wanted another entry for the last time.
+        waited_seconds: Time for which backward waited for storage.
+        held_up_seconds: Time for which this forward waited for storage.
+    """
+
+    plan: Plan
+    began: float
+    window: deque[weakref.ref[Entry]] = field(default_factory=deque)
+    entries: list[weakref.ref[Entry]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    saved_bytes: int = 0
+    ended: float | None = None
+    order: list[int] = field(default_factory=list)
+    first_use: float = 0.0
+    last_use: float = 0.0
+    waited_seconds: float = 0.0
+    held_up_seconds: float = 0.0
+    freed_nothing: set[int] = field(default_factory=set)
+    _expected: tuple[int, ...] | None = None  # numbers of the entries, in the order in which backward wants them
+    _places: dict[int, int] = field(default_factory=dict)  # in that order, by number
+    _next: int = 0  # place in that order from which on nothing was read ahead
+
+    def add(self, entry: Entry, now: float) -> None:
+        """Number a new entry. It may leave, unless that would free nothing."""
+        entry.forward, entry.number = self, len(self.sizes)
+        self.saved_bytes += entry.nbytes
+        entry.end = self.saved_bytes
+        self.sizes.append(entry.nbytes)
+        self.times.append(now - self.began)
+        self.entries.append(weakref.ref(entry))
+        if not self.plan.frees_nothing(entry.number, entry.nbytes):
+            self.window.append(weakref.ref(entry))
+
+    @property
+    def limit(self) -> int:
+        """Entries up to this many bytes leave. A forward that is larger than the one before keeps no more."""
+        return max(self.plan.offloaded_bytes, self.saved_bytes - self.plan.kept_bytes)
+
+    def oldest(self) -> Entry | None:
+        """Return the oldest entry that may still leave."""
+        while self.window:
+            entry = self.window[0]()
+            if entry is not None and entry.is_original and not entry.was_used:
+                return entry
+            self.window.popleft()
+        return None
+
+    def use(self, entry: Entry, now: float) -> None:
+        """Record that backward wants an entry for the first time."""
+        entry.was_used = True
+        if not self.order:
+            self.first_use = now
+        self.last_use = now
+        self.order.append(entry.number)
+
+    def expect_after(self, entry: Entry) -> None:
+        """Expect what backward wants next behind an entry, unless it was expected earlier."""
+        if self._expected is None:
+            known = self.plan.order if self.plan.sizes == tuple(self.sizes) else ()
+            self._expected = known or tuple(reversed(range(len(self.sizes))))
+            self._places = {number: place for place, number in enumerate(self._expected)}
+        self._next = max(self._next, self._places.get(entry.number, -1) + 1)
+
+    def following(self) -> Entry | None:
+        """Return the entry that backward is expected to want next, and that it has not used yet."""
+        assert self._expected is not None
+        while self._next < len(self._expected):
+            entry = self.entries[self._expected[self._next]]()
+            if entry is not None and not entry.was_used:
+                return entry
+            self._next += 1
+        return None
+
+    def skip(self) -> None:
+        """Let :meth:`following` return the entry behind the one that it returned last."""
+        self._next += 1

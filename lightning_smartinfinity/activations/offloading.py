@@ -1,0 +1,250 @@
+"""Offloads what forward saves for backward, in any training loop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_smartinfinity.activations.choice import Choice, Profile, choose
+from lightning_smartinfinity.activations.forwards import Forward, Plan
+from lightning_smartinfinity.activations.packing import Packing, tensors_in
+from lightning_smartinfinity.activations.store import ActivationStore
+from lightning_smartinfinity.activations.traffic import ActivationTraffic
+from lightning_smartinfinity.config import ActivationOffload, TransferConfig
+from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
+
+__all__ = ["OffloadedActivations", "paused"]
+
+_log = logging.getLogger(__name__)
+
+_REFUSAL = "saved tensor hooks"  # in the message of code of torch that refuses them
+_MOST_WAITS = 20  # one over the share of a forward and its backward that waits for storage may take
+_LESS = 4  # one over the share by which less is offloaded after more waits
+_LEAST_SECONDS = 1e-9
+_LEAST_RATE = 1.0  # bytes per second, where nothing was written or read
+
+
+class OffloadedActivations:
+    """Moves what forward saves for backward to storage, and brings it back before backward wants it.
+
+    ::
+
+        activations = OffloadedActivations(["/mnt/nvme"], module=model)
+        for batch in loader:
+            with activations.forward(batch):
+                loss = model(batch)
+            loss.backward()
+            optimizer.step()
+        activations.close()
+
+    Gradients are the same to the bit. As with autograd alone, a saved tensor that was changed in place makes backward
+    raise; changes through ``.data`` are not seen. Hooks that are entered within :meth:`forward`, such as those of
+    torch.utils.checkpoint, replace these as long as they are in effect.
+
+    Tensors on the CPU are offloaded. What is not offloaded passes through: parameters, buffers, the batch, small
+    tensors, subclasses, and everything that is saved while backward runs.
+
+    Args:
+        folders: Storage folders.
+        settings: How much is offloaded.
+        module: Module whose parameters and buffers pass through.
+        transfer: Where in the folders, and how, files are opened and used: ``job``, ``direct_io``, ``io_engine`` and
+            ``io_timeout``.
+        gather: Is called with a parameter whose data is gone when backward wants it, and brings it back. Where
+            parameters are partitioned, pass it.
+        notes_failures: Whether backward goes on with NaN (zeros for integers) if something cannot be read, and the
+            failure is kept for :meth:`take_failure`. If a rank raised within backward, the others would wait for it.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[str | Path],
+        *,
+        settings: ActivationOffload | None = None,
+        module: nn.Module | None = None,
+        transfer: TransferConfig | None = None,
+        gather: Callable[[nn.Parameter], object] | None = None,
+        notes_failures: bool = False,
+    ) -> None:
+        self._settings = settings or ActivationOffload()
+        self.module, self._gather, self._notes_failures = module, gather, notes_failures
+        self._store = ActivationStore(
+            self._settings, [Path(folder) for folder in folders], transfer=transfer or TransferConfig()
+        )
+        keep = self._settings.keep
+        # With "auto", the micro-batch that is measured offloads everything: how much it saves is not known.
+        self._plan = Plan(kept_bytes=keep if isinstance(keep, int) else 0)
+        self._last: Forward | None = None
+        self.choice: Choice | None = None
+        """Choice of what is offloaded; None before the first micro-batch was measured."""
+
+    def open(self) -> None:
+        """Open the files, which the first forward does otherwise.
+
+        Raises:
+            ConfigError: The I/O engine is unavailable here.
+            StorageError: A folder cannot be used, or the offloading is closed.
+        """
+        self._store.open()
+
+    @contextmanager
+    def forward(self, *batch: object) -> Iterator[None]:
+        """Offload what is saved in this context, in this thread. Backward may run after it.
+
+        Args:
+            *batch: Tensors, also in nested containers, that pass through.
+
+        Raises:
+            ConfigError: The I/O engine is unavailable here.
+            StorageError: A folder cannot be used, the offloading is closed, or this process is a forked child.
+            UnsupportedError: The body calls code of torch that refuses hooks.
+        """
+        self._store.open()
+        self._learn()
+        settings = self._settings
+        assert not isinstance(settings.min_bytes, str), "a size given as text is kept as bytes"
+        passing = [*self._state(), *tensors_in(batch)]
+        forward = Forward(plan=self._plan, began=time.perf_counter())
+        packing = Packing(
+            self._store,
+            forward,
+            min_bytes=settings.min_bytes,
+            passing=passing,
+            gather=self._gather,
+            notes_failures=self._notes_failures,
+        )
+        with self._store.lock:
+            self._store.begin(forward)
+        try:
+            with saved_tensors_hooks(packing.pack, packing.unpack):
+                yield
+        except RuntimeError as error:
+            if _REFUSAL in str(error) and not isinstance(error, SmartInfinityError):
+                raise UnsupportedError(
+                    f"Code within OffloadedActivations.forward() refuses hooks: {error}",
+                    "Put it into `with lightning_smartinfinity.activations.paused():`.",
+                ) from error
+            raise
+        finally:
+            with self._store.lock:
+                self._store.end(forward)
+        self._last = forward
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory of the pool through which tensors move."""
+        return self._store.host_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are held for backward: tensors that could be offloaded, and memory of the pool in use."""
+        with self._store.lock:
+            return self._store.held_bytes
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes on storage."""
+        return self._store.storage_bytes
+
+    def traffic(self) -> ActivationTraffic:
+        """Return the cumulative counters."""
+        with self._store.lock:
+            return self._store.traffic()
+
+    def take_failure(self) -> SmartInfinityError | None:
+        """Return why something could not be written or read, if so, and forget it.
+
+        What could not be written is still in memory, and nothing more is offloaded.
+        """
+        return self._store.take_failure()
+
+    def close(self) -> None:
+        """Close the files, which deletes them; idempotent. The backward of a graph that is still alive raises.
+
+        Raises:
+            StorageTimeoutError: The disk does not answer.
+        """
+        with self._store.lock:
+            self._store.close()
+
+    def _state(self) -> list[torch.Tensor]:
+        return [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
+
+    def _learn(self) -> None:
+        """Learn from the last forward, if its backward has come."""
+        last, self._last = self._last, None
+        if last is None or not last.order or last.ended is None:
+            return
+        with self._store.lock:
+            offloaded, kept = self._chosen(last)
+            self._plan = Plan(
+                sizes=tuple(last.sizes),
+                offloaded_bytes=offloaded,
+                kept_bytes=kept,
+                is_chosen=True,
+                order=tuple(last.order),
+                freed_nothing=frozenset(last.freed_nothing),
+            )
+
+    def _chosen(self, last: Forward) -> tuple[int, int]:
+        """Return how many bytes of the oldest entries are to be offloaded, and how many others are to stay."""
+        assert last.ended is not None
+        before, keep, budget = last.plan, self._settings.keep, self._settings.budget_bytes
+        forward_seconds = max(last.ended - last.began - last.held_up_seconds, _LEAST_SECONDS)
+        backward_seconds = max(last.last_use - last.first_use - last.waited_seconds, 0.0)
+        waits = _MOST_WAITS * last.waited_seconds > forward_seconds + backward_seconds
+        waits = waits and keep == "auto" and budget is None
+        if before.is_chosen and before.fits(last.saved_bytes) and not waits:
+            return before.offloaded_bytes, before.kept_bytes
+        rates = self._store.update_rates()
+        profile = Profile(
+            times=tuple(last.times),
+            # Whether those that somebody else holds are written or not, they take no memory here.
+            sizes=tuple(0 if number in last.freed_nothing else size for number, size in enumerate(last.sizes)),
+            forward_seconds=forward_seconds,
+            backward_seconds=backward_seconds,
+            write_rate=max(rates.write, _LEAST_RATE),
+            read_rate=max(rates.read, _LEAST_RATE),
+        )
+        assert not isinstance(budget, str), "a size given as text is kept as bytes"
+        choice = choose(profile, keep=keep, budget_bytes=budget, read_ahead_bytes=self._store.read_ahead_bytes)
+        self.choice = choice
+        _log.info(
+            "Of %.1f MB that forward saves, %.1f MB are offloaded and %.1f MB are kept. That needs %.1f MB/s of "
+            "writes; storage was seen to write %.1f MB/s and to read %.1f MB/s. Predicted: %.3f s of waits in "
+            "backward, at most %.1f MB held.",
+            (choice.offloaded_bytes + choice.kept_bytes) / 1e6,
+            choice.offloaded_bytes / 1e6,
+            choice.kept_bytes / 1e6,
+            choice.offloaded_bytes / forward_seconds / 1e6,
+            rates.write / 1e6,
+            rates.read / 1e6,
+            choice.stall_seconds,
+            choice.peak_bytes / 1e6,
+        )
+        offloaded = sum(last.sizes[: choice.num_offloaded])
+        if before.is_chosen and waits:
+            offloaded = min(offloaded, before.offloaded_bytes - before.offloaded_bytes // _LESS)
+        kept = keep if isinstance(keep, int) else last.saved_bytes - offloaded
+        return offloaded, kept
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Save in this context as without offloading, for code that refuses hooks, such as torch.func.grad."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or not isinstance(getattr(hooks[0], "__self__", None), Packing):
+        yield
+        return
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)

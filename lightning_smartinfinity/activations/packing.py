@@ -1,0 +1,224 @@
+"""The hooks that autograd calls with each tensor that it saves, and when backward wants it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
+
+from lightning_smartinfinity.activations.entries import (
+    Entry,
+    Geometry,
+    Source,
+    changes_of,
+    geometry_of,
+    shares_changes,
+    stored_bytes,
+)
+from lightning_smartinfinity.activations.forwards import Forward
+from lightning_smartinfinity.activations.store import ActivationStore
+from lightning_smartinfinity.errors import StorageError
+
+__all__ = ["Packing", "tensors_in"]
+
+_graph_task = torch._C._current_graph_task_id
+_NO_GRAPH_TASK = -1
+
+
+class _SavedParameter:
+    """A parameter, or a view of one, whose data may be another tensor's when backward wants it."""
+
+    __slots__ = ("geometry", "parameter", "shape", "version")
+
+    def __init__(self, parameter: Parameter, tensor: torch.Tensor) -> None:
+        self.parameter, self.version = parameter, tensor._version
+        self.shape = parameter.shape
+        size, offset = tuple(tensor.shape), int(tensor.storage_offset() - parameter.storage_offset())
+        self.geometry = Geometry(tensor.dtype, size, tensor.stride(), offset)
+
+
+class _SavedTensor:
+    """A part of an entry."""
+
+    __slots__ = ("changes", "entry", "geometry", "version")
+
+    def __init__(self, entry: Entry, tensor: torch.Tensor) -> None:
+        self.entry, self.geometry = entry, geometry_of(tensor)
+        self.changes, self.version = changes_of(tensor), tensor._version
+
+
+class Packing:
+    """The hooks of one forward.
+
+    What passes through is kept as autograd would keep it. Every saved tensor keeps its version, since autograd does not
+    look for changes where there are hooks.
+
+    Args:
+        store: Where entries go.
+        forward: Record of the forward.
+        min_bytes: Size of the smallest tensor that is offloaded.
+        passing: Tensors whose storages are never offloaded. They must live as long as the forward.
+        gather: Is called with a parameter whose data is gone when backward wants it, and brings it back.
+        notes_failures: Whether a tensor that cannot be read is replaced by NaN (zeros for integers), and the failure is
+            noted in the store.
+    """
+
+    def __init__(
+        self,
+        store: ActivationStore,
+        forward: Forward,
+        *,
+        min_bytes: int,
+        passing: Iterable[torch.Tensor],
+        gather: Callable[[Parameter], object] | None,
+        notes_failures: bool,
+    ) -> None:
+        self._store, self._forward, self._min_bytes = store, forward, min_bytes
+        self._gather, self._notes_failures = gather, notes_failures
+        self._passing: dict[int, Parameter | None] = {}  # the only parameter of each storage, if there is one
+        for tensor in passing:
+            identity = _identity(tensor)
+            if identity is not None:
+                is_alone = identity not in self._passing
+                self._passing[identity] = tensor if is_alone and isinstance(tensor, Parameter) else None
+        self._sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
+        self._lock = store.lock
+
+    def pack(self, tensor: torch.Tensor) -> object:
+        """Return what autograd keeps instead of a tensor."""
+        base = tensor._base
+        if type(tensor) is Parameter:
+            return _SavedParameter(tensor, tensor)
+        if type(base) is Parameter and base.dtype == tensor.dtype:
+            return _SavedParameter(base, tensor)
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.layout is not torch.strided
+            or tensor.is_nested
+            or tensor.nbytes < self._min_bytes
+            or _graph_task() != _NO_GRAPH_TASK
+            or not self._can_move(tensor)
+        ):
+            return _passed(tensor)
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._passing:
+            parameter = self._passing[storage._cdata]
+            if parameter is None or parameter.dtype != tensor.dtype or not shares_changes(parameter, tensor):
+                return _passed(tensor)
+            return _SavedParameter(parameter, tensor)  # an alias would keep the memory of a released parameter
+        with self._lock:
+            self._store.require_usable()
+            saved = self._saved(tensor, storage)
+        return _passed(tensor) if saved is None else saved
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return the tensor for which autograd keeps ``packed``.
+
+        Raises:
+            RuntimeError: It was changed in place.
+            StorageError: It cannot be read.
+        """
+        if type(packed) is tuple:
+            tensor, version = packed
+            if tensor._version != version:
+                raise _changed(tensor, tensor, version)
+            return tensor  # type: ignore[no-any-return]
+        if isinstance(packed, _SavedParameter):
+            return self._parameter(packed)
+        assert isinstance(packed, _SavedTensor)
+        if packed.changes._version != packed.version:
+            raise _changed(packed.geometry, packed.changes, packed.version)
+        with self._lock:
+            return self._tensor(packed)
+
+    def _can_move(self, tensor: torch.Tensor) -> bool:
+        return (
+            not self._store.stopped
+            and tensor.device.type == "cpu"
+            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+            and _identity(tensor) is not None
+        )
+
+    def _saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _SavedTensor | None:
+        source = self._sources.get(storage._cdata)
+        entry = None if source is None else source.entry_for(tensor)
+        if entry is not None:
+            self._store.count_shared()
+            return _SavedTensor(entry, tensor)
+        if stored_bytes(tensor) < self._min_bytes:
+            return None
+        if source is None:
+            source = self._sources[storage._cdata] = Source(storage)
+        entry = source.new_entry(tensor, storage, self._store)
+        saved = _SavedTensor(entry, tensor)
+        self._store.admit(entry, self._forward)
+        return saved
+
+    def _tensor(self, saved: _SavedTensor) -> torch.Tensor:
+        self._store.require_usable()
+        if saved.entry.is_lost:
+            return _lost(saved.geometry)
+        try:
+            self._store.fetch(saved.entry)
+        except StorageError as error:
+            if not self._notes_failures:
+                raise
+            self._store.note_lost(saved.entry, error)
+            return _lost(saved.geometry)
+        return saved.entry.tensor(saved.geometry)
+
+    def _parameter(self, saved: _SavedParameter) -> torch.Tensor:
+        parameter = saved.parameter
+        if parameter._version != saved.version:
+            raise _changed(saved.geometry, parameter, saved.version)
+        if parameter.shape != saved.shape:
+            if self._gather is None:
+                raise StorageError(
+                    f"A parameter of shape {tuple(saved.shape)} was released between forward and backward.",
+                    "Pass gather=..., which brings the data of a parameter back.",
+                )
+            self._gather(parameter)
+        data = parameter.data
+        if saved.geometry.size == tuple(data.shape) and saved.geometry.stride == data.stride():
+            return data
+        size, stride, offset = saved.geometry[1:]
+        return data.as_strided(size, stride, data.storage_offset() + offset)
+
+
+def tensors_in(values: object) -> list[torch.Tensor]:
+    """Return the tensors in nested containers."""
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _passed(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    # An output of the node that saves it would keep that node alive, which keeps the output alive.
+    return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+
+
+def _identity(tensor: torch.Tensor) -> int | None:
+    """Return the identity of a tensor's storage; None if it has none, as sparse tensors and those of torch.func."""
+    try:
+        identity: int = tensor.untyped_storage()._cdata
+        return identity
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _lost(geometry: Geometry) -> torch.Tensor:
+    """Return NaN, or zeros where the dtype has no NaN, in place of a tensor that cannot be read."""
+    dtype, size, stride, _ = geometry
+    least = torch.empty_strided(size, stride, dtype=dtype)
+    return least.fill_(float("nan") if dtype.is_floating_point or dtype.is_complex else 0)
+
+
+def _changed(what: torch.Tensor | Geometry, counter: torch.Tensor, version: int) -> RuntimeError:
+    dtype, size = (what.dtype, tuple(what.shape)) if isinstance(what, torch.Tensor) else (what.dtype, what.size)
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"a tensor of dtype {dtype} and shape {list(size)} is at version {counter._version}; expected version "
+        f"{version} instead. Hint: change a copy, or change it after backward."
+    )

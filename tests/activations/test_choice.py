@@ -1,0 +1,116 @@
+"""How much is offloaded: the choice is that of a search through every possibility, in a simulation of its own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lightning_smartinfinity.activations.choice import Profile, choose, peak_of, stall_of
+
+MOST_RATIO = 1e-9
+
+
+def random_profile(choose_from: random.Random) -> Profile:
+    num = choose_from.randint(1, 9)
+    forward = choose_from.uniform(0.1, 4)
+    rates = [choose_from.choice([0.5, 3.0, 20.0, 1e6]) * choose_from.uniform(0.5, 2) for _ in range(2)]
+    return Profile(
+        times=tuple(sorted(choose_from.uniform(0, forward) for _ in range(num))),
+        sizes=tuple(choose_from.choice([1, 2, 5, choose_from.randint(1, 20)]) for _ in range(num)),
+        forward_seconds=forward,
+        backward_seconds=choose_from.choice([0.0, choose_from.uniform(0, 3 * forward)]),
+        write_rate=rates[0],
+        read_rate=rates[1],
+    )
+
+
+def written_entries(profile: Profile, num: int) -> list[tuple[int, float]]:
+    """Return the entries that are written before backward begins, with the times at which their writes end."""
+    free, ended = 0.0, []
+    for index in range(num):
+        free = max(free, profile.times[index]) + profile.sizes[index] / profile.write_rate
+        if free <= profile.forward_seconds:
+            ended.append((index, free))
+    return ended
+
+
+def simulated_stall(profile: Profile, num: int, read_ahead: int) -> float:
+    """Backward one entry after the other: each waits until it is read, and every read waits for room."""
+    waiting = [index for index, _ in reversed(written_entries(profile, num))]
+    reading_until, now_late = profile.forward_seconds, 0.0
+    read: list[int] = []  # in order
+    used_at: dict[int, float] = {}
+    for index in waiting:
+        begin = reading_until
+        # The entries that are used first make room first.
+        for other in read:
+            unused = sum(profile.sizes[each] for each in read if used_at[each] > begin)
+            if unused and unused + profile.sizes[index] > read_ahead:
+                begin = max(begin, used_at[other])
+        reading_until = begin + profile.sizes[index] / profile.read_rate
+        part = (profile.forward_seconds - profile.times[index]) / profile.forward_seconds
+        planned = profile.forward_seconds + part * profile.backward_seconds
+        now_late += max(0.0, reading_until - (planned + now_late))
+        used_at[index] = planned + now_late
+        read.append(index)
+    return now_late
+
+
+def simulated_peak(profile: Profile, num: int, read_ahead: int) -> int:
+    written = written_entries(profile, num)
+    peaks = []
+    for count, now in enumerate(profile.times, start=1):
+        gone = sum(profile.sizes[index] for index, end in written if end <= now and index < count - 1)
+        peaks.append(sum(profile.sizes[:count]) - gone)
+    on_storage = sum(profile.sizes[index] for index, _ in written)
+    peaks.append(sum(profile.sizes) - on_storage + min(on_storage, read_ahead))
+    return max(peaks)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_against_every_possibility(seed: int) -> None:
+    """In a thousand random profiles, the choice is the best of all suffixes that can be kept."""
+    chosen = random.Random(seed)
+    for _ in range(1000):
+        profile, read_ahead = random_profile(chosen), chosen.randint(1, 30)
+        everything = range(len(profile.sizes) + 1)
+        stalls = [simulated_stall(profile, num, read_ahead) for num in everything]
+        peaks = [simulated_peak(profile, num, read_ahead) for num in everything]
+        for num in everything:
+            assert stall_of(profile, num, read_ahead_bytes=read_ahead) == pytest.approx(stalls[num], abs=MOST_RATIO)
+            assert peak_of(profile, num, read_ahead_bytes=read_ahead) == peaks[num]
+        written = len(written_entries(profile, len(profile.sizes)))
+        free = max(num for num in everything if num <= written and stalls[num] == 0)
+        automatic = choose(profile, keep="auto", budget_bytes=None, read_ahead_bytes=read_ahead)
+        assert automatic.num_offloaded == free and automatic.stall_seconds == 0
+        assert automatic.offloaded_bytes + automatic.kept_bytes == sum(profile.sizes)
+        budget = chosen.randint(1, sum(profile.sizes))
+        fits = [num for num in everything if peaks[num] <= budget]
+        within = choose(profile, keep="auto", budget_bytes=budget, read_ahead_bytes=read_ahead)
+        assert within.num_offloaded == min(fits, default=len(profile.sizes))
+        keep = chosen.randint(0, sum(profile.sizes))
+        least = min(num for num in everything if sum(profile.sizes[num:]) <= keep)
+        assert choose(profile, keep=keep, budget_bytes=None, read_ahead_bytes=read_ahead).num_offloaded == least
+
+
+def test_a_fast_device_offloads_all_that_it_can_write() -> None:
+    """Where storage is faster than anything, only what was packed last stays."""
+    profile = Profile(
+        times=(0.1, 0.2, 1.0),
+        sizes=(10, 20, 30),
+        forward_seconds=1.0,
+        backward_seconds=2.0,
+        write_rate=1e9,
+        read_rate=1e9,
+    )
+    choice = choose(profile, keep="auto", budget_bytes=None, read_ahead_bytes=100)
+    assert (choice.num_offloaded, choice.kept_bytes) == (2, 30)
+
+
+def test_a_slow_device_offloads_nothing() -> None:
+    """What cannot be written before backward begins stays."""
+    profile = Profile(
+        times=(0.1,), sizes=(10,), forward_seconds=1.0, backward_seconds=2.0, write_rate=1.0, read_rate=1.0
+    )
+    assert choose(profile, keep="auto", budget_bytes=None, read_ahead_bytes=100).num_offloaded == 0

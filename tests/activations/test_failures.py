@@ -1,0 +1,172 @@
+"""Storage that fails: what cannot be written stays, and what cannot be read raises, at every request."""
+
+from __future__ import annotations
+
+import errno
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_smartinfinity.activations import OffloadedActivations
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
+from tests.activations.models import drop_memory, everything, opened
+
+BLOCK = 4096
+ENTRIES = 9
+TIGHT = everything(host_bytes=2 * BLOCK, budget_bytes=3 * BLOCK)
+
+
+def saved(activations: OffloadedActivations) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.linspace(0, 1, BLOCK // 4, requires_grad=True)
+    with activations.forward(x):
+        return x, chain(x)
+
+
+def chain(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(ENTRIES + 1):  # the first saves the batch
+        x = x.sin()
+    return x.sum()
+
+
+def expected() -> torch.Tensor:
+    x = torch.linspace(0, 1, BLOCK // 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(chain(x), x)
+    return gradient
+
+
+@contextmanager
+def failing(folder: Path, *, notes_failures: bool = False, **faults: Any) -> Iterator[OffloadedActivations]:
+    with opened(folder, TIGHT, faults=faults, notes_failures=notes_failures) as activations:
+        yield activations
+
+
+@pytest.mark.parametrize(("number", "error"), [(errno.ENOSPC, StorageFullError), (errno.EIO, StorageError)])
+@pytest.mark.parametrize("at", range(ENTRIES))
+def test_a_write_that_fails(tmp_path: Path, at: int, number: int, error: type[StorageError]) -> None:
+    """Nothing is lost: the tensor stays, nothing more is offloaded, and the failure is told once."""
+    with failing(tmp_path, fail_write_at=at, errno=number) as activations, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            x, loss = saved(activations)
+            loss.backward()
+            assert torch.equal(x.grad, expected())
+        failure = activations.take_failure()
+        if activations._store.stopped:
+            assert isinstance(failure, error) and "unnamed file" in str(failure) and failure.remedy
+            assert f"({BLOCK} bytes): Activations: writing" in str(failure)
+            assert len(told) == 1 and "stays in memory from now on" in str(told[0].message)
+        else:  # the write was cancelled, as backward wanted its tensor
+            assert failure is None
+        assert activations.take_failure() is None
+        assert activations._store.stopped or at >= ENTRIES - 3
+
+
+def test_a_place_that_cannot_be_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full file system keeps the tensor where it is."""
+    with opened(tmp_path, TIGHT) as activations:
+
+        def refuse(nbytes: int) -> None:
+            raise StorageFullError("The disk is full.", "Free space.")
+
+        monkeypatch.setattr(activations._store.files, "add", refuse)
+        with pytest.warns(UserWarning, match="The disk is full"):
+            x, loss = saved(activations)
+        loss.backward()
+        assert torch.equal(x.grad, expected()) and isinstance(activations.take_failure(), StorageFullError)
+
+
+READS = [({"fail_read_at": 0}, StorageError), ({"flip_read_at": 0}, StorageCorruptError)]
+
+
+def faults_at(faults: dict[str, int], at: int) -> dict[str, int]:
+    return dict.fromkeys(faults, at)
+
+
+@pytest.mark.parametrize(("faults", "error"), READS)
+@pytest.mark.parametrize("at", range(ENTRIES - 3))
+def test_a_read_that_fails(tmp_path: Path, at: int, faults: dict[str, int], error: type[StorageError]) -> None:
+    """It raises in backward, with the entry, the path and a remedy. A retained graph can then be run again."""
+    with failing(tmp_path, **faults_at(faults, at)) as activations:
+        x, loss = saved(activations)
+        with pytest.raises(
+            error, match=rf"Entry \d+ of what forward saved \({BLOCK} bytes\): .*unnamed file"
+        ) as raised:
+            loss.backward(retain_graph=True)
+        assert raised.value.remedy and x.grad is None
+        loss.backward()
+        assert torch.equal(x.grad, expected())
+        assert activations.take_failure() is None and not activations._store.stopped
+
+
+@pytest.mark.parametrize(("faults", "error"), READS)
+@pytest.mark.parametrize("at", range(ENTRIES - 3))
+def test_a_read_failure_that_is_noted(
+    tmp_path: Path, at: int, faults: dict[str, int], error: type[StorageError]
+) -> None:
+    """Where other ranks would wait, backward goes on with NaN, and the failure is kept."""
+    with failing(tmp_path, notes_failures=True, **faults_at(faults, at)) as activations:
+        x, loss = saved(activations)
+        loss.backward()
+        assert x.grad.isnan().all()
+        assert isinstance(activations.take_failure(), error)
+        x, loss = saved(activations)
+        loss.backward()
+        assert torch.equal(x.grad, expected())
+
+
+class Indexed(torch.autograd.Function):
+    """A function that saves integers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return x[places]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (places,) = ctx.saved_tensors
+        assert places.dtype == torch.int64
+        return torch.zeros(BLOCK).index_add(0, places, gradient), None
+
+
+def test_integers_that_cannot_be_read(tmp_path: Path) -> None:
+    """They are zeros, which are valid indices."""
+    with failing(tmp_path, notes_failures=True, fail_read_at=0) as activations:
+        x = torch.zeros(BLOCK, requires_grad=True)
+        with activations.forward(x):
+            loss = Indexed.apply(x, torch.arange(100, 100 + BLOCK // 8)).sum()
+        drop_memory(activations)
+        loss.backward()
+        assert x.grad[0] == BLOCK // 8 and isinstance(activations.take_failure(), StorageError)
+
+
+@pytest.mark.parametrize("faults", [{"short_transfer_every": 1}, {"short_transfer_every": 2, "max_delay_us": 500}])
+def test_short_transfers(tmp_path: Path, faults: dict[str, int]) -> None:
+    """They are completed."""
+    with failing(tmp_path, **faults) as activations:
+        for _ in range(3):
+            x, loss = saved(activations)
+            loss.backward()
+            assert torch.equal(x.grad, expected())
+
+
+def test_a_flipped_bit_that_nobody_looks_for(tmp_path: Path) -> None:
+    """With verify=False, reads are not compared with checksums."""
+    settings = everything(host_bytes=2 * BLOCK, budget_bytes=3 * BLOCK, verify=False)
+    with opened(tmp_path, settings, faults={"flip_read_at": 0}) as activations:
+        x, loss = saved(activations)
+        loss.backward()
+        assert not torch.equal(x.grad, expected())
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    """The first forward raises, before anything is saved."""
+    (tmp_path / "file").write_text("")
+    activations = OffloadedActivations([tmp_path / "file"], settings=TIGHT)
+    with pytest.raises(StorageError, match="A file stands where a folder should be"), activations.forward():
+        pass

@@ -1,0 +1,35 @@
+"""Memory that torch frees goes back to the system."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_smartinfinity.activations.freed_memory import FreedMemory
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_gaps_between_tensors_go_back() -> None:
+    """What was freed between tensors that are in use takes up no memory afterwards."""
+    torch.empty(24 << 20, dtype=torch.uint8)  # from now on the C library takes tensors up to this size from its heap
+    tensors = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(64)]
+    full = resident_bytes()
+    del tensors[::2]
+    freed = FreedMemory()
+    for _ in range(32):
+        freed.add(1 << 20)
+    assert resident_bytes() <= full - (24 << 20) and len(tensors) == 32
+
+
+def test_a_library_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without such a function in the C library, nothing happens."""
+    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
+    freed = FreedMemory()
+    freed.add(1 << 30)
+    freed.give_back()

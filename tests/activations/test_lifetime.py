@@ -1,0 +1,375 @@
+"""Memory and places live as long as the graph needs them, whatever happens to it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_smartinfinity.activations import OffloadedActivations
+from lightning_smartinfinity.errors import StorageError
+from tests.activations.models import drop_memory, everything, opened
+from tests.helpers.native_testing import Hold, inject
+from tests.helpers.unnamed import unnamed_files
+from tests.helpers.waiting import await_that, join
+from tests.native.test_interrupt import interrupted
+
+BLOCK = 4096
+
+
+@pytest.fixture
+def activations(tmp_path: Path) -> Iterator[OffloadedActivations]:
+    """Yield offloading of everything through a pool for some blocks, which forward waits for."""
+    with opened(tmp_path, everything(host_bytes=4 * BLOCK, budget_bytes=4 * BLOCK)) as activations:
+        yield activations
+
+
+def chain(x: torch.Tensor, length: int = 12) -> torch.Tensor:
+    for _ in range(length):
+        x = x.sin()
+    return x.sum()
+
+
+def saved(activations: OffloadedActivations, length: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an input of one block, and a loss."""
+    x = torch.randn(BLOCK // 4, requires_grad=True)
+    with activations.forward(x):
+        return x, chain(x, length)
+
+
+def inject_now(activations: OffloadedActivations, **faults: int) -> None:
+    """Inject faults, or none, once the requests in flight have ended."""
+
+    def could() -> bool:
+        with suppress(ValueError):
+            inject(activations._store.files.core, **faults)
+            return True
+        return False
+
+    await_that(could)
+
+
+def expected(x: torch.Tensor, length: int = 12) -> torch.Tensor:
+    (gradient,) = torch.autograd.grad(chain(x, length), x)
+    return gradient
+
+
+def assert_nothing_is_left(activations: OffloadedActivations) -> None:
+    def is_free() -> bool:
+        activations.traffic()  # looks at what has ended
+        return (activations.held_bytes, activations.storage_bytes) == (0, 0)
+
+    await_that(is_free, told=lambda: f"{activations.held_bytes} {activations.storage_bytes}")
+
+
+def test_forward_frees_what_is_offloaded(tmp_path: Path) -> None:
+    """A storage that nobody else holds is gone as soon as it was copied into the pool."""
+    with opened(tmp_path) as activations:
+        x = torch.randn(1000, requires_grad=True)
+        with activations.forward(x):
+            y = x * 2
+            alive = StorageWeakRef(y.untyped_storage())
+            loss = y.exp().sum()
+            del y
+            assert alive.expired()
+        loss.backward()
+
+
+def test_backward_frees_everything(activations: OffloadedActivations) -> None:
+    """After backward no memory of the pool and no place on storage is taken, without a call of ours."""
+    gc.disable()
+    try:
+        x, loss = saved(activations)
+        assert activations.storage_bytes > 4 * BLOCK and 0 < activations.held_bytes <= 4 * BLOCK
+        loss.backward()
+        assert torch.equal(x.grad, expected(x))
+        assert_nothing_is_left(activations)
+    finally:
+        gc.enable()
+
+
+def test_a_dropped_graph_frees_everything(activations: OffloadedActivations) -> None:
+    """A graph that nobody runs backward gives its memory and places back, also while it is being written."""
+    for _ in range(20):
+        saved(activations)
+    assert_nothing_is_left(activations)
+
+
+def test_a_retained_graph_is_read_again(activations: OffloadedActivations) -> None:
+    """Backward may run as often as the graph is retained, in the memory of the pool."""
+    x, loss = saved(activations)
+    for _ in range(3):
+        (found,) = torch.autograd.grad(loss, x, retain_graph=True)
+        assert torch.equal(found, expected(x))
+        del found
+        assert activations.held_bytes <= 5 * BLOCK  # one block more may be in use
+    del loss
+    assert_nothing_is_left(activations)
+
+
+def test_two_forwards_before_a_backward(activations: OffloadedActivations) -> None:
+    """Losses of two forwards may be added."""
+    (x, one), (y, other) = saved(activations), saved(activations)
+    (one + other).backward()
+    assert torch.equal(x.grad, expected(x)) and torch.equal(y.grad, expected(y))
+    assert_nothing_is_left(activations)
+
+
+def test_a_gradient_of_a_gradient(activations: OffloadedActivations) -> None:
+    """create_graph records backward without offloading it, and both gradients are right."""
+    x, loss = saved(activations)
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    y = x.detach().clone().requires_grad_()
+    (first_expected,) = torch.autograd.grad(chain(y), y, create_graph=True)
+    (second_expected,) = torch.autograd.grad(first_expected.square().sum(), y)
+    assert torch.equal(first, first_expected) and torch.equal(second, second_expected)
+
+
+def test_each_entry_is_read_once(tmp_path: Path) -> None:
+    """However many nodes want an entry, it is written once and read once."""
+    with opened(tmp_path, everything(host_bytes=64 << 20)) as activations:
+        x = torch.randn(3, BLOCK, requires_grad=True)
+        with activations.forward(x):
+            y = x * 2
+            loss = (y * y.t().exp().t() * y.flatten().sin().view(3, -1)).sum()
+            del y
+        drop_memory(activations)
+        loss.backward()
+        traffic = activations.traffic()
+        assert traffic.deduplicated == 2 and traffic.read_bytes == traffic.written_bytes
+
+
+def test_what_is_wanted_early_is_forwarded(tmp_path: Path) -> None:
+    """A tensor whose write has not begun is handed out from the pool, and its write is cancelled."""
+    with opened(tmp_path) as activations:
+        hold = Hold(activations._store.files.core, write_at=0, count=1000)
+        x, loss = saved(activations)
+        loss.backward()
+        assert torch.equal(x.grad, expected(x))
+        hold.release()
+        assert_nothing_is_left(activations)
+        traffic = activations.traffic()
+        assert traffic.forwarded_bytes == traffic.offloaded_bytes > 0 and traffic.read_bytes == 0
+
+
+def test_a_full_pool_stops_nothing(tmp_path: Path) -> None:
+    """Without a budget, forward goes on while storage writes nothing: tensors are kept and counted."""
+    with opened(tmp_path, everything(host_bytes=2 * BLOCK)) as activations:
+        hold = Hold(activations._store.files.core, write_at=0, count=1000)
+        x, loss = saved(activations)
+        traffic = activations.traffic()
+        assert (traffic.offloaded_bytes, traffic.kept_for_room_bytes) == (2 * BLOCK, 9 * BLOCK)
+        hold.release()
+        loss.backward()
+        assert torch.equal(x.grad, expected(x))
+
+
+def test_a_tensor_that_is_larger_than_the_pool(tmp_path: Path) -> None:
+    """It stays in memory and is counted, and those behind it leave."""
+    with opened(tmp_path, everything(host_bytes=2 * BLOCK, budget_bytes=2 * BLOCK)) as activations:
+        x = torch.randn(BLOCK, requires_grad=True)
+        with activations.forward(x):
+            loss = chain(x, 2) + chain(x[: BLOCK // 4] * 2, 6)
+        traffic = activations.traffic()
+        assert (traffic.offloaded_bytes, traffic.kept_for_room_bytes) == (6 * BLOCK, 4 * BLOCK)
+        loss.backward()
+        y = x.detach().requires_grad_()
+        (chain(y, 2) + chain(y[: BLOCK // 4] * 2, 6)).backward()
+        assert torch.equal(x.grad, y.grad)
+
+
+def test_storage_is_bounded(tmp_path: Path) -> None:
+    """What has no room within storage_bytes is kept and counted."""
+    with opened(tmp_path, everything(storage_bytes=3 * BLOCK)) as activations:
+        x, loss = saved(activations)
+        traffic = activations.traffic()
+        assert (traffic.offloaded_bytes, traffic.kept_for_room_bytes) == (3 * BLOCK, 8 * BLOCK)
+        loss.backward()
+        assert torch.equal(x.grad, expected(x))
+
+
+def test_the_newest_stay(tmp_path: Path) -> None:
+    """With a size as `keep`, what was saved last is neither copied nor written, in every step."""
+    with opened(tmp_path, everything(keep=5 * BLOCK)) as activations:
+        for step in range(1, 4):
+            x, loss = saved(activations)
+            assert activations.traffic().kept_bytes == step * 5 * BLOCK
+            loss.backward()
+            assert torch.equal(x.grad, expected(x))
+
+
+def test_what_somebody_holds_is_not_written_again(tmp_path: Path) -> None:
+    """A tensor that the caller keeps is counted in the first step and left alone in the next ones."""
+    with opened(tmp_path) as activations:
+        for step in range(3):
+            x = torch.randn(BLOCK, requires_grad=True)
+            with activations.forward(x):
+                held = (x * 2).exp()
+                loss = held.sin().sum()
+            loss.backward()
+            traffic = activations.traffic()
+            assert traffic.freed_nothing_bytes == 4 * BLOCK and traffic.kept_elsewhere_bytes == step * 4 * BLOCK
+
+
+def test_what_nobody_holds_any_more_is_written_again(tmp_path: Path) -> None:
+    """A tensor that the caller has kept and then does not keep is offloaded in the step after."""
+    with opened(tmp_path) as activations:
+        for is_kept, num_offloaded in ((True, 1), (False, 0), (False, 1)):
+            x = torch.randn(BLOCK, requires_grad=True)
+            before = activations.traffic().offloaded_bytes
+            with activations.forward(x):
+                held = (x * 2).exp()
+                loss = held.sin().sum()
+                if not is_kept:
+                    del held
+            loss.backward()
+            assert activations.traffic().offloaded_bytes - before == num_offloaded * 4 * BLOCK
+
+
+def test_the_file_does_not_grow_without_end(tmp_path: Path) -> None:
+    """Over a hundred steps of random lengths the file stays as long as a few steps need, and the pool is whole."""
+    choose = random.Random(0)
+    with opened(tmp_path, everything(host_bytes=16 * BLOCK, budget_bytes=16 * BLOCK)) as activations:
+        for _ in range(100):
+            x = torch.randn(choose.randint(1, 4 * BLOCK), requires_grad=True)
+            with activations.forward(x):
+                loss = chain(x, choose.randint(1, 8))
+            loss.backward()
+        largest = 8 * 16 * BLOCK
+        await_that(lambda: activations._store.files.core.file_bytes <= 2 * largest + (2 << 20))
+        assert_nothing_is_left(activations)
+        assert activations.host_bytes <= 16 * BLOCK
+
+
+def test_ten_thousand_tiny_tensors(tmp_path: Path) -> None:
+    """They all pass through with the default size, and can all be offloaded."""
+    for min_bytes in (256 * 1024, 1):
+        with opened(tmp_path, everything(min_bytes=min_bytes)) as activations:
+            num = 10_000 if min_bytes > 1 else 500
+            x = torch.ones(3, requires_grad=True)
+            with activations.forward():
+                loss = chain(x, num)
+            assert (activations.traffic().saved_bytes == 0) == (min_bytes > 1)
+            loss.backward()
+            assert torch.equal(x.grad, expected(x, num))
+
+
+def test_an_interrupt_in_backward(activations: OffloadedActivations) -> None:
+    """Ctrl-C ends the wait for storage. The graph can be run again, and gives everything back."""
+    x, loss = saved(activations)
+    inject_now(activations, seed=1, delay_us=60_000)
+    with interrupted():
+        torch.autograd.grad(loss, x, retain_graph=True)
+    inject_now(activations)
+    (found,) = torch.autograd.grad(loss, x)
+    assert torch.equal(found, expected(x))
+    del loss
+    assert_nothing_is_left(activations)
+
+
+def test_an_interrupt_in_forward(activations: OffloadedActivations) -> None:
+    """Ctrl-C ends a forward that waits for storage. The next one is right."""
+    inject_now(activations, seed=1, delay_us=60_000)
+    with interrupted():
+        saved(activations)
+    inject_now(activations)
+    x, loss = saved(activations)
+    loss.backward()
+    assert torch.equal(x.grad, expected(x))
+    del loss
+    assert_nothing_is_left(activations)
+
+
+def test_files_have_no_names(tmp_path: Path) -> None:
+    """Nothing is left to be found while it runs, and the file is gone when it is closed."""
+    with opened(tmp_path) as activations:
+        saved(activations)
+        assert len(unnamed_files(tmp_path)) == 1
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert unnamed_files(tmp_path) == []
+
+
+def test_a_process_that_is_killed(tmp_path: Path) -> None:
+    """Nothing of it is left on storage, whenever it is killed."""
+    for seed in range(5):
+        child = os.fork()
+        if child == 0:
+            try:
+                with opened(tmp_path, everything(host_bytes=4 * BLOCK, budget_bytes=4 * BLOCK)) as activations:
+                    (tmp_path / "begun").touch()
+                    while True:
+                        saved(activations)
+            finally:
+                os._exit(1)
+        await_that((tmp_path / "begun").exists)
+        time.sleep(seed / 100)
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        (tmp_path / "begun").unlink()
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_what_is_wanted_next_is_read_ahead(tmp_path: Path) -> None:
+    """While backward waits for an entry, those behind it are read, within half of the pool."""
+    with opened(tmp_path, everything(host_bytes=8 * BLOCK, budget_bytes=8 * BLOCK)) as activations:
+        for _ in range(2):  # in reversed order of packing, and in the order of the step before
+            x, loss = saved(activations, 40)
+            inject_now(activations)  # nothing is in flight
+            hold = Hold(activations._store.files.core, read_at=0, count=1000)
+            backward = threading.Thread(target=loss.backward)
+            backward.start()
+            await_that(lambda hold=hold: hold.count >= 4)
+            assert hold.count <= 5
+            hold.release()
+            join(backward)
+            assert torch.equal(x.grad, expected(x, 40))
+
+
+def test_closing_with_a_graph_alive(activations: OffloadedActivations) -> None:
+    """Its backward raises, and says what to do."""
+    x, loss = saved(activations)
+    activations.close()
+    activations.close()
+    assert activations.traffic().offloaded_bytes > 0 and activations.storage_bytes == 0
+    with pytest.raises(StorageError, match=r"removed from storage when their offloading was closed\. Run backward"):
+        loss.backward()
+    with pytest.raises(StorageError, match="offloading was closed"), activations.forward():
+        pass
+    assert x.grad is None
+
+
+def test_a_forked_child(activations: OffloadedActivations) -> None:
+    """It refuses forward and backward, and leaves its parent's memory and files alone."""
+    x, loss = saved(activations)
+    child = os.fork()
+    if child == 0:
+        os._exit(refusals(activations, loss))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    loss.backward()
+    assert torch.equal(x.grad, expected(x))
+
+
+def refusals(activations: OffloadedActivations, loss: torch.Tensor) -> int:
+    """Return 0 if all that a forked child may not do raises."""
+    refused = 0
+    for attempt in (loss.backward, lambda: saved(activations)):
+        try:
+            attempt()
+        except StorageError as error:
+            refused += "forked child" in str(error)
+        except BaseException:
+            return 1
+    del loss
+    activations.close()
+    return 0 if refused == 2 else 2

@@ -1,0 +1,284 @@
+"""What passes through, what is restored how, and how parameters are kept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_smartinfinity.activations import OffloadedActivations, paused
+from lightning_smartinfinity.activations.entries import Source, changes_of, geometry_of, shares_changes
+from lightning_smartinfinity.errors import StorageError, UnsupportedError
+from tests.activations.models import everything, opened
+from tests.helpers.waiting import join
+
+TIGHT = everything(host_bytes=4096, budget_bytes=4096)
+
+
+class Save(torch.autograd.Function):
+    """Saves tensors, and gives those that backward gets to a list."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, found: list[torch.Tensor], *saved: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*saved)
+        ctx.found = found
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        ctx.found += ctx.saved_tensors
+        return gradient, None, *(None for _ in ctx.saved_tensors)
+
+
+def through(activations: OffloadedActivations, make: Callable[[], list[torch.Tensor]], *batch: Any) -> Any:
+    """Save tensors that are made in a forward; return copies of them, and what backward gets."""
+    x, found = torch.zeros(1, requires_grad=True), list[torch.Tensor]()
+    with activations.forward(*batch):
+        saved = make()
+        loss = Save.apply(x, found, *saved).sum()
+    copies = [tensor.detach().clone() if tensor.layout is torch.strided else tensor for tensor in saved]
+    described = [geometry_of(tensor) if tensor.layout is torch.strided else None for tensor in saved]
+    del saved
+    loss.backward()
+    return copies, described, found
+
+
+class Subclass(torch.Tensor):
+    """A subclass of tensors."""
+
+
+def test_what_passes_through(tmp_path: Path) -> None:
+    """Parameters, their views, buffers, the batch, small tensors, and all that is no plain tensor are not offloaded."""
+    module = nn.BatchNorm1d(2000)
+    batch = {"inputs": [torch.randn(2000), torch.randn(2000).t()]}
+    complex_ones = torch.ones(2000, dtype=torch.complex64)
+    with opened(tmp_path, everything(min_bytes=4096), module=module) as activations:
+
+        def make() -> list[torch.Tensor]:
+            return [
+                module.weight,
+                module.weight.view(2, 1000).t(),
+                module.weight.detach(),
+                module.running_mean,
+                module.running_mean[100:],
+                *batch["inputs"],
+                torch.ones(10),
+                torch.ones(1, 1).expand(2000, 2000),
+                torch.ones(2000).as_subclass(Subclass),
+                complex_ones.conj(),
+                torch.eye(2000).to_sparse(),
+            ]
+
+        copies, _, found = through(activations, make, batch)
+        for one, other in zip(copies, found, strict=True):
+            assert torch.equal(one.to_dense(), other.to_dense())
+        assert found[5] is batch["inputs"][0] and found[3] is module.running_mean
+        assert activations.traffic().saved_bytes == 0
+
+
+def views() -> list[torch.Tensor]:
+    """Return tensors of many layouts, of which several share a storage."""
+    base, other, wide = torch.randn(60, 60), torch.randint(0, 99, (40, 50)), torch.randn(300, 40)
+    return [
+        base,
+        base.t(),
+        base[3:, 5:50:3],
+        base.view(torch.int32),
+        other[:1].expand(70, 50),
+        other.unfold(0, 5, 1),
+        wide[7:20, 3:11],
+        wide[7:20, 3:11].t(),
+        wide[:, 39:],
+        torch.randn(500, dtype=torch.float64)[499:].expand(64),
+        torch.randn(30, 30).bfloat16().requires_grad_(),
+        torch.randn(20, 20) > 0,
+        torch.randn(20, 20, dtype=torch.complex64)[:, 1::2],
+    ]
+
+
+@pytest.mark.parametrize("settings", [everything(), TIGHT], ids=["roomy", "tight"])
+def test_everything_is_restored(tmp_path: Path, settings: Any) -> None:
+    """Dtype, size, strides, offset and bits are those of the saved tensor, from the pool and from storage."""
+    with opened(tmp_path, settings) as activations:
+        copies, described, found = through(activations, views)
+        for copy, geometry, tensor in zip(copies, described, found, strict=True):
+            assert geometry_of(tensor) == geometry
+            assert torch.equal(copy, tensor)
+
+
+def test_little_of_a_storage_is_stored_compactly(tmp_path: Path) -> None:
+    """What covers less than half of its storage is stored without the rest."""
+    with opened(tmp_path) as activations:
+        copies, _, found = through(activations, lambda: [torch.randn(1000, 100)[:, :10]])
+        assert torch.equal(copies[0], found[0]) and activations.traffic().saved_bytes == 1000 * 10 * 4
+
+
+def test_parts_of_a_projection_are_stored_once(tmp_path: Path) -> None:
+    """Queries, keys and values of one projection take as many bytes as it has."""
+    with opened(tmp_path) as activations:
+        copies, _, found = through(activations, lambda: list(torch.randn(64, 96).chunk(3, dim=-1)))
+        assert all(map(torch.equal, copies, found)) and activations.traffic().saved_bytes == 64 * 96 * 4
+
+
+def test_a_tensor_that_changed_between_two_saves(tmp_path: Path) -> None:
+    """What is saved again after a change is stored again."""
+    x, found = torch.zeros(1, requires_grad=True), list[torch.Tensor]()
+    with opened(tmp_path) as activations:
+        with activations.forward():
+            y = torch.arange(1000.0)
+            Save.apply(x, [], y)
+            y.add_(1)
+            loss = Save.apply(x, found, y).sum()
+            y.data.mul_(1)
+        loss.backward()
+        assert torch.equal(found[0], torch.arange(1000.0) + 1)
+        assert activations.traffic().deduplicated == 0
+
+
+def test_changes_that_are_counted_together() -> None:
+    """A tensor shares them with its views and aliases, and not with what .data returns."""
+    x = torch.zeros(4)
+    for _ in range(3):
+        assert shares_changes(x, x[1:]) and shares_changes(changes_of(x), x.detach())
+        assert not shares_changes(x, torch.zeros(4))
+        x.add_(1)
+    assert not shares_changes(x, x.data) and x._version == 3
+    assert changes_of(x).untyped_storage().nbytes() == 0
+
+
+def test_no_other_storage_has_the_identity_of_a_source() -> None:
+    """As long as something refers to what a storage was, its address is not given to another."""
+    storage = torch.empty(1000).untyped_storage()
+    identity, source = storage._cdata, Source(storage)
+    assert source.is_held_elsewhere
+    del storage
+    assert not source.is_held_elsewhere
+    assert identity not in {torch.empty(1000).untyped_storage()._cdata for _ in range(1000)}
+
+
+def released(module: nn.Linear) -> dict[nn.Parameter, torch.Tensor]:
+    """Take the data of parameters away, as ZeRO-3 does."""
+    kept = {}
+    for param in module.parameters():
+        kept[param], param.data = param.data, torch.empty(0)
+    return kept
+
+
+def test_a_parameter_that_was_released(tmp_path: Path) -> None:
+    """It is gathered when backward wants it, and neither its old memory is kept nor its old values are used."""
+    module, gathered = nn.Linear(30, 30), list[nn.Parameter]()
+    x = torch.randn(5, 30, requires_grad=True)
+    (expected,) = torch.autograd.grad(module(x).exp().sum(), x)
+    kept: dict[nn.Parameter, torch.Tensor] = {}
+
+    def gather(param: nn.Parameter) -> None:
+        gathered.append(param)
+        param.data = kept[param].clone()
+
+    with opened(tmp_path, module=module, gather=gather) as activations:
+        found: list[torch.Tensor] = []
+        with activations.forward(x):
+            loss = module(x).exp().sum() + Save.apply(x, found, module.weight.detach()[1:]).sum() * 0
+            alive = StorageWeakRef(module.weight.untyped_storage())
+        kept = released(module)
+        before = kept[module.weight].clone()
+        kept = {param: data.clone() for param, data in kept.items()}
+        assert alive.expired()
+        loss.backward()
+        assert torch.equal(x.grad, expected) and gathered == [module.weight]
+        assert torch.equal(found[0], before[1:])
+
+
+def test_a_released_parameter_that_nobody_gathers(tmp_path: Path) -> None:
+    """Backward raises, and names what is missing."""
+    module, x = nn.Linear(30, 30), torch.randn(5, 30, requires_grad=True)
+    with opened(tmp_path, module=module) as activations:
+        with activations.forward(x):
+            loss = module(x).exp().sum()
+        released(module)
+        with pytest.raises(StorageError, match=r"shape \(30, 30\) was released .* Pass gather="):
+            loss.backward()
+
+
+def test_a_step_between_forward_and_backward(tmp_path: Path) -> None:
+    """A parameter that was updated in place makes backward raise, as in autograd."""
+    module, x = nn.Linear(30, 30), torch.randn(5, 30, requires_grad=True)
+    with opened(tmp_path, module=module) as activations:
+        with activations.forward(x):
+            loss = module(x).exp().sum()
+        with torch.no_grad():
+            module.weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_backward_within_forward_saves_nothing_here(tmp_path: Path) -> None:
+    """What autograd saves while it runs backward passes through."""
+    x = torch.randn(1000, requires_grad=True)
+    with opened(tmp_path) as activations, activations.forward(x):
+        y = (x * 2).exp().sum()
+        before = activations.traffic().saved_bytes
+        (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+        assert activations.traffic().saved_bytes == before > 0
+        gradient.sum().backward()
+    assert torch.equal(x.grad, 4 * (x * 2).exp().detach())
+
+
+def test_code_that_refuses_hooks(tmp_path: Path) -> None:
+    """Its error names paused(), in which it works, and behind which tensors are offloaded again."""
+    x = torch.randn(1000, requires_grad=True)
+
+    def square(y: torch.Tensor) -> torch.Tensor:
+        return y.square().sum()
+
+    with opened(tmp_path) as activations:
+        with pytest.raises(UnsupportedError, match=r"refuses hooks: .*paused\(\)"), activations.forward(x):
+            torch.func.grad(square)(x)
+        with activations.forward(x):
+            with paused():
+                inner = torch.func.grad(square)(x)
+            assert activations.traffic().saved_bytes == 0
+            loss = (inner * 3).exp().sum()
+        assert activations.traffic().saved_bytes > 0
+        loss.backward()
+        assert torch.equal(x.grad, 6 * (6 * x).exp().detach())
+    with paused():
+        assert torch.equal(torch.func.grad(square)(x), 2 * x)
+
+
+def test_hooks_of_the_user(tmp_path: Path) -> None:
+    """Inner hooks replace ours while they are in effect."""
+    x, packed = torch.randn(1000, requires_grad=True), list[torch.Tensor]()
+    with opened(tmp_path) as activations, activations.forward(x):
+        with saved_tensors_hooks(lambda t: packed.append(t) or t.detach(), lambda t: t):
+            (x * 2).exp()
+        assert len(packed) == 1 and activations.traffic().saved_bytes == 0
+
+
+def test_backward_in_another_thread(tmp_path: Path) -> None:
+    """Several threads may run backward while another runs forward."""
+    with opened(tmp_path, TIGHT) as activations:
+        x = torch.randn(2000, requires_grad=True)
+        (expected,) = torch.autograd.grad((x * 2).exp().sin().sum(), x)
+        losses = []
+        for _ in range(4):
+            with activations.forward(x):
+                losses.append((x * 2).exp().sin().sum())
+        found: list[torch.Tensor] = []
+        threads = [
+            threading.Thread(target=lambda n=n: found.extend(torch.autograd.grad(losses[n], x))) for n in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        with activations.forward(x):
+            losses.append((x * 2).exp().sin().sum())
+        join(*threads)
+        found += [torch.autograd.grad(loss, x)[0] for loss in losses[3:]]
+        assert len(found) == 5 and all(torch.equal(each, expected) for each in found)

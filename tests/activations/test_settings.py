@@ -1,0 +1,48 @@
+"""Settings of ActivationOffload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_smartinfinity import ActivationOffload
+from lightning_smartinfinity.config import activation_offload
+from lightning_smartinfinity.errors import ConfigError
+
+
+def test_defaults_and_text() -> None:
+    """Sizes may be text, and are kept as bytes. A dict of settings is as good as an instance."""
+    assert ActivationOffload() == ActivationOffload(keep="auto", min_bytes=262144)
+    settings = activation_offload({"keep": "1GB", "budget_bytes": "2GiB", "host_bytes": "64MiB"}, owner="x")
+    assert settings == ActivationOffload(keep=10**9, budget_bytes=2 << 30, host_bytes=64 << 20)
+    assert activation_offload(None, owner="x") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"keep": -1}, "keep=-1"),
+        ({"keep": "all"}, "keep='all'"),
+        ({"keep": True}, "keep=True"),
+        ({"budget_bytes": 4095}, "budget_bytes=4095"),
+        ({"host_bytes": 0}, "host_bytes=0"),
+        ({"storage_bytes": 1}, "storage_bytes=1"),
+        ({"min_bytes": 0}, "min_bytes=0"),
+        ({"verify": 1}, "verify=1"),
+        ({"keep": 8192, "budget_bytes": 4096}, "contradicts itself"),
+        ({"host_bytes": 8192, "budget_bytes": 4096}, "contradicts itself"),
+        ({"budget": 1}, "no setting 'budget'"),
+    ],
+)
+def test_what_is_refused(settings: dict[str, Any], named: str) -> None:
+    """An error names the class, the value and what to do."""
+    with pytest.raises(ConfigError, match=r"ActivationOffload.*") as raised:
+        ActivationOffload(**settings)
+    assert named in str(raised.value)
+
+
+def test_something_else() -> None:
+    """The setting takes settings, a dict of them or nothing."""
+    with pytest.raises(ConfigError, match="activations=7"):
+        activation_offload(7, owner="SmartInfinityStrategy")  # type: ignore[arg-type]
