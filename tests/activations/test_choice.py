@@ -109,7 +109,7 @@ def test_a_fast_device_offloads_all_that_it_can_write() -> None:
 
 
 def test_a_slow_device_offloads_nothing() -> None:
-    """What cannot be written before backward begins stays."""
+    """An entry that cannot be written before backward begins stays in memory."""
     profile = Profile(
         times=(0.1,), sizes=(10,), forward_seconds=1.0, backward_seconds=2.0, write_rate=1.0, read_rate=1.0
     )

@@ -16,7 +16,7 @@ def resident_bytes() -> int:
 
 
 def test_gaps_between_tensors_go_back() -> None:
-    """What was freed between tensors that are in use takes up no memory afterwards."""
+    """Memory that was freed between tensors in use goes back to the system."""
     torch.empty(24 << 20, dtype=torch.uint8)  # from now on the C library takes tensors up to this size from its heap
     tensors = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(64)]
     full = resident_bytes()

@@ -190,7 +190,7 @@ def test_a_tensor_that_is_larger_than_the_pool(tmp_path: Path) -> None:
 
 
 def test_storage_is_bounded(tmp_path: Path) -> None:
-    """What has no room within storage_bytes is kept and counted."""
+    """An entry for which storage_bytes leaves no room is kept and counted."""
     with opened(tmp_path, everything(storage_bytes=3 * BLOCK)) as activations:
         x, loss = saved(activations)
         traffic = activations.traffic()
@@ -337,7 +337,7 @@ def test_what_is_wanted_next_is_read_ahead(tmp_path: Path) -> None:
 
 
 def test_closing_with_a_graph_alive(activations: OffloadedActivations) -> None:
-    """Its backward raises, and says what to do."""
+    """The backward of a graph that is alive then raises, and says what to do."""
     x, loss = saved(activations)
     activations.close()
     activations.close()

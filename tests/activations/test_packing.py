@@ -1,4 +1,4 @@
-"""What passes through, what is restored how, and how parameters are kept."""
+"""Tensors pass through or are packed, and unpacking restores them; parameters are kept by themselves."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     root = tmp_path_factory.mktemp("trainings")
     host, device = cases(root)
     by_host = launch(*host.values())
-    by_device = launch(*device.values(), env=environment(build()), worker="tests.emulated_cuda.worker")
+    by_device = launch(*device.values(), env=environment(build()), worker="tests.training.guesses_worker")
     return Trained(root, dict(zip(host, by_host, strict=True)), dict(zip(device, by_device, strict=True)))
 
 
@@ -142,7 +142,7 @@ def test_two_processes(tmp_path: Path) -> None:
     within = run_of(tmp_path / "device", recipe, "backward", delays=1, **options)
     (straight,) = launch(host)
     device = dataclasses.replace(within, devices=2, accelerator="cuda")
-    (outcome,) = launch(device, env=environment(build()), worker="tests.emulated_cuda.worker")
+    (outcome,) = launch(device, env=environment(build()), worker="tests.training.guesses_worker")
     assert_same(result(outcome), result(straight))
 
 

@@ -88,6 +88,9 @@ def test_memory_is_given_back(memory: GradientWindows) -> None:
 
 def test_memory_is_given_back_in_granules() -> None:
     """A granule goes back when none of its blocks is taken, however often one is taken or dropped."""
+    for granule in (0, 4095):
+        with pytest.raises(ValueError, match="whole blocks"):
+            native.GradientMemory(8 * 4096, granule=granule)
     memory = native.GradientMemory(8 * 4096, granule=2 * 4096)
     tensor = torch.frombuffer(memory.memoryview(), dtype=torch.uint8)
     for _ in range(2):

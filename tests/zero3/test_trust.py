@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import re
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_smartinfinity import CheckpointError
+from lightning_smartinfinity.zero3.checkpoints import trust
 from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of, numbers_of
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE
 from lightning_smartinfinity.zero3.checkpoints.trust import door, load_file, load_without_memory, warn_of_types
@@ -134,3 +136,29 @@ def test_a_file_that_is_larger_than_memory(tmp_path: Path) -> None:
     assert loaded["large"].numel() == nbytes and loaded["large"][-1] == 0
     loaded["large"][-1] = 7
     assert load_file(file, map_location="cpu", mmap=True)["large"][-1] == 0
+
+
+def test_loads_that_overlap_leave_torch_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that ends within another one, and one that ends after it, take their patch away together."""
+    torch.save({"a": torch.arange(3)}, tmp_path / "file.pt")
+    original, load = torch.UntypedStorage.from_file, torch.load
+    begun, ends = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+
+    def held(path: Any, **options: Any) -> Any:
+        number = int(threading.current_thread().name)
+        begun[number].set()
+        assert ends[number].wait(30)
+        return load(path, **options)
+
+    monkeypatch.setattr(torch, "load", held)
+    threads = [
+        threading.Thread(target=trust._load, args=(tmp_path / "file.pt",), kwargs={"mmap": True}, name=str(number))
+        for number in (0, 1)
+    ]
+    for number, thread in enumerate(threads):
+        thread.start()
+        assert begun[number].wait(30)
+    for number, thread in enumerate(threads):  # the first begun ends first
+        ends[number].set()
+        thread.join()
+    assert torch.UntypedStorage.from_file is original

@@ -15,11 +15,12 @@ import re
 import stat
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from copy import copy
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -48,7 +49,7 @@ __all__ = [
 T = TypeVar("T")
 
 _NAMED = 5
-_MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has it from 3.13 on
+_MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # older versions of Python lack the name
 _WARNED: set[str] = set()
 _IN_MESSAGE = re.compile(r"GLOBAL ([\w.]+)")
 
@@ -104,8 +105,32 @@ def load_by(load: Callable[..., Pickled], file: str | Path) -> Pickled:
 
 
 def _load(file: str | Path, **options: Any) -> Pickled:
-    with _path_in_text(file) as path, replaced(torch.UntypedStorage, "from_file", _mapped):
+    with _path_in_text(file) as path, _MAPPING:
         return torch.load(path, **options)
+
+
+class _Mapping:
+    """Lets torch.load map files by :func:`_mapped` as long as a load of any thread lasts."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_loads = 0
+        self._patch = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_loads == 0:
+                self._patch.enter_context(replaced(torch.UntypedStorage, "from_file", _mapped))
+            self._num_loads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_loads -= 1
+            if self._num_loads == 0:
+                self._patch.close()
+
+
+_MAPPING = _Mapping()
 
 
 def _mapped(path: str, shared: bool, nbytes: int) -> torch.UntypedStorage:

@@ -332,7 +332,8 @@ class ParameterSwapper:
     def _fitting(self, params: Sequence[ZeroParameter]) -> list[ZeroParameter]:
         """Return the first of these parameters, as many as there is room for."""
         ends = accumulate(whole_blocks(_nbytes(param)) for param in params)
-        return [param for param, end in zip(params, ends, strict=True) if end <= self._free_to_read_ahead()]
+        free = self._free_to_read_ahead()
+        return [param for param, end in zip(params, ends, strict=True) if end <= free]
 
     def _make_room(self, nbytes: int) -> None:
         if self._held_bytes() + nbytes > self.limit_bytes:

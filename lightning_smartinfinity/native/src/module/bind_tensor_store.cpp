@@ -55,11 +55,10 @@ void bind_memory(nb::module_& m) {
 void bind_gradient_memory(nb::module_& m) {
     nb::class_<GradientMemory> memory(
         m, "GradientMemory", nb::type_slots(buffer_slots<GradientMemory>),
-        "Addresses for all gradients of a rank. Blocks take up memory from when they are taken until they are "
-        "dropped.\n"
-        "It goes back to the system in granules, each when none of its blocks is taken. Forked children do not have "
-        "it.\n\n"
-        "Raises:\n    ValueError: nbytes is 0.\n    OSError: There are not so many addresses.");
+        "Addresses for all gradients of a rank. Blocks take up memory while they are taken. It goes back to the\n"
+        "system in granules, each when none of its blocks is taken. Forked children do not have it.\n\n"
+        "Raises:\n    ValueError: nbytes is 0, or a granule is not made of whole blocks.\n"
+        "    OSError: There are not so many addresses.");
     bind_memory_view(memory)
         .def(nb::new_([](std::size_t nbytes, std::size_t granule) {
                  return std::make_shared<GradientMemory>(nbytes, granule);

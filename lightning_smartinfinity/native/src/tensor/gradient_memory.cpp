@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace smart_infinity {
@@ -10,7 +11,12 @@ GradientMemory::GradientMemory(std::size_t bytes, std::size_t granule)
     : buffer_(bytes, Reserve::kNothing),
       blocks_per_granule_(granule / kBlockBytes),
       taken_(align_up(bytes, kBlockBytes) / kBlockBytes),
-      num_taken_(align_up(bytes, granule) / granule) {}
+      num_taken_(blocks_per_granule_ == 0 ? 0 : taken_.size() / blocks_per_granule_ + 1) {
+    if (granule == 0 || granule % kBlockBytes != 0) {
+        throw std::invalid_argument("GradientMemory: a granule of " + std::to_string(granule) +
+                                    " bytes is not made of whole blocks");
+    }
+}
 
 void GradientMemory::take(std::size_t offset, std::size_t bytes) {
     const std::lock_guard lock(mutex_);

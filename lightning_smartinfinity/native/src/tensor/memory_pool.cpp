@@ -78,7 +78,7 @@ void MemoryPool::take_back(const Lease& lease) {
     give_back_above_limit();
 }
 
-// What lies last goes first: what is lent next is taken from the first place that fits, which then needs no new memory.
+// The last free parts go first, since the pool lends the first place that fits: that then needs no new memory.
 void MemoryPool::give_back_above_limit() {
     for (auto slab = slabs_.end(); slab != slabs_.begin() && idle_ > 0 && lent_ + idle_ > limit_;) {
         --slab;

@@ -1,4 +1,4 @@
-"""Trains on the emulated device: ``python -m tests.emulated_cuda.worker RUNS.json``."""
+"""Trains and counts the updates that began within backward: ``python -m tests.training.guesses_worker RUNS.json``."""
 
 from __future__ import annotations
 
