@@ -1,0 +1,94 @@
+"""Contract with torch's autograd, on which activations on storage rely."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+
+def test_a_view_knows_its_base() -> None:
+    """A linear layer saves a transposed view of its weight, which is known as a view of that parameter."""
+    layer = torch.nn.Linear(3, 2)
+    saved: list[torch.Tensor] = []
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        layer(torch.ones(4, 3, requires_grad=True))
+    assert any(tensor is not layer.weight and tensor._base is layer.weight for tensor in saved)
+    assert torch.ones(2)._base is None
+
+
+def test_autograd_tells_whether_it_runs_a_graph() -> None:
+    """There is no graph task outside of backward, and there is one in a recomputation, whose tensors pass through."""
+    seen: list[int] = []
+
+    def body(value: torch.Tensor) -> torch.Tensor:
+        seen.append(torch._C._current_graph_task_id())
+        return value.exp()
+
+    value = torch.ones(2, requires_grad=True)
+    checkpoint(body, value, use_reentrant=False).sum().backward()
+    assert seen[0] == -1 and seen[1] >= 0 and torch._C._current_graph_task_id() == -1
+
+
+def test_hooks_can_be_set_aside_and_put_back() -> None:
+    """The innermost hooks are on top of a stack; torch.func refuses to run while there are any."""
+    packed: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    autograd = torch._C._autograd
+    assert autograd._top_saved_tensors_default_hooks(True) is None
+    value = torch.ones(2, requires_grad=True)
+    with saved_tensors_hooks(pack, unpack):
+        assert autograd._top_saved_tensors_default_hooks(True) == (pack, unpack)
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):
+            torch.func.grad(lambda each: each.exp().sum())(torch.ones(2))
+        autograd._pop_saved_tensors_default_hooks()
+        value.exp()
+        torch.func.grad(lambda each: each.exp().sum())(torch.ones(2))
+        assert packed == []
+        autograd._push_saved_tensors_default_hooks(pack, unpack)
+        value.exp()
+    assert len(packed) == 1 and autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_changes_are_counted_for_all_views_and_the_count_can_be_set() -> None:
+    """A tensor and its detached alias share a count, also when the alias has lost its memory; a copy does not."""
+    tensor = torch.ones(4)
+    alias, other = tensor.detach(), tensor.clone()
+    alias.data = torch.empty(0)
+    assert alias.untyped_storage().nbytes() == 0
+    tensor.add_(1)
+    assert (tensor._version, alias._version, other._version) == (1, 1, 0)
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (7,))
+    assert (tensor._version, alias._version, other._version) == (7, 7, 0)
+
+
+def test_who_holds_the_memory_of_a_tensor_is_known() -> None:
+    """Storages are counted and told apart by address, and a weak reference ends with the last holder."""
+    tensor = torch.ones(4)
+    storage = tensor.untyped_storage()
+    assert tensor.view(2, 2).untyped_storage()._cdata == storage._cdata
+    alone = torch._C._storage_Use_Count(storage._cdata)
+    view = tensor[1:]
+    assert torch._C._storage_Use_Count(storage._cdata) == alone + 1
+    weak = StorageWeakRef(storage)
+    del tensor, storage
+    assert not weak.expired()
+    del view
+    assert weak.expired()
+
+
+def test_tensors_are_found_in_nested_containers() -> None:
+    """A batch may nest dictionaries, lists and tuples."""
+    one, two = torch.ones(1), torch.ones(2)
+    leaves = tree_leaves({"a": [one, {"b": (two, "text")}]})
+    assert [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] == [one, two]
