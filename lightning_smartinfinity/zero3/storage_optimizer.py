@@ -8,6 +8,7 @@ docs/seams.md check every override against the installed DeepSpeed.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
@@ -46,6 +47,8 @@ from lightning_smartinfinity.zero3.untyped import ParamGroup, ZeroParameter
 from lightning_smartinfinity.zero3.validation import find_ignored
 
 __all__ = ["StorageOptimizer"]
+
+_log = logging.getLogger(__name__)
 
 
 class StorageOptimizer(GradientPath):
@@ -158,6 +161,9 @@ class StorageOptimizer(GradientPath):
         budget = self._offload.gradient_budget
         if budget is None:
             return None
+        if self._offload.transfer.gradient_bytes == "auto":
+            nbytes = layout.numel * self.gradient_accumulation_dtype.itemsize
+            _log.info("gradient_bytes='auto': %d of %d bytes of gradients are held in memory.", budget, nbytes)
         return GradientWindows(
             layout,
             self.gradient_accumulation_dtype,
@@ -268,9 +274,12 @@ class StorageOptimizer(GradientPath):
 
     def _failure_of_gradients(self) -> SmartInfinityError | None:
         failure = self.arena.take_failure()
-        if failure is None and self.arena.is_lost:
-            return gradients_given_up("a parameter was used or changed, or the step before failed,")
-        return failure
+        if failure is not None or not self.arena.is_lost:
+            return failure
+        used = self.speculation.used_again
+        if used is not None:
+            return gradients_given_up(f"parameter {self.param_names[used]!r} was used or changed")
+        return gradients_given_up("parameters or state were read or changed, or the step before failed,")
 
     def _choose_kept_gathered(self) -> None:
         # At the end of a step the base class gathers the small parameters of the whole model. If the update runs beside
@@ -351,7 +360,7 @@ class StorageOptimizer(GradientPath):
         """Prepare for the engine's backward: begin a speculative update if only the step is to follow it."""
         self._drain_for_residual()
         follows, self.step_follows = self.step_follows, False
-        if follows and not retain_graph and self.overlap.mode == "backward":
+        if self.overlap.backward_begins(step_follows=follows) and not retain_graph:
             everything = np.ones(len(self.partition.layout.parameters), np.bool_)
             plan = self._plan(active=everything, loss_scale=float(self.loss_scale))
             self.update.begin_speculatively(plan, binds=self.may_bind and plan.window is not None)

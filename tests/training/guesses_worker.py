@@ -23,6 +23,7 @@ def main() -> None:
             **recorder.extra,
             "outputs": type(optimizer._outputs()).__name__,
             "adopted": optimizer.speculation.num_adopted,
+            "binding": optimizer.speculation.num_binding,
             "discarded": optimizer.speculation.num_discarded,
         }
         out = Path(run.out)

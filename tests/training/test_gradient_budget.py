@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
+from tests.training.test_dram_cache import memory_of
 from tests.training.test_overlap import CASES, SMALL_RING, assert_same, result
 from tests.training.worker import Run, launch, train
 
@@ -177,6 +179,23 @@ def test_a_gradient_that_is_used_in_spite_of_the_promise(
     monkeypatch.setattr("lightning_smartinfinity.strategy._may_change_steps", lambda _: False)
     with pytest.raises(UnsupportedError, match=r"given (it |them )?up"):
         trained_between(tmp_path, action, "backward", BUDGET)
+
+
+def test_auto_where_not_all_gradients_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memories: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of the memory that is free holds gradients, the log says so, and no bit changes."""
+    recipe = dataclasses.replace(PLAIN, depth=6)
+    straight = result(run_of(tmp_path / "straight", recipe, "none"))
+    assert not memories
+    monkeypatch.setattr(storage, "measure_memory", memory_of(300_000))
+    with caplog.at_level(logging.INFO):
+        assert_same(result(run_of(tmp_path / "auto", recipe, "forward")), straight)
+    (memory,) = memories
+    nbytes = memory.tensor.nbytes
+    assert nbytes > 300_000 and memory.most <= memory.budget_bytes == 150_000
+    assert memory.counters().written_bytes > 0
+    assert f"gradient_bytes='auto': 150000 of {nbytes} bytes of gradients are held in memory" in caplog.text
 
 
 # ---- budgets that cannot be kept
@@ -339,3 +358,43 @@ def test_space_for_parameters_and_gradients_is_asked_for_together(
     quiet_trainer(tmp_path, strategy, precision="bf16-true", max_steps=1).fit(module)
     strategy.close()
     assert {"optimizer state", "parameters", "gradients that are not held in memory"} <= asked[0]
+
+
+class All(LitTiny):
+    """A module that passes all its parameters to its optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+class WithFrozen(All):
+    """A module with a frozen layer that is larger than all that it trains."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.large = torch.nn.Linear(512, 512).requires_grad_(False)
+
+
+@pytest.mark.parametrize("zero", [{}, {"offload_param": {"device": "nvme"}}], ids=["in memory", "on storage"])
+def test_frozen_parameters_need_no_room(zero: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for state and gradients, and what they take, is that of a model without it."""
+    asked: list[list[tuple[str, int]]] = []
+    original = storage.require_space
+
+    def note(requests: Any) -> None:
+        asked[-1] += [(each.what, each.needed_bytes) for each in requests if each.what != "parameters"]
+        original(requests)
+
+    monkeypatch.setattr(storage, "require_space", note)
+    taken = []
+    for kind in (All, WithFrozen):
+        asked.append([])
+        strategy = SmartInfinityStrategy(
+            tmp_path / kind.__name__, zero=zero, transfer={**SMALL_RING, "gradient_bytes": 2 * BUDGET}
+        )
+        trainer = quiet_trainer(tmp_path, strategy, precision="bf16-true", max_steps=1)
+        trainer.fit(kind(dataclasses.replace(PLAIN, depth=4, max_steps=1)))
+        taken.append((strategy.state_bytes, strategy.state_numel, strategy.host_bytes["gradient_arena"]))
+        strategy.close()
+    assert {"optimizer state", "gradients that are not held in memory"} <= {what for what, _ in asked[0]}
+    assert asked[0] == asked[1] and taken[0] == taken[1]

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import warnings
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
 from lightning_smartinfinity.native import MemoryPool
+from lightning_smartinfinity.store.tensor_files import whole_blocks
 from lightning_smartinfinity.zero3.parameters import param_swapper
+from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
 from tests.training.test_lives import Evaluated
 from tests.training.test_offloaded_parameters import SMALL_RING, Configured, assert_same, result
-from tests.training.worker import Run
+from tests.training.worker import Run, train
 
 NVME = {"offload_param": {"device": "nvme"}}
 RECIPE = Recipe(precision="bf16-mixed", width=64, depth=4, groups=True, accumulate=2, frozen=True, max_steps=4)
@@ -78,6 +84,62 @@ def test_without_a_budget(tmp_path: Path, most: list[int]) -> None:
     zero = {**NVME, "stage3_param_persistence_threshold": 0}
     result(run_of(tmp_path / "auto", RECIPE, None, zero=zero))
     assert most[0] > 2 * least_budget(tmp_path, RECIPE)
+
+
+class Written(pl.Callback):
+    """A callback that notes how many bytes of parameters have been written after each step."""
+
+    def __init__(self) -> None:
+        self.after: list[int] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        strategy.drain()
+        self.after.append(strategy._parameters.store.counters().written_bytes)
+
+
+@pytest.mark.parametrize("overlap", long_but(["backward"], ["none", "forward", "backward"]))
+def test_each_parameter_is_written_once_in_a_step(overlap: str, tmp_path: Path) -> None:
+    """A step writes as many bytes as the parameters that it updates have on storage."""
+    written = Written()
+    run = run_of(tmp_path, dataclasses.replace(RECIPE, accumulate=1), 100_000, overlap=overlap)
+    module, trainer, _ = train(run, written)
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    stored = [(stored_parameter(param), param.requires_grad) for param in module.parameters()]
+    nbytes = sum(whole_blocks(each.nbytes) for each, updated in stored if each is not None and updated)
+    assert nbytes > 0 and [b - a for a, b in itertools.pairwise(written.after)] == 3 * [nbytes]
+
+
+def test_parameters_are_read_before_their_module_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a step has shown in which order modules run, each read begins while another module gets its parameters."""
+    reads: dict[tuple[int, bool, bool], set[str]] = defaultdict(set)  # by step, by pass, and whether ahead of use
+    gathering: list[Any] = []
+    fetch, start = PartitionedParameterCoordinator.fetch_sub_module, ParameterSwapper._start_reads
+
+    def fetching(coordinator: Any, sub_module: Any, forward: bool) -> None:
+        gathering[:] = [forward, set(sub_module.parameters(recurse=False))]
+        fetch(coordinator, sub_module, forward)
+
+    def starting(swapper: ParameterSwapper, params: Any) -> None:
+        names = {param: name for name, param in module.named_parameters()}
+        for param in params if gathering else ():
+            reads[module.trainer.global_step, gathering[0], param not in gathering[1]].add(names[param])
+        start(swapper, params)
+
+    monkeypatch.setattr(PartitionedParameterCoordinator, "fetch_sub_module", fetching)
+    monkeypatch.setattr(ParameterSwapper, "_start_reads", starting)
+    strategy = SmartInfinityStrategy(
+        tmp_path / "s", zero=NVME, overlap="none", transfer={**SMALL_RING, "parameter_bytes": 100_000}
+    )
+    module = LitTiny(dataclasses.replace(RECIPE, accumulate=1, tied=False))
+    quiet_trainer(tmp_path, strategy, precision=RECIPE.precision, max_steps=3).fit(module)
+    strategy.close()
+    stored = {name for name, param in module.named_parameters() if stored_parameter(param) is not None}
+    for forward in (True, False):
+        assert reads[0, forward, False] == stored and not reads[0, forward, True]
+        assert not reads[2, forward, False]
+    # What the end of forward has used is still in memory when backward begins.
+    assert reads[2, True, True] == stored and len(reads[2, False, True]) > len(stored) // 2
 
 
 def test_two_processes(tmp_path: Path) -> None:

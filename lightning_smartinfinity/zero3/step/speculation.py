@@ -74,6 +74,9 @@ class Speculation:
 
     Args:
         rank_state: The rank's partition and its handler.
+
+    Attributes:
+        used_again: The parameter whose use discarded the last binding update, if one did.
     """
 
     def __init__(self, rank_state: RankState) -> None:
@@ -89,6 +92,7 @@ class Speculation:
         self._missing: list[int] = []
         self._binds = False
         self._num_in_a_row = 0
+        self.used_again: ZeroParameter | None = None
         self.num_adopted = 0
         self.num_binding = 0
         self.num_discarded = 0
@@ -116,7 +120,7 @@ class Speculation:
                 updates in a row were adopted.
         """
         self._binds = binds and self._num_in_a_row >= _RELIABLE
-        self._arrived, self._complete, self._failed = {}, set(), False
+        self._arrived, self._complete, self._failed, self.used_again = {}, set(), False, None
         self._missing = self._partition.layout.num_parameters_in.tolist()
         self._on = True
         try:
@@ -135,7 +139,9 @@ class Speculation:
 
     def before_use(self, params: Iterable[ZeroParameter]) -> None:
         """Discard the update if it may have changed one of these parameters, which are about to be read or written."""
-        if self._on and any(self.holds(param) for param in params):
+        used = min(filter(self.holds, params), key=lambda param: int(param.ds_id), default=None)
+        if used is not None:
+            self.used_again = used if self._binds else None
             self.discard()
 
     def holds(self, param: ZeroParameter) -> bool:
