@@ -9,11 +9,11 @@ are where its parameters lie; budgets has them on storage, with 4 GB of them and
 zero_infinity has its optimizer state on storage and zero_infinity_parameters its parameters too, both pipelined, with
 12 buffers, blocks of 8 MiB and a queue depth of 32. smart_infinity_memory and zero_offload have the state in host
 memory, and adamw keeps everything in the device's. A step lasts from the end of the previous step to its own end, when
-the device has done its work; updates that run beside the next step go on. Forward, backward and update are the parts
-of a step as the host sees them, which the device may be behind: a wait of the host counts where it is met. The raw disk is measured before each system,
-with equal reads and writes, and "of the disk" is what a step moves, in the step's time, as a share of that. Stock
-systems build cpu_adam and async_io when they first run (unset TORCH_CUDA_ARCH_LIST if that fails); one that fails is
-left out of the table.
+the device has done its work; updates that run beside the next step go on. Forward, backward and update are the parts of
+a step as the host sees them, which the device may be behind: a wait of the host counts where it is met. The raw disk is
+measured before each system, with equal reads and writes, and "of the disk" is what a step moves, in the step's time, as
+a share of that. Stock systems build cpu_adam and async_io when they first run (unset TORCH_CUDA_ARCH_LIST if that
+fails); one that fails is left out of the table.
 
 This package's copies are also measured alone, as a lower bound: gradients to the host as fp32 and parameters to the
 device as bf16, from registered memory and in pieces of a tasklet.

@@ -167,12 +167,8 @@ def write_plots(path: Path, output: Path, form: str) -> Iterator[Path]:
 def main() -> None:
     """Write the plots and print their names below the machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "figures",
-        nargs="+",
-        type=Path,
-        help="JSON files that these benchmarks wrote: step, update, scaling, memory, gpu_step",
-    )
+    written = f"JSON files that these benchmarks wrote: {', '.join(PLOTS)}"
+    parser.add_argument("figures", nargs="+", type=Path, help=written)
     parser.add_argument("--output", type=Path, default=Path("docs/figures"))
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     options = parser.parse_args()
