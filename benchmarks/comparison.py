@@ -87,7 +87,9 @@ def compare(
     measured = {system: figures for system, figures in found.items() if figures is not None}
     print(f"\n{heading}\n")
     print(table(measured, columns))
-    write_figures(options.json, machine=told, size=options.size, rows=measured)
+    write_figures(
+        options.json, benchmark=Path(script).stem, heading=heading, machine=told, size=options.size, rows=measured
+    )
     return int(len(measured) < len(found))
 
 

@@ -9,10 +9,11 @@ are where its parameters lie; budgets has them on storage, with 4 GB of them and
 zero_infinity has its optimizer state on storage and zero_infinity_parameters its parameters too, both pipelined, with
 12 buffers, blocks of 8 MiB and a queue depth of 32. smart_infinity_memory and zero_offload have the state in host
 memory, and adamw keeps everything in the device's. A step lasts from the end of the previous step to its own end, when
-the device has done its work; updates that run beside the next step go on. The raw disk is measured before each system,
-with equal reads and writes, and "of the disk" is what a step moves, in the step's time, as a share of that. Stock
-systems build cpu_adam and async_io when they first run (unset TORCH_CUDA_ARCH_LIST if that fails); one that fails is
-left out of the table.
+the device has done its work; updates that run beside the next step go on. Forward, backward and update are the parts of
+a step as the host sees them, which the device may be behind: a wait of the host counts where it is met. The raw disk is
+measured before each system, with equal reads and writes, and "of the disk" is what a step moves, in the step's time, as
+a share of that. Stock systems build cpu_adam and async_io when they first run (unset TORCH_CUDA_ARCH_LIST if that
+fails); one that fails is left out of the table.
 
 This package's copies are also measured alone, as a lower bound: gradients to the host as fp32 and parameters to the
 device as bf16, from registered memory and in pieces of a tasklet.
@@ -34,7 +35,7 @@ from memory import Losses, build
 from raw_disk import MIB, all_settings
 from step import Disk, StepProbe
 from torch import nn
-from training import WARMUP, train_near_storage, train_stock
+from training import PARTS, WARMUP, train_near_storage, train_stock
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "smart_infinity": {},
@@ -59,6 +60,9 @@ PIECE_NUMEL = 1 << 20
 RAW_SETTINGS = all_settings((4 * MIB, 16 * MIB), (4, 16))
 COLUMNS = {  # key of a system's figures and number of digits
     "step s": ("total", 3),
+    "forward s": ("forward", 3),
+    "backward s": ("backward", 3),
+    "update s": ("update", 3),
     "tokens/s": ("tokens_per_second", 0),
     "device GB": ("device_gb", 2),
     "host GB": ("peak_gb", 2),
@@ -178,6 +182,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {
         **{key: value for key, value in figures.items() if not isinstance(value, list)},
         **extra,
+        **{part: statistics.median(figures[part]) for part in PARTS},
         "total": total,
         "seconds_of_steps": figures["total"],
         "tokens_per_second": options.sequences * options.tokens / total,

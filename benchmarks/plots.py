@@ -39,20 +39,28 @@ def step_plots(found: dict[str, Any]) -> Plots:
         clip = "on" if one["clip"] else "off"
         title = f"GPT-2 {found['size']}, bf16, {one['tokens']} tokens, clipping {clip}"
         name = f"-{one['tokens']}-tokens-clip-{clip}"
-        figure, axes = _bars(len(rows), f"Training step, {title}", "seconds")
-        lefts = [0.0] * len(rows)
-        for part in PARTS:
-            widths = [row[part] for row in rows.values()]
-            axes.barh(list(rows), widths, left=lefts, label=part)
-            lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
-        totals = [row["total"] for row in rows.values()]
-        axes.plot(totals, list(rows), "k|", markersize=12, label="step, end to end")
+        figure, axes = _time_line(rows, f"Training step, {title}")
         axes.plot([row["bound"] for row in rows.values()], list(rows), "kD", markersize=4, label="bound")
         figure.legend(loc="outside right upper")
         yield name, figure
         figure, axes = _bars(len(rows), f"Peak resident memory of the measured steps, {title}", "GB")
         axes.barh(list(rows), [row["peak_gb"] for row in rows.values()])
         yield f"{name}-memory", figure
+
+
+def gpu_step_plots(found: dict[str, Any]) -> Plots:
+    """Plot gpu_step.py: the parts of a step as the host sees them, and peak memory of device and host."""
+    rows, title = found["rows"], found["heading"]
+    figure, _ = _time_line(rows, f"Training step, {title}")
+    figure.legend(loc="outside right upper")
+    yield "", figure
+    figure, axes = _bars(len(rows), f"Peak memory, {title}", "GB")
+    for key, label, shift in (("device_gb", "device", -0.2), ("peak_gb", "host", 0.2)):
+        places = [number + shift for number in range(len(rows))]
+        axes.barh(places, [row[key] for row in rows.values()], height=0.4, label=label)
+    axes.set_yticks(range(len(rows)), list(rows))
+    figure.legend(loc="outside right upper")
+    yield "-memory", figure
 
 
 def update_plots(found: dict[str, Any]) -> Plots:
@@ -109,7 +117,21 @@ PLOTS: dict[str, Callable[[dict[str, Any]], Plots]] = {
     "update": update_plots,
     "scaling": scaling_plots,
     "memory": memory_plots,
+    "gpu_step": gpu_step_plots,
 }
+
+
+def _time_line(rows: dict[str, Any], title: str) -> tuple[Figure, Any]:
+    """Plot the parts of a step one behind the other, and its time from end to end."""
+    figure, axes = _bars(len(rows), title, "seconds")
+    lefts = [0.0] * len(rows)
+    for part in PARTS:
+        widths = [row[part] for row in rows.values()]
+        axes.barh(list(rows), widths, left=lefts, label=part)
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    totals = [row["total"] for row in rows.values()]
+    axes.plot(totals, list(rows), "k|", markersize=12, label="step, end to end")
+    return figure, axes
 
 
 def _bars(number: int, title: str, unit: str) -> tuple[Figure, Any]:
@@ -145,9 +167,8 @@ def write_plots(path: Path, output: Path, form: str) -> Iterator[Path]:
 def main() -> None:
     """Write the plots and print their names below the machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "figures", nargs="+", type=Path, help="JSON files that these benchmarks wrote: step, update, scaling, memory"
-    )
+    written = f"JSON files that these benchmarks wrote: {', '.join(PLOTS)}"
+    parser.add_argument("figures", nargs="+", type=Path, help=written)
     parser.add_argument("--output", type=Path, default=Path("docs/figures"))
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     options = parser.parse_args()

@@ -205,13 +205,29 @@ def assert_plotted(figures: Path, plots: dict[str, list[str]]) -> None:
     figures.unlink()
 
 
+def test_plots_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gpu_step.py writes on a machine with a GPU becomes a time line, and a plot of memory."""
+    begin_in(tmp_path, monkeypatch)
+    row = {"forward": 0.1, "backward": 0.2, "update": 0.3, "total": 0.7, "device_gb": 3.0, "peak_gb": 5.0}
+    found = {"benchmark": "gpu_step", "heading": "Llama-shaped 1.1B", "machine": "a GPU", "rows": {"adamw": row}}
+    figures = tmp_path / "figures.json"
+    figures.write_text(json.dumps(found))
+    assert_plotted(
+        figures,
+        {
+            "figures.svg": ["Training step, Llama-shaped 1.1B", "adamw", "forward", "step, end to end"],
+            "figures-memory.svg": ["Peak memory, Llama-shaped 1.1B", "adamw", "device", "host", "GB"],
+        },
+    )
+
+
 def test_plots_refuse_other_figures(tmp_path: Path) -> None:
     """The error names a file that no plotted benchmark wrote."""
     other = tmp_path / "other.json"
     other.write_text('{"benchmark": "formats"}')
     refused = run(sys.executable, BENCHMARKS / "plots.py", other, "--output", tmp_path, expect_success=False)
     assert refused.returncode == 1
-    assert refused.stderr == f"{other} holds no figures of step, update, scaling, memory.\n"
+    assert refused.stderr == f"{other} holds no figures of step, update, scaling, memory, gpu_step.\n"
 
 
 @pytest.mark.parametrize("script", REFUSALS)
