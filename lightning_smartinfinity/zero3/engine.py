@@ -193,6 +193,20 @@ class SmartInfinityEngine(PortableEngine):
                     f"Parameter {name!r} is given to the optimizer {counts[id(param)]} times.", "Give it once."
                 )
 
+    def forward(self, *inputs: object, **kwargs: object) -> object:
+        """Run forward like the base class; what it saves for backward moves to storage if the settings ask for it.
+
+        Raises:
+            RankLostError: Another rank is missing.
+            UnsupportedError: Activations move to storage, and the module calls code of torch that refuses hooks.
+        """
+        activations = self.optimizer.rank_state.activations
+        if activations is None or not torch.is_grad_enabled():
+            return super().forward(*inputs, **kwargs)
+        # Parameters pass through by their type: before they are gathered, they have no memory to be known by.
+        with activations.forward(inputs, kwargs, list(self.module.buffers())):
+            return super().forward(*inputs, **kwargs)
+
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **unknown: object
     ) -> torch.Tensor:
