@@ -37,7 +37,11 @@ class Loop:
     def __init__(self, root: Path, activations: Any = EVERYTHING, model: torch.nn.Module | None = None) -> None:
         recipe = Recipe()
         self.batch = recipe.batch(0)
-        self.fabric = quiet_fabric(root, precision="32-true", options={"activations": activations, "overlap": "none"})
+        self.fabric = quiet_fabric(
+            root,
+            precision="32-true",
+            options={"activations": activations, "overlap": "none", "zero": {"stage3_param_persistence_threshold": 0}},
+        )
         module = recipe.build_model() if model is None else model
         self.model, self.optimizer = self.fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
         self.losses: list[float] = []
