@@ -82,6 +82,8 @@ class OffloadedActivations:
         # With "auto", the micro-batch that is measured offloads everything: how much it saves is not known.
         self._plan = Plan(kept_bytes=keep if isinstance(keep, int) else 0)
         self._last: Forward | None = None
+        self.hidden_bytes = 0
+        """Bytes so far that somebody else was seen to keep for backward, where no hook sees them."""
         self.choice: Choice | None = None
         """Choice of what is offloaded; None before the first micro-batch was measured."""
 

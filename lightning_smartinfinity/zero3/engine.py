@@ -25,6 +25,7 @@ from lightning_smartinfinity.settings import check_save_path
 from lightning_smartinfinity.store.in_time import io_limit, unless_idle
 from lightning_smartinfinity.transformers_models import describe_models
 from lightning_smartinfinity.watching import naming_lost_rank
+from lightning_smartinfinity.zero3.activations import offloading
 from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
@@ -204,7 +205,7 @@ class SmartInfinityEngine(PortableEngine):
         if activations is None or not torch.is_grad_enabled():
             return super().forward(*inputs, **kwargs)
         # Parameters pass through by their type: before they are gathered, they have no memory to be known by.
-        with activations.forward(inputs, kwargs, list(self.module.buffers())):
+        with offloading(activations, inputs, kwargs, list(self.module.buffers())):
             return super().forward(*inputs, **kwargs)
 
     def backward(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 
@@ -166,3 +169,42 @@ def test_auto_keeps_what_pays(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         quiet_trainer(tmp_path, strategy, max_steps=4).fit(LitTiny(Recipe(precision="bf16-mixed")))
     lines = [record.message for record in caplog.records if "that forward saves" in record.message]
     assert lines and "are offloaded and" in lines[0]
+
+
+class Checkpointed(LitTiny):
+    """A model that calls the checkpoints of DeepSpeed or torch."""
+
+    def __init__(self, recipe: Recipe, checkpoint: Callable[..., Any]) -> None:
+        super().__init__(recipe)
+        for block in self.model.blocks:
+            block.forward = partial(checkpoint, block.forward)
+
+
+CHECKPOINTS: dict[str, Callable[..., Any]] = {
+    "deepspeed": lambda *inputs: deepspeed.checkpointing.checkpoint(*inputs),
+    "reentrant": partial(torch.utils.checkpoint.checkpoint, use_reentrant=True),
+    "not reentrant": partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoints(name: str, tmp_path: Path) -> None:
+    """Their inputs move to storage, but for those that DeepSpeed keeps itself, which is said and counted."""
+    seen = []
+    for activations in (None, EVERYTHING):
+        root = tmp_path / str(activations is None)
+        strategy = SmartInfinityStrategy(root / "storage", activations=activations)
+        module = Checkpointed(Recipe(precision="bf16-mixed"), CHECKPOINTS[name])
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            quiet_trainer(root, strategy).fit(module)
+        seen.append(module.losses)
+        said = [str(each.message) for each in told if "deepspeed.checkpointing keeps" in str(each.message)]
+        assert len(said) == (name == "deepspeed" and activations is not None)
+        if activations is not None:
+            hidden = strategy.optimizers[0].rank_state.activations.hidden_bytes
+            block_input = 2 * 2 * 16 * 32  # bytes, in bf16
+            assert hidden == (3 * 2 * block_input if name == "deepspeed" else 0)
+            assert strategy.traffic().activation_read_bytes > 0
+        strategy.close()
+    assert seen[0] == seen[1]
