@@ -358,7 +358,7 @@ class StorageOptimizer(GradientPath):
         """Prepare for the engine's backward: begin a speculative update if only the step is to follow it."""
         self._drain_for_residual()
         follows, self.step_follows = self.step_follows, False
-        if follows and not retain_graph and self.overlap.mode == "backward":
+        if self.overlap.backward_begins(step_follows=follows) and not retain_graph:
             everything = np.ones(len(self.partition.layout.parameters), np.bool_)
             plan = self._plan(active=everything, loss_scale=float(self.loss_scale))
             self.update.begin_speculatively(plan, binds=self.may_bind and plan.window is not None)

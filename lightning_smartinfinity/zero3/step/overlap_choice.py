@@ -21,6 +21,13 @@ _GAIN = 0.97
 # The candidates of "auto", the simplest first. "none" is not among them: measured from 6 % slower than "forward" to 4 %
 # faster (docs/performance.md, 124M), it seldom repays the steps in which it would be tried.
 _CANDIDATES = ("forward", "backward")
+# After so many steps of which nobody has told, nobody is expected to. One alone says nothing: the loop that tells calls
+# no backward for the last micro-batch of a window if it has no loss.
+_PATIENCE = 2
+_NOBODY_TELLS = (
+    "nobody tells before a backward that a step follows it. In manual optimization nobody can; in Fabric call "
+    "optimizer.engine.set_gradient_accumulation_boundary(True) before the last backward of each step"
+)
 
 
 class OverlapChoice:
@@ -29,23 +36,35 @@ class OverlapChoice:
     Args:
         setting: ``"none"``, ``"forward"``, ``"backward"`` or ``"auto"``.
         obstacle: Why no update may begin in backward; None if it may. With an obstacle, ``"backward"`` becomes
-            ``"forward"``, and ``"auto"`` does not try it.
+            ``"forward"``, and ``"auto"`` does not try it. If nobody tells in the first steps that a step follows a
+            backward, that is an obstacle, too.
 
     Attributes:
         mode: The overlap of the next step.
     """
 
     def __init__(self, setting: str, *, obstacle: str | None = None) -> None:
-        candidates: tuple[str, ...] = _CANDIDATES if setting == "auto" else (setting,)
-        if obstacle is not None and "backward" in candidates:
-            _report_obstacle(setting, obstacle)
-            candidates = tuple(dict.fromkeys("forward" if name == "backward" else name for name in candidates))
-        self._candidates = candidates
+        self._setting = setting
+        self._candidates: tuple[str, ...] = _CANDIDATES if setting == "auto" else (setting,)
+        # Whether somebody has told that a step follows. Until then it is None in windows without a backward.
+        self._told: bool | None = None
+        self._num_untold = 0
         self._tried = 0
         self._last: float | None = None
         self._seconds: list[float] = []
         self._shortest: list[float] = []
         self.mode = self._candidates[0]
+        if obstacle is not None:
+            self._rule_backward_out(obstacle)
+
+    def backward_begins(self, *, step_follows: bool) -> bool:
+        """Record that a backward begins, and return whether the update of a step may begin within it.
+
+        Args:
+            step_follows: Whether somebody has told that a step follows this backward; the same on all ranks.
+        """
+        self._told = self._told or step_follows
+        return step_follows and self.mode == "backward"
 
     def step_begins(self, now: float, *, sum_over_ranks: Callable[[float], float]) -> None:
         """Record that a step begins. All ranks call this once per step; collective when a candidate is done.
@@ -54,6 +73,11 @@ class OverlapChoice:
             now: Time in seconds.
             sum_over_ranks: Function that returns the sum of a number over all ranks.
         """
+        if self._told is False:
+            self._told = None
+            self._num_untold += 1
+            if self._num_untold == _PATIENCE:
+                self._rule_backward_out(_NOBODY_TELLS)
         if len(self._candidates) == 1:
             return
         if self._last is not None:
@@ -70,6 +94,16 @@ class OverlapChoice:
         else:
             self._choose()
 
+    def _rule_backward_out(self, obstacle: str) -> None:
+        if "backward" not in self._candidates:
+            return
+        if self._setting == "auto":
+            _log.info("overlap='auto' does not try 'backward': %s.", obstacle)
+        else:
+            warnings.warn(f"overlap='backward' works as 'forward': {obstacle}.", stacklevel=4)
+        self._candidates = ("forward",)
+        self.mode = "forward"
+
     def _choose(self) -> None:
         best = 0
         for index in range(1, len(self._candidates)):
@@ -81,10 +115,3 @@ class OverlapChoice:
         self.mode = self._candidates[best]
         self._candidates = (self.mode,)
         _log.info("overlap='auto': %s from now on; steps took, summed over processes: %s.", self.mode, measured)
-
-
-def _report_obstacle(setting: str, obstacle: str) -> None:
-    if setting == "auto":
-        _log.info("overlap='auto' does not try 'backward': %s.", obstacle)
-    else:
-        warnings.warn(f"overlap='backward' works as 'forward': {obstacle}.", stacklevel=3)
