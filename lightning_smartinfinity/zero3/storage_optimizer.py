@@ -88,7 +88,10 @@ class StorageOptimizer(GradientPath):
         except BaseException:
             rank_state.close()
             raise
-        self.overlap = OverlapChoice(offload.overlap, obstacle=self._obstacle_to_speculation())
+        # What of the activations is offloaded follows from the first step, and is so from the second one on.
+        unmeasured = 0 if offload.activations is None else 2
+        obstacle = self._obstacle_to_speculation()
+        self.overlap = OverlapChoice(offload.overlap, obstacle=obstacle, unmeasured=unmeasured)
         self.speculation = Speculation(rank_state)
         self.update = UpdateInFlight(rank_state, self.speculation, release_gathered=self._partition_all_parameters)
         self.outside_writes = OutsideWrites(rank_state, self.update)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -208,3 +209,16 @@ def test_checkpoints(name: str, tmp_path: Path) -> None:
             assert strategy.traffic().activation_read_bytes > 0
         strategy.close()
     assert seen[0] == seen[1]
+
+
+def test_overlaps_are_measured_when_it_is_chosen_what_leaves(tmp_path: Path) -> None:
+    """With overlap="auto", the two steps in which that is chosen are not measured."""
+    modes: list[str] = []
+
+    class Note(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            modes.append(trainer.strategy.optimizers[0].overlap.mode)
+
+    strategy = SmartInfinityStrategy(tmp_path / "storage", activations={"min_bytes": 1})
+    quiet_trainer(tmp_path, strategy, max_steps=12, callbacks=[Note()]).fit(LitTiny(Recipe(precision="bf16-mixed")))
+    assert modes[:10] == 6 * ["forward"] + 4 * ["backward"]
