@@ -35,7 +35,7 @@ CREATED := $(VENV)/.created
 REQUIREMENTS := $(VENV)/.requirements
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup demo test test-long checks lint types contracts collection unit csim format dist clean
+.PHONY: help setup demo test test-long test-activations checks lint types contracts collection unit csim format dist clean
 
 help: ## List the targets; times on two cores
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -105,6 +105,10 @@ unit: $(INSTALLED) ## The tests; the output ends with those that failed (13 min)
 
 test-long: ## The tests that take minutes each, and 4 GB in the folder for temporary files
 	@$(MAKE) unit PYTEST_OPTIONS="--long -m long -o timeout=3600 -o faulthandler_timeout=3630 $(PYTEST_OPTIONS)"
+	@for time in $$(seq 12); do $(MAKE) test-activations || exit; done
+
+test-activations: ## The tests that train, with all activations on storage and late transfers (12 min)
+	@TEST_WITH_ACTIVATIONS_ON_STORAGE=1 $(MAKE) unit PYTEST_OPTIONS="tests/training tests/fabric $(PYTEST_OPTIONS)"
 
 csim: $(INSTALLED) ## The SmartSSD's kernels, compiled for this machine, against numpy and torch.optim (2 min)
 	$(MAKE) -C hls csim

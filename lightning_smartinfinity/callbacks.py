@@ -63,6 +63,9 @@ class StorageTrafficMonitor(Callback):
     ``io/internal_read_GB``, ``..write_GB`` read and written inside storage devices, per step
     ``io/cached_read_GB``, ``..write_GB``   saved by ``dram_cache_bytes``, per step; not part of the values below
     ``io/background_read_GB``               read per step beside training, for checkpoints; not part of the values below
+    ``io/activation_read_GB``, ``..write_`` activations read and written per step; not part of the values below, except
+                                            for the totals of what is written (with ``activations`` only)
+    ``io/activation_wait_s``                seconds that forward and backward waited for them per step, slowest rank
     ``io/GBps``                             all that is read and written per second of training
     ``io/wait_GBps``                        the same per second waited: the storage's own speed if nothing overlaps
     ``io/wait_s``                           seconds waited for storage per step, slowest rank
@@ -77,7 +80,7 @@ class StorageTrafficMonitor(Callback):
     ``io/written_TB``                       written to storage since the job began, which is what wears it out
     ``io/projected_TB``                     the same when the run ends (not for runs without an end)
     ``io/endurance_share``                  ``io/projected_TB`` over ``endurance_tbw`` (with ``endurance_tbw`` only)
-    ``io/host_GB``                          host memory that the update holds
+    ``io/host_GB``                          host memory that the update and the pool of activations hold
     ``io/residual_GB``                      the residual's part of it (with error feedback only)
     ======================================  ==========================================================================
 
@@ -193,6 +196,8 @@ class StorageTrafficMonitor(Callback):
         totals = {name: self._carried[name] + _moved(watch.overall, name) for name in _TOTALS}
         written = totals[_WRITTEN]
         values = _step_values(recent, max(1, num_steps))
+        if watch.offloads_activations:
+            values |= _activation_values(recent, max(1, num_steps))
         values |= {f"io/total_{name.removesuffix('_bytes')}_TB": totals[name] / _TB for name in _MOVED}
         values["io/written_TB"] = written / _TB
         values |= watch.memory_values()
@@ -270,6 +275,10 @@ class _Watch:
             return None
         return _moved(self.in_steps, _WRITTEN) / num_steps * max(0, self._last_step - step)
 
+    @property
+    def offloads_activations(self) -> bool:
+        return "activations" in self._strategy.host_bytes
+
     def memory_values(self) -> dict[str, float]:
         """Return host memory of all ranks, which hold as much as this rank: partitions have the same size."""
         held = self._strategy.host_bytes
@@ -313,6 +322,14 @@ def _step_values(table: TrafficTable, steps: int) -> dict[str, float]:
             "io/shared_bytes_per_parameter": float(table.bytes_per_parameter("shared")),
         }
     )
+
+
+def _activation_values(table: TrafficTable, steps: int) -> dict[str, float]:
+    return {
+        "io/activation_read_GB": _moved(table, "activation_read_bytes") / steps / _GB,
+        "io/activation_write_GB": _moved(table, "activation_write_bytes") / steps / _GB,
+        "io/activation_wait_s": float(table.seconds("activation_wait_seconds").max()) / steps,
+    }
 
 
 def _folder_values(table: TrafficTable, steps: int) -> dict[str, float]:

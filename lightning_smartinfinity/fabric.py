@@ -25,7 +25,7 @@ from typing_extensions import Unpack, override
 
 from lightning_smartinfinity.automatic_plan import Surroundings
 from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import PlanConfig, SmartSSDConfig, TransferConfig
+from lightning_smartinfinity.config import ActivationOffload, PlanConfig, SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.fabric_state import (
     move_into,
@@ -90,7 +90,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         state_format: str = "fp32",
         overlap: str = "auto",
         compression: GradientCodec | None = None,
-        activations: object | None = None,
+        activations: ActivationOffload | Mapping[str, Any] | None = None,
         transfer: TransferConfig | Mapping[str, Any] | None = None,
         zero: Mapping[str, Any] | None = None,
         plan: PlanConfig | Mapping[str, Any] | str | None = None,

@@ -53,10 +53,19 @@ _COUNTS = (
     "padding_bytes",
     "control_bytes",
     "background_read_bytes",
+    "activation_read_bytes",
+    "activation_write_bytes",
     "read_calls",
     "write_calls",
 )
-_SECONDS = ("read_seconds", "write_seconds", "compute_seconds", "wait_seconds", "io_cpu_seconds")
+_SECONDS = (
+    "read_seconds",
+    "write_seconds",
+    "compute_seconds",
+    "wait_seconds",
+    "io_cpu_seconds",
+    "activation_wait_seconds",
+)
 _FIELDS = (*_COUNTS, *_SECONDS, "wall_seconds")
 _FOLDER_FIELDS = ("read_bytes", "write_bytes", "busy_seconds")  # for each storage folder, after the other columns
 _COLUMNS = {name: index for index, name in enumerate(_FIELDS)}

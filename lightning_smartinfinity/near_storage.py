@@ -403,6 +403,8 @@ class NearStorage(ABC):
             if optimizer.rank_state.in_fit:  # an evaluation afterwards says nothing about the training
                 optimizer.rank_state.keeping.completed = completed
             optimizer.rank_state.in_fit = False
+            if optimizer.rank_state.activations is not None:
+                optimizer.rank_state.activations.rest()
             # After an error, which may have come on this rank alone, a step may still be in progress.
             optimizer.update.training_over()
         return_freed_memory()  # no step will use it again

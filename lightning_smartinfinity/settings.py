@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 from lightning_smartinfinity.checks import STRATEGY, Rule, among, as_passed, instance, number, one_of, optional, require
 from lightning_smartinfinity.compression import CODEC, GradientCodec
 from lightning_smartinfinity.config import (
+    ActivationOffload,
     PlanConfig,
     SmartSSDConfig,
     TransferConfig,
+    activation_offload,
     plan_config,
     resolved_folder,
     smartssd_config,
@@ -40,7 +42,6 @@ _CHOICES = {
     "state_format": tuple(STATE_FORMATS),
     "overlap": ("auto", "none", "forward", "backward"),
 }
-_UNAVAILABLE = Rule("Leave it out", lambda value: value is None, "is not available in this version")
 _SECONDS = number(1, 3600)  # less would be missed on a busy machine
 _WATCHDOG = Rule(
     f"{_SECONDS.remedy}, or 0",
@@ -71,7 +72,8 @@ class StrategySettings:
             (its own step's, and the next forward), or ``"auto"`` (the fastest of these in the first steps).
         compression: How gradients are sent to the update: :class:`TopK` sends the largest of them, :class:`BlockScaled`
             sends all in 8 bits, None sends them unchanged. It helps where they cross a channel, as with SmartSSDs.
-        activations: Not available in this version.
+        activations: How much of what forward saves for backward moves to storage, as an :class:`ActivationOffload` or
+            a dict such as ``{"budget_bytes": "2GB"}``; ``{}`` stands for its defaults. None: all stays in memory.
         transfer: Ring size, I/O engine, state kept in host memory, durability, direct I/O, and name and lifetime of
             the files, as a :class:`TransferConfig` or a dict such as ``{"num_buffers": 8}``.
         zero: Further keys of DeepSpeed's ``zero_optimization`` section, such as ``reduce_bucket_size``.
@@ -92,7 +94,7 @@ class StrategySettings:
     state_format: str = "fp32"
     overlap: str = "auto"
     compression: GradientCodec | None = None
-    activations: object | None = None
+    activations: ActivationOffload | None = None
     transfer: TransferConfig = field(default_factory=TransferConfig)
     zero: Mapping[str, Any] | None = None
     plan: PlanConfig | None = None
@@ -106,7 +108,7 @@ class StrategySettings:
             **{name: one_of(*words) for name, words in _CHOICES.items()},
             smartssd=optional(instance(SmartSSDConfig)),
             compression=optional(CODEC),
-            activations=_UNAVAILABLE,
+            activations=optional(instance(ActivationOffload)),
             transfer=instance(TransferConfig),
             zero=optional(_SECTION),
             plan=optional(instance(PlanConfig)),
@@ -122,7 +124,7 @@ class StrategySettings:
 
 
 def given_settings(
-    owner: str, *, storage: object, smartssd: Any, transfer: Any, plan: Any, **others: Any
+    owner: str, *, storage: object, smartssd: Any, activations: Any, transfer: Any, plan: Any, **others: Any
 ) -> StrategySettings:
     """Return the settings that a user gives to a class: folders of any form, other settings as objects or dicts.
 
@@ -130,6 +132,7 @@ def given_settings(
         owner: Name of the class, for errors.
         storage: Folder, or list of folders.
         smartssd: Settings for SmartSSDs, or a dict of them.
+        activations: Settings for what forward saves, a dict of them, or None.
         transfer: Settings of the transfer, or a dict of them.
         plan: Settings of the plan, a dict of them, or ``"auto"``.
         **others: Settings that are kept as they are given.
@@ -140,6 +143,7 @@ def given_settings(
     return StrategySettings(
         storage=storage_folders(storage, owner=owner),
         smartssd=smartssd_config(smartssd, owner=owner),
+        activations=activation_offload(activations, owner=owner),
         transfer=transfer_config(transfer, owner=owner),
         plan=plan_config(plan, owner=owner),
         owner=owner,

@@ -36,7 +36,7 @@ from lightning_smartinfinity.compatibility import (
     refuse_closure,
 )
 from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import PlanConfig, SmartSSDConfig, TransferConfig
+from lightning_smartinfinity.config import ActivationOffload, PlanConfig, SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
 from lightning_smartinfinity.model_checkpoint import save_beside_training, save_in_turn
@@ -105,7 +105,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         state_format: str = "fp32",
         overlap: str = "auto",
         compression: GradientCodec | None = None,
-        activations: object | None = None,
+        activations: ActivationOffload | Mapping[str, Any] | None = None,
         transfer: TransferConfig | Mapping[str, Any] | None = None,
         zero: Mapping[str, Any] | None = None,
         plan: PlanConfig | Mapping[str, Any] | str | None = None,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.store.tensor_store import StoredTensor
 
 __all__ = ["Entry", "Geometry", "Source", "changes_of", "geometry_of", "shares_changes", "stored_bytes", "view_of"]
@@ -157,7 +158,7 @@ class Entry:
         number: Position in the order in which a forward packed its entries.
         end: Bytes of the forward's entries up to this one.
         was_used: Whether backward has used it.
-        is_lost: Whether it could not be read.
+        unreadable: Why it could not be read, if so.
         forward: Record of the forward that packed it.
     """
 
@@ -170,13 +171,13 @@ class Entry:
         "_storage",
         "end",
         "forward",
-        "is_lost",
         "memory",
         "nbytes",
         "number",
         "reading",
         "source",
         "stored",
+        "unreadable",
         "was_used",
         "writing",
     )
@@ -202,7 +203,8 @@ class Entry:
         self.reading: int | None = None
         self.stored: StoredTensor | None = None
         self.number = self.end = 0
-        self.was_used = self.is_lost = False
+        self.was_used = False
+        self.unreadable: SmartInfinityError | None = None
         self.forward: Any = None
         self._storage: torch.UntypedStorage | None = storage
         source.num_holders += 1

@@ -54,7 +54,7 @@ class Forward:
     Attributes:
         window: Entries that may still leave, oldest first.
         times: When each entry was packed.
-        ended: When it ended.
+        ended: When it ended, or when a backward within it first wanted an entry.
         order: Numbers of the entries in the order in which backward first wanted them.
         first_use: When backward first wanted an entry.
         last_use: When backward first wanted another entry for the last time.
@@ -110,6 +110,7 @@ class Forward:
         entry.was_used = True
         if not self.order:
             self.first_use = now
+            self.ended = now if self.ended is None else self.ended
         self.last_use = now
         self.order.append(entry.number)
 

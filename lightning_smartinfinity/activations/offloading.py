@@ -82,6 +82,8 @@ class OffloadedActivations:
         # With "auto", the micro-batch that is measured offloads everything: how much it saves is not known.
         self._plan = Plan(kept_bytes=keep if isinstance(keep, int) else 0)
         self._last: Forward | None = None
+        self.hidden_bytes = 0
+        """Bytes so far that somebody else was seen to keep for backward, where no hook sees them."""
         self.choice: Choice | None = None
         """Choice of what is offloaded; None before the first micro-batch was measured."""
 
@@ -165,6 +167,15 @@ class OffloadedActivations:
         """
         return self._store.take_failure()
 
+    def gradients_are_gone(self) -> None:
+        """Forget what could not be read: the gradients that were computed without it were discarded."""
+        self._store.forget_failed_reads()
+
+    def rest(self) -> None:
+        """Give the memory of the pool back that nothing uses, since no forward is expected soon."""
+        with self._store.lock:
+            self._store.give_back()
+
     def close(self) -> None:
         """Close the files, which deletes them; idempotent. The backward of a graph that is still alive raises.
 
@@ -205,7 +216,8 @@ class OffloadedActivations:
             return before.offloaded_bytes, before.kept_bytes
         rates = self._store.update_rates()
         profile = Profile(
-            times=tuple(last.times),
+            # Where backward runs within forward, as in manual optimization, more may be packed after it has begun.
+            times=tuple(min(each, forward_seconds) for each in last.times),
             # Whether those that somebody else holds are written or not, they take no memory here.
             sizes=tuple(0 if number in last.freed_nothing else size for number, size in enumerate(last.sizes)),
             forward_seconds=forward_seconds,

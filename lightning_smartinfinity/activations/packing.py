@@ -160,16 +160,17 @@ class Packing:
 
     def _tensor(self, saved: _SavedTensor) -> torch.Tensor:
         self._store.require_usable()
-        if saved.entry.is_lost:
-            return _lost(saved.geometry)
-        try:
-            self._store.fetch(saved.entry)
-        except StorageError as error:
-            if not self._notes_failures:
-                raise
-            self._store.note_lost(saved.entry, error)
-            return _lost(saved.geometry)
-        return saved.entry.tensor(saved.geometry)
+        entry = saved.entry
+        if entry.unreadable is None:
+            try:
+                self._store.fetch(entry)
+                return entry.tensor(saved.geometry)
+            except StorageError as error:
+                if not self._notes_failures:
+                    raise
+                entry.unreadable = error
+        self._store.note_unreadable(entry.unreadable)
+        return _lost(saved.geometry)
 
     def _parameter(self, saved: _SavedParameter) -> torch.Tensor:
         parameter = saved.parameter

@@ -74,7 +74,8 @@ class ActivationStore:
         self._orphans: deque[int] = deque()  # tickets of transfers that nobody wants
         self._freed_memory = FreedMemory()
         self._traffic = ActivationTraffic()
-        self._failure: SmartInfinityError | None = None
+        self._failed_write: SmartInfinityError | None = None
+        self._failed_read: SmartInfinityError | None = None
         self.lock = threading.RLock()
         self._rates = Rates()
         self.stopped = self.closed = False
@@ -141,6 +142,10 @@ class ActivationStore:
         self.closed = True
         self._pool.limit = 0
 
+    def give_back(self) -> None:
+        """Give the memory of the pool back that nothing uses."""
+        self._pool.limit = 0
+
     def entry_is_gone(self, entry: Entry) -> None:
         """Give up the transfers of an entry that nothing refers to any more. Any thread may call it at any time."""
         if os.getpid() != self._process or self.closed:
@@ -193,8 +198,13 @@ class ActivationStore:
 
     def take_failure(self) -> SmartInfinityError | None:
         """Return why an entry could not be written or read, if so, and forget it."""
-        failure, self._failure = self._failure, None
+        failure = self._failed_read or self._failed_write
+        self._failed_read = self._failed_write = None
         return failure
+
+    def forget_failed_reads(self) -> None:
+        """Forget why entries could not be read: the gradients that were computed without them are gone."""
+        self._failed_read = None
 
     # ---- forward
 
@@ -232,7 +242,8 @@ class ActivationStore:
 
     def end(self, forward: Forward) -> None:
         """Count what stays in memory, as the forward has ended."""
-        forward.ended = time.perf_counter()
+        if forward.ended is None:
+            forward.ended = time.perf_counter()
         self._freed_memory.give_back()
         self._reap()
         for entry in _living(forward.entries):
@@ -369,10 +380,9 @@ class ActivationStore:
         ahead = sum(whole_blocks(entry.nbytes) for entry in _living(unused))
         return not unused or (len(unused) < _MOST_READ_AHEAD and ahead + nbytes <= self.read_ahead_bytes)
 
-    def note_lost(self, entry: Entry, error: SmartInfinityError) -> None:
-        """Note that an entry could not be read, for :meth:`take_failure`."""
-        entry.is_lost = True
-        self._failure = self._failure or error
+    def note_unreadable(self, error: SmartInfinityError) -> None:
+        """Note why an entry could not be read, for :meth:`take_failure`."""
+        self._failed_read = self._failed_read or error
 
     # ---- the pool
 
@@ -445,7 +455,7 @@ class ActivationStore:
         """Offload nothing more, as an entry could not be written. It stays in memory."""
         self.stopped = True
         failure = _about(entry, error)
-        self._failure = self._failure or failure
+        self._failed_write = self._failed_write or failure
         warnings.warn(f"{failure} What forward saves stays in memory from now on.", stacklevel=2)
 
     def _give_up(self, ticket: int) -> None:

@@ -63,7 +63,7 @@ class Traffic(_Counters):
             go through a file.
         internal_write_bytes: Bytes moved inside devices from accelerator to storage: a card's state.
         storage_write_bytes: All bytes written to storage, which is what wears it out: extents with padding and
-            trailers, and gradients that go through a file, but not commit records.
+            trailers, gradients that go through a file, and activations, but not commit records.
         read_calls: Reads issued.
         write_calls: Writes issued.
         read_seconds: Time in reads, summed over threads.
@@ -79,6 +79,10 @@ class Traffic(_Counters):
             the status of each run. (Trailers that the host reads and writes are part of its extents.)
         background_read_bytes: State read for checkpoints that are saved beside the training (filled in by the handler).
             No other counter has these reads, so that all others are those of the training itself.
+        activation_read_bytes: What forward saved for backward, read from storage (filled in by the strategy). But for
+            ``storage_write_bytes``, no other counter has the transfers of activations.
+        activation_write_bytes: What forward saved for backward, written to storage.
+        activation_wait_seconds: Time for which forward and backward waited for these transfers.
         folders: Counters of each storage folder of optimizer state, in the folders' order.
     """
 
@@ -102,6 +106,9 @@ class Traffic(_Counters):
     padding_bytes: int = 0
     control_bytes: int = 0
     background_read_bytes: int = 0
+    activation_read_bytes: int = 0
+    activation_write_bytes: int = 0
+    activation_wait_seconds: float = 0.0
     folders: tuple[FolderTraffic, ...] = ()
 
     @classmethod

@@ -20,7 +20,7 @@ from typing_extensions import Self, override
 from lightning_smartinfinity.automatic_plan import Surroundings
 from lightning_smartinfinity.checks import check, instance
 from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import PlanConfig, SmartSSDConfig, TransferConfig
+from lightning_smartinfinity.config import ActivationOffload, PlanConfig, SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.huggingface.arguments import (
     Arguments,
@@ -102,7 +102,7 @@ class SmartInfinityTraining(NearStorage):
         state_format: str = "fp32",
         overlap: str = "auto",
         compression: GradientCodec | None = None,
-        activations: object | None = None,
+        activations: ActivationOffload | Mapping[str, Any] | None = None,
         transfer: TransferConfig | Mapping[str, Any] | None = None,
         zero: Mapping[str, Any] | None = None,
         plan: PlanConfig | Mapping[str, Any] | str | None = None,

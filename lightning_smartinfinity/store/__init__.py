@@ -11,13 +11,15 @@ from lightning_smartinfinity.store.extents import Extent, ExtentMap
 from lightning_smartinfinity.store.manifest import StoreDescription
 from lightning_smartinfinity.store.opening import create_store, find_resumable, recover_store
 from lightning_smartinfinity.store.space import (
+    ACTIVATIONS,
+    PARAMETERS,
+    SPILLED_GRADIENTS,
     Shortfall,
     SpaceRequest,
     measure_gradient_space,
-    measure_parameter_space,
     measure_residual_space,
     measure_space,
-    measure_spilled_space,
+    measure_tensor_space,
     require_space,
     shortfalls,
 )
@@ -26,6 +28,9 @@ from lightning_smartinfinity.store.tensor_files import UnnamedFiles
 from lightning_smartinfinity.store.tensor_store import StoredTensor, TensorStore
 
 __all__ = [
+    "ACTIVATIONS",
+    "PARAMETERS",
+    "SPILLED_GRADIENTS",
     "Extent",
     "ExtentMap",
     "Shortfall",
@@ -38,10 +43,9 @@ __all__ = [
     "create_store",
     "find_resumable",
     "measure_gradient_space",
-    "measure_parameter_space",
     "measure_residual_space",
     "measure_space",
-    "measure_spilled_space",
+    "measure_tensor_space",
     "recover_store",
     "require_space",
     "shortfalls",

@@ -28,16 +28,18 @@ from lightning_smartinfinity.store.residual_file import residual_bytes
 from lightning_smartinfinity.store.tensor_files import deal
 
 __all__ = [
+    "ACTIVATIONS",
+    "PARAMETERS",
+    "SPILLED_GRADIENTS",
     "Shortfall",
     "SpaceRequest",
     "has_room",
     "leftover_bytes",
     "measure_gradient_space",
-    "measure_parameter_space",
     "measure_parts",
     "measure_residual_space",
     "measure_space",
-    "measure_spilled_space",
+    "measure_tensor_space",
     "nearest_existing",
     "overhead_bytes",
     "require_space",
@@ -48,8 +50,10 @@ __all__ = [
 _SMALL_FILES_BYTES = 64 * 1024
 _MANIFEST_BYTES_PER_PARAMETER = 512
 
+PARAMETERS = "parameters"
+SPILLED_GRADIENTS = "gradients that are not held in memory"
+ACTIVATIONS = "activations"
 _GRADIENTS = "gradients on their way to SmartSSDs"
-_SPILLED = "gradients that are not held in memory"
 _RESIDUALS = "residuals of compressed gradients"
 _REMEDY = (
     "Free space there, spread the state over more storage folders, choose a smaller state_format, or halve the"
@@ -57,6 +61,7 @@ _REMEDY = (
 )
 _REMEDY_OF_RESIDUALS = " TransferConfig(keep=False) keeps no residuals to resume from."
 _REMEDY_OF_SPILLED = " TransferConfig(gradient_bytes=...) as large as all gradients needs no space for them."
+_REMEDY_OF_ACTIVATIONS = " ActivationOffload(storage_bytes=...) says how much space is needed for them."
 _REMEDY_OF_GRADIENTS = " SmartSSDConfig(gradient_route='host') needs no space for gradients."
 
 
@@ -196,7 +201,12 @@ def require_space(requests: Iterable[SpaceRequest]) -> None:
         f" on {', '.join(map(repr, item.hosts))}, where {_readable(item.free_bytes)} are free."
         for item in missing
     )
-    remedies = {_GRADIENTS: _REMEDY_OF_GRADIENTS, _SPILLED: _REMEDY_OF_SPILLED, _RESIDUALS: _REMEDY_OF_RESIDUALS}
+    remedies = {
+        _GRADIENTS: _REMEDY_OF_GRADIENTS,
+        SPILLED_GRADIENTS: _REMEDY_OF_SPILLED,
+        _RESIDUALS: _REMEDY_OF_RESIDUALS,
+        ACTIVATIONS: _REMEDY_OF_ACTIVATIONS,
+    }
     further = "".join(words for what, words in remedies.items() if any(what in item.what for item in missing))
     raise StorageFullError(problem, "".join(map(_of_interrupted, missing)) + _REMEDY + further)
 
@@ -219,20 +229,19 @@ def has_room(folder: Path, num_bytes: int, *, ranks: int) -> bool:
     return 2 * ranks * num_bytes <= _request(folder, needed_bytes=num_bytes).free_bytes
 
 
-def measure_parameter_space(folders: Sequence[Path], *, sizes: Iterable[int]) -> list[SpaceRequest]:
-    """Return this rank's requests for its parameters, one per storage folder, without creating anything.
+def measure_tensor_space(folders: Sequence[Path], *, sizes: Iterable[int], what: str) -> list[SpaceRequest]:
+    """Return this rank's requests for tensors, one per storage folder, without creating anything.
 
     Args:
         folders: Storage folders, as for ``UnnamedFiles``.
-        sizes: Bytes of each parameter's partition.
+        sizes: Bytes of each tensor.
+        what: :data:`PARAMETERS`, :data:`SPILLED_GRADIENTS` or :data:`ACTIVATIONS`.
 
     Raises:
         StorageError: The free space of a folder cannot be read.
     """
-    return [
-        _request(Path(folder), needed_bytes=needed, what="parameters")
-        for folder, needed in zip(folders, deal(sizes, len(folders)), strict=True)
-    ]
+    each = zip(folders, deal(sizes, len(folders)), strict=True)
+    return [_request(Path(folder), needed_bytes=needed, what=what) for folder, needed in each]
 
 
 def measure_gradient_space(folders: Sequence[Path], *, nbytes: int) -> list[SpaceRequest]:
@@ -246,20 +255,6 @@ def measure_gradient_space(folders: Sequence[Path], *, nbytes: int) -> list[Spac
         StorageError: The free space of a folder cannot be read.
     """
     return [_request(Path(folder), needed_bytes=nbytes, what=_GRADIENTS) for folder in folders]
-
-
-def measure_spilled_space(folders: Sequence[Path], *, sizes: Iterable[int]) -> list[SpaceRequest]:
-    """Return this rank's requests for gradients that are not held in memory, without creating anything.
-
-    Args:
-        folders: Storage folders.
-        sizes: Bytes of each tasklet's gradient.
-
-    Raises:
-        StorageError: The free space of a folder cannot be read.
-    """
-    each = zip(folders, deal(sizes, len(folders)), strict=True)
-    return [_request(Path(folder), needed_bytes=nbytes, what=_SPILLED) for folder, nbytes in each]
 
 
 def leftover_bytes(path: Path) -> int:

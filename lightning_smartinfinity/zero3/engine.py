@@ -25,6 +25,7 @@ from lightning_smartinfinity.settings import check_save_path
 from lightning_smartinfinity.store.in_time import io_limit, unless_idle
 from lightning_smartinfinity.transformers_models import describe_models
 from lightning_smartinfinity.watching import naming_lost_rank
+from lightning_smartinfinity.zero3.activations import offloading
 from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
@@ -192,6 +193,20 @@ class SmartInfinityEngine(PortableEngine):
                 raise UnsupportedError(
                     f"Parameter {name!r} is given to the optimizer {counts[id(param)]} times.", "Give it once."
                 )
+
+    def forward(self, *inputs: object, **kwargs: object) -> object:
+        """Run forward like the base class; what it saves for backward moves to storage if the settings ask for it.
+
+        Raises:
+            RankLostError: Another rank is missing.
+            UnsupportedError: Activations move to storage, and the module calls code of torch that refuses hooks.
+        """
+        activations = self.optimizer.rank_state.activations
+        if activations is None or not torch.is_grad_enabled():
+            return super().forward(*inputs, **kwargs)
+        # Parameters pass through by their type: before they are gathered, they have no memory to be known by.
+        with offloading(activations, inputs, kwargs, list(self.module.buffers())):
+            return super().forward(*inputs, **kwargs)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **unknown: object

@@ -27,6 +27,9 @@ from lightning_smartinfinity.devices.smartssd import (
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, StorageError
 from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.store import (
+    ACTIVATIONS,
+    PARAMETERS,
+    SPILLED_GRADIENTS,
     ExtentMap,
     SpaceRequest,
     StateStore,
@@ -34,10 +37,9 @@ from lightning_smartinfinity.store import (
     TensorStore,
     create_store,
     measure_gradient_space,
-    measure_parameter_space,
     measure_residual_space,
     measure_space,
-    measure_spilled_space,
+    measure_tensor_space,
     require_space,
 )
 from lightning_smartinfinity.store.in_time import io_limit, unless_idle
@@ -130,7 +132,7 @@ def _reopen_storage(
     """Open the store of an interrupted training at the newest record that all ranks have. Collective."""
     requests: list[SpaceRequest] = []
     with raising_together(group), io_limit(settings.transfer.io_timeout):
-        requests = _gradient_space(settings, layout.extents)
+        requests = _unnamed_space(settings, layout.extents)
     require_space(_of_all_ranks(requests, group))
     put_together(settings, group)
     predecessor = find_predecessor(settings, description, group)
@@ -296,12 +298,23 @@ def _ring(settings: OffloadSettings, extents: ExtentMap) -> CardRing:
     )
 
 
+def _unnamed_space(settings: OffloadSettings, extents: ExtentMap) -> list[SpaceRequest]:
+    """Return the space for what lies beside the state: gradients, and activations if it is known how many."""
+    folders, activations = settings.storage, settings.activations
+    requests = _gradient_space(settings, extents)
+    if activations is None or activations.storage_bytes is None:
+        return requests
+    assert isinstance(activations.storage_bytes, int), "a size given as text is kept as bytes"
+    sizes = [-(-activations.storage_bytes // len(folders))] * len(folders)
+    return [*requests, *measure_tensor_space(folders, sizes=sizes, what=ACTIVATIONS)]
+
+
 def _gradient_space(settings: OffloadSettings, extents: ExtentMap) -> list[SpaceRequest]:
     """Return the space for gradients on storage: what is beyond their budget, or what passes through cards' files."""
     cards, largest = settings.cards, max((extent.nbytes for extent in extents.extents), default=0)
     if settings.gradient_budget is not None:
         sizes = [extent.numel * settings.gradient_itemsize for extent in extents.extents]
-        return measure_spilled_space(settings.storage, sizes=sizes)
+        return measure_tensor_space(settings.storage, sizes=sizes, what=SPILLED_GRADIENTS)
     if cards is None:
         return []
     nbytes = gradient_file_bytes(cards, ring_within(cards, _ring(settings, extents), extent_bytes=largest))
@@ -353,7 +366,7 @@ def require_parameter_space(
     with raising_together(), io_limit(transfer.io_timeout):
         requests = [
             *_state_space(offload, extents, aside, rank=rank, numel=layout.numel, num_parameters=len(numels)),
-            *measure_parameter_space(parameters.folders, sizes=sizes),
+            *measure_tensor_space(parameters.folders, sizes=sizes, what=PARAMETERS),
         ]
     require_space(_of_all_ranks(requests, None))
 
@@ -411,7 +424,7 @@ def _state_space(
         num_parameters: Number of parameters in it.
     """
     if aside is None:
-        return _gradient_space(settings, extents)
+        return _unnamed_space(settings, extents)
     return [
         *measure_space(
             settings.storage,
@@ -422,6 +435,6 @@ def _state_space(
             moved=[part.path for _, part in aside.moved],
         ),
         *space_of(aside, rank),
-        *_gradient_space(settings, extents),
+        *_unnamed_space(settings, extents),
         *measure_residual_space(settings.storage[0], numel=settings.recorded_numel(numel)),
     ]

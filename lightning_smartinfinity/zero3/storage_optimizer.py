@@ -30,6 +30,7 @@ from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layou
 from lightning_smartinfinity.transfer.partitions import ParameterMemory
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.transfer.step_plan import StepPlan
+from lightning_smartinfinity.zero3.activations import open_activations
 from lightning_smartinfinity.zero3.collectives import raise_together, raising_together, sum_over_ranks, sums_over_ranks
 from lightning_smartinfinity.zero3.environment import return_freed_memory, reuse_freed_memory
 from lightning_smartinfinity.zero3.parameter_groups import restore_groups, take_parameters
@@ -90,7 +91,10 @@ class StorageOptimizer(GradientPath):
         except BaseException:
             rank_state.close()
             raise
-        self.overlap = OverlapChoice(offload.overlap, obstacle=self._obstacle_to_speculation())
+        # What of the activations is offloaded follows from the first step, and is so from the second one on.
+        unmeasured = 0 if offload.activations is None else 2
+        obstacle = self._obstacle_to_speculation()
+        self.overlap = OverlapChoice(offload.overlap, obstacle=obstacle, unmeasured=unmeasured)
         self.speculation = Speculation(rank_state)
         self.update = UpdateInFlight(rank_state, self.speculation, release_gathered=self._partition_all_parameters)
         self.outside_writes = OutsideWrites(rank_state, self.update)
@@ -149,6 +153,7 @@ class StorageOptimizer(GradientPath):
         self._link = link = link_to(torch.device(get_accelerator().current_device_name()))
         with raising_together(self.dp_process_group):
             memory = self._gradient_memory(layout)
+            self.rank_state.activations = open_activations(self._offload, self.dp_process_group)
         dtype = self.gradient_accumulation_dtype
         self.rank_state.hold_arena(GradientArena(layout, dtype=dtype, link=link, memory=memory))
         self.rank_state.compressed = self._compressed(layout, link)
@@ -244,6 +249,7 @@ class StorageOptimizer(GradientPath):
         refused = (
             self.rank_state.background.take_failure()
             or self._failure_of_gradients()
+            or self._failure_of_activations()
             or find_ignored(list(self.partition.params()), self._frozen, names=self.param_names)
         )
         self._pre_step()
@@ -280,6 +286,10 @@ class StorageOptimizer(GradientPath):
         if used is not None:
             return gradients_given_up(f"parameter {self.param_names[used]!r} was used or changed")
         return gradients_given_up("parameters or state were read or changed, or the step before failed,")
+
+    def _failure_of_activations(self) -> SmartInfinityError | None:
+        activations = self.rank_state.activations
+        return None if activations is None else activations.take_failure()
 
     def _choose_kept_gathered(self) -> None:
         # At the end of a step the base class gathers the small parameters of the whole model. If the update runs beside

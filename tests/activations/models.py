@@ -89,6 +89,11 @@ def mixed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(batch)
 
 
+def compiled() -> nn.Module:
+    model: nn.Module = torch.compile(Language(), backend="aot_eager")  # type: ignore[assignment]
+    return model
+
+
 def reentrant(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(block, x, use_reentrant=True)
 
@@ -105,6 +110,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], Run
     "reentrant checkpoints": (lambda: Language(reentrant, dropout=0.3), tokens, lambda model, batch: model(batch)),
     "checkpoints": (lambda: Language(not_reentrant, dropout=0.3), tokens, lambda model, batch: model(batch)),
     "autocast": (Language, tokens, mixed),
+    "compiled": (compiled, tokens, lambda model, batch: model(batch)),
     "convolutions": (Pictures, pictures, lambda model, batch: model(batch)),
 }
 

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_smartinfinity.activations import OffloadedActivations
 from lightning_smartinfinity.errors import StorageError
 from tests.activations.models import drop_memory, everything, opened
+from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import Hold, inject
 from tests.helpers.unnamed import unnamed_files
 from tests.helpers.waiting import await_that, join
@@ -300,9 +301,10 @@ def test_files_have_no_names(tmp_path: Path) -> None:
     assert unnamed_files(tmp_path) == []
 
 
-def test_a_process_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", long_but([5], [5, 50]))
+def test_a_process_that_is_killed(kills: int, tmp_path: Path) -> None:
     """Nothing of it is left on storage, whenever it is killed."""
-    for seed in range(5):
+    for seed in range(kills):
         child = os.fork()
         if child == 0:
             try:
@@ -313,7 +315,7 @@ def test_a_process_that_is_killed(tmp_path: Path) -> None:
             finally:
                 os._exit(1)
         await_that((tmp_path / "begun").exists)
-        time.sleep(seed / 100)
+        time.sleep(seed % 10 / 100)
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         (tmp_path / "begun").unlink()

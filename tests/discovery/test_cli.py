@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
-from lightning_smartinfinity import SmartInfinityStrategy, TopK
+from lightning_smartinfinity import ActivationOffload, SmartInfinityStrategy, TopK
 from tests.helpers.fresh_python import fresh_python
 
 CLASS_PATH = "lightning_smartinfinity.SmartInfinityStrategy"
@@ -29,6 +29,8 @@ trainer:
         init_args:
           ratio: 0.02
           error_feedback: false
+      activations:
+        budget_bytes: 8GB
       zero:
         reduce_bucket_size: 1000000
 """
@@ -80,6 +82,7 @@ def test_settings_in_a_file(tmp_path: Path) -> None:
     assert strategy._settings.storage == (tmp_path / "nvme0", tmp_path / "nvme1")
     assert (strategy._settings.transfer.num_buffers, strategy._settings.transfer.durability) == (8, "power")
     assert strategy._settings.compression == TopK(0.02, error_feedback=False)
+    assert strategy._settings.activations == ActivationOffload(budget_bytes=8_000_000_000)
     assert strategy.config["zero_optimization"]["reduce_bucket_size"] == 1_000_000  # type: ignore[index]
 
 
@@ -108,7 +111,7 @@ ARGUMENTS = (
     ("state_format", "Format of optimizer state on storage", ("str",), "fp32"),
     ("overlap", "Passes during which the update may run", ("str",), "auto"),
     ("compression", "How gradients are sent to the update", ("GradientCodec",), "null"),
-    ("activations", "Not available in this version", ("object",), "null"),
+    ("activations", "How much of what forward saves", ("ActivationOffload",), "null"),
     ("transfer", "Ring size, I/O engine", ("TransferConfig",), "null"),
     ("zero", "Further keys of DeepSpeed's", ("Mapping",), "null"),
 )

@@ -20,6 +20,7 @@ from lightning_smartinfinity.plan.training import Training
 from lightning_smartinfinity.survey.models import find_source, survey_model
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 from tests.helpers.long_cases import long_but
+from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.resharding import as_of_another_number
 from tests.huggingface.trained import (
     LENGTH,
@@ -134,6 +135,24 @@ def test_a_budget_of_parameters(model_folder: Path, tmp_path: Path) -> None:
     budgeted = train(model_folder, tmp_path / "s", strategy={"zero": zero, "transfer": {"parameter_bytes": least}})
     assert budgeted.losses == in_memory.losses
     assert same(budgeted.weights, in_memory.weights)
+
+
+def test_activations_on_storage(model_folder: Path, tmp_path: Path) -> None:
+    """They change no bit, with accumulation and the model's own checkpoints."""
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+    in_memory = train(model_folder, tmp_path / "memory", **settings)
+    moved: list[int] = []
+
+    def count(trainer: Any) -> None:
+        callback = transformers.TrainerCallback()
+        callback.on_step_end = lambda *args, **kwargs: moved.append(  # type: ignore[method-assign]
+            trainer.model_wrapped.optimizer.rank_state.activations.traffic().written_bytes
+        )
+        trainer.add_callback(callback)
+
+    stored = train(model_folder, tmp_path / "storage", strategy={"activations": EVERYTHING}, before=count, **settings)
+    assert stored.losses == in_memory.losses and same(stored.weights, in_memory.weights)
+    assert moved[-1] > moved[0] > 0
 
 
 def test_a_resumed_training_equals_one_that_never_stopped(

@@ -11,10 +11,11 @@ import pytest
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.store import (
+    PARAMETERS,
     TensorStore,
     in_time,
     jobs,
-    measure_parameter_space,
+    measure_tensor_space,
     recover_store,
     scrub,
 )
@@ -45,7 +46,7 @@ def test_free_space_that_is_not_told(tmp_path: Path, disk: SilentDisk, attack: A
     attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
     disk.hang(os, "statvfs")
     with gives_up(tmp_path, "Looking for free space in"), io_limit(SECONDS):
-        measure_parameter_space([tmp_path], sizes=[1])
+        measure_tensor_space([tmp_path], sizes=[1], what=PARAMETERS)
 
 
 def test_a_file_for_parameters_that_is_not_opened(tmp_path: Path, disk: SilentDisk, attack: Attack) -> None:

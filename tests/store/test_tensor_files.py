@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity.errors import StorageError, StorageFullError
-from lightning_smartinfinity.store import UnnamedFiles, measure_parameter_space, require_space
+from lightning_smartinfinity.store import PARAMETERS, UnnamedFiles, measure_tensor_space, require_space
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from tests.helpers.unnamed import unnamed_files
 from tests.helpers.waiting import PROCESS_LIMIT
@@ -163,5 +163,5 @@ def test_a_file_system_that_refuses_direct_io(tmp_path: Path, monkeypatch: pytes
 def test_too_little_space_for_the_parameters(tmp_path: Path) -> None:
     """Parameters too large for the file system are refused beforehand, and the error says that they need the space."""
     with pytest.raises(StorageFullError, match=r"The parameters need .* GiB in .*, where .* are free"):
-        require_space(measure_parameter_space([tmp_path], sizes=[1 << 60]))
+        require_space(measure_tensor_space([tmp_path], sizes=[1 << 60], what=PARAMETERS))
     assert not list(tmp_path.iterdir())

@@ -2,7 +2,8 @@
 
 ``python -m tests.training.failing_rank_worker FOLDER OVERLAP``
 
-In the first fit a write of state fails; in the second fit the write of the commit record fails. With ``none`` an
+In the first fit a write of state fails, in the second one the write of the commit record, in the others a read and a
+write of activations. With ``none`` an
 earlier fit damages its compressed gradients in memory. With ``backward`` an earlier fit cannot roll back a speculative
 update. With ``forward`` a loop in Fabric follows that ends with a step in flight. Every rank writes the errors that it
 caught to ``rank-<n>.json``.
@@ -26,6 +27,7 @@ from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy, S
 from tests.fabric.worker import _window, quiet_fabric
 from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.offloaded import EVERYTHING
 
 
 class FailOnRankOne(pl.Callback):
@@ -59,6 +61,16 @@ def fail_commit(optimizer: Any) -> None:
     os.pwrite = full  # type: ignore[assignment]
 
 
+def fail_read_of_activations(optimizer: Any) -> None:
+    """Make the next read of activations fail."""
+    testing.inject(optimizer.rank_state.activations._store.files.core, fail_read_at=0)
+
+
+def fail_write_of_activations(optimizer: Any) -> None:
+    """Make the next write of activations fail."""
+    testing.inject(optimizer.rank_state.activations._store.files.core, fail_write_at=0, errno=errno.ENOSPC)
+
+
 def fail_roll_back(optimizer: Any) -> None:
     """Make a rollback fail because the previous state is unreadable."""
 
@@ -80,9 +92,7 @@ def damage_payload(optimizer: Any) -> None:
     state.handler._store.commit = damaging
 
 
-def fit(
-    root: Path, failure: FailOnRankOne, clip: float | None = None, compression: TopK | None = None
-) -> tuple[pl.Trainer, str]:
+def fit(root: Path, failure: FailOnRankOne, clip: float | None = None, **options: Any) -> tuple[pl.Trainer, str]:
     """Train and return the Trainer and the error of this rank."""
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -90,7 +100,7 @@ def fit(
         precision="bf16-mixed",
         # The small bucket makes gradients leave during backward.
         strategy=SmartInfinityStrategy(
-            root / "storage", overlap=sys.argv[2], compression=compression, zero={"reduce_bucket_size": 4000}
+            root / "storage", overlap=sys.argv[2], zero={"reduce_bucket_size": 4000}, **options
         ),
         max_steps=5,
         gradient_clip_val=clip,
@@ -143,8 +153,10 @@ def main() -> None:
     if sys.argv[2] == "backward":
         # Clipping makes every speculative update wrong. After the third one speculation pauses.
         _, seen["fail_roll_back"] = fit(root, FailOnRankOne(fail_roll_back, step=1), clip=1e-3)
-    for fail in (fail_write, fail_commit):
-        trainer, met = fit(root, FailOnRankOne(fail))
+    for fail in (fail_read_of_activations, fail_write_of_activations, fail_write, fail_commit):
+        trainer, met = fit(
+            root, FailOnRankOne(fail), activations=EVERYTHING if "activations" in fail.__name__ else None
+        )
         handler = trainer.strategy.optimizers[0].update.drained_handler()
         seen[fail.__name__] = {"met": met, "generation": handler.generation, "steps": max(handler.steps.tolist())}
     if sys.argv[2] == "forward":

@@ -56,6 +56,7 @@ def assert_helpful(error: SmartInfinityError, *values: str) -> None:
         ({"overlap": "sideways"}, "'sideways'"),
         ({"compression": object()}, "compression"),
         ({"activations": object()}, "activations"),
+        ({"activations": True}, "activations"),
         ({"storage": []}, "[]"),
         ({"storage": ""}, "''"),
         ({"storage": ["/a", "/a"]}, "twice"),

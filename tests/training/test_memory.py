@@ -69,7 +69,8 @@ def test_ring_does_not_depend_on_the_model(figures: list[dict[str, Any]]) -> Non
     """The strategy reports the ring, in which whole tasklets fit, and a 16-bit gradient arena for every depth."""
     for of_depth in figures:
         ring = of_depth["host_bytes"]["ring"]
-        assert of_depth["host_bytes"] == {"ring": ring, "gradient_arena": 2 * of_depth["state_numel"]}
+        held = {name: nbytes for name, nbytes in of_depth["host_bytes"].items() if name != "activations"}
+        assert held == {"ring": ring, "gradient_arena": 2 * of_depth["state_numel"]}
         assert ring == figures[0]["host_bytes"]["ring"] and 0.98 * RING_BYTES < ring <= RING_BYTES
 
 

@@ -109,8 +109,12 @@ class Recorder(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if self.run.delays is not None:
-            pipeline = trainer.strategy.optimizers[0].update.drained_handler()._device._pipeline
-            testing.inject(pipeline, seed=self.run.delays, max_delay_us=self.run.delay_us, short_transfer_every=3)
+            optimizer = trainer.strategy.optimizers[0]
+            delayed = [optimizer.update.drained_handler()._device._pipeline]
+            if optimizer.rank_state.activations is not None:
+                delayed.append(optimizer.rank_state.activations._store.files.core)
+            for target in delayed:
+                testing.inject(target, seed=self.run.delays, max_delay_us=self.run.delay_us, short_transfer_every=3)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         if self.run.strategy != "smart_infinity":

@@ -1,13 +1,19 @@
-"""Contract with torch's autograd, on which activations on storage rely."""
+"""Contract with torch's autograd and DeepSpeed's checkpoints, on which activations on storage rely."""
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import pytest
 import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+
+from lightning_smartinfinity.patches import wrapped
 
 
 def test_a_view_knows_its_base() -> None:
@@ -92,3 +98,26 @@ def test_tensors_are_found_in_nested_containers() -> None:
     one, two = torch.ones(1), torch.ones(2)
     leaves = tree_leaves({"a": [one, {"b": (two, "text")}]})
     assert [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] == [one, two]
+
+
+def test_the_checkpoints_of_deepspeed_keep_their_inputs_themselves() -> None:
+    """Their inputs follow two arguments of a method that is looked up for each of them, and no hook sees them."""
+    function = checkpointing.CheckpointFunction
+    assert isinstance(vars(function)["forward"], staticmethod)
+    names = list(inspect.signature(function.forward).parameters)
+    assert names == ["ctx", "run_function", "all_outputs", "args"]
+    assert "ctx.deepspeed_saved_tensors = " in inspect.getsource(function.forward)
+    packed: list[torch.Tensor] = []
+    seen: list[object] = []
+
+    def look(forward: Any, *inputs: object) -> Any:
+        seen.extend(inputs[3:])
+        return forward(*inputs)
+
+    value = torch.ones(3, requires_grad=True)
+    with (
+        wrapped(function, "forward", look),
+        saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor),
+    ):
+        checkpointing.checkpoint(torch.exp, value)
+    assert seen == [value] and packed == []

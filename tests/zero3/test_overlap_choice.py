@@ -35,6 +35,13 @@ def test_the_faster_is_chosen_within_eight_steps(fastest: str, jitter: bool) -> 
     assert set(modes[8:]) == {fastest}
 
 
+def test_steps_in_which_something_else_is_chosen_are_not_measured() -> None:
+    """They may take any time."""
+    modes = run(OverlapChoice("auto", unmeasured=2), {"forward": 1.0, "backward": 0.8})
+    assert modes[:10] == 6 * ["forward"] + 4 * ["backward"]
+    assert set(modes[10:]) == {"backward"}
+
+
 def test_what_is_simpler_stays_where_nothing_is_gained() -> None:
     assert run(OverlapChoice("auto"), {"forward": 1.0, "backward": 0.98})[-1] == "forward"
 

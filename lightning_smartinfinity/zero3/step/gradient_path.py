@@ -124,6 +124,8 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
             _drop_gradient(param)
         super().zero_grad(set_to_none)
         self.arena.reset()
+        if self.rank_state.activations is not None:
+            self.rank_state.activations.gradients_are_gone()
         # Discard what an interrupted backward left waiting.
         for bucket in self.ipg_buckets.values():
             bucket.params.clear()

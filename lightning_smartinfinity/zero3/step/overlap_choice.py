@@ -38,13 +38,15 @@ class OverlapChoice:
         obstacle: Why no update may begin in backward; None if it may. With an obstacle, ``"backward"`` becomes
             ``"forward"``, and ``"auto"`` does not try it. If nobody tells in the first steps that a step follows a
             backward, that is an obstacle, too.
+        unmeasured: Number of the first steps that are not measured, as something else is being chosen in them.
 
     Attributes:
         mode: The overlap of the next step.
     """
 
-    def __init__(self, setting: str, *, obstacle: str | None = None) -> None:
+    def __init__(self, setting: str, *, obstacle: str | None = None, unmeasured: int = 0) -> None:
         self._setting = setting
+        self._unmeasured = unmeasured
         self._candidates: tuple[str, ...] = _CANDIDATES if setting == "auto" else (setting,)
         # Whether somebody has told that a step follows. Until then it is None in windows without a backward.
         self._told: bool | None = None
@@ -79,6 +81,9 @@ class OverlapChoice:
             if self._num_untold == _PATIENCE:
                 self._rule_backward_out(_NOBODY_TELLS)
         if len(self._candidates) == 1:
+            return
+        if self._unmeasured:
+            self._unmeasured -= 1
             return
         if self._last is not None:
             self._seconds.append(now - self._last)

@@ -13,6 +13,7 @@ from threading import Thread, current_thread
 import torch
 from torch.distributed import ProcessGroup
 
+from lightning_smartinfinity.activations import ActivationTraffic, OffloadedActivations
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.transfer.arena import GradientArena
@@ -91,6 +92,7 @@ class RankState:
 
     Attributes:
         compressed: Compressed gradients; None: gradients are not compressed.
+        activations: The offloading of what forward saves for backward; None: it stays in memory.
         in_fit: Whether a Trainer's fit with this state is in progress.
         background: Jobs that read the state beside the training; it is closed when they have ended.
         keeping: Whether the state stays on storage.
@@ -104,6 +106,7 @@ class RankState:
         self._unusable_reason: str | None = None
         self._closed_since = ""
         self.compressed: CompressedGradients | None = None
+        self.activations: OffloadedActivations | None = None
         self.in_fit = False
         self._records_ended = False
         self.background = BackgroundJobs()
@@ -243,6 +246,8 @@ class RankState:
             held["payloads"] = self.compressed.payload_bytes
             if self.compressed.residual_bytes:
                 held["residual"] = self.compressed.residual_bytes
+        if self.activations is not None:
+            held["activations"] = self.activations.host_bytes
         cached = self._handler.cache_bytes
         return {**held, "dram_cache": cached} if cached else held
 
@@ -252,7 +257,9 @@ class RankState:
             return Traffic()
         counters = None if self._arena is None else self._arena.counters()
         traffic = self._handler.traffic()
-        return traffic if counters is None else traffic + replace(Traffic.over_shared_channel(counters), folders=())
+        if counters is not None:
+            traffic += replace(Traffic.over_shared_channel(counters), folders=())
+        return traffic if self.activations is None else traffic + _traffic_of(self.activations.traffic())
 
     def close(self, *, since: str = "") -> None:
         """Close the handler and the arena, and remove the state on storage unless it stays. Idempotent.
@@ -278,6 +285,13 @@ class RankState:
         if self.compressed is not None:
             self.compressed.close()
             self.compressed = None
+        self.close_activations()
+
+    def close_activations(self) -> None:
+        """Remove what forward has saved from storage; idempotent. The backward of a living graph raises afterwards."""
+        if self.activations is not None:
+            self.activations.close()
+            self.activations = None
 
     def closer(self) -> Callable[[], None]:
         """Return a function for an exit handler; it closes the store and holds no reference to arena or optimizer.
@@ -321,6 +335,15 @@ class RankState:
         except SmartInfinityError as error:
             self.roll_back(error)
             warn_of_rolled_back_step(error)
+
+
+def _traffic_of(activations: ActivationTraffic) -> Traffic:
+    return Traffic(
+        activation_read_bytes=activations.read_bytes,
+        activation_write_bytes=activations.written_bytes,
+        activation_wait_seconds=activations.waited_seconds + activations.held_up_seconds,
+        storage_write_bytes=activations.written_bytes,
+    )
 
 
 def warn_of_rolled_back_step(error: SmartInfinityError) -> None:

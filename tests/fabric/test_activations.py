@@ -1,0 +1,165 @@
+"""Activations on storage in a user's own loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_smartinfinity import StorageError, UnsupportedError
+from lightning_smartinfinity.activations import paused
+from tests.fabric.test_training import EVERYTHING as RECIPE
+from tests.fabric.worker import Run, quiet_fabric, train
+from tests.helpers import native_testing as testing
+from tests.helpers.models import Recipe, TinyGPT
+from tests.helpers.offloaded import EVERYTHING
+from tests.helpers.waiting import await_that
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_same_bits(precision: str, tmp_path: Path) -> None:
+    """Groups, a scheduler, accumulation, clipping and unused parameters: as with all in memory."""
+    recipe = dataclasses.replace(RECIPE, precision=precision)
+    memory, storage = (
+        train(Run(out=str(tmp_path / str(number)), recipe=recipe, options={"activations": activations}))
+        for number, activations in enumerate((None, EVERYTHING))
+    )
+    assert (storage.losses, storage.extra) == (memory.losses, memory.extra)
+    assert all(torch.equal(storage.masters[name], master) for name, master in memory.masters.items())
+
+
+class Loop:
+    """A loop of one batch, whose model's forward is offloaded."""
+
+    def __init__(self, root: Path, activations: Any = EVERYTHING, model: torch.nn.Module | None = None) -> None:
+        recipe = Recipe()
+        self.batch = recipe.batch(0)
+        self.fabric = quiet_fabric(
+            root,
+            precision="32-true",
+            options={"activations": activations, "overlap": "none", "zero": {"stage3_param_persistence_threshold": 0}},
+        )
+        module = recipe.build_model() if model is None else model
+        self.model, self.optimizer = self.fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        self.losses: list[float] = []
+
+    def forward(self) -> torch.Tensor:
+        loss: torch.Tensor = self.model(self.batch)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def step(self) -> None:
+        self.fabric.backward(self.forward(), model=self.model)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def activations(self) -> Any:
+        return self.optimizer.engine.optimizer.rank_state.activations
+
+    def close(self) -> None:
+        self.fabric.strategy.close()  # type: ignore[attr-defined]
+
+
+def test_two_forwards_before_a_backward(tmp_path: Path) -> None:
+    """Graphs may be used in any order, or dropped."""
+    losses = []
+    for number, activations in enumerate((None, EVERYTHING)):
+        loop = Loop(tmp_path / str(number), activations)
+        for _ in range(3):
+            first, second, _ = loop.forward(), loop.forward(), loop.forward()
+            loop.fabric.backward(first, model=loop.model, retain_graph=True)
+            loop.fabric.backward(second, model=loop.model)
+            loop.fabric.backward(first, model=loop.model)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        losses.append(loop.losses)
+        loop.close()
+    assert losses[0] == losses[1]
+
+
+def let_a_read_fail(activations: Any) -> bool:
+    """Return whether the next read will fail: faults can be injected while no transfer is in flight."""
+    try:
+        testing.inject(activations._store.files.core, fail_read_at=0)
+    except ValueError:
+        return False
+    return True
+
+
+def test_an_unreadable_entry_is_forgotten_with_its_gradients(tmp_path: Path) -> None:
+    """The step fails as long as the gradients are there, over accumulation, too, and goes on after zero_grad."""
+    straight = Loop(tmp_path / "straight")
+    for _ in range(3):
+        straight.step()
+    straight.close()
+    loop = Loop(tmp_path / "failing")
+    loop.step()
+    loop.activations._notes_failures = True  # as with several processes
+    for retains in (False, True):
+        await_that(lambda: let_a_read_fail(loop.activations))
+        loss = loop.forward()
+        loop.fabric.backward(loss, model=loop.model, retain_graph=retains)
+        if retains:
+            loop.optimizer.zero_grad()
+            loop.fabric.backward(loss, model=loop.model)  # what could not be read is still missing
+        else:
+            loop.fabric.backward(loop.forward(), model=loop.model)
+        with pytest.raises(StorageError, match=r"Entry \d+ of what forward saved"):
+            loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    del loop.losses[1:]
+    await_that(lambda: let_a_read_fail(loop.activations))
+    loop.fabric.backward(loop.forward(), model=loop.model)
+    loop.optimizer.zero_grad()
+    loop.losses.pop()
+    loop.step()
+    loop.step()
+    assert loop.losses == straight.losses
+    loop.close()
+
+
+class Functional(TinyGPT):
+    """A model that calls code of torch that refuses hooks."""
+
+    def __init__(self, *, pauses: bool) -> None:
+        super().__init__()
+        self.pauses = pauses
+
+    def forward(self, tokens: torch.Tensor, *, use_side: bool = True) -> torch.Tensor:
+        if self.pauses:
+            with paused():
+                slope = torch.func.grad(torch.sin)(torch.zeros(()))
+        else:
+            slope = torch.func.grad(torch.sin)(torch.zeros(()))
+        return super().forward(tokens, use_side=use_side) * slope
+
+
+def test_code_that_refuses_hooks(tmp_path: Path) -> None:
+    """The error names the pause, with which the model trains."""
+    loop = Loop(tmp_path / "refused", model=Functional(pauses=False))
+    with pytest.raises(UnsupportedError, match="paused"):
+        loop.forward()
+    loop.close()
+    loop = Loop(tmp_path / "paused", model=Functional(pauses=True))
+    loop.step()
+    loop.close()
+
+
+def test_a_released_parameter_is_gathered(tmp_path: Path) -> None:
+    """Backward gets the values of a parameter that was saved and then released. The end of the step releases it."""
+    loop = Loop(tmp_path)
+    weight: Any = loop.optimizer.engine.module.norm.weight
+    with loop.activations.forward():
+        weight.all_gather()
+        kept = weight.detach().clone()
+        product: Any = weight * torch.ones(32, requires_grad=True)
+    weight.partition()
+    assert weight.numel() == 0
+    assert torch.equal(product.grad_fn._saved_self, kept)
+    loop.step()
+    assert weight.numel() == 0
+    loop.close()
