@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py --sizes 124M 355M 1.1B --storage /mnt/nvme0 --json memory.json
     python benchmarks/memory.py --sizes 2.9B --systems budgets --state-format int8 --durability none
+    python benchmarks/memory.py --sizes 1.1B --from-pretrained --steps 1
 
 A Llama-shaped model of 32,000 tokens trains in bf16-true on one sequence, by each system in a process of its own; two
 further processes resume from its checkpoint for one step and export it. "in_memory" has parameters and gradients in
@@ -12,6 +13,10 @@ Its async_io is built when it first runs, which needs libaio's header and takes 
 Peaks are those of the resident set (VmHWM), reset between the phases. "limit" is 1.1 GB for imports and the ring, twice
 the parameters and the gradient of the largest module, the logits, and the budgets. A step lasts from one batch's end to
 the next, as the median after two.
+
+With --from-pretrained the model is loaded by transformers from sharded safetensors in bf16, made once for each size and
+removed in the end, instead of being built from random numbers. "different" counts the parameters of which any bit is
+not that of the files after set-up; a process of its own compares them.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ import torch
 from comparison import Figures, measure, report, table, write_figures
 from machine import describe
 from peak_memory import resident, restart_peak, system_io, zero_infinity_config
+from sharded_weights import make_folder, num_different
 from torch import nn
 from training import WARMUP, Probe, quiet_trainer, train_stock
 
@@ -49,6 +55,7 @@ COLUMNS: dict[str, tuple[str, int]] = {
     "x in_memory": ("against_memory", 2),
     "read B/param": ("read", 1),
     "written B/param": ("written", 1),
+    "different": ("different", 0),
 }
 
 
@@ -68,10 +75,14 @@ class Losses(nn.Module):
         return loss
 
 
-def build(size: str, *, checkpointing: bool = False) -> Losses:
-    """Build a Llama-shaped model of about that many parameters."""
+def build(size: str, *, weights: Path | None = None, checkpointing: bool = False) -> Losses:
+    """Build a Llama-shaped model of about that many parameters, or load it from a folder of that model."""
     from lightning_smartinfinity.survey.models import find_source
 
+    if weights is not None:
+        from transformers import AutoModelForCausalLM
+
+        return Losses(AutoModelForCausalLM.from_pretrained(weights).train())
     source = find_source(size)
     assert source.build is not None
     model: Any = source.build()
@@ -106,8 +117,8 @@ def strategy_of(options: argparse.Namespace, system: str, folder: Path) -> Any:
     )
 
 
-def fit(options: argparse.Namespace, system: str, size: str, folder: Path, *, resume: bool) -> Figures:
-    """Train and save, or resume for a step, in this process; return peaks, bytes and seconds."""
+def fit(options: argparse.Namespace, system: str, size: str, folder: Path, what: str) -> Figures:
+    """Train and save, resume for a step, or compare weights, in this process; return peaks, bytes and seconds."""
     import deepspeed  # noqa: F401
     import lightning.pytorch as pl
     import transformers  # noqa: F401
@@ -115,11 +126,12 @@ def fit(options: argparse.Namespace, system: str, size: str, folder: Path, *, re
     found: Figures = {}
     ends: list[float] = []
     io: list[dict[str, int]] = []
-    num_steps = WARMUP + options.steps
+    num_batches = WARMUP + options.steps + 1
+    num_steps = {"train": num_batches - 1, "resume": num_batches, "compare": 1}[what]
 
     class Module(pl.LightningModule):
         def configure_model(self) -> None:
-            self.model = build(size)
+            self.model = build(size, weights=options.weights)
 
         def training_step(self, tokens: torch.Tensor, _: int) -> torch.Tensor:
             return self.model(tokens)  # type: ignore[no-any-return]
@@ -128,10 +140,12 @@ def fit(options: argparse.Namespace, system: str, size: str, folder: Path, *, re
             return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
         def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(torch.randint(0, 1000, (num_steps + 1, options.tokens)), batch_size=1)
+            return torch.utils.data.DataLoader(torch.randint(0, 1000, (num_batches, options.tokens)), batch_size=1)
 
         def on_train_start(self) -> None:
             found["setup"] = peak()
+            if what == "compare":
+                found["different"] = num_different(self.model.model, options.weights)
 
         def on_train_batch_end(self, *_: Any) -> None:
             ends.append(time.perf_counter())
@@ -140,11 +154,14 @@ def fit(options: argparse.Namespace, system: str, size: str, folder: Path, *, re
     strategy = strategy_of(options, system, folder)
     clip = 1.0 if options.clip == "on" else None
     common = {"precision": "bf16-true", "gradient_clip_val": clip}
-    trainer = quiet_trainer(folder, strategy, max_steps=num_steps + int(resume), **common)
+    trainer = quiet_trainer(folder, strategy, max_steps=num_steps, **common)
     module = Module()
-    trainer.fit(module, ckpt_path=folder / "a.ckpt" if resume else None)
+    trainer.fit(module, ckpt_path=folder / "a.ckpt" if what == "resume" else None)
     found["steps"] = peak()
-    if resume:
+    if what == "compare":
+        strategy.close()
+        return {"different": found["different"]}
+    if what == "resume":
         return {"resuming": max(found.values())}
     trainer.save_checkpoint(folder / "a.ckpt")
     found["saving"] = peak()
@@ -214,13 +231,15 @@ def limit_of(options: argparse.Namespace, system: str, size: str) -> int:
     return BASE + 2 * (2 + 2) * max(sizes) + logits + options.gradient_bytes + parameters
 
 
-def measured(options: argparse.Namespace, system: str, size: str, clip: str) -> Figures | None:
-    """Run the processes of one system; None if one fails."""
+def measured(options: argparse.Namespace, system: str, size: str, clip: str, weights: Path | None) -> Figures | None:
+    """Run the processes of one system, which loads the model from a folder if there is one; None if one fails."""
     names = ("tokens", "steps", "gradient_bytes", "parameter_bytes", "state_format", "durability", "overlap")
     given = [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
+    given += ["--weights", str(weights)] if weights is not None else []
     found: Figures = {}
     with tempfile.TemporaryDirectory(dir=options.storage, prefix="memory-") as folder:
-        for what in ("train", "resume", "export") if system != "zero_infinity" else ("train",):
+        phases = ("train", "resume", "export") if system != "zero_infinity" else ("train",)
+        for what in phases if weights is None else ("compare", *phases):
             told = f"{system}, {size}, clipping {clip}, {what}"
             child = ["--child", what, system, size, "--clip", clip, "--storage", folder]
             figures = measure(told, __file__, *child, *given)
@@ -229,6 +248,30 @@ def measured(options: argparse.Namespace, system: str, size: str, clip: str) -> 
             found |= figures
     limit = limit_of(options, system, size)
     return {**found, **({"limit": limit} if limit else {})}
+
+
+def made_weights(sizes: list[str], folder: Path) -> dict[str, Path]:
+    """Make the folder of weights of each size; return them by size."""
+    from lightning_smartinfinity.survey.models import find_source
+
+    made = {size: make_folder(folder / size, find_source(size).config) for size in sizes}
+    print(f"weights made with a peak of {peak() / 1e9:.2f} GB", file=sys.stderr)
+    return made
+
+
+def rows_of(options: argparse.Namespace, clip: str, made: dict[str, Path]) -> dict[str, Figures]:
+    """Measure every system that does not fail, for one way to clip."""
+    rows: dict[str, Figures] = {}
+    for size, system in product(options.sizes, options.systems):
+        figures = measured(options, system, size, clip, made.get(size))
+        if figures is None:
+            continue
+        in_gb = {name: figures[name] / 1e9 for name in (*PHASES, "limit") if name in figures}
+        rows[f"{size}, {system}"] = figures = {**figures, **in_gb}
+        whole = rows.get(f"{size}, in_memory")
+        if whole is not None:
+            figures["against_memory"] = figures["seconds"] / whole["seconds"]
+    return rows
 
 
 def main() -> int:
@@ -249,9 +292,13 @@ def main() -> int:
     parser.add_argument("--durability", choices=("none", "step", "power"), default="step")
     parser.add_argument("--overlap", default="forward")
     parser.add_argument("--storage", default=".", help="folder on the disk to measure")
+    parser.add_argument("--from-pretrained", action="store_true", help="load the models from sharded safetensors")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.from_pretrained and "zero_infinity" in options.systems:
+        parser.error("--from-pretrained is for the systems of this package, and zero_infinity is not one")
     os.environ["DS_ACCELERATOR"] = "cpu"
     if options.child:
         (what, system, size), folder = options.child, Path(options.storage)
@@ -261,24 +308,18 @@ def main() -> int:
         elif what == "export":
             report(export(folder))
         else:
-            report(fit(options, system, size, folder, resume=what == "resume"))
+            report(fit(options, system, size, folder, what))
         return 0
     print(describe("torch", "deepspeed", "transformers"), flush=True)
     tables, failed = [], False
-    for clip in options.clip:
-        rows: dict[str, Figures] = {}
-        for size, system in product(options.sizes, options.systems):
-            figures = measured(options, system, size, clip)
-            failed |= figures is None
-            if figures is not None:
-                in_gb = {name: figures[name] / 1e9 for name in (*PHASES, "limit") if name in figures}
-                rows[f"{size}, {system}"] = figures = {**figures, **in_gb}
-                whole = rows.get(f"{size}, in_memory")
-                if whole is not None:
-                    figures["against_memory"] = figures["seconds"] / whole["seconds"]
-        heading = f"bf16-true, {options.state_format} state, 1 x {options.tokens} tokens, clipping {clip}"
-        print(f"\n{heading}\n\n{table(rows, COLUMNS, head='model, system')}", flush=True)
-        tables.append({"clip": clip, "rows": rows})
+    with tempfile.TemporaryDirectory(dir=options.storage, prefix="weights-") as folder:
+        made = made_weights(options.sizes, Path(folder)) if options.from_pretrained else {}
+        for clip in options.clip:
+            rows = rows_of(options, clip, made)
+            failed |= len(rows) < len(options.sizes) * len(options.systems)
+            heading = f"bf16-true, {options.state_format} state, 1 x {options.tokens} tokens, clipping {clip}"
+            print(f"\n{heading}\n\n{table(rows, COLUMNS, head='model, system')}", flush=True)
+            tables.append({"clip": clip, "rows": rows})
     write_figures(options.json, benchmark="memory", machine=describe("torch", "deepspeed"), tables=tables)
     return int(failed)
 

@@ -16,7 +16,15 @@ from tests.helpers.processes import run_module
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
 from tests.training.configure_model_worker import fit
-from tests.training.transformers_worker import BuiltOnTokens, construct, language_loss, load, tokens
+from tests.training.transformers_worker import (
+    NOTHING_PERSISTS,
+    BuiltOnTokens,
+    Counted,
+    construct,
+    language_loss,
+    load,
+    tokens,
+)
 
 pytestmark = RunIf(package="transformers")
 
@@ -119,6 +127,38 @@ def test_weights_are_never_all_in_memory(tmp_path: Path, monkeypatch: pytest.Mon
     strategy.close()
 
 
+@pytest.mark.parametrize(("on_storage", "tied"), [(False, False), (True, True)])
+def test_sharded_weights_are_never_whole(on_storage: bool, tied: bool, tmp_path: Path) -> None:
+    """from_pretrained holds a few tensors beside partitions in memory, and tied weights are loaded as one."""
+    import transformers
+
+    torch.manual_seed(5)
+    shape = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 128}
+    whole: Any = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=256, tie_word_embeddings=tied, **shape)
+    ).bfloat16()
+    whole.save_pretrained(tmp_path / "weights", max_shard_size="100KB")
+    assert len(list((tmp_path / "weights").glob("*.safetensors"))) > 3
+    module = Counted(tmp_path / "weights")
+    offload = {"offload_param": {"device": "nvme"}} if on_storage else {}
+    strategy = SmartInfinityStrategy(tmp_path / "s", zero={**NOTHING_PERSISTS, **offload})
+    quiet_trainer(tmp_path, strategy, max_steps=1, precision="bf16-true").fit(module)
+    strategy.close()
+    assert_same_weights(module.weights, whole)
+    assert (module.model.lm_head.weight is module.model.model.embed_tokens.weight) == tied
+    sizes = [param.nbytes for param in whole.parameters()]
+    assert_never_whole(module.most, sizes, kept=0 if on_storage else sum(sizes))
+
+
+def assert_never_whole(most: int, sizes: list[int], *, kept: int) -> None:
+    """Assert that fewer bytes than four of the largest tensors were held beside the partitions that are kept.
+
+    One tensor is gathered and one is on its way to or from other ranks. Partitions of weights that were tied, and small
+    tensors, wait for the garbage collector.
+    """
+    assert 0 < most - kept <= 4 * max(sizes) < sum(sizes)
+
+
 def test_two_processes_have_the_same_weights(tmp_path: Path) -> None:
     """Both ranks have the weights of plain torch, constructed or loaded."""
     expected = {"constructed": constructed_whole("gpt2"), "loaded": saved_whole(tmp_path / "weights")}
@@ -129,3 +169,6 @@ def test_two_processes_have_the_same_weights(tmp_path: Path) -> None:
             seen = torch.load(tmp_path / f"{how}-{rank}.pt", weights_only=True)
             assert_same_weights(seen["weights"], model)
             assert all(seen["partitioned"])
+            if how == "loaded":
+                sizes = [param.nbytes for param in model.parameters()]
+                assert_never_whole(seen["most"], sizes, kept=sum(sizes) // 2)

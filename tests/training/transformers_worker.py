@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
+from lightning_smartinfinity import SmartInfinityStrategy
 from tests.training.configure_model_worker import Built, fit
 
 VOCAB, LENGTH = 64, 16
+# Otherwise ZeRO-3 keeps parameters of fewer than 100,000 elements whole once they were gathered.
+NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
 
 
 def config_of(kind: str) -> Any:
@@ -58,6 +63,29 @@ class BuiltOnTokens(Built):
         return DataLoader(tokens(), batch_size=2)  # type: ignore[arg-type]
 
 
+class Counted(BuiltOnTokens):
+    """Loads a model from saved weights, and counts the bytes of tensors on the CPU meanwhile.
+
+    ``most`` is the largest number of bytes at any time, ``kept`` the number at the end. Files that are mapped do not
+    count.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(lambda: load(folder))
+        self.mapped = {file.stat().st_size for file in folder.glob("*.safetensors")}
+        self.most = self.kept = 0
+
+    def configure_model(self) -> None:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            super().configure_model()
+        assert profiled.profiler is not None
+        events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+        changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+        # torch reports that it maps a file as an allocation of the file's size.
+        held = list(accumulate(nbytes for nbytes in changes if abs(nbytes) not in self.mapped))
+        self.most, self.kept = max(held), held[-1]
+
+
 def tokens() -> torch.Tensor:
     """Return four sequences."""
     return torch.randint(0, VOCAB, (4, LENGTH), generator=torch.Generator().manual_seed(3))
@@ -71,9 +99,11 @@ def language_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     out = Path(sys.argv[1])
-    for how, build in {"constructed": lambda: construct("gpt2"), "loaded": lambda: load(out / "weights")}.items():
-        module = fit(BuiltOnTokens(build), out, devices=2)
-        seen = {"weights": module.weights, "partitioned": module.partitioned}
+    loaded = Counted(out / "weights")
+    for how, built in {"constructed": BuiltOnTokens(lambda: construct("gpt2")), "loaded": loaded}.items():
+        strategy = SmartInfinityStrategy(out / "storage", zero=NOTHING_PERSISTS)
+        module = fit(built, out, devices=2, strategy=strategy)
+        seen = {"weights": module.weights, "partitioned": module.partitioned, "most": loaded.most, "kept": loaded.kept}
         torch.save(seen, out / f"{how}-{module.global_rank}.pt")
 
 
