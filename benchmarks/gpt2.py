@@ -49,9 +49,13 @@ class GPT2(nn.Module):
         self.head.weight = self.wte.weight
         nn.init.normal_(self.wte.weight, std=0.02)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what the head turns into logits."""
         x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
         for block in self.h:
             x = block(x)
-        logits = self.head(self.ln_f(x))[:, :-1].float()
+        return self.ln_f(x)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.features(tokens))[:, :-1].float()
         return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

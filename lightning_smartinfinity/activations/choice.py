@@ -49,6 +49,7 @@ class Choice:
         num_offloaded: Number of the oldest entries that are offloaded.
         offloaded_bytes: Their bytes.
         kept_bytes: Bytes of the other entries.
+        seconds: Predicted time of forward and backward, with that.
         stall_seconds: Time for which backward is predicted to wait for storage.
         peak_bytes: Most bytes that are predicted to be held for backward at once.
     """
@@ -56,11 +57,14 @@ class Choice:
     num_offloaded: int
     offloaded_bytes: int
     kept_bytes: int
+    seconds: float
     stall_seconds: float
     peak_bytes: int
 
 
-def choose(profile: Profile, *, keep: int | str, budget_bytes: int | None, read_ahead_bytes: int) -> Choice:
+def choose(
+    profile: Profile, *, keep: int | str, budget_bytes: int | None, pool_bytes: int, read_ahead_bytes: int
+) -> Choice:
     """Choose how many of the oldest entries are offloaded.
 
     Args:
@@ -68,6 +72,7 @@ def choose(profile: Profile, *, keep: int | str, budget_bytes: int | None, read_
         keep: Most bytes of the newest entries to keep, or ``"auto"``: with a budget the largest newest part that fits
             into it, otherwise the smallest newest part with which backward never waits.
         budget_bytes: Most bytes to hold for backward; None: there is no limit.
+        pool_bytes: Size of the pool. What was written stays there until others need the room, or the budget does.
         read_ahead_bytes: Most bytes that are read before they are wanted.
     """
     sums = list(accumulate(profile.sizes, initial=0))
@@ -77,12 +82,16 @@ def choose(profile: Profile, *, keep: int | str, budget_bytes: int | None, read_
         num = fitting(profile, budget_bytes=budget_bytes, read_ahead_bytes=read_ahead_bytes)
     else:
         num = without_stall(profile, read_ahead_bytes=read_ahead_bytes)
+    peak = peak_of(profile, num, read_ahead_bytes=read_ahead_bytes)
+    with_pool = sums[-1] - sums[num] + min(pool_bytes, sums[num])
+    stall = stall_of(profile, num, read_ahead_bytes=read_ahead_bytes)
     return Choice(
         num_offloaded=num,
         offloaded_bytes=sums[num],
         kept_bytes=sums[-1] - sums[num],
-        stall_seconds=stall_of(profile, num, read_ahead_bytes=read_ahead_bytes),
-        peak_bytes=peak_of(profile, num, read_ahead_bytes=read_ahead_bytes),
+        seconds=profile.forward_seconds + profile.backward_seconds + stall,
+        stall_seconds=stall,
+        peak_bytes=max(peak, with_pool if budget_bytes is None else min(with_pool, budget_bytes)),
     )
 
 

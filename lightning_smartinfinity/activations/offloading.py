@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_smartinfinity.activations.choice import Choice, Profile, choose
 from lightning_smartinfinity.activations.forwards import Forward, Plan
 from lightning_smartinfinity.activations.packing import Packing, tensors_in
+from lightning_smartinfinity.activations.small_forwards import SmallForwards
 from lightning_smartinfinity.activations.store import ActivationStore
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
 from lightning_smartinfinity.config import ActivationOffload, TransferConfig
@@ -49,7 +50,8 @@ class OffloadedActivations:
     torch.utils.checkpoint, replace these as long as they are in effect.
 
     Tensors on the CPU are offloaded. What is not offloaded passes through: parameters, buffers, the batch, small
-    tensors, subclasses, and everything that is saved while backward runs.
+    tensors, subclasses, and everything that is saved while backward runs. If thousands of tensors pass through and
+    nothing is offloaded, most of the forwards that follow with batches of the same shapes have no hooks.
 
     Args:
         folders: Storage folders.
@@ -84,6 +86,7 @@ class OffloadedActivations:
         self._last: Forward | None = None
         self.hidden_bytes = 0
         """Bytes so far that somebody else was seen to keep for backward, where no hook sees them."""
+        self._small_forwards = SmallForwards()
         self.choice: Choice | None = None
         """Choice of what is offloaded; None before the first micro-batch was measured."""
 
@@ -110,15 +113,18 @@ class OffloadedActivations:
         """
         self._store.open()
         self._learn()
-        settings = self._settings
+        settings, tensors = self._settings, tensors_in(batch)
         assert not isinstance(settings.min_bytes, str), "a size given as text is kept as bytes"
-        passing = [*self._state(), *tensors_in(batch)]
+        kind = self._kind_of(tensors)
+        if not self._small_forwards.want_hooks(kind):
+            yield
+            return
         forward = Forward(plan=self._plan, began=time.perf_counter())
         packing = Packing(
             self._store,
             forward,
             min_bytes=settings.min_bytes,
-            passing=passing,
+            passing=[*self._state(), *tensors],
             gather=self._gather,
             notes_failures=self._notes_failures,
         )
@@ -138,6 +144,8 @@ class OffloadedActivations:
             with self._store.lock:
                 self._store.end(forward)
         self._last = forward
+        if tensors and not forward.sizes:
+            self._small_forwards.learn(kind, num_passed=packing.num_passed)
 
     @property
     def host_bytes(self) -> int:
@@ -188,6 +196,10 @@ class OffloadedActivations:
     def _state(self) -> list[torch.Tensor]:
         return [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
 
+    def _kind_of(self, batch: list[torch.Tensor]) -> tuple[object, ...]:
+        is_training = None if self.module is None else self.module.training
+        return (is_training, *((tensor.shape, tensor.dtype) for tensor in batch))
+
     def _learn(self) -> None:
         """Learn from the last forward, if its backward has come."""
         last, self._last = self._last, None
@@ -226,7 +238,13 @@ class OffloadedActivations:
             read_rate=max(rates.read, _LEAST_RATE),
         )
         assert not isinstance(budget, str), "a size given as text is kept as bytes"
-        choice = choose(profile, keep=keep, budget_bytes=budget, read_ahead_bytes=self._store.read_ahead_bytes)
+        choice = choose(
+            profile,
+            keep=keep,
+            budget_bytes=budget,
+            pool_bytes=self._store.pool_bytes,
+            read_ahead_bytes=self._store.read_ahead_bytes,
+        )
         self.choice = choice
         _log.info(
             "Of %.1f MB that forward saves, %.1f MB are offloaded and %.1f MB are kept. That needs %.1f MB/s of "

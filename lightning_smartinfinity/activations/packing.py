@@ -65,6 +65,9 @@ class Packing:
         gather: Is called with a parameter whose data is gone when backward wants it, and brings it back.
         notes_failures: Whether a tensor that cannot be read is replaced by NaN (zeros for integers), and the failure is
             noted in the store.
+
+    Attributes:
+        num_passed: Number of tensors that could not be moved, or were too small.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Packing:
                 self._passing[identity] = tensor if is_alone and isinstance(tensor, Parameter) else None
         self._sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
         self._lock = store.lock
+        self.num_passed = 0
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what autograd keeps instead of a tensor."""
@@ -103,6 +107,7 @@ class Packing:
             or _graph_task() != _NO_GRAPH_TASK
             or not self._can_move(tensor)
         ):
+            self.num_passed += 1
             return _passed(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata in self._passing:

@@ -177,6 +177,11 @@ class ActivationStore:
         return 0 if self._files is None or self.closed else self._files.storage_bytes
 
     @property
+    def pool_bytes(self) -> int:
+        """Most bytes of the pool that are in use, unless backward needs more at once."""
+        return self._limit
+
+    @property
     def read_ahead_bytes(self) -> int:
         """Most bytes that are read before they are wanted."""
         return self._limit // _SHARE_READ_AHEAD

@@ -82,16 +82,25 @@ def test_against_every_possibility(seed: int) -> None:
             assert peak_of(profile, num, read_ahead_bytes=read_ahead) == peaks[num]
         written = len(written_entries(profile, len(profile.sizes)))
         free = max(num for num in everything if num <= written and stalls[num] == 0)
-        automatic = choose(profile, keep="auto", budget_bytes=None, read_ahead_bytes=read_ahead)
+        pool = 2 * read_ahead
+        automatic = choose(profile, keep="auto", budget_bytes=None, pool_bytes=pool, read_ahead_bytes=read_ahead)
         assert automatic.num_offloaded == free and automatic.stall_seconds == 0
         assert automatic.offloaded_bytes + automatic.kept_bytes == sum(profile.sizes)
+        # The pool is full of what was written, or has all of it.
+        assert automatic.peak_bytes == max(
+            peaks[free], sum(profile.sizes[free:]) + min(pool, sum(profile.sizes[:free]))
+        )
         budget = chosen.randint(1, sum(profile.sizes))
         fits = [num for num in everything if peaks[num] <= budget]
-        within = choose(profile, keep="auto", budget_bytes=budget, read_ahead_bytes=read_ahead)
+        within = choose(profile, keep="auto", budget_bytes=budget, pool_bytes=pool, read_ahead_bytes=read_ahead)
+        assert within.peak_bytes <= max(budget, peaks[within.num_offloaded])
         assert within.num_offloaded == min(fits, default=len(profile.sizes))
+        unhindered = profile.forward_seconds + profile.backward_seconds
+        assert within.seconds == pytest.approx(unhindered + stalls[within.num_offloaded])
         keep = chosen.randint(0, sum(profile.sizes))
         least = min(num for num in everything if sum(profile.sizes[num:]) <= keep)
-        assert choose(profile, keep=keep, budget_bytes=None, read_ahead_bytes=read_ahead).num_offloaded == least
+        explicit = choose(profile, keep=keep, budget_bytes=None, pool_bytes=pool, read_ahead_bytes=read_ahead)
+        assert explicit.num_offloaded == least
 
 
 def test_a_fast_device_offloads_all_that_it_can_write() -> None:
@@ -104,7 +113,7 @@ def test_a_fast_device_offloads_all_that_it_can_write() -> None:
         write_rate=1e9,
         read_rate=1e9,
     )
-    choice = choose(profile, keep="auto", budget_bytes=None, read_ahead_bytes=100)
+    choice = choose(profile, keep="auto", budget_bytes=None, pool_bytes=200, read_ahead_bytes=100)
     assert (choice.num_offloaded, choice.kept_bytes) == (2, 30)
 
 
@@ -113,4 +122,4 @@ def test_a_slow_device_offloads_nothing() -> None:
     profile = Profile(
         times=(0.1,), sizes=(10,), forward_seconds=1.0, backward_seconds=2.0, write_rate=1.0, read_rate=1.0
     )
-    assert choose(profile, keep="auto", budget_bytes=None, read_ahead_bytes=100).num_offloaded == 0
+    assert choose(profile, keep="auto", budget_bytes=None, pool_bytes=200, read_ahead_bytes=100).num_offloaded == 0

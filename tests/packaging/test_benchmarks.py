@@ -26,6 +26,10 @@ pytestmark = pytest.mark.timeout(BUILD_TEST_LIMIT)
 BENCHMARKS = REPOSITORY / "benchmarks"
 # Arguments of a run that takes seconds, and how the lines of its table begin.
 RUNS = {
+    "activations.py": (
+        [*("--size", "tiny", "--shape", "2", "64", "--loss", "chunked", "--systems", "plain", "ours", "--steps", "3")],
+        ["GPT-2, bf16, 2 x 64 tokens", "| system |", "| tiny, chunked, plain |", "| tiny, chunked, ours |"],
+    ),
     "backward.py": (
         ["--size", "tiny", "--runs", "1"],
         ["| backward |", "| plain autograd |", "| smart_infinity |"],
@@ -114,7 +118,7 @@ ON_CARDS = {
 }
 # Scripts that take longer than five seconds of both cores even so, except update.py, whose figures are plotted.
 SLOW = {
-    *("backward.py", "calibration.py", "checkpoint_memory.py", "checkpoint_stall.py", "checksums.py"),
+    *("activations.py", "backward.py", "calibration.py", "checkpoint_memory.py", "checkpoint_stall.py", "checksums.py"),
     *("compression_accuracy.py", "csim.py", "engines.py", "export.py", "formats.py", "import_time.py"),
     "memory.py",
     *("paper_tables.py", "peak_memory.py", "plan.py", "scaling.py", "step.py", "tensor_store.py"),

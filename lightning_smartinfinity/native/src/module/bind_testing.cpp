@@ -144,18 +144,22 @@ void bind_hold(nb::module_& m) {
         .def("release", &Hold::release, WithoutGil(), "Release all held requests, and hold no more.");
 }
 
+template <class Worker>
+std::shared_ptr<Throttle> put_throttle(Worker& worker, const std::vector<const StateFile*>& files) {
+    std::set<int> descriptors;
+    for (const StateFile* file : files) descriptors.insert(file->descriptor());
+    const auto throttle = std::make_shared<Throttle>(std::move(descriptors));
+    Seams::decorate_engine(*worker.get(), [&throttle](std::unique_ptr<IoEngine> engine) {
+        return std::make_unique<ThrottledEngine>(std::move(engine), throttle);
+    });
+    return throttle;
+}
+
 void bind_throttle(nb::module_& m) {
-    nb::class_<Throttle>(m, "Throttle", "Makes files of a pipeline slow, for tests: their requests take turns.")
-        .def(nb::new_([](PythonPipeline& pipeline, const std::vector<const StateFile*>& files) {
-                 std::set<int> descriptors;
-                 for (const StateFile* file : files) descriptors.insert(file->descriptor());
-                 const auto throttle = std::make_shared<Throttle>(std::move(descriptors));
-                 Seams::decorate_engine(*pipeline.get(), [&throttle](std::unique_ptr<IoEngine> engine) {
-                     return std::make_unique<ThrottledEngine>(std::move(engine), throttle);
-                 });
-                 return throttle;
-             }),
-             "pipeline"_a, "files"_a)
+    nb::class_<Throttle>(m, "Throttle",
+                         "Makes files of a pipeline or of a store slow, for tests: their requests take turns.")
+        .def(nb::new_(&put_throttle<PythonPipeline>), "pipeline"_a, "files"_a)
+        .def(nb::new_(&put_throttle<PythonTensorStore>), "store"_a, "files"_a)
         .def_prop_rw(
             "bytes_per_second", [](const Throttle& self) { return self.bytes_per_second.load(); },
             [](Throttle& self, double rate) { self.bytes_per_second = rate; },
