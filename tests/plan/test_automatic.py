@@ -118,16 +118,18 @@ def test_a_budget_of_parameters_bounds_what_is_in_memory() -> None:
     one = replace(ASKED, offload_param="nvme", parameter_budget=GB)
     found = {(need.place, need.phase): need.owners for need in needs(SEVEN, one, on_gpu=True)}
     assert found[Place.GPU, "training"]["gathered layers"] <= GB
-    assert found[Place.HOST, "training"]["parameter buffers"] == GB
+    in_flight = found[Place.HOST, "training"]["parameter buffers"] - GB
+    assert 8 << 20 < in_flight < 16 << 20  # by transfers of the update
     on_cpu = {need.phase: need.owners for need in needs(SEVEN, replace(one, processes=2), on_gpu=False)}
-    assert on_cpu["training"]["parameter buffers"] == 2 * GB and "gathered layers" not in on_cpu["training"]
+    assert on_cpu["training"]["parameter buffers"] == 2 * (GB + in_flight)
+    assert "gathered layers" not in on_cpu["training"]
 
 
 def test_the_table_says_what_was_chosen() -> None:
     """Each setting is named as a user writes it, with its value, above the needs."""
     asked = replace(ASKED, precision="bf16-true")
     plan = choose(llama(70), asked, replace(DESKTOP, disk=4_000 * GB), RATES, Open())
-    words = plan_in_words(llama(70), asked, plan, DESKTOP)
+    words = plan_in_words(llama(70), asked, plan, DESKTOP, open_=Open())
     assert words.startswith("Plan for 70B, ") or "B parameters, 1 x 2048 tokens" in words
     assert words.splitlines()[-len(plan.needs) - 1 :] == [*needs_table(plan, DESKTOP)]
     for setting in ("offload_param device             nvme", "transfer gradient_bytes", "GPU memory   training"):
