@@ -97,7 +97,7 @@ def test_a_tenth_of_the_memory_is_left_where_that_is_possible() -> None:
         assert chosen is not None and not chosen.tight
         assert (chosen.training == asked.training) is not is_tight
     # Of a small model nearly all is what the libraries take, with any settings.
-    narrow = cheapest(llama(0.02), TRAINING, replace(LARGE, host_memory=22 * GB // 10), RATES)
+    narrow = cheapest(llama(0.02), TRAINING, replace(LARGE, host_memory=23 * GB // 10), RATES)
     assert narrow is not None and narrow.fits and {each.place for each in narrow.tight} == {Place.HOST}
     assert narrow.training.state_format == TRAINING.state_format
 
