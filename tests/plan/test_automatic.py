@@ -88,6 +88,29 @@ def test_formats_are_chosen_by_name_only() -> None:
     assert choose(SEVEN, ASKED, DESKTOP, RATES, Open(state_formats=("int8",))).training.state_format == "fp32"
 
 
+def test_formats_that_do_not_exist_for_the_training_are_passed_over() -> None:
+    """RMSprop has its state in fp32 alone, and masters with a remainder need parameters in bf16; the table says so."""
+    small, open_ = replace(DESKTOP, disk=150 * GB), Open(state_formats=("int8_remainder", "bf16"))
+    asked = replace(ASKED, optimizer="RMSprop")
+    plan = choose(SEVEN, asked, small, RATES, open_)
+    assert not plan.fits and plan.training.state_format == "fp32"
+    words = plan_in_words(SEVEN, asked, plan, small, open_=open_)
+    assert "passed over for RMSprop in bf16-true: int8_remainder, bf16" in words
+    plan = choose(SEVEN, replace(ASKED, precision="16-true"), small, RATES, open_)
+    assert plan.fits and plan.training.state_format == "bf16"
+    assert "passed over" not in plan_in_words(SEVEN, ASKED, plan, small, open_=Open(state_formats=("bf16",)))
+
+
+def test_a_budget_of_parameters_puts_them_on_storage() -> None:
+    """Nothing else is tried where the budget is given and the place is open, and the table names the place."""
+    asked = replace(ASKED, offload_param="nvme", parameter_budget=2 * GB)
+    plan = choose(SEVEN, asked, DESKTOP, RATES, Open(parameter_budget=False))
+    assert plan.fits
+    assert (plan.training.offload_param, plan.training.parameter_budget) == ("nvme", 2 * GB)
+    words = plan_in_words(SEVEN, asked, plan, DESKTOP, open_=Open(parameter_budget=False))
+    assert "offload_param device             nvme" in words and "parameter_bytes" not in words
+
+
 def test_memory_that_is_left_keeps_state() -> None:
     """A quarter of it stays free; the need says how much state is there, and the step reads less."""
     plan = choose(SEVEN, ASKED, replace(DESKTOP, host_memory=90 * GB, gpu_memory=80 * GB), RATES, Open())
