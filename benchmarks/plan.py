@@ -2,7 +2,8 @@
 
     python benchmarks/plan.py --sizes 124M 355M 1.1B 1.1B/nvme
 
-Each size trains in a process of its own, bf16-mixed, with AdamW; "/nvme" puts its parameters on storage. Peaks of
+Each size trains in a process of its own, bf16-mixed, with AdamW; "/nvme" puts its parameters on storage, and
+"/nvme/100MB" does so with budgets of 100 MB for gradients and for parameters. Peaks of
 resident memory (VmHWM, reset between the phases) are compared by phase, bytes on disk exactly, and the seconds of a
 step, the median of three, with the plan after ``--measure``. With ``--rounds 3`` plans and trainings take turns, and
 their medians are compared, since the rate of a disk changes. The largest of the sizes above takes 60 GB of disk.
@@ -29,6 +30,12 @@ from training import quiet_trainer
 PHASES = ("building", "training", "saving")
 WARMUP, MEASURED = 2, 3
 BYTES = {"optimizer state": "state", "parameters": "parameters", "checkpoint being saved": "checkpoint"}
+
+
+def budgets_of(size: str) -> dict[str, Any]:
+    """Return the settings of ``transfer`` that a size such as "60M/nvme/100MB" asks for."""
+    budget = size.split("/")[2:]
+    return {name: nbytes for nbytes in budget for name in ("gradient_bytes", "parameter_bytes")}
 
 
 def run(size: str, folder: Path, *, batch: int, seq: int) -> dict[str, Any]:
@@ -65,8 +72,8 @@ def run(size: str, folder: Path, *, batch: int, seq: int) -> dict[str, Any]:
         def on_train_batch_end(self, *_: Any) -> None:
             seconds.append(time.perf_counter())
 
-    zero = {"offload_param": {"device": "nvme"}} if size.endswith("/nvme") else None
-    strategy = SmartInfinityStrategy(folder / "storage", overlap="forward", zero=zero)
+    zero = {"offload_param": {"device": "nvme"}} if "/nvme" in size else None
+    strategy = SmartInfinityStrategy(folder / "storage", overlap="forward", zero=zero, transfer=budgets_of(size))
     trainer = quiet_trainer(folder, strategy, max_steps=WARMUP + MEASURED)
     trainer.fit(Module())
     found["training"] = peak()
@@ -94,6 +101,7 @@ def peak() -> int:
 
 def planned(size: str, folder: Path, *, batch: int, seq: int, measured: bool) -> dict[str, Any]:
     """Plan in this process, as the command does; return the same figures."""
+    from lightning_smartinfinity.config import TransferConfig
     from lightning_smartinfinity.plan.choice import make_plan
     from lightning_smartinfinity.plan.needs import Place, held_by_update
     from lightning_smartinfinity.plan.pace import assumed_rates
@@ -102,8 +110,11 @@ def planned(size: str, folder: Path, *, batch: int, seq: int, measured: bool) ->
     from lightning_smartinfinity.survey.rates import measure_rates
     from lightning_smartinfinity.survey.resources import survey_resources
 
-    name, _, offload = size.partition("/")
-    training = Training(batch=batch, seq=seq, offload_param=offload or "none")
+    name, *offload = size.split("/")[:2]
+    budgets = {
+        key.replace("_bytes", "_budget"): getattr(TransferConfig(**budgets_of(size)), key) for key in budgets_of(size)
+    }
+    training = Training(batch=batch, seq=seq, offload_param=(*offload, "none")[0], **budgets)
     source, resources = find_source(name), survey_resources(folder)
     model = survey_model(source, batch=batch, seq=seq)
     rates = assumed_rates(on_gpu=False, cores=resources.cores)

@@ -18,12 +18,14 @@ from lightning_smartinfinity.config import PlanConfig
 from lightning_smartinfinity.devices.smartssd.discovery.system import System
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import is_xclbin_named
 from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.native.formats import STATE_FORMATS, serves
 from lightning_smartinfinity.plan.automatic import Open, choose, plan_in_words
 from lightning_smartinfinity.plan.choice import Resources
 from lightning_smartinfinity.plan.model import ModelFigures
+from lightning_smartinfinity.plan.needs import needs
 from lightning_smartinfinity.plan.needs_table import what_breaks
 from lightning_smartinfinity.plan.pace import assumed_rates
-from lightning_smartinfinity.plan.training import Training
+from lightning_smartinfinity.plan.training import BLOCK_SCALED, OPTIMIZERS, Training
 from lightning_smartinfinity.settings import StrategySettings
 from lightning_smartinfinity.survey.models import find_source, survey_model
 from lightning_smartinfinity.survey.modules import is_built, survey_module
@@ -31,12 +33,20 @@ from lightning_smartinfinity.survey.resources import survey_resources
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.deepspeed_config import FOLLOWS_FROM_BUDGET
 
-__all__ = ["Surroundings", "plan_training"]
+__all__ = ["Planned", "Surroundings", "plan_training"]
 
 _USED = 0.9  # part of what is there that a plan uses
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _BLOCK = 512  # bytes of what st_blocks counts
 _OFFLOADS = "offload_param"
+_BUILT_TOO_EARLY = (
+    "Build it in configure_model (with Fabric in fabric.init_module()), where it is never whole in memory, as it is in "
+    "__init__."
+)
+_ALLOW_MORE = (
+    "Allow smaller state (plan={'state_formats': ['int8']}), train with smaller micro-batches, or see what "
+    "`smart-infinity plan` says."
+)
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +61,7 @@ class Surroundings:
         processes: Processes of this machine.
         nodes: Number of machines.
         on_gpu: Whether each process computes on a GPU of its own.
+        optimizer: Class name of the optimizer; None if it is not known yet.
         tell: Shows a text to the user, on the first rank only.
     """
 
@@ -59,11 +70,54 @@ class Surroundings:
     processes: int
     nodes: int
     on_gpu: bool
+    optimizer: str | None = None
     tell: Callable[[str], None] = _log.warning
 
 
-def plan_training(settings: StrategySettings, module: nn.Module | None, around: Surroundings) -> StrategySettings:
-    """Return the settings with values for what the user left open, and print them. Collective.
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """Holds what was chosen, and from what it followed.
+
+    Args:
+        settings: The settings with values for what the user left open.
+        figures: The model.
+        training: The training with these settings.
+        resources: What could be used.
+    """
+
+    settings: StrategySettings
+    figures: ModelFigures
+    training: Training
+    resources: Resources
+
+    def require_optimizer(self, name: str) -> None:
+        """Raise unless the plan holds with the optimizer that the training has.
+
+        Args:
+            name: Class name of the optimizer. One without an update rule is left to others.
+
+        Raises:
+            ConfigError: With its state the training does not fit, or the format that was chosen does not exist for it.
+        """
+        taken_for = self.training.optimizer
+        if name not in OPTIMIZERS or OPTIMIZERS[name] == OPTIMIZERS[taken_for]:
+            return
+        state_format = self.training.state_format
+        if not serves(STATE_FORMATS[state_format], name):
+            why = f"state_format={state_format!r} does not exist for it"
+        else:
+            real, resources = replace(self.training, optimizer=name), self.resources
+            found = needs(self.figures, real, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
+            why = "; ".join(what_breaks(need, resources) for need in found if need.total > resources.has(need.place))
+        if why:
+            raise ConfigError(
+                f"plan='auto' has taken the optimizer for {taken_for}, but it is {name}: {why}.",
+                f"Pass plan={{'optimizer': {name!r}}}.",
+            )
+
+
+def plan_training(settings: StrategySettings, module: nn.Module | None, around: Surroundings) -> Planned:
+    """Choose values for what the user left open, and print them. Collective.
 
     Args:
         settings: The user's settings, with ``plan`` and the storage folders.
@@ -84,16 +138,19 @@ def plan_training(settings: StrategySettings, module: nn.Module | None, around: 
     training = replace(training, checkpointing=figures.checkpointing)
     rates = assumed_rates(on_gpu=around.on_gpu, cores=resources.cores, in_16_bit=training.item_bytes == 2)
     plan = choose(figures, training, resources, rates, open_)
-    words = plan_in_words(figures, training, plan, resources)
+    assumed = [] if config.optimizer or around.optimizer else [f"the optimizer is taken for {training.optimizer}"]
+    words = plan_in_words(figures, training, plan, resources, open_=open_, assumed=assumed)
     if not plan.fits:
+        unbuilt = replace(training, build="configure_model")
+        is_built_too_early = choose(figures, unbuilt, resources, rates, open_).fits
         raise ConfigError(
             f"plan='auto': {figures.name} does not fit: {'; '.join(what_breaks(n, resources) for n in plan.broken)}.\n"
             f"The nearest is this.\n{words}\n",
-            "Allow smaller state (plan={'state_formats': ['int8']}), train with smaller micro-batches, or see what "
-            "`smart-infinity plan` says.",
+            _BUILT_TOO_EARLY if is_built_too_early else _ALLOW_MORE,
         )
     around.tell(words)
-    return _with(settings, zero, training, plan.training)
+    chosen = _with(settings, zero, training, plan.training, open_)
+    return Planned(settings=chosen, figures=figures, training=plan.training, resources=resources)
 
 
 def _asked(
@@ -117,37 +174,43 @@ def _asked(
     own_buffers = any(key.removeprefix("stage3_") in FOLLOWS_FROM_BUDGET for key in keys)
     may_use_cards = settings.update_device == "auto" and is_xclbin_named(settings.smartssd, System())
     on_cards = settings.update_device == "smartssd" or may_use_cards
-    share = settings.compression.ratio if isinstance(settings.compression, TopK) else None
+    codec = settings.compression
+    share = codec.ratio if isinstance(codec, TopK) else None if codec is None else BLOCK_SCALED
+    optimizer = around.optimizer if around.optimizer in OPTIMIZERS else config.optimizer
+    # A budget of parameters says by itself where they lie, unless that is decided already.
+    budget, may_move = _given(transfer.parameter_bytes), offload is None and not is_partitioned
     bucket = zero.get("reduce_bucket_size")
     training = Training(
         batch=config.batch,
         seq=config.seq,
         accumulate=around.accumulate,
         precision=around.precision,
+        optimizer=optimizer or Training.optimizer,
         state_format=settings.state_format,
-        offload_param=device,
+        offload_param="nvme" if may_move and budget is not None else device,
         build="init" if module is not None and is_built(module) else "configure_model",
         built_itemsize=_itemsize(module),
         processes=around.processes,
         nodes=around.nodes,
         save_top_k=0,  # a plan does not know where checkpoints go
         asynchronous=transfer.asynchronous,
-        gradient_budget=None if settings.compression is not None else _given(transfer.gradient_bytes),
-        parameter_budget=_given(transfer.parameter_bytes),
+        gradient_budget=None if codec is not None else _given(transfer.gradient_bytes),
+        parameter_budget=budget,
         cache_bytes=_given(transfer.dram_cache_bytes) or 0,
         accumulate_in=transfer.accumulate_in,
         num_buffers=transfer.num_buffers,
         tasklet_bytes=transfer.buffer_bytes or Training.tasklet_bytes,
         places=transfer.places_per_tasklet,
         compression=share,
+        error_feedback=codec is None or codec.error_feedback,
         bucket_numel=bucket if isinstance(bucket, int) else Training.bucket_numel,
     )
     open_ = Open(
         # An evaluation before the fit has put the parameters where they are.
-        offload_param=offload is None and not is_partitioned,
-        parameter_budget=isinstance(transfer.parameter_bytes, str) and not own_buffers and not is_partitioned,
-        gradient_budget=isinstance(transfer.gradient_bytes, str) and settings.compression is None and not on_cards,
-        cache_bytes=not _given(transfer.dram_cache_bytes) and not on_cards,
+        offload_param=may_move,
+        parameter_budget=budget is None and not own_buffers and not is_partitioned,
+        gradient_budget=isinstance(transfer.gradient_bytes, str) and codec is None and not on_cards,
+        cache_bytes=_given(transfer.dram_cache_bytes) is None and not on_cards,
         bucket_numel=bucket is None,
         state_formats=config.state_formats,
     )
@@ -235,10 +298,12 @@ def _least(own: Resources) -> Resources:
     )
 
 
-def _with(settings: StrategySettings, zero: dict[str, Any], asked: Training, chosen: Training) -> StrategySettings:
+def _with(
+    settings: StrategySettings, zero: dict[str, Any], asked: Training, chosen: Training, open_: Open
+) -> StrategySettings:
     """Return the settings with what was chosen otherwise than asked."""
     transfer: dict[str, Any] = {}
-    if chosen.offload_param != asked.offload_param:
+    if open_.offload_param and chosen.offload_param != "none":
         zero[_OFFLOADS] = {"device": chosen.offload_param}
     if chosen.bucket_numel != asked.bucket_numel:
         zero["reduce_bucket_size"] = chosen.bucket_numel

@@ -28,6 +28,7 @@ from lightning_smartinfinity.checks import (
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native import BLOCK_BYTES, MAX_BUFFERS, MAX_THREADS
 from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.update_rules import RULES
 from lightning_smartinfinity.wrong_names import named_settings
 
 __all__ = [
@@ -170,15 +171,16 @@ class TransferConfig:
         dram_cache_bytes: Size of the optimizer state per rank that stays in host memory: whole tasklets from the start
             of the partition. They are written to storage as well, which saves only reads; with ``durability="none"``
             they lie in memory only, unless ``keep=True``, which saves writes, too. ``"auto"``: the memory free when
-            training begins, less a quarter of all memory, divided among the ranks of a machine. No result depends on
-            it.
+            training begins, less a quarter of all memory, divided among the ranks of a machine. None: what ``plan``
+            chooses, or nothing without a plan; a plan leaves 0 as it is. No result depends on it.
         gradient_bytes: Size of the gradients per rank that are held in host memory; those beyond it go to storage as
             backward makes them, and come back as the update needs them. ``"auto"``: all, or if they do not fit into
             free memory, half of that. No result depends on it.
         parameter_bytes: Size of the parameters per rank that are in memory at once where parameters lie on storage
             (``zero={"offload_param": {"device": "nvme"}}``): those that are gathered, and partitions that are read
             ahead. On a GPU as much is held in its own memory, and as much in host memory. DeepSpeed's prefetching, live
-            parameters and buffers follow from it. ``"auto"``: as ``zero`` says. No result depends on it.
+            parameters and buffers follow from it. With ``plan`` a size puts them there, unless ``zero`` says where they
+            lie. ``"auto"``: as ``zero`` says. No result depends on it.
         accumulate_in: ``"fp32"``, or ``"parameters"``: the dtype of the parameters, in which gradients of several
             micro-batches are added. In 16 bit that takes half of the memory, and rounds after each addition.
         durability: ``"none"`` (one place for each tasklet: a failed step cannot be rolled back), ``"step"``
@@ -210,7 +212,7 @@ class TransferConfig:
     num_buffers: int = 16
     compute_threads: int = 1
     io_engine: str = "auto"
-    dram_cache_bytes: int | str = 0
+    dram_cache_bytes: int | str | None = None
     gradient_bytes: int | str = "auto"
     parameter_bytes: int | str = "auto"
     accumulate_in: str = "fp32"
@@ -228,7 +230,7 @@ class TransferConfig:
             num_buffers=NUM_BUFFERS,
             compute_threads=between(1, MAX_THREADS),
             io_engine=one_of("auto", "io_uring", "io_uring_sqpoll", "threads", "plain"),
-            dram_cache_bytes=optional(num_bytes(0), "auto"),
+            dram_cache_bytes=optional(optional(num_bytes(0), "auto")),
             gradient_bytes=optional(num_bytes(0), "auto"),
             parameter_bytes=optional(num_bytes(1), "auto"),
             accumulate_in=one_of("fp32", "parameters"),
@@ -325,7 +327,10 @@ class PlanConfig:
             before it is built where ``configure_model`` builds it.
         batch: Sequences of a micro-batch, per process.
         seq: Tokens of a sequence.
+        optimizer: Class of torch.optim, such as ``"SGD"``. None: that of ``fabric.setup``, or else ``"AdamW"``. An
+            optimizer of another class whose state does not fit is refused when the training is set up.
         state_formats: State formats that may be chosen where that of ``state_format`` does not fit, in this order.
+            Those that do not exist for the optimizer or the precision are passed over.
         host_memory: Memory that all processes of a machine may use together. None: nine tenths of what is free.
         gpu_memory: Memory of each GPU that may be used. None: nine tenths of it.
         disk: Space that may be used on the storage of a machine. None: nine tenths of what is free.
@@ -337,6 +342,7 @@ class PlanConfig:
     model: str | None = None
     batch: int = 1
     seq: int = 512
+    optimizer: str | None = None
     state_formats: Sequence[str] = ()
     host_memory: int | str | None = None
     gpu_memory: int | str | None = None
@@ -349,6 +355,7 @@ class PlanConfig:
             model=optional(Rule("Pass a folder, a class or a number of parameters", _names_file, "names no model")),
             batch=between(1, _MOST_TOKENS),
             seq=between(1, _MOST_TOKENS),
+            optimizer=optional(one_of(*(name for rule in RULES for name in rule.optimizers))),
             state_formats=_FORMATS,
             host_memory=size,
             gpu_memory=size,

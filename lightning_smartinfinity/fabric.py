@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -281,7 +282,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             with self._parameters_on_storage(model), evaluation_engine():
                 return initialize(model)
         if not hasattr(next(model.parameters(), None), "ds_id"):  # else it has been partitioned as planned before
-            self._plan(model, self._surroundings())
+            self._plan(model, replace(self._surroundings(), optimizer=type(optimizer).__name__))
         engine, _ = self._build_engine(model, optimizer, lambda: initialize(model, optimizer)[:2])
         self._recording.end()
         self._awaits_load = self._recording.resumes

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from lightning_smartinfinity.automatic_plan import Surroundings, plan_training
+from lightning_smartinfinity.automatic_plan import Planned, Surroundings, plan_training
 from lightning_smartinfinity.checks import check, instance, optional
 from lightning_smartinfinity.config import resolved_folder
 from lightning_smartinfinity.devices.base import Traffic
@@ -67,6 +67,7 @@ class NearStorage(ABC):
         if settings.update_device == "host" and settings.smartssd is not None:
             warnings.warn("smartssd=... is ignored with update_device='host'.", stacklevel=3)
         self._settings = self._asked = settings
+        self._planned: Planned | None = None
         self._planned_for: weakref.ref[torch.nn.Module] | None = None
         self._idle_key: tuple[tuple[Path, ...], str] | None = None
         self._local_world_size, self._on_cuda = 1, False
@@ -78,8 +79,12 @@ class NearStorage(ABC):
         owner = type(self).__name__
         self._nvme_path = nvme_path_of(settings.zero, owner=owner)
         # DeepSpeed's configuration; precision and accumulation are filled in before the training is set up.
+        # A plan puts parameters with a budget on storage, unless the user says where they lie.
+        is_planned = settings.plan is not None and not (settings.zero or {}).get("offload_param")
         self._engine_config: DeepSpeedConfig = build_deepspeed_config(
-            settings.zero, parameter_bytes=settings.transfer.parameter_bytes, owner=owner
+            settings.zero,
+            parameter_bytes="auto" if is_planned else settings.transfer.parameter_bytes,
+            owner=owner,
         )
 
     def close(self) -> None:
@@ -235,6 +240,8 @@ class NearStorage(ABC):
         with raising_together():
             refuse_in_fit(model)
             check_model(model)
+            if self._planned is not None:
+                self._planned.require_optimizer(type(optimizer).__name__)
             check_optimizer(optimizer, state_format=self._settings.state_format)
             check_parameters(optimizer, model)
             check_dtype(model, self._engine_config)
@@ -348,8 +355,8 @@ class NearStorage(ABC):
             return
         from lightning_smartinfinity.zero3.validation import check_zero_section
 
-        settings = plan_training(replace(self._asked, storage=self._settings.storage), module, around)
-        self._settings = settings
+        self._planned = plan_training(replace(self._asked, storage=self._settings.storage), module, around)
+        self._settings = settings = self._planned.settings
         self._planned_for = None if module is None else weakref.ref(module)
         owner = type(self).__name__
         built = build_deepspeed_config(settings.zero, parameter_bytes=settings.transfer.parameter_bytes, owner=owner)

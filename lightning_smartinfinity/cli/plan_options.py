@@ -13,7 +13,7 @@ from lightning_smartinfinity.cli.option_types import number_in, reading, storage
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.plan.needs import least_gradient_budget, least_parameter_budget
-from lightning_smartinfinity.plan.training import BUILDS, OFFLOADS, OPTIMIZERS, PRECISIONS, Training
+from lightning_smartinfinity.plan.training import BLOCK_SCALED, BUILDS, OFFLOADS, OPTIMIZERS, PRECISIONS, Training
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.plan.choice import Resources
@@ -42,7 +42,9 @@ _checkpoints = reading(
     whole_number_in,
     replace(between(0, 10**6), remedy="Pass how many will be kept; with save_top_k=-1 that is how often it saves"),
 )
-_ratio = reading(number_in, positive(1))
+_compression = reading(
+    lambda text: text if text == BLOCK_SCALED else number_in(text), optional(positive(1), BLOCK_SCALED)
+)
 _arguments = reading(
     _json_in, Rule("""Pass an object such as '{"width": 1024}'""", lambda value: isinstance(value, dict), "is no JSON")
 )
@@ -98,7 +100,10 @@ def _add_training(group: Any) -> None:
     for name, dest, words in _BUDGETS:
         group.add_argument(f"--{name}", dest=dest, type=_size, metavar="SIZE", help=words)
     group.add_argument(
-        "--compression", type=_ratio, metavar="RATIO", help="share of the gradients that TopK sends (default: all)"
+        "--compression",
+        type=_compression,
+        metavar="RATIO",
+        help=f"share of the gradients that TopK sends, or {BLOCK_SCALED} (default: all, as they are)",
     )
     add("build", "where the module builds the model", choices=BUILDS)
     group.add_argument(

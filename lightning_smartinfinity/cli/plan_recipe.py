@@ -15,13 +15,15 @@ __all__ = ["python_recipe", "yaml_recipe"]
 def python_recipe(training: Training, *, storage: Path, on_gpu: bool) -> str:
     """Return Python that makes the Trainer, with the rest of the settings in comments."""
     settings = _strategy_settings(training, storage)
-    names = "SmartInfinityStrategy" if training.compression is None else "SmartInfinityStrategy, TopK"
+    codec, arguments = _codec(training)
+    names = ", ".join(sorted(filter(None, ("SmartInfinityStrategy", codec))))
     lines = ["import lightning as L", "", f"from lightning_smartinfinity import {names}", ""]
     lines += [f"# {words}" for words in _advice(training)]
     lines += ["strategy = SmartInfinityStrategy("]
     lines += [f"    {name}={value!r}," for name, value in settings.items()]
-    if training.compression is not None:
-        lines += [f"    compression=TopK({training.compression!r}),"]
+    if codec:
+        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        lines += [f"    compression={codec}({given}),"]
     lines += [")", "trainer = L.Trainer(", "    strategy=strategy,"]
     lines += [f"    {name}={value!r}," for name, value in _trainer_settings(training, on_gpu=on_gpu).items()]
     return "\n".join([*lines, ")"])
@@ -38,12 +40,21 @@ def yaml_recipe(training: Training, *, storage: Path, on_gpu: bool) -> str:
     ]
     # JSON is YAML, too.
     settings = _strategy_settings(training, storage)
-    if training.compression is not None:
-        top_k = {"ratio": training.compression}
-        settings["compression"] = {"class_path": "lightning_smartinfinity.TopK", "init_args": top_k}
+    codec, arguments = _codec(training)
+    if codec:
+        settings["compression"] = {"class_path": f"lightning_smartinfinity.{codec}", "init_args": arguments}
     lines += [f"      {name}: {json.dumps(value)}" for name, value in settings.items()]
     lines += [f"  {name}: {json.dumps(value)}" for name, value in _trainer_settings(training, on_gpu=on_gpu).items()]
     return "\n".join(lines)
+
+
+def _codec(training: Training) -> tuple[str, dict[str, Any]]:
+    """Return the class of the gradient codec and its arguments; without compression an empty name."""
+    if training.compression is None:
+        return "", {}
+    if isinstance(training.compression, str):
+        return training.compression, {}
+    return "TopK", {"ratio": training.compression}
 
 
 def _strategy_settings(training: Training, storage: Path) -> dict[str, Any]:

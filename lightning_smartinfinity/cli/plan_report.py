@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_smartinfinity.cli.plan_recipe import python_recipe, yaml_recipe
-from lightning_smartinfinity.plan.needs import Place
-from lightning_smartinfinity.plan.needs_table import in_gb, needs_table, what_breaks
+from lightning_smartinfinity.plan.needs import Need, Place
+from lightning_smartinfinity.plan.needs_table import in_gb, needs_table, what_breaks, what_is_tight
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.plan.choice import Alternative, Plan, Resources
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["Findings", "as_json", "print_report", "print_table"]
 
 _GIGA, _TERA = 1e9, 1e12
-_SHOWN_OWNERS = 4
-_TIGHT = 0.9  # plans are right to 10 %
 _PARTS = ("forward", "backward", "parameters", "gradients", "network", "update", "step")
 
 
@@ -90,9 +88,11 @@ def _verdict(found: Findings) -> Iterator[str]:
     yield ""
     if found.asked.fits:
         known = "" if found.model.passes is not None else " as far as is known: activations were not counted"
-        yield f"It fits{known}."
+        yield f"It fits{known}{_tight(found.asked, found)}."
         if found.best.training != found.asked.training:
-            yield f"It may be faster with {', '.join(_changes(found.best, found.asked))}."
+            roomier = found.asked.tight and not found.best.tight
+            better = "A tenth of the memory stays free" if roomier else "It may be faster"
+            yield f"{better} with {', '.join(_changes(found.best, found.asked))}."
         return
     yield "It does not fit as asked:"
     yield from (f"  {what_breaks(need, found.resources)}" for need in found.asked.broken)
@@ -101,9 +101,14 @@ def _verdict(found: Findings) -> Iterator[str]:
         yield "Nothing that was tried fits: where parameters lie, where the model is built, activation checkpoints,"
         yield "training that waits for its checkpoints, smaller micro-batches, smaller state formats, bf16."
     if best.training != found.asked.training:
-        yield f"{'It fits' if best.fits else 'It lacks the least'} with {', '.join(_changes(best, found.asked))}:"
+        verdict = f"It fits{_tight(best, found)}" if best.fits else "It lacks the least"
+        yield f"{verdict} with {', '.join(_changes(best, found.asked))}:"
         yield ""
         yield from needs_table(best, found.resources)
+
+
+def _tight(plan: Plan, found: Findings) -> str:
+    return f", but takes {what_is_tight(plan.tight, found.resources)}" if plan.tight else ""
 
 
 def _changes(plan: Plan, asked: Plan) -> list[str]:
@@ -190,7 +195,7 @@ def _row(found: Findings) -> list[str]:
     broken = found.asked.broken
     first = f"{broken[0].place.value}: {broken[0].largest}" if broken else "nothing"
     changes = ", ".join(_changes(plan, found.asked)) or "the defaults"
-    changes = changes if plan.fits else f"nothing; nearest: {changes}"
+    changes = f"{changes}{_tight(plan, found)}" if plan.fits else f"nothing; nearest: {changes}"
     step = life = ""
     if plan.pace is not None:
         step, life = _bounds(plan.pace.step), f"{plan.pace.life_in_steps(found.tbw):,.0f}"
@@ -228,13 +233,16 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
             {"place": need.place.name.lower(), "phase": need.phase, "bytes": need.total, "owners": dict(need.owners)}
             for need in plan.needs
         ],
-        "broken": [
-            {"place": need.place.name.lower(), "phase": need.phase, "owner": need.largest} for need in plan.broken
-        ],
+        "broken": [*map(_need_json, plan.broken)],
+        "tight": [*map(_need_json, plan.tight)],
         "seconds": None if plan.pace is None else {name: _triple(getattr(plan.pace, name)) for name in _PARTS},
         "hours_per_million_tokens": None if plan.pace is None else _triple(plan.pace.hours_per_million_tokens),
         "written_bytes": None if plan.pace is None else plan.pace.written_bytes,
     }
+
+
+def _need_json(need: Need) -> dict[str, str]:
+    return {"place": need.place.name.lower(), "phase": need.phase, "owner": need.largest}
 
 
 def _triple(of: Range) -> list[float | bool]:

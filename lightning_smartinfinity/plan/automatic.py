@@ -35,12 +35,13 @@ class Open:
     """Says what may be chosen.
 
     Args:
-        offload_param: Whether where parameters lie may be.
+        offload_param: Whether where parameters lie may be. A training with a budget of parameters has them on storage.
         parameter_budget: Whether the bytes of parameters in memory may be.
         gradient_budget: Whether the bytes of gradients in memory may be.
         cache_bytes: Whether the bytes of state in host memory may be.
         bucket_numel: Whether the size of the bucket of gradients may be.
-        state_formats: State formats that may follow that of the training, in this order.
+        state_formats: State formats that may follow that of the training, in this order; others than those that suit
+            the training are passed over.
     """
 
     offload_param: bool = True
@@ -69,7 +70,7 @@ def choose(model: ModelFigures, training: Training, resources: Resources, rates:
     """
     beside = partial(seconds_beside_update, model, rates=rates, on_gpu=resources.on_gpu)
     tried: list[Training] = []
-    for state_format in dict.fromkeys([training.state_format, *open_.state_formats]):
+    for state_format in dict.fromkeys([training.state_format, *filter(training.suits, open_.state_formats)]):
         of_format = replace(training, state_format=state_format)
         candidates = [*_settings(model, of_format, open_, on_gpu=resources.on_gpu)]
         fitting = [one for one in candidates if fits(model, one, resources)]
@@ -81,11 +82,12 @@ def choose(model: ModelFigures, training: Training, resources: Resources, rates:
 
 
 def _settings(model: ModelFigures, training: Training, open_: Open, *, on_gpu: bool) -> Iterator[Training]:
-    offloads = OFFLOADS if open_.offload_param else (training.offload_param,)
+    is_open = open_.offload_param and training.parameter_budget is None
+    offloads = OFFLOADS if is_open else (training.offload_param,)
     spilling = gradient_budgets(model, training) if open_.gradient_budget else []
     buckets = dict.fromkeys([training.bucket_numel, *([_SMALL_BUCKET] if open_.bucket_numel else [])])
     for offload, bucket in product(offloads, buckets):
-        if offload == "cpu" and open_.offload_param and not on_gpu:
+        if offload == "cpu" and is_open and not on_gpu:
             continue
         held = [training.parameter_budget]
         if offload == "nvme" and open_.parameter_budget:
@@ -110,7 +112,9 @@ def _with_cache(model: ModelFigures, training: Training, resources: Resources, o
     return replace(training, cache_bytes=nbytes) if nbytes >= _LEAST_CACHE else training
 
 
-def plan_in_words(model: ModelFigures, asked: Training, plan: Plan, resources: Resources) -> str:
+def plan_in_words(
+    model: ModelFigures, asked: Training, plan: Plan, resources: Resources, *, open_: Open, assumed: Sequence[str] = ()
+) -> str:
     """Return a table of what was chosen, what it needs and what there is.
 
     Args:
@@ -118,10 +122,16 @@ def plan_in_words(model: ModelFigures, asked: Training, plan: Plan, resources: R
         asked: The training before anything was chosen.
         plan: The plan.
         resources: What may be used.
+        open_: What could be chosen.
+        assumed: What was assumed of the training, in words.
     """
     before, after = asdict(asked), asdict(plan.training)
+    if open_.offload_param:
+        before["offload_param"] = "none"  # also where a budget of parameters decides it
+    passed = [name for name in open_.state_formats if not asked.suits(name)]
+    over = f"passed over for {asked.optimizer} in {asked.precision}: {', '.join(passed)}" if passed else ""
     lines = [f"Plan for {model.name}, {model.numel / 1e9:.3f}B parameters, {asked.batch} x {asked.seq} tokens"]
-    lines += [f"  {words}" for words in (model.assumed, f"the optimizer is taken for {asked.optimizer}") if words]
+    lines += [f"  {words}" for words in (model.assumed, *assumed, over) if words]
     changed = [f"  {_LABELS[name]:<38}{_shown(after[name])}" for name in _LABELS if after[name] != before[name]]
     lines += changed or ["  nothing has to be chosen: the defaults fit"]
     lines += ['  overlap                               as set; "auto" is measured in the first steps', ""]

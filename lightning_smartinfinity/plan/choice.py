@@ -8,7 +8,6 @@ from functools import partial
 from itertools import product
 from math import isqrt
 
-from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.plan.model import ModelFigures
 from lightning_smartinfinity.plan.needs import (
     CUDA_CONTEXT_BYTES,
@@ -21,10 +20,11 @@ from lightning_smartinfinity.plan.needs import (
     needs,
 )
 from lightning_smartinfinity.plan.pace import Pace, Rates, pace, seconds_beside_update
-from lightning_smartinfinity.plan.training import OFFLOADS, OPTIMIZERS, Training
+from lightning_smartinfinity.plan.training import OFFLOADS, Training
 
 __all__ = [
     "BUDGETS",
+    "TIGHT",
     "Alternative",
     "Plan",
     "Resources",
@@ -45,6 +45,9 @@ _FORMATS = ("fp32", "bf16", "int8")
 
 BUDGETS = (4 * 10**9, 10**9, 256 * 10**6)
 """Bytes of gradients, and of parameters, that are tried where not all of them fit, from roomy to small."""
+
+TIGHT = 0.9
+"""Share of what there is above which a need is tight: plans are right to 10 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +90,14 @@ class Plan:
         training: The training.
         needs: Bytes by place and phase.
         broken: Those of the needs that are more than there is.
+        tight: Those of the needs that fit into memory, and leave less than a tenth of it.
         pace: Time of a step; None if unknown.
     """
 
     training: Training
     needs: Sequence[Need]
     broken: Sequence[Need]
+    tight: Sequence[Need]
     pace: Pace | None
 
     @property
@@ -138,17 +143,20 @@ def make_plan(model: ModelFigures, training: Training, resources: Resources, rat
         rates: Rates of the machine.
     """
     found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
-    broken = [need for need in found if need.total > resources.has(need.place)]
     return Plan(
         training=training,
         needs=found,
-        broken=broken,
+        broken=[need for need in found if not _has_room(need, resources)],
+        tight=[need for need in found if _has_room(need, resources) and not _has_room(need, resources, share=TIGHT)],
         pace=pace(model, training, rates, on_gpu=resources.on_gpu),
     )
 
 
 def cheapest(model: ModelFigures, training: Training, resources: Resources, rates: Rates) -> Plan | None:
     """Return the fastest plan that fits, or None.
+
+    A plan that leaves less than a tenth of the memory is taken only if no other does with the same format of the state
+    and the same precision.
 
     It may change where the model is built and where parameters and gradients lie, and turn activation checkpoints on.
     Only if this is not enough, it lets training wait for its checkpoints, which takes less storage. Then it divides the
@@ -161,11 +169,13 @@ def cheapest(model: ModelFigures, training: Training, resources: Resources, rate
         resources: What the machine has.
         rates: Rates of the machine.
     """
-    for candidates in _stages(model, training, on_gpu=resources.on_gpu):
-        fitting = [one for one in candidates if fits(model, one, resources)]
-        if fitting:
-            beside = partial(seconds_beside_update, model, rates=rates, on_gpu=resources.on_gpu)
-            return make_plan(model, min(fitting, key=beside), resources, rates)
+    for formed in _formed(training):
+        for share in (TIGHT, 1.0):
+            for candidates in _stages(model, formed, on_gpu=resources.on_gpu):
+                fitting = [one for one in candidates if fits(model, one, resources, share=share)]
+                if fitting:
+                    beside = partial(seconds_beside_update, model, rates=rates, on_gpu=resources.on_gpu)
+                    return make_plan(model, min(fitting, key=beside), resources, rates)
     return None
 
 
@@ -178,14 +188,24 @@ def nearest(model: ModelFigures, training: Training, resources: Resources, rates
         resources: What the machine has.
         rates: Rates of the machine.
     """
-    tried = (one for candidates in _stages(model, training, on_gpu=resources.on_gpu) for one in candidates)
+    tried = (
+        one
+        for formed in _formed(training)
+        for candidates in _stages(model, formed, on_gpu=resources.on_gpu)
+        for one in candidates
+    )
     return make_plan(model, min(tried, key=partial(lack, model, resources)), resources, rates)
 
 
-def fits(model: ModelFigures, training: Training, resources: Resources) -> bool:
-    """Return whether there is enough of everything for a training."""
+def fits(model: ModelFigures, training: Training, resources: Resources, *, share: float = 1.0) -> bool:
+    """Return whether there is enough of everything for a training, and whether this share of the memory is enough."""
     found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
-    return all(need.total <= resources.has(need.place) for need in found)
+    return all(_has_room(need, resources, share=share) for need in found)
+
+
+def _has_room(need: Need, resources: Resources, *, share: float = 1.0) -> bool:
+    # What lies on a disk is known to the byte.
+    return need.total <= resources.has(need.place) * (1.0 if need.place is Place.DISK else share)
 
 
 def lack(model: ModelFigures, resources: Resources, training: Training) -> float:
@@ -194,22 +214,26 @@ def lack(model: ModelFigures, resources: Resources, training: Training) -> float
     return round(sum(max(0.0, need.total / max(1, resources.has(need.place)) - 1.0) for need in found), 2)
 
 
-def _stages(model: ModelFigures, asked: Training, *, on_gpu: bool) -> Iterator[list[Training]]:
-    """Yield lists of settings; those of a later list give up more."""
+def _formed(asked: Training) -> Iterator[Training]:
+    """Yield the training with smaller state, and then in a smaller precision: later ones give up more."""
     precisions = [asked.precision] + (["bf16-mixed"] if asked.precision == "32-true" else [])
     for precision in precisions:
         start = replace(asked, precision=precision, state_format="fp32") if precision != asked.precision else asked
         for state_format in dict.fromkeys([start.state_format, *_smaller(start)]):
-            formed = replace(start, state_format=state_format)
-            for one in _divided(formed):
-                yield [*_placed(model, one, on_gpu=on_gpu)]
-                if one.saves_beside:
-                    yield [*_placed(model, replace(one, asynchronous=False), on_gpu=on_gpu)]
+            yield replace(start, state_format=state_format)
+
+
+def _stages(model: ModelFigures, formed: Training, *, on_gpu: bool) -> Iterator[list[Training]]:
+    """Yield lists of settings with one format of the state; those of a later list give up more."""
+    for one in _divided(formed):
+        yield [*_placed(model, one, on_gpu=on_gpu)]
+        if one.saves_beside:
+            yield [*_placed(model, replace(one, asynchronous=False), on_gpu=on_gpu)]
 
 
 def _smaller(training: Training) -> list[str]:
     """Return state formats that may follow that of the training, from precise to small."""
-    names = [name for name in _FORMATS if not STATE_FORMATS[name].arrays or OPTIMIZERS[training.optimizer] == "adamw"]
+    names = [name for name in _FORMATS if training.suits(name)]
     at = names.index(training.state_format) if training.state_format in names else len(names)
     return names[at + 1 :]
 

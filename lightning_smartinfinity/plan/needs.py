@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-from lightning_smartinfinity.plan.gradients import TopKPayload
 from lightning_smartinfinity.plan.memory import compressed_bytes
 from lightning_smartinfinity.plan.model import ModelFigures
 from lightning_smartinfinity.plan.training import Training
-from lightning_smartinfinity.store.extents import ExtentMap
+from lightning_smartinfinity.store.extents import BLOCK_BYTES, ExtentMap
 from lightning_smartinfinity.store.residual_file import residual_bytes
 from lightning_smartinfinity.store.space import overhead_bytes
-from lightning_smartinfinity.store.tensor_files import deal
+from lightning_smartinfinity.store.tensor_files import deal, whole_blocks
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 
 __all__ = [
@@ -63,6 +62,7 @@ _PREFETCH_NUMEL = 5 * 10**7  # DeepSpeed's stage3_prefetch_bucket_size
 _KEPT_NUMEL = 10**5  # DeepSpeed's stage3_param_persistence_threshold: parameters up to this are not stored
 _PARAMETER_BUFFERS = 5  # DeepSpeed's offload_param.buffer_count
 _LEAST_STORED = 2048  # zero3/parameters/param_swapper.py
+_TRANSFER_BYTES = (12 << 20) + BLOCK_BYTES  # transfer/part_transfers.py: most of what an update has in flight
 _CHECKPOINT_FILES = 64 * 1024  # of a checkpoint beside its tensors: archives' directories, configuration, groups
 _CHECKPOINT_BYTES_PER_PARAMETER = 256
 
@@ -198,18 +198,18 @@ def _held_parameters(model: ModelFigures, training: Training, *, on_gpu: bool) -
     whole = training.item_bytes * _share(model.numel, training)
     if training.offload_param == "nvme":
         kept = sum(training.item_bytes * n for n in _shares(model, training) if not _is_stored(n, training))
-        if training.parameter_budget is not None:
-            return {"parameters": kept, "parameter buffers": min(training.parameter_budget, whole - kept)}
-        largest = training.item_bytes * -(-model.largest // training.world_size)
-        buffers = _PARAMETER_BUFFERS * -(-largest // 4096) * 4096
-        return {"parameters": kept, "parameter buffers": min(buffers, stored_bytes(model, training))}
+        stored = stored_bytes(model, training)
+        largest = training.item_bytes * _share(model.largest, training)
+        buffers = training.parameter_budget or _PARAMETER_BUFFERS * whole_blocks(largest)
+        return {"parameters": kept, "parameter buffers": min(buffers, stored) + min(_TRANSFER_BYTES, stored)}
     return {} if on_gpu and training.offload_param == "none" else {"parameters": whole}
 
 
 def held_by_update(model: ModelFigures, training: Training, *, on_gpu: bool = False) -> dict[str, int]:
     """Return the host memory of the update in one process, by the purposes of ``strategy.host_bytes``.
 
-    With parameters on storage or on a GPU, the ring includes the staging buffer or the slots.
+    With parameters on storage or on a GPU, the ring includes the staging buffer or the slots. With gradients on storage
+    it includes the memory into which the update reads them, which is not a part of their budget.
     """
     layout = layout_of(model.trained, training)
     extents = layout.extents
@@ -218,13 +218,14 @@ def held_by_update(model: ModelFigures, training: Training, *, on_gpu: bool = Fa
         ring += _staging_bytes(extents, training, limit=ring)
     elif on_gpu and training.offload_param == "none":
         ring += training.num_buffers * training.item_bytes * min(extents.tasklet_numel, extents.numel)
+    if spilled_gradient_bytes(model, training):
+        ring += training.num_buffers * whole_blocks(training.gradient_bytes * min(extents.tasklet_numel, extents.numel))
     held = {"ring": ring, "gradient_arena": held_gradient_bytes(layout, training)}
     if training.cache_bytes:
         held["state in memory"] = min(training.cache_bytes, state_bytes(model, training))
-    if training.compression is None:
+    if training.payload is None:
         return held
-    payload = TopKPayload(training.compression, training.gradient_bytes)
-    return held | compressed_bytes(payload, layout, error_feedback=training.keeps_residual)
+    return held | compressed_bytes(training.payload, layout, error_feedback=training.keeps_residual)
 
 
 def state_bytes(model: ModelFigures, training: Training) -> int:
@@ -233,12 +234,11 @@ def state_bytes(model: ModelFigures, training: Training) -> int:
 
 
 def held_gradient_bytes(layout: PartitionLayout, training: Training) -> int:
-    """Return the bytes of gradients in memory: all, or a budget and those of the tasklets in the ring."""
+    """Return the bytes of gradients that the arena holds in memory: all, or a budget."""
     whole = training.gradient_bytes * layout.numel
     if training.gradient_budget is None:
         return whole
-    budget = max(training.gradient_budget, layout.least_gradient_budget(training.gradient_bytes))
-    return min(whole, budget + training.num_buffers * training.gradient_bytes * layout.extents.tasklet_numel)
+    return min(whole, max(training.gradient_budget, layout.least_gradient_budget(training.gradient_bytes)))
 
 
 def spilled_gradient_bytes(model: ModelFigures, training: Training) -> int:

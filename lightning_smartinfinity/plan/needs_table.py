@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from lightning_smartinfinity.plan.choice import Plan, Resources
+from lightning_smartinfinity.plan.choice import TIGHT, Plan, Resources
 from lightning_smartinfinity.plan.needs import Need
 
-__all__ = ["in_gb", "needs_table", "what_breaks"]
+__all__ = ["in_gb", "needs_table", "what_breaks", "what_is_tight"]
 
 _GIGA = 1e9
-_TIGHT = 0.9
 _SHOWN_OWNERS = 4
 
 
@@ -19,7 +18,7 @@ def needs_table(plan: Plan, resources: Resources) -> Iterator[str]:
     yield f"{'place':<13}{'while':<10}{'needs':>9}{'has':>9}  {'':<9}owners, in GB"
     for need in plan.needs:
         has = resources.has(need.place)
-        word = "TOO BIG" if need.total > has else "tight" if need.total > _TIGHT * has else "fits"
+        word = "TOO BIG" if need.total > has else "tight" if need.total > TIGHT * has else "fits"
         amounts = f"{in_gb(need.total):>9}{in_gb(has):>9}"
         yield f"{need.place.value:<13}{need.phase:<10}{amounts}  {word:<9}{_owners(need.owners)}"
 
@@ -29,6 +28,15 @@ def what_breaks(need: Need, resources: Resources) -> str:
     what = f"{need.largest} {in_gb(need.owners[need.largest])} GB"
     has = in_gb(resources.has(need.place))
     return f"{need.place.value} ({need.phase}) needs {in_gb(need.total)} of {has} GB, mostly {what}"
+
+
+def what_is_tight(needs: Sequence[Need], resources: Resources) -> str:
+    """Return words for needs that leave less than a tenth of what there is: the largest share of each place."""
+    shares: dict[str, float] = {}
+    for need in needs:
+        place = need.place.value
+        shares[place] = max(shares.get(place, 0.0), need.total / resources.has(need.place))
+    return ", ".join(f"{100 * share:.0f} % of {place}" for place, share in shares.items())
 
 
 def in_gb(nbytes: float) -> str:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from lightning_smartinfinity.checks import FLAG, between, one_of, optional, positive, require
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES
 from lightning_smartinfinity.errors import ConfigError
-from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.native.formats import STATE_FORMATS, serves
+from lightning_smartinfinity.plan.gradients import BlockScaledPayload, GradientForm, TopKPayload
 from lightning_smartinfinity.plan.workload import NUM_ARRAYS
 from lightning_smartinfinity.update_rules import RULES
 
-__all__ = ["BUILDS", "OFFLOADS", "OPTIMIZERS", "PRECISIONS", "Training"]
+__all__ = ["BLOCK_SCALED", "BUILDS", "OFFLOADS", "OPTIMIZERS", "PRECISIONS", "Training"]
 
 PRECISIONS = ("bf16-mixed", "bf16-true", "16-mixed", "16-true", "32-true")
 """Precisions of the strategy."""
@@ -24,6 +25,9 @@ BUILDS = ("init", "configure_model")
 
 OPTIMIZERS = {optimizer: rule.name for rule in RULES for optimizer in rule.optimizers}
 """Name of the update rule by class of torch.optim."""
+
+BLOCK_SCALED = "BlockScaled"
+"""Compression that sends all gradients in 8 bits."""
 
 _MOST = 10**9
 
@@ -59,7 +63,8 @@ class Training:
         num_buffers: Number of ring buffers.
         tasklet_bytes: Bytes of the largest tasklet.
         places: Places of each tasklet's state on storage; 1 with ``durability="none"``.
-        compression: Share of the gradients that ``TopK`` sends, with error feedback; None: they are not compressed.
+        compression: Share of the gradients that ``TopK`` sends, or :data:`BLOCK_SCALED`; None: they are not compressed.
+        error_feedback: Whether what compression leaves out of the gradients is kept for the next step.
 
     Raises:
         ConfigError: A value is out of range, or values contradict each other.
@@ -88,7 +93,8 @@ class Training:
     num_buffers: int = 16
     tasklet_bytes: int = HOST_TASKLET_BYTES
     places: int = 2
-    compression: float | None = None
+    compression: float | str | None = None
+    error_feedback: bool = True
 
     def __post_init__(self) -> None:
         some = between(1, _MOST)
@@ -115,7 +121,8 @@ class Training:
             bucket_numel=between(1),
             accumulate_in=one_of("fp32", "parameters"),
             places=between(1, 2),
-            compression=optional(positive(1)),
+            compression=optional(optional(positive(1), BLOCK_SCALED)),
+            error_feedback=FLAG,
         )
         if self.gradient_budget is not None and self.compression is not None:
             raise ConfigError(
@@ -132,10 +139,16 @@ class Training:
                 f"state_format={self.state_format!r} needs parameters in bf16, not precision={self.precision!r}.",
                 "Use precision='bf16-mixed' or another state format.",
             )
-        if form.arrays and OPTIMIZERS[self.optimizer] != "adamw":
+        if not serves(form, self.optimizer):
             raise ConfigError(
                 f"state_format={self.state_format!r} does not exist for {self.optimizer}.", "Use state_format='fp32'."
             )
+
+    def suits(self, state_format: str) -> bool:
+        """Return whether the training's state can have a format."""
+        form = STATE_FORMATS[state_format]
+        in_bf16 = self.precision.startswith("bf16")
+        return serves(form, self.optimizer) and (in_bf16 or form.required_parameters != "bf16")
 
     @property
     def num_arrays(self) -> int:
@@ -161,7 +174,14 @@ class Training:
     @property
     def keeps_residual(self) -> bool:
         """Whether what is not sent of the gradients is kept for the next step, and on storage to resume from."""
-        return self.compression is not None and self.compression < 1
+        return self.compression not in (None, 1) and self.error_feedback
+
+    @property
+    def payload(self) -> GradientForm | None:
+        """Form of the compressed gradients; None: they are not compressed."""
+        if isinstance(self.compression, str):
+            return BlockScaledPayload()
+        return None if self.compression is None else TopKPayload(self.compression, self.gradient_bytes)
 
     @property
     def built_bytes(self) -> int:

@@ -203,7 +203,7 @@ def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: Proces
         reserved = _MOST_ITEM_BYTES * layout.numel + transfer.num_buffers * settings.tasklet_bytes
         own = measure_memory(reserved=reserved)
         nbytes = share_of_memory(gather(own, group), own)
-    return with_residents(layout, nbytes=nbytes, written_through=transfer.writes_through)
+    return with_residents(layout, nbytes=nbytes or 0, written_through=transfer.writes_through)
 
 
 def with_gradient_budget(

@@ -132,6 +132,34 @@ def test_activation_checkpoints_of_a_class_are_planned(
     )
 
 
+def test_gradients_in_8_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    """They take a byte each and a scale for each block of 256, beside a residual; the recipe names the codec."""
+    found = planned(capsys, "20M", *MACHINE, "--compression", "BlockScaled")["asked"]
+    of_host = {need["phase"]: need["owners"] for need in found["needs"] if need["place"] == "host"}
+    assert of_host["training"]["payloads"] == pytest.approx(20e6 * (1 + 1 / 256), rel=0.1)
+    assert of_host["training"]["residual"] == pytest.approx(4 * 20e6, rel=0.1)
+    assert main(["plan", "20M", *MACHINE, "--compression", "BlockScaled"]) == 0
+    printed = capsys.readouterr().out
+    assert "import BlockScaled, SmartInfinityStrategy\n" in printed and "compression=BlockScaled()," in printed
+    assert '"class_path": "lightning_smartinfinity.BlockScaled"' in printed
+
+
+def test_a_tight_plan_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """The report and the table name the place of which less than a tenth is left, and what leaves more."""
+    needs = planned(capsys, "1B", *MACHINE, "--build", "configure_model")["asked"]["needs"]
+    most = max(each["bytes"] for each in needs if each["place"] == "host")
+    narrow = [*MACHINE, "--build", "configure_model", "--host-memory", f"{most * 100 // 95 // 10**6}MB"]
+    found = planned(capsys, "1B", *narrow)
+    assert found["asked"]["fits"] and {each["place"] for each in found["asked"]["tight"]} == {"host"}
+    assert not found["best"]["tight"]
+    assert main(["plan", "1B", *narrow]) == 0
+    printed = capsys.readouterr().out
+    assert "It fits, but takes 95 % of host memory.\nA tenth of the memory stays free with gradient_bytes=" in printed
+    least = ["--gpu-memory", "24GB", "--host-memory", "2250MB", "--disk", "2TB", "--cores", "16", "--seq", "16"]
+    assert main(["plan", "20M", "1M", *least]) == 0
+    assert re.search(r"\| [^|]*, but takes 9\d % of host memory \|", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("ratio", ["0.01", "1"])
 def test_compressed_gradients(ratio: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A residual takes 4 bytes of memory and 8 of disk per parameter, and is written at every step.

@@ -15,6 +15,7 @@ import transformers
 from lightning_smartinfinity import ConfigError, UnsupportedError
 from lightning_smartinfinity.huggingface import SmartInfinityTraining
 from lightning_smartinfinity.plan import choice
+from lightning_smartinfinity.plan import needs as plan_needs
 from lightning_smartinfinity.plan.needs import Place, needs
 from lightning_smartinfinity.plan.training import Training
 from lightning_smartinfinity.survey.models import find_source, survey_model
@@ -474,6 +475,7 @@ def test_a_plan_is_made_before_the_model_is_loaded(
 ) -> None:
     """The model is named, since the arguments take the configuration before it exists; the bits are the same."""
     monkeypatch.setattr(choice, "BUDGETS", (160 << 10,))
+    monkeypatch.setattr(plan_needs, "_TRANSFER_BYTES", 16 << 10)  # else as much as all parameters of a tiny model
     plain = train(model_folder, tmp_path / "plain")
     asked = Training(
         precision="32-true",

@@ -15,17 +15,21 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_smartinfinity import (
+    BlockScaled,
     ConfigError,
     PlanConfig,
     SmartInfinityFabricStrategy,
     SmartInfinityStrategy,
+    TopK,
     TransferConfig,
     UnsupportedError,
     automatic_plan,
 )
 from lightning_smartinfinity.automatic_plan import Surroundings, plan_training
-from lightning_smartinfinity.plan import choice
-from lightning_smartinfinity.plan.needs import PROCESS_BYTES, Place, needs
+from lightning_smartinfinity.compression import GradientCodec
+from lightning_smartinfinity.plan import automatic, choice
+from lightning_smartinfinity.plan import needs as plan_needs
+from lightning_smartinfinity.plan.needs import PROCESS_BYTES, Place, held_by_update, needs
 from lightning_smartinfinity.plan.training import Training
 from lightning_smartinfinity.settings import StrategySettings
 from lightning_smartinfinity.survey import resources
@@ -44,6 +48,7 @@ NVME = {"offload_param": {"device": "nvme"}}
 @pytest.fixture(autouse=True)
 def _small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "BUDGETS", (128 << 10, 64 << 10))
+    monkeypatch.setattr(plan_needs, "_TRANSFER_BYTES", 16 << 10)  # else as much as all parameters of a tiny model
 
 
 def fit(
@@ -172,6 +177,82 @@ def test_a_smaller_state_that_the_user_allows(tmp_path: Path) -> None:
     strategy.close()
     with pytest.raises(ConfigError, match="both choose a state format"):
         fit(tmp_path, Configured(RECIPE), plan=plan, state_format="bf16")
+
+
+def rmsprop(recipe: Recipe = RECIPE) -> Recipe:
+    return dataclasses.replace(recipe, optimizer="RMSprop")
+
+
+def test_the_optimizer_that_is_named_is_planned(tmp_path: Path) -> None:
+    """State of RMSprop takes four arrays: it needs a larger disk than that of AdamW, and has no smaller format."""
+    plan = {"disk": "9MB", "optimizer": "RMSprop", "state_formats": ["int8"]}
+    with pytest.raises(ConfigError, match="does not fit: disk") as caught:
+        fit(tmp_path, Configured(rmsprop()), plan=plan)
+    assert "passed over for RMSprop in bf16-true: int8" in str(caught.value)
+    fit(tmp_path, Configured(rmsprop()), plan={**plan, "disk": "13MB"}).close()
+    with pytest.raises(ConfigError, match="optimizer='Lion'"):
+        PlanConfig(optimizer="Lion")
+
+
+@pytest.mark.parametrize("module_class", [Configured, LitTiny])
+def test_an_optimizer_that_was_taken_for_another(module_class: type[LitTiny], tmp_path: Path) -> None:
+    """Once it is known, a training that does not fit with its state ends, and one that fits goes on."""
+    with pytest.raises(ConfigError, match=r"taken the optimizer for AdamW, but it is RMSprop: disk") as caught:
+        fit(tmp_path, module_class(rmsprop()), plan={"disk": "9MB"})
+    assert "plan={'optimizer': 'RMSprop'}" in caught.value.remedy
+    assert not (tmp_path / "storage").exists()
+    fit(tmp_path, module_class(rmsprop()), plan={"disk": "13MB"}).close()
+    sgd = dataclasses.replace(RECIPE, optimizer="SGD", eps=None)
+    with pytest.raises(ConfigError, match="it is SGD: state_format='int8' does not exist for it"):
+        fit(tmp_path, module_class(sgd), plan={"disk": "7MB", "state_formats": ["int8"]})
+
+
+def test_state_in_memory_is_left_out_only_where_the_user_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a size the plan keeps state in what is left of the memory; it leaves an explicit 0 as it is."""
+    monkeypatch.setattr(automatic, "_LEAST_CACHE", 10**6)
+    seen = []
+    for given in ({}, {"dram_cache_bytes": 0}):
+        strategy = fit(tmp_path, Configured(RECIPE), plan={"host_memory": "4GB"}, transfer=given)
+        seen.append((strategy._settings.transfer.dram_cache_bytes, strategy.host_bytes.get("dram_cache", 0)))
+        strategy.close()
+    assert seen[0][0] >= seen[0][1] > 10**6
+    assert seen[1] == (0, 0)
+
+
+def test_a_budget_of_parameters_decides_where_they_lie(tmp_path: Path, losses: list[float]) -> None:
+    """They are on storage, also where all of them would fit into memory; an explicit place contradicts the budget."""
+    module = Configured(RECIPE)
+    given = {"parameter_bytes": 180_000}
+    strategy = fit(tmp_path, module, plan="auto", transfer=given, overlap="none")
+    assert (strategy._settings.zero, strategy._settings.transfer.parameter_bytes) == (NVME, 180_000)
+    assert strategy.parameter_bytes > 0
+    assert module.losses == losses
+    strategy.close()
+    for options in ({"plan": None}, {"plan": "auto", "zero": {"offload_param": {"device": "cpu"}}}):
+        with pytest.raises(ConfigError, match="needs parameters on storage"):
+            fit(tmp_path, Configured(RECIPE), transfer=given, **options)
+
+
+def test_a_model_that_is_built_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the training would fit with the model built in configure_model, the error says to build it there."""
+    monkeypatch.setattr(plan_needs, "ENGINE_BYTES", 0)  # it comes after the model, and is larger than a tiny one
+    plan = just_enough_for("configure_model", **SMALLEST)
+    with pytest.raises(ConfigError, match=r"does not fit: host memory \(building\)") as caught:
+        fit(tmp_path, LitTiny(RECIPE), plan=plan)
+    assert "Build it in configure_model" in caught.value.remedy and "state_formats" not in caught.value.remedy
+
+
+@pytest.mark.parametrize("codec", [BlockScaled(), BlockScaled(error_feedback=False), TopK(0.1), TopK(1.0)])
+def test_compressed_gradients_are_counted(codec: GradientCodec, tmp_path: Path) -> None:
+    """Payloads of every codec, and its residual if it keeps one, are those of the run, to the byte."""
+    strategy = fit(tmp_path, Configured(RECIPE), plan="auto", compression=codec, overlap="none")
+    planned, held = strategy._planned, strategy.host_bytes
+    assert planned is not None
+    assert held_by_update(planned.figures, planned.training) == held
+    assert held["payloads"] > 0 and ("residual" in held) == codec.keeps_residual
+    strategy.close()
 
 
 class Stubborn(Configured):
@@ -327,7 +408,7 @@ def test_folders_that_do_not_exist_yet(tmp_path: Path) -> None:
     for folders in (("a/b",), ("a/b", "c")):
         storage = tuple(tmp_path / folder for folder in folders)
         settings = StrategySettings(storage=storage, plan=PlanConfig(host_memory="2GB"))
-        assert plan_training(settings, LitTiny(RECIPE), around) == settings
+        assert plan_training(settings, LitTiny(RECIPE), around).settings == settings
         tables.append(told.pop())
     one, two = (table.splitlines()[-1].split()[:5] for table in tables)
     assert one[:4] == two[:4] and float(one[4]) == pytest.approx(float(two[4]), rel=0.01)
@@ -339,7 +420,7 @@ def test_cards_take_all_gradients_from_memory(tmp_path: Path, monkeypatch: pytes
     plan = PlanConfig(**just_enough_for("init", gradient_budget=128 << 10))
     ring = TransferConfig(**SMALL_RING)
     settings = StrategySettings(storage=(tmp_path,), plan=plan, transfer=ring)
-    assert plan_training(settings, LitTiny(RECIPE), around).transfer.gradient_bytes == 128 << 10
+    assert plan_training(settings, LitTiny(RECIPE), around).settings.transfer.gradient_bytes == 128 << 10
     monkeypatch.setenv("SMART_INFINITY_XCLBIN", str(tmp_path / "kernels.xclbin"))
     with pytest.raises(ConfigError, match="does not fit"):
         plan_training(settings, LitTiny(RECIPE), around)
@@ -357,6 +438,13 @@ def test_fabric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fabric.setup(model, torch.optim.AdamW(model.parameters()))
     assert strategy._settings.transfer.gradient_bytes != "auto"
     strategy.close()
+    # The optimizer is known here. Its state takes a third more than that of AdamW.
+    strategy = SmartInfinityFabricStrategy(plan={"disk": "12MB"}, transfer=SMALL_RING)
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-true")
+    fabric.launch()
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
+    with pytest.raises(ConfigError, match=r"plan='auto': Sequential does not fit: disk"):
+        fabric.setup(model, torch.optim.RMSprop(model.parameters()))
     unnamed = SmartInfinityFabricStrategy(plan="auto")
     fabric = Fabric(accelerator="cpu", devices=1, strategy=unnamed, precision="bf16-true")
     fabric.launch()

@@ -15,6 +15,7 @@ import torch
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError, StorageTimeoutError
 from lightning_smartinfinity.native import IoClass, MemoryPool, TensorExtent
+from lightning_smartinfinity.plan import needs
 from lightning_smartinfinity.store.scheduling import io_waits, scheduler_of
 from lightning_smartinfinity.store.tensor_store import TensorStore
 from lightning_smartinfinity.transfer import part_transfers
@@ -47,6 +48,17 @@ def test_engine(tmp_path: Path, direct_io: str, engine: str) -> None:
     store = TensorStore([tmp_path], job="default", direct_io=direct_io)
     assert store.core.io_engine == engine
     store.close()
+
+
+def test_a_plan_counts_what_is_in_flight(store: TensorStore) -> None:
+    """Memory for parts of many lengths is never more than a plan counts, and nearly all of it is needed."""
+    parts, random_ = PartTransfers(store), random.Random(0)
+    seen = [0]
+    for numel in (random_.choice([5_000, 300_000, 999_000, 3 << 20]) for _ in range(60)):
+        parts.put(store.add(numel), 0, torch.zeros(numel, dtype=torch.uint8))
+        seen.append(parts.nbytes)
+    parts.synchronize()
+    assert 0.6 * needs._TRANSFER_BYTES < max(seen) <= needs._TRANSFER_BYTES
 
 
 @pytest.mark.parametrize("begin", [0, BLOCK, 10])
