@@ -48,6 +48,7 @@ STRATEGY = "the smart_infinity strategy"
 """Owner of the settings that the strategies of Trainer and Fabric share."""
 
 _SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*(|[kmgt]i?)b?\s*", re.ASCII | re.IGNORECASE)
+_MOST_BYTES = (1 << 63) - 1  # the native core counts no more
 _UNITS = {"": 1} | {
     unit + suffix: base**power
     for power, unit in enumerate("kmgt", start=1)
@@ -138,12 +139,11 @@ def between(least: int, most: int | None = None) -> Rule:
     )
 
 
-def num_bytes(least: int, most: int | None = None) -> Rule:
+def num_bytes(least: int, most: int = _MOST_BYTES) -> Rule:
     """Allow a number of bytes, as an integer or as text such as ``"8GB"``, within both ends. It is kept as an int."""
-    words = f"of at least {least}" if most is None else f"from {least} to {most}"
     whole = between(least, most)
     return Rule(
-        f"Pass a number of bytes {words}, or text such as '64MB' (64 * 10^6) or '64MiB' (64 * 2^20)",
+        f"Pass a number of bytes from {least} to {most}, or text such as '64MB' (64 * 10^6) or '64MiB' (64 * 2^20)",
         lambda value: whole.holds(in_bytes(value)),
         "is no size in the allowed range",
         kept=in_bytes,

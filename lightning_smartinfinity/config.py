@@ -412,6 +412,22 @@ class ActivationOffload:
                     f"budget includes {name}.",
                     f"Lower {name}, raise budget_bytes, or leave one of them out.",
                 )
+        self._require_that_something_moves()
+
+    def _require_that_something_moves(self) -> None:
+        assert not isinstance(self.min_bytes, str), "a size given as text is kept as bytes"
+        least = -(-self.min_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        needs = {"host_bytes": least, "storage_bytes": least}
+        if self.host_bytes == "auto":
+            needs["budget_bytes"] = 2 * least  # the pool takes half of it
+        for name, needed in needs.items():
+            value = getattr(self, name)
+            if isinstance(value, int) and value < needed:
+                raise ConfigError(
+                    f"ActivationOffload({name}={value}, min_bytes={self.min_bytes}) contradicts itself: not even the "
+                    "smallest tensor that moves would fit.",
+                    f"Lower min_bytes, or raise {name} to at least {needed}.",
+                )
 
 
 def activation_offload(

@@ -62,6 +62,8 @@ class ActivationStore:
         self._pool = native.MemoryPool()
         self._files: TensorStore | None = None
         self._most_saved = 0  # bytes of the largest forward
+        self._most_refused = 0  # bytes of the largest entry for which the pool was too small
+        self._warned_of_budget = False
         self._original_bytes = 0  # of entries whose storages are kept alive
         self._forwards: list[Forward] = []  # with entries that may still leave
         self._leaving: deque[weakref.ref[Entry]] = deque()  # being written, oldest first
@@ -267,6 +269,7 @@ class ActivationStore:
     def _oldest_of(self, forward: Forward) -> Entry | None:
         """Return the oldest entry that may still leave; one that the pool is too small for never does."""
         while (oldest := forward.oldest()) is not None and whole_blocks(oldest.nbytes) > self._limit:
+            self._most_refused = max(self._most_refused, oldest.nbytes)
             forward.window.popleft()
         return oldest
 
@@ -302,11 +305,29 @@ class ActivationStore:
                 continue
             leaving = next((each for each in _living(self._leaving) if each.writing is not None), None)
             if leaving is None:
+                self._warn_of_budget(budget, oldest)
                 break
             self._end_write(leaving)
         waited = time.perf_counter() - began
         forward.held_up_seconds += waited
         self._traffic.held_up_seconds += waited
+
+    def _warn_of_budget(self, budget: int, oldest: Entry | None) -> None:
+        """Say once why more is held than the budget, if that is because of a setting."""
+        if oldest is not None and not self._has_place(whole_blocks(oldest.nbytes)):
+            why, remedy = f"storage_bytes={self._settings.storage_bytes} leaves no room", "Raise storage_bytes."
+        elif self._most_refused:
+            why = f"a tensor of {self._most_refused} bytes does not fit into the pool of {self._limit} bytes"
+            remedy = "Raise budget_bytes, of which the pool takes half unless you set host_bytes."
+        else:
+            return
+        if not self._warned_of_budget:
+            self._warned_of_budget = True
+            warnings.warn(
+                f"ActivationOffload(budget_bytes={budget}) is not kept: {self.held_bytes} bytes are held for backward, "
+                f"because {why}. {remedy}",
+                stacklevel=2,
+            )
 
     def _has_place(self, nbytes: int) -> bool:
         most = self._settings.storage_bytes

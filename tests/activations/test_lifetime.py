@@ -177,12 +177,14 @@ def test_a_full_pool_stops_nothing(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_is_larger_than_the_pool(tmp_path: Path) -> None:
-    """It stays in memory and is counted, and those behind it leave."""
+    """It stays in memory and is counted, and those behind it leave. A warning says that the budget is not kept."""
     with opened(tmp_path, everything(host_bytes=2 * BLOCK, budget_bytes=2 * BLOCK)) as activations:
         x = torch.randn(BLOCK, requires_grad=True)
-        with activations.forward(x):
+        too_large = f"budget_bytes={2 * BLOCK}.* a tensor of {4 * BLOCK} bytes does not fit into the pool"
+        with pytest.warns(UserWarning, match=too_large) as told, activations.forward(x):
             loss = chain(x, 2) + chain(x[: BLOCK // 4] * 2, 6)
         traffic = activations.traffic()
+        assert len(told) == 1
         assert (traffic.offloaded_bytes, traffic.kept_for_room_bytes) == (6 * BLOCK, 4 * BLOCK)
         loss.backward()
         y = x.detach().requires_grad_()
@@ -196,6 +198,16 @@ def test_storage_is_bounded(tmp_path: Path) -> None:
         x, loss = saved(activations)
         traffic = activations.traffic()
         assert (traffic.offloaded_bytes, traffic.kept_for_room_bytes) == (3 * BLOCK, 8 * BLOCK)
+        loss.backward()
+        assert torch.equal(x.grad, expected(x))
+
+
+def test_storage_leaves_no_room_for_a_budget(tmp_path: Path) -> None:
+    """A warning says that the budget is not kept."""
+    settings = everything(host_bytes=BLOCK, budget_bytes=2 * BLOCK, storage_bytes=3 * BLOCK)
+    with opened(tmp_path, settings) as activations:
+        with pytest.warns(UserWarning, match=f"budget_bytes={2 * BLOCK}.* storage_bytes={3 * BLOCK} leaves no room"):
+            x, loss = saved(activations)
         loss.backward()
         assert torch.equal(x.grad, expected(x))
 

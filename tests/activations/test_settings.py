@@ -30,8 +30,12 @@ def test_defaults_and_text() -> None:
         ({"storage_bytes": 1}, "storage_bytes=1"),
         ({"min_bytes": 0}, "min_bytes=0"),
         ({"verify": 1}, "verify=1"),
-        ({"keep": 8192, "budget_bytes": 4096}, "contradicts itself"),
-        ({"host_bytes": 8192, "budget_bytes": 4096}, "contradicts itself"),
+        ({"keep": 16384, "budget_bytes": 8192, "min_bytes": 1}, "keep=16384, budget_bytes=8192"),
+        ({"host_bytes": 8192, "budget_bytes": 4096}, "host_bytes=8192, budget_bytes=4096"),
+        ({"host_bytes": 8192, "min_bytes": 8193}, "host_bytes=8192, min_bytes=8193"),
+        ({"storage_bytes": 8192, "min_bytes": 8193}, "storage_bytes=8192, min_bytes=8193"),
+        ({"budget_bytes": 8191, "min_bytes": 1}, "budget_bytes=8191, min_bytes=1"),
+        ({"host_bytes": 1 << 63}, f"host_bytes={1 << 63}"),
         ({"budget": 1}, "no setting 'budget'"),
     ],
 )
@@ -40,6 +44,12 @@ def test_what_is_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=r"ActivationOffload.*") as raised:
         ActivationOffload(**settings)
     assert named in str(raised.value)
+
+
+def test_sizes_of_which_one_tensor_fits() -> None:
+    """Nothing is refused that moves one tensor of the least size."""
+    ActivationOffload(host_bytes=12288, storage_bytes=12288, budget_bytes=12288, min_bytes=8193)
+    ActivationOffload(budget_bytes=8192, min_bytes=1)
 
 
 def test_something_else() -> None:
