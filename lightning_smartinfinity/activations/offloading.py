@@ -251,12 +251,14 @@ class OffloadedActivations:
 @contextmanager
 def paused() -> Iterator[None]:
     """Save in this context as without offloading, for code that refuses hooks, such as torch.func.grad."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or not isinstance(getattr(hooks[0], "__self__", None), Packing):
-        yield
-        return
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+    ours = []
+    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        if not isinstance(getattr(hooks[0], "__self__", None), Packing):
+            break
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        ours.append(hooks)
     try:
         yield
     finally:
-        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+        for hooks in reversed(ours):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
