@@ -78,6 +78,7 @@ class ActivationStore:
         self._failed_read: SmartInfinityError | None = None
         self.lock = threading.RLock()
         self._rates = Rates()
+        self._exceeds_budget = False
         self.stopped = self.closed = False
 
     # ---- life
@@ -297,11 +298,22 @@ class ActivationStore:
                 continue
             leaving = next((each for each in _living(self._leaving) if each.writing is not None), None)
             if leaving is None:
+                self._warn_of_budget(budget)
                 break
             self._end_write(leaving)
         waited = time.perf_counter() - began
         forward.held_up_seconds += waited
         self._traffic.held_up_seconds += waited
+
+    def _warn_of_budget(self, budget: int) -> None:
+        if not self._exceeds_budget and not self._orphans:  # whose memory is about to be free
+            self._exceeds_budget = True
+            warnings.warn(
+                f"{self.held_bytes} bytes are held for backward, more than ActivationOffload(budget_bytes={budget}) "
+                f"allows. What is left is larger than the pool ({self._limit} bytes), has no room within "
+                "storage_bytes, or is held elsewhere. Raise host_bytes, storage_bytes or budget_bytes.",
+                stacklevel=2,
+            )
 
     def _has_place(self, nbytes: int) -> bool:
         most = self._settings.storage_bytes
@@ -341,7 +353,9 @@ class ActivationStore:
             self._give_up(ticket)
             self._traffic.forwarded_bytes += entry.nbytes
         elif entry.memory is None:
-            self._make_room(whole_blocks(entry.nbytes))
+            nbytes = whole_blocks(entry.nbytes)
+            while nbytes > self._room_to_read and (self._drop(self._used) or self._drop(self._written)):
+                pass
             self._start_read(entry, native.IoClass.AWAITED)
         if entry.reading is not None:
             self._measure(is_waiting=True)
@@ -373,12 +387,18 @@ class ActivationStore:
 
     def _may_read_ahead(self, nbytes: int) -> bool:
         """Return whether so many bytes more may be read before they are wanted. Nothing has to go for them."""
-        if self._pool.lent_bytes + nbytes > self._limit:
+        if nbytes > self._room_to_read:
             return False
         unused = [found for found in self._ahead if (entry := found()) is not None and not entry.was_used]
         self._ahead = deque(unused)
         ahead = sum(whole_blocks(entry.nbytes) for entry in _living(unused))
         return not unused or (len(unused) < _MOST_READ_AHEAD and ahead + nbytes <= self.read_ahead_bytes)
+
+    @property
+    def _room_to_read(self) -> int:
+        """Bytes that may be read back now, within the pool and the budget."""
+        room, budget = self._limit - self._pool.lent_bytes, self._settings.budget_bytes
+        return min(room, budget - self.held_bytes) if isinstance(budget, int) else room
 
     def note_unreadable(self, error: SmartInfinityError) -> None:
         """Note why an entry could not be read, for :meth:`take_failure`."""

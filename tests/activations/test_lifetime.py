@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -116,6 +117,38 @@ def test_a_retained_graph_is_read_again(activations: OffloadedActivations) -> No
         assert activations.held_bytes <= 5 * BLOCK  # one block more may be in use
     del loss
     assert_nothing_is_left(activations)
+
+
+def test_backward_stays_below_the_budget(tmp_path: Path) -> None:
+    """Where much stays in memory, less is read back at once than the pool has room for."""
+    with opened(tmp_path, everything(keep=8 * BLOCK, host_bytes=5 * BLOCK, budget_bytes=10 * BLOCK)) as activations:
+        for _ in range(2):
+            x, held = torch.randn(BLOCK // 4, requires_grad=True), list[int]()
+            with activations.forward(x):
+                y = x
+                for _ in range(30):
+                    y = y.sin()
+                    y.register_hook(lambda _, held=held: held.append(activations.held_bytes))
+            y.sum().backward()
+            assert len(held) == 30 and max(held) <= 10 * BLOCK
+            assert torch.equal(x.grad, expected(x, 30))
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_budget_that_cannot_be_kept(tmp_path: Path, is_kept: bool) -> None:
+    """Where tensors cannot leave, because they are larger than the pool, one warning says so and what to raise."""
+    settings = everything(host_bytes=2 * BLOCK, budget_bytes=(30 if is_kept else 3) * BLOCK)
+    with opened(tmp_path, settings) as activations, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            x = torch.randn(BLOCK, requires_grad=True)
+            with activations.forward(x):
+                loss = chain(x, 4)
+            loss.backward()
+        assert len(told) == (0 if is_kept else 1)
+        for each in told:
+            assert "bytes are held for backward, more than" in str(each.message)
+            assert "Raise host_bytes" in str(each.message)
 
 
 def test_two_forwards_before_a_backward(activations: OffloadedActivations) -> None:
