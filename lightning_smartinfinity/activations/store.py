@@ -23,6 +23,7 @@ from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
 from lightning_smartinfinity.config import ActivationOffload, TransferConfig
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
+from lightning_smartinfinity.store import measure_activation_space, require_space
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.tensor_files import whole_blocks
 from lightning_smartinfinity.store.tensor_store import TensorStore
@@ -88,10 +89,14 @@ class ActivationStore:
 
         Raises:
             ConfigError: The I/O engine is unavailable here.
+            StorageFullError: Storage has less room than ``storage_bytes``.
             StorageError: A folder cannot be used, or the store is closed or belongs to the parent process.
         """
         self.require_usable()
         if self._files is None:
+            most = self._settings.storage_bytes
+            if isinstance(most, int):
+                require_space(measure_activation_space(self._folders, nbytes=most))
             self._files = TensorStore(
                 self._folders,
                 job=self._transfer.job,
