@@ -431,20 +431,19 @@ class ActivationOffload:
 
 
 def activation_offload(
-    activations: ActivationOffload | Mapping[str, Any] | None, *, owner: str
+    activations: ActivationOffload | Mapping[str, Any] | None, *, owner: str, setting: str = "activations"
 ) -> ActivationOffload | None:
     """Return what the setting ``activations`` asks for: settings, or a dict of them; None stays None.
 
     Args:
         activations: The setting.
         owner: Class to which it was passed, for the error.
+        setting: Name of the setting, for the error.
 
     Raises:
         ConfigError: It is something else, or a setting in it is unknown or out of range.
     """
-    settings: ActivationOffload | None = check(
-        owner, "activations", activations, optional(settings_of(ActivationOffload))
-    )
+    settings: ActivationOffload | None = check(owner, setting, activations, optional(settings_of(ActivationOffload)))
     return settings
 
 
@@ -497,22 +496,23 @@ _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _VARIABLE = re.compile(r"\$\w+|\$\{[^}]*\}", re.ASCII)
 
 
-def storage_folders(storage: object, *, owner: str) -> tuple[Path, ...] | None:
+def storage_folders(storage: object, *, owner: str, setting: str = "storage") -> tuple[Path, ...] | None:
     """Resolve the folders that the setting ``storage`` names, or return None if the user chose none.
 
     Args:
         storage: The setting.
         owner: Class or command to which it was passed, for the error.
+        setting: Name of the setting, for the error.
 
     Raises:
         ConfigError: The setting names something that is no local folder, or a folder twice.
     """
-    given = check(owner, "storage", storage, optional(_FOLDERS))
+    given = check(owner, setting, storage, optional(_FOLDERS))
     if given is None:
         return None
-    setting = as_passed(owner, "storage", storage)
-    folders = tuple(resolved_folder(folder, setting=setting, has_variables=True) for folder in given)
-    require_distinct(setting, folders)
+    passed = as_passed(owner, setting, storage)
+    folders = tuple(resolved_folder(folder, setting=passed, has_variables=True) for folder in given)
+    require_distinct(passed, folders)
     return folders
 
 

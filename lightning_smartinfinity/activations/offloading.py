@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,13 +19,20 @@ from lightning_smartinfinity.activations.packing import Packing, tensors_in
 from lightning_smartinfinity.activations.small_forwards import SmallForwards
 from lightning_smartinfinity.activations.store import ActivationStore
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
-from lightning_smartinfinity.config import ActivationOffload, TransferConfig
-from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
+from lightning_smartinfinity.config import (
+    ActivationOffload,
+    TransferConfig,
+    activation_offload,
+    storage_folders,
+    transfer_config,
+)
+from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
 
 __all__ = ["OffloadedActivations", "paused"]
 
 _log = logging.getLogger(__name__)
 
+_OWNER = "OffloadedActivations"
 _REFUSAL = "saved tensor hooks"  # in the message of code of torch that refuses them
 _MOST_WAITS = 20  # one over the share of a forward and its backward that waits for storage may take
 _LESS = 4  # one over the share by which less is offloaded after more waits
@@ -54,8 +62,8 @@ class OffloadedActivations:
     nothing is offloaded, most of the forwards that follow with batches of the same shapes have no hooks.
 
     Args:
-        folders: Storage folders.
-        settings: How much is offloaded.
+        folders: Storage folder, or list of folders.
+        settings: How much is offloaded, also as a dict.
         module: Module whose parameters and buffers pass through.
         transfer: Where in the folders, and how, files are opened and used: ``job``, ``direct_io``, ``io_engine`` and
             ``io_timeout``.
@@ -63,23 +71,27 @@ class OffloadedActivations:
             parameters are partitioned, pass it.
         notes_failures: Whether backward goes on with NaN (zeros for integers) if something cannot be read, and the
             failure is kept for :meth:`take_failure`. If a rank raised within backward, the others would wait for it.
+
+    Raises:
+        ConfigError: Folders or settings are of the wrong kind, out of range or contradictory.
     """
 
     def __init__(
         self,
-        folders: Sequence[str | Path],
+        folders: str | Path | Sequence[str | Path],
         *,
-        settings: ActivationOffload | None = None,
+        settings: ActivationOffload | Mapping[str, Any] | None = None,
         module: nn.Module | None = None,
-        transfer: TransferConfig | None = None,
+        transfer: TransferConfig | Mapping[str, Any] | None = None,
         gather: Callable[[nn.Parameter], object] | None = None,
         notes_failures: bool = False,
     ) -> None:
-        self._settings = settings or ActivationOffload()
+        found = storage_folders(folders, owner=_OWNER, setting="folders")
+        if found is None:
+            raise ConfigError(f"{_OWNER}(folders=None) names no folder.", "Pass a folder, or a list of folders.")
+        self._settings = activation_offload(settings, owner=_OWNER, setting="settings") or ActivationOffload()
         self.module, self._gather, self._notes_failures = module, gather, notes_failures
-        self._store = ActivationStore(
-            self._settings, [Path(folder) for folder in folders], transfer=transfer or TransferConfig()
-        )
+        self._store = ActivationStore(self._settings, found, transfer=transfer_config(transfer, owner=_OWNER))
         keep = self._settings.keep
         # With "auto", the micro-batch that is measured offloads everything: how much it saves is not known.
         self._plan = Plan(kept_bytes=keep if isinstance(keep, int) else 0)
@@ -95,6 +107,7 @@ class OffloadedActivations:
 
         Raises:
             ConfigError: The I/O engine is unavailable here.
+            StorageFullError: Storage has less room than ``storage_bytes``.
             StorageError: A folder cannot be used, or the offloading is closed.
         """
         self._store.open()
@@ -108,6 +121,7 @@ class OffloadedActivations:
 
         Raises:
             ConfigError: The I/O engine is unavailable here.
+            StorageFullError: Storage has less room than ``storage_bytes``.
             StorageError: A folder cannot be used, the offloading is closed, or this process is a forked child.
             UnsupportedError: The body calls code of torch that refuses hooks.
         """
@@ -269,12 +283,14 @@ class OffloadedActivations:
 @contextmanager
 def paused() -> Iterator[None]:
     """Save in this context as without offloading, for code that refuses hooks, such as torch.func.grad."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or not isinstance(getattr(hooks[0], "__self__", None), Packing):
-        yield
-        return
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+    ours = []
+    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        if not isinstance(getattr(hooks[0], "__self__", None), Packing):
+            break
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        ours.append(hooks)
     try:
         yield
     finally:
-        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+        for hooks in reversed(ours):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)

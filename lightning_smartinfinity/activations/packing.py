@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -169,7 +170,10 @@ class Packing:
         if entry.unreadable is None:
             try:
                 self._store.fetch(entry)
-                return entry.tensor(saved.geometry)
+                # If backward changes it in place, the next unpacking raises, as in autograd.
+                tensor = saved.changes.detach()
+                tensor.data = entry.tensor(saved.geometry)
+                return tensor
             except StorageError as error:
                 if not self._notes_failures:
                     raise
@@ -196,8 +200,16 @@ class Packing:
 
 
 def tensors_in(values: object) -> list[torch.Tensor]:
-    """Return the tensors in nested containers."""
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    """Return the tensors in nested containers, also in mappings of other types (transformers') and in dataclasses."""
+    found: list[torch.Tensor] = []
+    for value in tree_leaves(values):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, Mapping):
+            found += tensors_in(list(value.values()))
+        elif is_dataclass(value) and not isinstance(value, type):
+            found += tensors_in([getattr(value, each.name, None) for each in fields(value)])
+    return found
 
 
 def _passed(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -23,6 +23,7 @@ from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
 from lightning_smartinfinity.config import ActivationOffload, TransferConfig
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
+from lightning_smartinfinity.store import measure_activation_space, require_space
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.tensor_files import whole_blocks
 from lightning_smartinfinity.store.tensor_store import TensorStore
@@ -89,10 +90,14 @@ class ActivationStore:
 
         Raises:
             ConfigError: The I/O engine is unavailable here.
+            StorageFullError: Storage has less room than ``storage_bytes``.
             StorageError: A folder cannot be used, or the store is closed or belongs to the parent process.
         """
         self.require_usable()
         if self._files is None:
+            most = self._settings.storage_bytes
+            if isinstance(most, int):
+                require_space(measure_activation_space(self._folders, nbytes=most))
             self._files = TensorStore(
                 self._folders,
                 job=self._transfer.job,
@@ -367,7 +372,9 @@ class ActivationStore:
             self._give_up(ticket)
             self._traffic.forwarded_bytes += entry.nbytes
         elif entry.memory is None:
-            self._make_room(whole_blocks(entry.nbytes))
+            nbytes = whole_blocks(entry.nbytes)
+            while nbytes > self._room_to_read and (self._drop(self._used) or self._drop(self._written)):
+                pass
             self._start_read(entry, native.IoClass.AWAITED)
         if entry.reading is not None:
             self._measure(is_waiting=True)
@@ -399,12 +406,18 @@ class ActivationStore:
 
     def _may_read_ahead(self, nbytes: int) -> bool:
         """Return whether so many bytes more may be read before they are wanted. Nothing has to go for them."""
-        if self._pool.lent_bytes + nbytes > self._limit:
+        if nbytes > self._room_to_read:
             return False
         unused = [found for found in self._ahead if (entry := found()) is not None and not entry.was_used]
         self._ahead = deque(unused)
         ahead = sum(whole_blocks(entry.nbytes) for entry in _living(unused))
         return not unused or (len(unused) < _MOST_READ_AHEAD and ahead + nbytes <= self.read_ahead_bytes)
+
+    @property
+    def _room_to_read(self) -> int:
+        """Bytes that may be read back now, within the pool and the budget."""
+        room, budget = self._limit - self._pool.lent_bytes, self._settings.budget_bytes
+        return min(room, budget - self.held_bytes) if isinstance(budget, int) else room
 
     def note_unreadable(self, error: SmartInfinityError) -> None:
         """Note why an entry could not be read, for :meth:`take_failure`."""

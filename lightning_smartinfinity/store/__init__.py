@@ -11,11 +11,11 @@ from lightning_smartinfinity.store.extents import Extent, ExtentMap
 from lightning_smartinfinity.store.manifest import StoreDescription
 from lightning_smartinfinity.store.opening import create_store, find_resumable, recover_store
 from lightning_smartinfinity.store.space import (
-    ACTIVATIONS,
     PARAMETERS,
     SPILLED_GRADIENTS,
     Shortfall,
     SpaceRequest,
+    measure_activation_space,
     measure_gradient_space,
     measure_residual_space,
     measure_space,
@@ -28,7 +28,6 @@ from lightning_smartinfinity.store.tensor_files import UnnamedFiles
 from lightning_smartinfinity.store.tensor_store import StoredTensor, TensorStore
 
 __all__ = [
-    "ACTIVATIONS",
     "PARAMETERS",
     "SPILLED_GRADIENTS",
     "Extent",
@@ -42,6 +41,7 @@ __all__ = [
     "UnnamedFiles",
     "create_store",
     "find_resumable",
+    "measure_activation_space",
     "measure_gradient_space",
     "measure_residual_space",
     "measure_space",

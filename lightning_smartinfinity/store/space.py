@@ -28,13 +28,13 @@ from lightning_smartinfinity.store.residual_file import residual_bytes
 from lightning_smartinfinity.store.tensor_files import deal
 
 __all__ = [
-    "ACTIVATIONS",
     "PARAMETERS",
     "SPILLED_GRADIENTS",
     "Shortfall",
     "SpaceRequest",
     "has_room",
     "leftover_bytes",
+    "measure_activation_space",
     "measure_gradient_space",
     "measure_parts",
     "measure_residual_space",
@@ -52,7 +52,7 @@ _MANIFEST_BYTES_PER_PARAMETER = 512
 
 PARAMETERS = "parameters"
 SPILLED_GRADIENTS = "gradients that are not held in memory"
-ACTIVATIONS = "activations"
+_ACTIVATIONS = "activations"
 _GRADIENTS = "gradients on their way to SmartSSDs"
 _RESIDUALS = "residuals of compressed gradients"
 _REMEDY = (
@@ -205,7 +205,7 @@ def require_space(requests: Iterable[SpaceRequest]) -> None:
         _GRADIENTS: _REMEDY_OF_GRADIENTS,
         SPILLED_GRADIENTS: _REMEDY_OF_SPILLED,
         _RESIDUALS: _REMEDY_OF_RESIDUALS,
-        ACTIVATIONS: _REMEDY_OF_ACTIVATIONS,
+        _ACTIVATIONS: _REMEDY_OF_ACTIVATIONS,
     }
     further = "".join(words for what, words in remedies.items() if any(what in item.what for item in missing))
     raise StorageFullError(problem, "".join(map(_of_interrupted, missing)) + _REMEDY + further)
@@ -235,13 +235,27 @@ def measure_tensor_space(folders: Sequence[Path], *, sizes: Iterable[int], what:
     Args:
         folders: Storage folders, as for ``UnnamedFiles``.
         sizes: Bytes of each tensor.
-        what: :data:`PARAMETERS`, :data:`SPILLED_GRADIENTS` or :data:`ACTIVATIONS`.
+        what: :data:`PARAMETERS`, :data:`SPILLED_GRADIENTS`, or another name of such data.
 
     Raises:
         StorageError: The free space of a folder cannot be read.
     """
     each = zip(folders, deal(sizes, len(folders)), strict=True)
     return [_request(Path(folder), needed_bytes=needed, what=what) for folder, needed in each]
+
+
+def measure_activation_space(folders: Sequence[Path], *, nbytes: int) -> list[SpaceRequest]:
+    """Return this rank's requests for activations, one per storage folder, without creating anything.
+
+    Args:
+        folders: Storage folders, as for ``UnnamedFiles``.
+        nbytes: Bytes of all activations that may be on storage at once.
+
+    Raises:
+        StorageError: The free space of a folder cannot be read.
+    """
+    sizes = [-(-nbytes // len(folders))] * len(folders)
+    return measure_tensor_space(folders, sizes=sizes, what=_ACTIVATIONS)
 
 
 def measure_gradient_space(folders: Sequence[Path], *, nbytes: int) -> list[SpaceRequest]:

@@ -27,7 +27,6 @@ from lightning_smartinfinity.devices.smartssd import (
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, StorageError
 from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.store import (
-    ACTIVATIONS,
     PARAMETERS,
     SPILLED_GRADIENTS,
     ExtentMap,
@@ -36,6 +35,7 @@ from lightning_smartinfinity.store import (
     StoreDescription,
     TensorStore,
     create_store,
+    measure_activation_space,
     measure_gradient_space,
     measure_residual_space,
     measure_space,
@@ -305,8 +305,7 @@ def _unnamed_space(settings: OffloadSettings, extents: ExtentMap) -> list[SpaceR
     if activations is None or activations.storage_bytes is None:
         return requests
     assert isinstance(activations.storage_bytes, int), "a size given as text is kept as bytes"
-    sizes = [-(-activations.storage_bytes // len(folders))] * len(folders)
-    return [*requests, *measure_tensor_space(folders, sizes=sizes, what=ACTIVATIONS)]
+    return [*requests, *measure_activation_space(folders, nbytes=activations.storage_bytes)]
 
 
 def _gradient_space(settings: OffloadSettings, extents: ExtentMap) -> list[SpaceRequest]:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from lightning_smartinfinity import ActivationOffload
+from lightning_smartinfinity.activations import offloading
+from lightning_smartinfinity.activations.choice import Choice
 from tests.activations.models import MODELS, everything, gradients, opened
 
 DELAYS = {"max_delay_us": 300, "short_transfer_every": 3}
@@ -47,3 +49,37 @@ def test_automatic_settings(tmp_path: Path, verify: bool, caplog: pytest.LogCapt
         assert choice is not None and choice.offloaded_bytes + choice.kept_bytes > 0
     told = [record.getMessage() for record in caplog.records if "that forward saves" in record.getMessage()]
     assert told and "MB are kept" in told[0] and "storage was seen to write" in told[0]
+
+
+def test_the_choice_follows_the_sizes_of_batches(tmp_path: Path) -> None:
+    """It is made after the first micro-batch, and again when what forward saves changes by a tenth or more."""
+    with opened(tmp_path, ActivationOffload(min_bytes=1)) as activations:
+        choices = []
+        for length in (100, 100, 105, 120, 120, 100, 100):
+            x = torch.randn(1000, requires_grad=True)
+            with activations.forward(x):  # learns from the step before
+                choices.append(activations.choice)
+                y = x
+                for _ in range(length):
+                    y = y.sin()
+            y.sum().backward()
+        made = [choice is not before for choice, before in zip(choices[1:], choices, strict=False)]
+        assert made == [True, False, False, True, False, True]
+
+
+def test_less_is_offloaded_where_backward_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If backward waits although none of it was predicted, a quarter less is offloaded than in the step before."""
+    everything_pays = Choice(num_offloaded=12, offloaded_bytes=0, kept_bytes=0, stall_seconds=0.0, peak_bytes=0)
+    monkeypatch.setattr(offloading, "choose", lambda *args, **others: everything_pays)
+    with opened(tmp_path, ActivationOffload(min_bytes=1)) as activations:
+        x, offloaded = torch.randn(1024, requires_grad=True), []
+        for _ in range(4):
+            with activations.forward(x):  # learns from the step before
+                offloaded.append(activations._plan.offloaded_bytes // x.nbytes)
+                y = x
+                for _ in range(13):
+                    y = y.sin()
+            y.sum().backward()
+            assert activations._last is not None
+            activations._last.waited_seconds = 1e3
+        assert offloaded == [0, 12, 9, 6]  # whole tensors

@@ -8,9 +8,11 @@ import random
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_smartinfinity.activations import OffloadedActivations
 from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.native import IoClass
+from lightning_smartinfinity.store import StoredTensor, TensorStore
 from tests.activations.models import drop_memory, everything, opened
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import Hold, inject
@@ -116,6 +120,38 @@ def test_a_retained_graph_is_read_again(activations: OffloadedActivations) -> No
         assert activations.held_bytes <= 5 * BLOCK  # one block more may be in use
     del loss
     assert_nothing_is_left(activations)
+
+
+def test_backward_stays_below_the_budget(tmp_path: Path) -> None:
+    """Where much stays in memory, less is read back at once than the pool has room for."""
+    with opened(tmp_path, everything(keep=8 * BLOCK, host_bytes=5 * BLOCK, budget_bytes=10 * BLOCK)) as activations:
+        for _ in range(2):
+            x, held = torch.randn(BLOCK // 4, requires_grad=True), list[int]()
+            with activations.forward(x):
+                y = x
+                for _ in range(30):
+                    y = y.sin()
+                    y.register_hook(lambda _, held=held: held.append(activations.held_bytes))
+            y.sum().backward()
+            assert len(held) == 30 and max(held) <= 10 * BLOCK
+            assert torch.equal(x.grad, expected(x, 30))
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_budget_that_cannot_be_kept(tmp_path: Path, is_kept: bool) -> None:
+    """Where tensors cannot leave, because they are larger than the pool, one warning says so and what to raise."""
+    settings = everything(host_bytes=2 * BLOCK, budget_bytes=(30 if is_kept else 3) * BLOCK)
+    with opened(tmp_path, settings) as activations, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            x = torch.randn(BLOCK, requires_grad=True)
+            with activations.forward(x):
+                loss = chain(x, 4)
+            loss.backward()
+        assert len(told) == (0 if is_kept else 1)
+        for each in told:
+            assert "bytes are held for backward, more than" in str(each.message)
+            assert "Raise host_bytes" in str(each.message)
 
 
 def test_two_forwards_before_a_backward(activations: OffloadedActivations) -> None:
@@ -348,6 +384,70 @@ def test_what_is_wanted_next_is_read_ahead(tmp_path: Path) -> None:
             hold.release()
             join(backward)
             assert torch.equal(x.grad, expected(x, 40))
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, IoClass]]:
+    """Return the list of all transfers to come: direction, number of the tensor on storage, class."""
+    added, started = list[StoredTensor](), list[tuple[str, int, IoClass]]()
+    add, read, write = TensorStore.add, TensorStore.read, TensorStore.write
+
+    def note(kind: str, begin: Any, self: TensorStore, stored: StoredTensor, memory: Any, **others: Any) -> int:
+        started.append((kind, next(n for n, each in enumerate(added) if each is stored), others["io_class"]))
+        ticket: int = begin(self, stored, memory, **others)
+        return ticket
+
+    def note_added(self: TensorStore, nbytes: int) -> StoredTensor:
+        added.append(add(self, nbytes))
+        return added[-1]
+
+    monkeypatch.setattr(TensorStore, "add", note_added)
+    monkeypatch.setattr(TensorStore, "read", lambda *args, **others: note("read", read, *args, **others))
+    monkeypatch.setattr(TensorStore, "write", lambda *args, **others: note("write", write, *args, **others))
+    return started
+
+
+def test_classes_of_transfers(activations: OffloadedActivations, requests: list[tuple[str, int, IoClass]]) -> None:
+    """Writes go last, and reads that backward waits for go before read-ahead, of which a second backward has none."""
+    x, loss = saved(activations, 40)
+    assert {(kind, io_class) for kind, _, io_class in requests} == {("write", IoClass.WRITE_BEHIND)}
+    drop_memory(activations)
+    requests.clear()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    assert ("read", IoClass.GATHER) in {(kind, io_class) for kind, _, io_class in requests}
+    requests.clear()
+    torch.autograd.grad(loss, x)
+    assert {(kind, io_class) for kind, _, io_class in requests} == {("read", IoClass.AWAITED)}
+
+
+def test_read_ahead_follows_the_backward_before(tmp_path: Path, requests: list[tuple[str, int, IoClass]]) -> None:
+    """The first backward is expected to want the newest first, the next one what the first one has wanted."""
+    with opened(tmp_path, everything(host_bytes=8 * BLOCK, budget_bytes=8 * BLOCK)) as activations:
+        for expected_next in (1, 0):
+            x = torch.randn(BLOCK // 4, requires_grad=True)
+            with activations.forward(x):
+                losses = [chain(x, 10) for _ in range(3)]  # each saves nine tensors besides the batch
+            first = min(number for kind, number, _ in requests if kind == "write")
+            drop_memory(activations)
+            requests.clear()
+            torch.autograd.grad(losses[2], x)
+            ahead = [number - first for _, number, io_class in requests if io_class == IoClass.GATHER]
+            assert ahead and ahead[-1] // 9 == expected_next
+            for each in (0, 1):
+                torch.autograd.grad(losses[each], x)
+            requests.clear()
+
+
+def test_several_folders(tmp_path: Path) -> None:
+    """Tensors are dealt to the files of all folders."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    activations = OffloadedActivations(folders, settings=everything(host_bytes=4 * BLOCK, budget_bytes=4 * BLOCK))
+    x, loss = saved(activations, 40)
+    await_that(lambda: activations.traffic().written_bytes >= 32 * BLOCK)
+    assert [len(unnamed_files(folder)) for folder in folders] == [1, 1]
+    loss.backward()
+    assert torch.equal(x.grad, expected(x, 40))
+    activations.close()
 
 
 def test_closing_with_a_graph_alive(activations: OffloadedActivations) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,22 @@ def test_what_passes_through(tmp_path: Path) -> None:
         for one, other in zip(copies, found, strict=True):
             assert torch.equal(one.to_dense(), other.to_dense())
         assert found[5] is batch["inputs"][0] and found[3] is module.running_mean
+        assert activations.traffic().saved_bytes == 0
+
+
+@dataclasses.dataclass
+class Batch:
+    """A batch of a user's own class."""
+
+    inputs: torch.Tensor
+
+
+@pytest.mark.parametrize("contain", [lambda x: (0, {"x": [x]}), lambda x: UserDict(x=x), lambda x: [Batch(x)]])
+def test_the_batch_may_be_nested_in_many_ways(tmp_path: Path, contain: Callable[[torch.Tensor], object]) -> None:
+    """Tensors are found in lists, dicts, mappings as those of transformers' tokenizers, and dataclasses."""
+    x = torch.randn(2000)
+    with opened(tmp_path) as activations:
+        through(activations, lambda: [x, x[1:]], contain(x))
         assert activations.traffic().saved_bytes == 0
 
 
@@ -249,6 +267,8 @@ def test_code_that_refuses_hooks(tmp_path: Path) -> None:
         assert activations.traffic().saved_bytes > 0
         loss.backward()
         assert torch.equal(x.grad, 6 * (6 * x).exp().detach())
+    with opened(tmp_path) as one, opened(tmp_path) as other, one.forward(), other.forward(), paused():
+        assert torch.equal(torch.func.grad(square)(x), 2 * x)
     with paused():
         assert torch.equal(torch.func.grad(square)(x), 2 * x)
 

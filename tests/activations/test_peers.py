@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_smartinfinity import ActivationOffload
 from tests.activations.models import everything, opened
 from tests.helpers.waiting import await_that
 
@@ -141,6 +142,39 @@ def test_a_change_in_place_raises(tmp_path: Path, min_bytes: int) -> None:
     ):
         in_place(activations.forward)
     assert in_place(Naive().forward) is not None  # and takes no notice
+
+
+class Overwriting(torch.autograd.Function):
+    """A function whose backward computes its gradient in the memory of a saved tensor, as some fused losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        ctx.save_for_backward(y)
+        return y.exp()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return gradient * y.exp_() * 2
+
+
+def overwritten(forward: Hooks) -> torch.Tensor:
+    x = values(4, 4)
+    with forward():
+        z = Overwriting.apply(x).sum()
+    (gradient,) = torch.autograd.grad(z, x, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(z, x)
+    return gradient
+
+
+@pytest.mark.parametrize("settings", [everything(), everything(keep=1 << 20)], ids=["offloaded", "kept"])
+def test_a_change_in_backward_raises_in_the_next(tmp_path: Path, settings: ActivationOffload) -> None:
+    """Backward may overwrite what it gets, and a second backward through the same graph raises as in autograd."""
+    expected = overwritten(nullcontext)
+    with opened(tmp_path, settings) as activations:
+        assert torch.equal(overwritten(activations.forward), expected)
 
 
 def leftover(forward: Hooks, check: Callable[[], int]) -> tuple[torch.Tensor, int]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_smartinfinity import ActivationOffload
+from lightning_smartinfinity.activations import OffloadedActivations
 from lightning_smartinfinity.config import activation_offload
-from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.errors import ConfigError, StorageFullError
 
 
 def test_defaults_and_text() -> None:
@@ -56,3 +58,36 @@ def test_something_else() -> None:
     """The setting takes settings, a dict of them or nothing."""
     with pytest.raises(ConfigError, match="activations=7"):
         activation_offload(7, owner="SmartInfinityStrategy")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("folders", "settings", "named"),
+    [
+        (None, {}, r"OffloadedActivations\(folders=None\)"),
+        ([], {}, r"OffloadedActivations\(folders=\[\]\)"),
+        (7, {}, r"OffloadedActivations\(folders=7\)"),
+        (["a", "a"], {}, r"OffloadedActivations\(folders=.*twice"),
+        ("a", {"settings": 7}, r"OffloadedActivations\(settings=7\)"),
+        ("a", {"settings": {"keep": -1}}, "keep=-1"),
+        ("a", {"transfer": 7}, r"OffloadedActivations\(transfer=7\)"),
+    ],
+)
+def test_what_the_context_manager_refuses(folders: Any, settings: dict[str, Any], named: str) -> None:
+    """Folders and settings are checked as those of a strategy, by the names that they have here."""
+    with pytest.raises(ConfigError, match=named):
+        OffloadedActivations(folders, **settings)
+
+
+def test_a_folder_and_settings_in_a_dict(tmp_path: Path) -> None:
+    """One folder needs no list, and settings may be a dict."""
+    activations = OffloadedActivations(tmp_path, settings={"keep": "1MB"})
+    activations.open()
+    activations.close()
+
+
+def test_more_than_storage_has(tmp_path: Path) -> None:
+    """What may be on storage at once must be free there when the files are opened. Nothing is left then."""
+    activations = OffloadedActivations(tmp_path / "new", settings={"storage_bytes": 1 << 60})
+    with pytest.raises(StorageFullError, match=r"activations need .* are free") as raised:
+        activations.open()
+    assert "storage_bytes" in raised.value.remedy and not (tmp_path / "new").exists()

@@ -67,7 +67,7 @@ def test_hooks_can_be_set_aside_and_put_back() -> None:
 
 
 def test_changes_are_counted_for_all_views_and_the_count_can_be_set() -> None:
-    """A tensor and its detached alias share a count, also when the alias has lost its memory; a copy does not."""
+    """A tensor and its detached alias share a count, whatever memory the alias has; a copy does not."""
     tensor = torch.ones(4)
     alias, other = tensor.detach(), tensor.clone()
     alias.data = torch.empty(0)
@@ -76,6 +76,18 @@ def test_changes_are_counted_for_all_views_and_the_count_can_be_set() -> None:
     assert (tensor._version, alias._version, other._version) == (1, 1, 0)
     torch._C._autograd._unsafe_set_version_counter((tensor,), (7,))
     assert (tensor._version, alias._version, other._version) == (7, 7, 0)
+    alias.data = torch.ones(4)
+    alias.add_(1)
+    assert (tensor._version, alias._version, other._version) == (8, 8, 0)
+
+
+def test_an_unpacked_tensor_shares_its_count_with_what_the_hook_returned() -> None:
+    """If backward changes what it gets, the count of what the hook returned shows it."""
+    value, unpacked = torch.ones(3, requires_grad=True), torch.ones(3)
+    with saved_tensors_hooks(lambda tensor: None, lambda packed: unpacked):
+        node: Any = value.exp().grad_fn
+    node._saved_result.add_(1)
+    assert unpacked._version == 1
 
 
 def test_who_holds_the_memory_of_a_tensor_is_known() -> None:
