@@ -375,7 +375,8 @@ class ActivationOffload:
             micro-batch is measured. Without ``budget_bytes`` as little stays as costs no wait in backward, with it as
             much as fits.
         budget_bytes: Most bytes that are held for backward at once: what stays, the pool, and what is read back.
-            Forward waits for storage where it would hold more. None: no limit, and forward never waits.
+            Forward waits for storage where it would hold more, and a warning says if that is not enough. None: no
+            limit, and forward never waits.
         host_bytes: Size of the pool of host memory through which tensors move, in both directions. A tensor for which
             it has no room stays where it is. ``"auto"``: an eighth of what a forward saves, at least 64 MiB, and at
             most half of ``budget_bytes``.

@@ -45,7 +45,7 @@ class OffloadedActivations:
 
     ::
 
-        activations = OffloadedActivations(["/mnt/nvme"], module=model)
+        activations = OffloadedActivations("/mnt/nvme", module=model)
         for batch in loader:
             with activations.forward(batch):
                 loss = model(batch)
