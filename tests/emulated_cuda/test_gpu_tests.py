@@ -11,10 +11,11 @@ import pytest
 from tests.emulated_cuda.build import build, environment
 from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
-from tests.helpers.waiting import PROCESS_LIMIT
+from tests.helpers.waiting import BUILD_LIMIT, BUILD_TEST_LIMIT
 from tests.native.builds import ROOT
 
-pytestmark = RunIf(torch_without_cuda=True)
+# A file of tests takes as long as a build.
+pytestmark = [RunIf(torch_without_cuda=True), pytest.mark.timeout(BUILD_TEST_LIMIT)]
 
 FILES = sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
 QUICK = ["test_transfer.py"]
@@ -39,6 +40,6 @@ def test_they_pass(file: str, tmp_path: Path) -> None:
         env=environment(build()),
         capture_output=True,
         text=True,
-        timeout=PROCESS_LIMIT,
+        timeout=BUILD_LIMIT,
     )
     assert done.returncode == 0 and "SKIPPED" not in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]

@@ -109,12 +109,30 @@ def test_arrivals_do_not_wait_for_a_busy_stream(link: CudaLink) -> None:
     torch.cuda.synchronize()
     torch.cuda._sleep(BUSY_CYCLES)
     done = torch.cuda.Event()
-    arena.arrive(1, gradient)
-    arena.arrive(1, gradient)
     done.record()
+    arena.arrive(1, gradient)
+    arena.arrive(1, gradient)
     assert not done.query()
     assert arena.sum_of_squares() == 4 * 12_000
     assert done.query()
+    arena.close()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_gradient_of_another_stream_is_kept(link: CudaLink, number: int) -> None:
+    """Its memory is used again only after the copy, or the addition, on a stream that did not allocate it."""
+    arena = GradientArena(layout_of(Case()), link=link)
+    other, later = torch.cuda.Stream(), []
+    for _ in range(number):
+        gradient = torch.ones(12_000, device="cuda")
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(BUSY_CYCLES)
+            arena.arrive(1, gradient)
+        del gradient
+        later.append(torch.full((12_000,), 5.0, device="cuda"))
+    arena.synchronize()
+    assert (arena.gradient(1) == number).all()
     arena.close()
 
 

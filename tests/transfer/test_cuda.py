@@ -135,6 +135,34 @@ def test_copies_run_after_what_the_users_stream_still_reads(start: Callable[[Cas
     assert not torch.equal(run.partition[0], before[0])
 
 
+def test_copies_run_after_what_the_users_stream_still_writes(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
+    """An fp32 parameter that is about to be written is the master that the step updates."""
+    run = start(Case(dtype=torch.float32))
+    plan = run.collect(1)
+    values = [torch.full_like(tensor, 3.0) for tensor in run.partition]
+    for tensor, written in zip(run.partition, values, strict=True):
+        link.fake.kernel(link.user_stream, tensor.numpy(), written.numpy(), us=30_000)
+    run.handler.begin_step(plan)
+    run.handler.commit()
+    assert all((tensor - 3.0).abs().max() < 0.5 for tensor in run.partition)
+
+
+def test_a_rollback_runs_after_what_the_users_stream_still_reads(
+    start: Callable[[Case], CudaRun], link: FakeLink
+) -> None:
+    """What was to read the updated parameters reads them, although they are rolled back meanwhile."""
+    run = start(Case())
+    expected = [tensor.clone() for tensor in _stepped(start)]
+    before = [tensor.clone() for tensor in run.partition]
+    run.handler.begin_step(run.collect(1))
+    run.handler.step.wait()
+    seen = [link.copy(tensor, us=30_000) for tensor in run.partition]
+    run.handler.roll_back()
+    link.fake.wait(link.user_stream)
+    assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(run.partition, before, strict=True))
+
+
 def test_arrivals_do_not_wait_for_the_device(link: FakeLink) -> None:
     """Gradients arrive while the device is busy without a wait. The norm waits for the gradients only."""
     layout = layout_of(Case())
