@@ -322,8 +322,9 @@ class ActivationStore:
         if oldest is not None and not self._has_place(whole_blocks(oldest.nbytes)):
             why, remedy = f"storage_bytes={self._settings.storage_bytes} leaves no room", "Raise storage_bytes."
         elif self._most_refused:
+            is_set = self._settings.host_bytes != "auto"
             why = f"a tensor of {self._most_refused} bytes does not fit into the pool of {self._limit} bytes"
-            remedy = "Raise budget_bytes, of which the pool takes half unless you set host_bytes."
+            remedy = "Raise host_bytes." if is_set else "Raise budget_bytes, of which the pool takes half."
         else:
             return
         if not self._warned_of_budget:

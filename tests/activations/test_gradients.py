@@ -69,7 +69,8 @@ def test_the_choice_follows_the_sizes_of_batches(tmp_path: Path) -> None:
 
 def test_less_is_offloaded_where_backward_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If backward waits although none of it was predicted, a quarter less is offloaded than in the step before."""
-    everything_pays = Choice(num_offloaded=12, offloaded_bytes=0, kept_bytes=0, stall_seconds=0.0, peak_bytes=0)
+    nothing = {"offloaded_bytes": 0, "kept_bytes": 0, "seconds": 0.0, "stall_seconds": 0.0, "peak_bytes": 0}
+    everything_pays = Choice(num_offloaded=12, **nothing)
     monkeypatch.setattr(offloading, "choose", lambda *args, **others: everything_pays)
     with opened(tmp_path, ActivationOffload(min_bytes=1)) as activations:
         x, offloaded = torch.randn(1024, requires_grad=True), []
