@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.tensor_store import StoredTensor
 
 __all__ = ["Entry", "Geometry", "Source", "changes_of", "geometry_of", "shares_changes", "stored_bytes", "view_of"]
@@ -214,6 +215,10 @@ class Entry:
         if self._storage is not None:
             self.source.num_holders -= 1
         self._home.entry_is_gone(self)
+
+    def failure(self, error: StorageError) -> StorageError:
+        """Return an error of the same kind that names the entry."""
+        return type(error)(f"{self}: {error.problem}", error.remedy)
 
     @property
     def is_original(self) -> bool:

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lightning_smartinfinity.activations.entries import Entry
+from lightning_smartinfinity.activations.traffic import ActivationTraffic
 
 __all__ = ["Forward", "Plan"]
 
@@ -104,6 +105,22 @@ class Forward:
                 return entry
             self.window.popleft()
         return None
+
+    def count_kept(self, traffic: ActivationTraffic) -> None:
+        """Count what stays in memory when forward ends, and note the entries that somebody else holds."""
+        for entry in filter(None, (found() for found in self.entries)):
+            frees_nothing = self.plan.frees_nothing(entry.number, entry.nbytes)
+            if not entry.is_original:
+                if entry.source.num_holders == 0 and entry.source.is_held_elsewhere:
+                    self.freed_nothing.add(entry.number)
+                    traffic.freed_nothing_bytes += entry.nbytes
+            elif frees_nothing and entry.is_held_elsewhere:
+                self.freed_nothing.add(entry.number)
+                traffic.kept_elsewhere_bytes += entry.nbytes
+            elif entry.end <= self.limit and not frees_nothing:
+                traffic.kept_for_room_bytes += entry.nbytes
+            else:
+                traffic.kept_bytes += entry.nbytes
 
     def use(self, entry: Entry, now: float) -> None:
         """Record that backward wants an entry for the first time."""

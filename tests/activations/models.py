@@ -135,8 +135,8 @@ def drop_memory(activations: OffloadedActivations) -> None:
     await_that(lambda: activations.traffic().written_bytes >= activations.traffic().offloaded_bytes)
     store = activations._store
     with store.lock:
-        await_that(lambda: store._reap() or not store._leaving)
-        while store._drop(store._written):
+        await_that(lambda: store._reap() or not store._writes.are_in_progress)
+        while store._pool.drop():
             pass
 
 
