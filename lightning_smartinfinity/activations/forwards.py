@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lightning_smartinfinity.activations.entries import Entry
@@ -137,6 +138,14 @@ class Forward:
             self._expected = known or tuple(reversed(range(len(self.sizes))))
             self._places = {number: place for place, number in enumerate(self._expected)}
         self._next = max(self._next, self._places.get(entry.number, -1) + 1)
+
+    def behind(self, entry: Entry) -> Iterator[Entry]:
+        """Yield what backward is expected to want behind an entry, and has not used yet."""
+        assert self._expected is not None
+        for place in range(self._places.get(entry.number, len(self._expected)) + 1, len(self._expected)):
+            following = self.entries[self._expected[place]]()
+            if following is not None and not following.was_used:
+                yield following
 
     def following(self) -> Entry | None:
         """Return the entry that backward is expected to want next, and that it has not used yet."""

@@ -48,8 +48,8 @@ class OffloadedActivations:
     raise; changes through ``.data`` are not seen. Hooks that are entered within :meth:`forward`, such as those of
     torch.utils.checkpoint, replace these as long as they are in effect.
 
-    Tensors on the CPU are offloaded. What is not offloaded passes through: parameters, buffers, the batch, small
-    tensors, subclasses, and everything that is saved while backward runs.
+    Tensors on the CPU and on CUDA devices are offloaded. What is not offloaded passes through: parameters, buffers, the
+    batch, small tensors, subclasses, and everything that is saved while backward runs or a CUDA graph is captured.
 
     Args:
         folders: Storage folders.

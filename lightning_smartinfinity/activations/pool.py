@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -36,6 +37,7 @@ class Pool:
     def __init__(self, settings: ActivationOffload, files: ActivationFiles) -> None:
         self._settings, self._files = settings, files
         self._memory = native.MemoryPool()
+        self._registered: native.MemoryPool | None = None  # for entries on CUDA devices
         # Entries that are in the pool and on storage: what backward has still to use, oldest first, and what it has
         # used.
         self._written: deque[weakref.ref[Entry]] = deque()
@@ -45,12 +47,12 @@ class Pool:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that the pool takes."""
-        return self._memory.nbytes
+        return self._memory.nbytes + (self._registered.nbytes if self._registered else 0)
 
     @property
     def lent_bytes(self) -> int:
         """Bytes that are in use."""
-        return self._memory.lent_bytes
+        return self._memory.lent_bytes + (self._registered.lent_bytes if self._registered else 0)
 
     @property
     def limit(self) -> int:
@@ -63,29 +65,51 @@ class Pool:
 
     def apply_limit(self) -> None:
         """Give memory above the limit back to the system as soon as it is idle."""
-        self._memory.limit = self.limit
+        limit = self.limit
+        if self._registered is None:
+            self._memory.limit = limit
+        else:
+            self._memory.limit = max(0, limit - self._registered.lent_bytes)
+            self._registered.limit = max(0, limit - self._memory.lent_bytes)
 
     def close(self) -> None:
         """Give all idle memory back to the system."""
         self._memory.limit = 0
+        if self._registered is not None:
+            self._registered.limit = 0
 
     def take(self, entry: Entry) -> torch.Tensor:
         """Return memory for an entry, in whole blocks, with any content.
+
+        It is registered with CUDA if the entry is on a device. If that is impossible, copies block.
 
         Raises:
             StorageError: The system has no memory.
         """
         with storage_errors("Taking host memory for activations in", self._files.tensors.path):
-            return lent_tensor(self._memory, whole_blocks(entry.nbytes))
+            if entry.copies is None:
+                return lent_tensor(self._memory, whole_blocks(entry.nbytes))
+            if self._registered is None:
+                self._registered = native.MemoryPool(device=entry.copies.link.device)
+                self.apply_limit()
+            memory = lent_tensor(self._registered, whole_blocks(entry.nbytes))
+            entry.copies.link.warn_of_unregistered()
+            return memory
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether so many bytes more fit, in whole blocks."""
         return self.lent_bytes + nbytes <= self.limit
 
-    def make_room(self, nbytes: int) -> bool:
-        """Drop memory of entries that are on storage until so many bytes more fit, in whole blocks, if they can."""
+    def make_room(self, nbytes: int, *, wait: Callable[[], bool] = lambda: False) -> bool:
+        """Drop memory of entries that are on storage until so many bytes more fit, in whole blocks, if they can.
+
+        Args:
+            nbytes: Bytes.
+            wait: Waits for memory that is about to come back, and returns whether there was any. It is called before
+                memory goes that backward has still to use.
+        """
         while not self.has_room(nbytes):
-            if not self.drop():
+            if not (_drop_first(self._used) or wait() or _drop_first(self._written)):
                 return False
         return True
 
@@ -114,7 +138,7 @@ def _drop_first(entries: deque[weakref.ref[Entry]]) -> bool:
         entry = entries.popleft()()
         if entry is None or entry.memory is None or entry.stored is None:
             continue
-        if entry.writing is None and entry.reading is None:
+        if not entry.is_leaving and entry.reading is None:
             entry.memory = None
             return True
     return False

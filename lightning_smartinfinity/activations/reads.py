@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.activations.entries import Entry
@@ -48,14 +49,25 @@ class Reads:
         """Forget entries that are gone."""
         self._ahead = deque(found for found in self._ahead if found() is not None)
 
+    def are_done(self, entry: Entry) -> bool:
+        """Return whether an entry is in memory. Whoever wants it is told of a read that failed."""
+        if entry.reading is not None and self._files.tensors.done(entry.reading):
+            with suppress(StorageError):
+                self._files.tensors.finish(entry.reading)
+                entry.reading = None
+        return entry.memory is not None and entry.reading is None
+
     def have_in_memory(self, entry: Entry) -> None:
         """Return when an entry is in memory.
 
         Raises:
+            CudaError: A copy from the pool failed.
             StorageError: It cannot be read.
         """
         if entry.memory is None:
-            self._pool.make_room(whole_blocks(entry.nbytes))
+            # The device may be behind the host, and copies that it has not run yet use the pool.
+            wait = {} if entry.copies is None else {"wait": entry.copies.wait_for_copy_in}
+            self._pool.make_room(whole_blocks(entry.nbytes), **wait)
             self._start(entry, native.IoClass.AWAITED)
         if entry.reading is not None:
             self._measure()

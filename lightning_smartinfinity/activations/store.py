@@ -1,27 +1,31 @@
-"""Decides which entries leave for storage, and has them in memory when backward wants them."""
+"""Lets entries leave for storage in forward, and has them in memory when backward wants them."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_smartinfinity.activations.entries import Entry
+import torch
+
+from lightning_smartinfinity.activations.departures import Departures
+from lightning_smartinfinity.activations.device_copies import DeviceCopies
+from lightning_smartinfinity.activations.devices import Devices
+from lightning_smartinfinity.activations.entries import Entry, Geometry
 from lightning_smartinfinity.activations.files import ActivationFiles
 from lightning_smartinfinity.activations.forwards import Forward
 from lightning_smartinfinity.activations.freed_memory import FreedMemory
+from lightning_smartinfinity.activations.loads import Loads
 from lightning_smartinfinity.activations.pool import Pool
 from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.activations.reads import Reads
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
 from lightning_smartinfinity.activations.writes import Writes
 from lightning_smartinfinity.config import ActivationOffload, TransferConfig
-from lightning_smartinfinity.errors import SmartInfinityError
-from lightning_smartinfinity.store.tensor_files import whole_blocks
+from lightning_smartinfinity.errors import CudaError, SmartInfinityError
 from lightning_smartinfinity.store.tensor_store import TensorStore
 
 __all__ = ["ActivationStore"]
@@ -45,17 +49,17 @@ class ActivationStore:
     """
 
     def __init__(self, settings: ActivationOffload, folders: Sequence[Path], *, transfer: TransferConfig) -> None:
-        self._settings = settings
         self._files = ActivationFiles(settings, folders, transfer=transfer)
         self._pool = Pool(settings, self._files)
         self._writes = Writes(settings, self._files, self._pool)
         self._reads = Reads(self._files, self._pool, measure=self._measure_wait)
-        self._forwards: list[Forward] = []  # with entries that may still leave
-        self._original_bytes = 0  # of entries whose storages are kept alive
-        # Entries may be dropped in any thread at any time: what that leaves to be done waits in this.
-        self._freed: deque[int] = deque()  # bytes of entries that kept their storages alive
+        self._loads = Loads(self._pool, self._reads)
+        self._devices = Devices(stop=self._writes.stop)
         self._freed_memory = FreedMemory()
         self._traffic = ActivationTraffic()
+        self._departures = Departures(
+            settings, self._pool, self._writes, traffic=self._traffic, freed_memory=self._freed_memory
+        )
         self._rates = Rates()
         self.lock = threading.RLock()
 
@@ -90,6 +94,7 @@ class ActivationStore:
             StorageTimeoutError: The disk does not answer.
         """
         if not self._files.is_of_parent:
+            self._devices.close()
             self._files.close(self._writes.entries())
             self._pool.close()
 
@@ -97,8 +102,8 @@ class ActivationStore:
         """Give up the transfers of an entry that nothing refers to any more. Any thread may call it at any time."""
         if self._files.is_of_parent or self._files.closed:
             return
-        if entry.is_original and entry.forward is not None:
-            self._freed.append(entry.nbytes)
+        self._departures.entry_is_gone(entry)
+        entry.unload()
         for ticket in (entry.writing, entry.reading):
             if ticket is not None:
                 with suppress(ValueError):  # the files are closed
@@ -108,7 +113,7 @@ class ActivationStore:
 
     @property
     def stopped(self) -> bool:
-        """Whether a write has failed, so that nothing more is offloaded."""
+        """Whether a write or a copy has failed, so that nothing more is offloaded."""
         return self._writes.stopped
 
     @property
@@ -118,10 +123,14 @@ class ActivationStore:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are held for backward: storages that entries keep alive, and memory of the pool in use."""
-        self._count_freed()
+        """Bytes that are held for backward.
+
+        These are storages that entries keep alive, memory of the pool in use, and entries that were copied back onto
+        devices.
+        """
         self._files.finish_orphans()
-        return self._original_bytes + self._pool.lent_bytes
+        self._devices.reap()
+        return self._departures.nbytes + self._pool.lent_bytes + self._loads.nbytes
 
     @property
     def storage_bytes(self) -> int:
@@ -157,34 +166,27 @@ class ActivationStore:
 
     # ---- forward
 
+    def copies_of(self, device: torch.device) -> DeviceCopies | None:
+        """Return what copies entries of a device; None if they cannot leave it."""
+        return self._devices.copies_of(device)
+
     def begin(self, forward: Forward) -> None:
         """Take entries of a forward from now on."""
-        self._forwards = [each for each in self._forwards if each.oldest() is not None]
         self._pool.forget_gone()
         self._reads.forget_gone()
-        self._forwards.append(forward)
+        self._departures.begin(forward)
 
-    def admit(self, entry: Entry, forward: Forward) -> None:
-        """Take a new entry, and let the oldest ones leave."""
-        self._count_freed()
-        forward.add(entry, time.perf_counter())
-        self._traffic.saved_bytes += entry.nbytes
-        self._original_bytes += entry.nbytes
-        self._pool.most_saved = max(self._pool.most_saved, forward.saved_bytes)
-        self._pool.apply_limit()
+    def admit(self, entry: Entry, tensor: torch.Tensor, forward: Forward) -> None:
+        """Take a new entry, which was made for a tensor, and let the oldest ones leave."""
+        self._departures.add(entry, tensor, forward)
         self._reap()
         self._measure()
-        oldest = self._oldest_of(forward)
-        while oldest is not None and oldest.end <= forward.limit and self._let_leave(oldest):
-            oldest = self._oldest_of(forward)
-        budget = self._settings.budget_bytes
-        if budget is not None and not self.stopped:
-            assert isinstance(budget, int)
-            self._stay_below(budget, forward)
+        self._departures.let_leave(forward, held_bytes=lambda: self.held_bytes)
         self._measure()
 
-    def count_shared(self) -> None:
-        """Count a saved tensor that shares an entry."""
+    def share(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """Take a saved tensor that shares an entry."""
+        self._writes.note_packed(entry, tensor)
         self._traffic.deduplicated += 1
 
     def end(self, forward: Forward) -> None:
@@ -194,61 +196,53 @@ class ActivationStore:
         self._reap()
         forward.count_kept(self._traffic)
 
-    def _oldest_of(self, forward: Forward) -> Entry | None:
-        """Return the oldest entry that may still leave; one that the pool is too small for never does."""
-        while (oldest := forward.oldest()) is not None and whole_blocks(oldest.nbytes) > self._pool.limit:
-            forward.window.popleft()
-        return oldest
-
-    def _let_leave(self, entry: Entry) -> bool:
-        if not self._writes.begin(entry):
-            return False
-        self._original_bytes -= entry.nbytes
-        self._freed_memory.add(entry.nbytes)
-        self._traffic.offloaded_bytes += entry.nbytes
-        return True
-
-    def _stay_below(self, budget: int, forward: Forward) -> None:
-        """Wait for storage until no more bytes are held than the budget, as far as that is possible."""
-        began = time.perf_counter()
-        while self.held_bytes > budget and not self.stopped:
-            oldest = next((each for each in map(self._oldest_of, self._forwards) if each is not None), None)
-            if self._pool.drop() or (oldest is not None and self._let_leave(oldest)):
-                continue
-            if not self._writes.finish_first():
-                break
-        waited = time.perf_counter() - began
-        forward.held_up_seconds += waited
-        self._traffic.held_up_seconds += waited
-
     # ---- backward
 
-    def fetch(self, entry: Entry) -> None:
-        """Have an entry in memory, and read those ahead that backward is expected to want next.
+    def fetch(self, entry: Entry, geometry: Geometry) -> torch.Tensor:
+        """Return a tensor of an entry, and read those ahead that backward is expected to want next.
 
         Raises:
+            CudaError: It cannot be copied onto its device. Nothing is offloaded any more.
             StorageError: It cannot be read.
         """
-        began = time.perf_counter()
+        try:
+            return self._fetch(entry, geometry)
+        except CudaError as error:
+            failure = entry.failure(error)
+            self._writes.stop(failure)
+            raise failure from error
+
+    def _fetch(self, entry: Entry, geometry: Geometry) -> torch.Tensor:
         is_first_use = not entry.was_used
+        if is_first_use and entry.copies is not None and not entry.forward.plan.is_chosen:
+            entry.copies.wait_for_current()  # the times are measured, and are to be the device's
+        began = time.perf_counter()
         if is_first_use:
             entry.forward.use(entry, began)
-            self._freed_memory.add(entry.nbytes)  # backward frees about as much as it uses
+            if entry.copies is None:
+                self._freed_memory.add(entry.nbytes)  # backward frees about as much as it uses
         self._reap()
         self._measure()
         was_in_memory = entry.memory is not None
         if not entry.is_original:
-            if entry.writing is not None:
+            if entry.is_leaving:
                 self._writes.give_up(entry)
                 self._traffic.forwarded_bytes += entry.nbytes
-            self._reads.have_in_memory(entry)
+            if entry.loaded is None:
+                self._reads.have_in_memory(entry)
+            if entry.copies is not None:
+                self._loads.load(entry)
             waited = time.perf_counter() - began
             self._traffic.waited_seconds += waited
             entry.forward.waited_seconds += waited
+        tensor = entry.tensor(geometry)
         self._reads.read_ahead(entry)
+        if entry.copies is not None:
+            self._loads.load_ahead(entry)
         if entry.stored is not None and (is_first_use or not was_in_memory):
             self._pool.add_used(entry)
         self._measure()
+        return tensor
 
     # ---- ends of transfers
 
@@ -257,10 +251,7 @@ class ActivationStore:
         if not self._files.closed:
             self._files.finish_orphans()
             self._writes.reap()
-
-    def _count_freed(self) -> None:
-        while self._freed:
-            self._original_bytes -= self._freed.popleft()
+            self._devices.reap()
 
     def _measure(self) -> None:
         """Look at the counters, and at whether storage is at work.
