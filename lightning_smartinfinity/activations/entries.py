@@ -268,6 +268,16 @@ class Entry:
         if self.copies is not None and self._storage is not None:
             self.copies.mark(self._points)
 
+    def wait_until_computed(self) -> bool:
+        """Wait until the device has computed the bytes; return whether they lie on one.
+
+        Raises:
+            CudaError: A call, or work on the device, failed.
+        """
+        for point in self._points.values():
+            point.synchronize()
+        return bool(self._points)
+
     def copy_out(self, memory: torch.Tensor) -> None:
         """Copy the bytes, as they were when a tensor was packed last, into memory of the pool.
 

@@ -18,6 +18,7 @@ from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.activations.forwards import Forward
 from lightning_smartinfinity.activations.pool import Pool
 from lightning_smartinfinity.activations.reads import Reads
+from lightning_smartinfinity.errors import CudaError
 
 __all__ = ["Loads"]
 
@@ -77,6 +78,8 @@ class Loads:
                 self._start(following, wanted=entry)
             except torch.OutOfMemoryError:  # what is wanted now may need the memory
                 return
+            except CudaError as error:
+                raise following.failure(error) from error
 
     def _start(self, entry: Entry, *, wanted: Entry) -> None:
         assert entry.copies is not None and entry.memory is not None

@@ -238,11 +238,17 @@ class ActivationStore:
         tensor = entry.tensor(geometry)
         self._reads.read_ahead(entry)
         if entry.copies is not None:
-            self._loads.load_ahead(entry)
+            self._load_ahead(entry)
         if entry.stored is not None and (is_first_use or not was_in_memory):
             self._pool.add_used(entry)
         self._measure()
         return tensor
+
+    def _load_ahead(self, entry: Entry) -> None:
+        try:
+            self._loads.load_ahead(entry)
+        except CudaError as error:  # of another entry; whoever wants that is told
+            self._writes.stop(error)
 
     # ---- ends of transfers
 

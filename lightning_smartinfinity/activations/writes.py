@@ -67,10 +67,9 @@ class Writes:
 
         From a device the copy is only started, and the write starts when the copy has run.
         """
-        nbytes = whole_blocks(entry.nbytes)
-        if self.stopped or not self._has_place(nbytes) or not self._make_room(nbytes):
-            return False
         try:
+            if not self._has_room(entry):
+                return False
             stored = self._files.tensors.add(entry.nbytes)
             memory = self._pool.take(entry)
             entry.copy_out(memory)
@@ -125,12 +124,18 @@ class Writes:
             self._files.note(failure)
             warnings.warn(f"{failure} What forward saves stays in memory from now on.", stacklevel=2)
 
-    def _make_room(self, nbytes: int) -> bool:
+    def _has_room(self, entry: Entry) -> bool:
+        nbytes = whole_blocks(entry.nbytes)
+        if self.stopped or not self._has_place(nbytes):
+            return False
         if self._pool.make_room(nbytes):
             return True
-        # The host may be ahead of the device by a whole forward. If it does not wait here, it finds the pool full of
-        # what the device has not computed yet, and lets nothing more leave.
-        return self._finish_copy() and self._pool.make_room(nbytes)
+        # The host may be ahead of the device by a whole forward. If it did not wait here, it would find the pool full
+        # of what the device has not computed yet, and let nothing more leave.
+        if not entry.wait_until_computed():
+            return False
+        self.reap()
+        return self._pool.make_room(nbytes)
 
     def _start(self, entry: Entry) -> None:
         assert entry.stored is not None and entry.memory is not None

@@ -20,6 +20,7 @@ from lightning_smartinfinity.activations.device_copies import _streams
 from lightning_smartinfinity.errors import CudaError
 from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
 from tests.activations.models import drop_memory, everything, opened
+from tests.helpers.native_testing import Hold
 from tests.helpers.waiting import await_that
 from tests.native.fake_cuda import SYNCHRONOUS, FakeCuda
 
@@ -133,10 +134,21 @@ def test_a_copy_from_the_device_that_fails(tmp_path: Path, driver: FakeCuda, str
         x, loss = saved(offloaded)
         driver.wait(streams[0])
         for _ in range(2):
-            with pytest.raises(CudaError, match="Entry"):
+            with pytest.raises(CudaError, match=r"^Entry \d+ of") as raised:
                 gradient(x, loss, retain=True)
+            assert int(str(raised.value).split()[1]) >= at
         assert isinstance(offloaded.take_failure(), CudaError)
         assert torch.equal(gradient(*saved(offloaded)), expected())
+
+
+def test_memory_that_cannot_be_registered(tmp_path: Path, driver: FakeCuda, link: CudaLink) -> None:
+    """Copies block then, and there is one warning."""
+    link._warned = False
+    driver.fail("cuMemHostRegister_v2")
+    with opened(tmp_path, TIGHT) as offloaded:
+        with pytest.warns(UserWarning, match="could not be registered with CUDA device 0"):
+            x, loss = saved(offloaded)
+        assert torch.equal(gradient(x, loss), expected())
 
 
 def test_a_failure_that_is_noted(tmp_path: Path, driver: FakeCuda) -> None:
@@ -169,7 +181,7 @@ def test_a_tensor_is_copied_when_it_is_computed(tmp_path: Path, driver: FakeCuda
 
     def computed() -> torch.Tensor:
         y = (x * 2).view(64, 64)
-        return chain(x * 3) + (y[:, :8] * y[:, 8:16]).sum()
+        return (y[:, :8] * y[:, 8:16]).sum() + chain(x * 3)
 
     wanted = gradient(x, computed())
     with opened(tmp_path) as offloaded:
@@ -231,6 +243,20 @@ def test_what_was_loaded_ahead_and_dropped(tmp_path: Path, driver: FakeCuda, str
         driver.open(gate)
         driver.wait(streams[1])
         assert all(bool((other == 5).all()) for other in others)
+
+
+def test_a_host_that_is_ahead(tmp_path: Path, driver: FakeCuda) -> None:
+    """If the pool has no room, forward waits until the device has computed what is to leave, but not for storage."""
+    with opened(tmp_path, everything(host_bytes=2 * BLOCK)) as offloaded:
+        gradient(*saved(offloaded))
+        hold = Hold(offloaded._store.files.core, write_at=0, count=1000)
+        torch.cuda._sleep(10**9)
+        x, loss = saved(offloaded)
+        (forward,) = offloaded._store._departures._forwards
+        oldest = forward.oldest()
+        assert oldest is not None and all(point.done() for point in oldest._points.values())
+        hold.release()
+        assert torch.equal(gradient(x, loss), expected())
 
 
 @pytest.mark.parametrize("settings", [everything(), TIGHT], ids=["roomy", "tight"])

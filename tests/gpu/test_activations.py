@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_smartinfinity.activations.forwards import Plan
 from tests.activations.models import everything, opened
 from tests.activations.test_gradients import test_everything_offloaded
 from tests.activations.test_lifetime import (
@@ -131,21 +132,27 @@ def test_two_places(tmp_path: Path, other: str) -> None:
         assert offloaded.traffic().read_bytes > 0
 
 
-def test_what_was_changed_before_it_left(tmp_path: Path) -> None:
-    """A tensor that was packed, changed and packed again leaves as it is when it is packed last."""
+@pytest.mark.parametrize("leaves_first", [True, False])
+def test_what_was_changed_before_it_left(tmp_path: Path, leaves_first: bool) -> None:
+    """A tensor that was packed, changed and packed again is offloaded as it is then, whenever it leaves."""
     with opened(tmp_path, everything(keep=4 * BLOCK)) as offloaded:
         for _ in range(3):
             x = torch.randn(BLOCK // 4, requires_grad=True)
+            # The tensor leaves when newer ones push it out, and nothing is measured, which would wait for the device.
+            offloaded._plan, offloaded._last = Plan(kept_bytes=4 * BLOCK, is_chosen=True), None
             with offloaded.forward(x):
                 y = x * 1
-                y.sin()
+                unused = y.sin()
                 torch.cuda._sleep(10**8)
                 y.add_(1)
-                loss = y.square().sum() + chain(x * 2)
+                loss = chain(x * 2) if leaves_first else y.square().sum()
+                loss = loss + (y.square().sum() if leaves_first else chain(x * 2))
                 del y
             (found,) = torch.autograd.grad(loss, x)
-            (expected,) = torch.autograd.grad((x * 1 + 1).square().sum() + chain(x * 2), x)
+            y = x * 1 + 1
+            (expected,) = torch.autograd.grad(y.square().sum() + chain(x * 2), x)
             assert torch.equal(found, expected)
+            del unused
 
 
 def test_a_captured_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
