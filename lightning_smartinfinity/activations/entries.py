@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity import native
+from lightning_smartinfinity.activations.device_copies import DeviceCopies, Loaded, Points
+from lightning_smartinfinity.errors import CudaError, SmartInfinityError, StorageError
 from lightning_smartinfinity.store.tensor_store import StoredTensor
 
 __all__ = ["Entry", "Geometry", "Source", "changes_of", "geometry_of", "shares_changes", "stored_bytes", "view_of"]
@@ -116,24 +118,28 @@ class Source:
                 return entry
         return None
 
-    def new_entry(self, tensor: torch.Tensor, storage: torch.UntypedStorage, home: Any) -> Entry:
+    def new_entry(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, home: Any, *, copies: DeviceCopies | None = None
+    ) -> Entry:
         """Return a new entry for a tensor, which later tensors may share.
 
         Args:
             tensor: The tensor.
             storage: Its storage.
             home: What is told when the entry is gone.
+            copies: What copies it, unless it lies in host memory.
         """
         least = _distinct(tensor)
         nbytes = least.numel() * least.itemsize
         too_much = _SHARE_TO_COMPACT * nbytes >= self.nbytes or self.compact_bytes + nbytes > self.nbytes
         if too_much or _overlaps(least.shape, least.stride()):
-            entry = Entry(self, storage, self.nbytes, tensor=tensor, compact=None, home=home)
+            entry = Entry(self, storage, self.nbytes, tensor=tensor, compact=None, home=home, copies=copies)
             self.whole = weakref.ref(entry)
         else:
             self.compact_bytes += nbytes
-            entry = Entry(self, storage, nbytes, tensor=tensor, compact=geometry_of(tensor), home=home)
-            self.compact[geometry_of(tensor)] = weakref.ref(entry)
+            geometry = geometry_of(tensor)
+            entry = Entry(self, storage, nbytes, tensor=tensor, compact=geometry, home=home, copies=copies)
+            self.compact[geometry] = weakref.ref(entry)
         return entry
 
 
@@ -149,9 +155,12 @@ class Entry:
         tensor: The first tensor.
         compact: How that lies in the storage, if the entry is a compact copy of it.
         home: What is told when the entry is gone.
+        copies: What copies it to its device and back, unless it lies in host memory.
 
     Attributes:
-        memory: Pool memory that holds the bytes, or is being read into.
+        memory: Pool memory that holds the bytes, or is being read or copied into.
+        copied: Point behind the copy from the device into :attr:`memory`, as long as that may be in progress.
+        loaded: Device memory that holds the bytes, or is being copied into.
         writing: Ticket of the write in progress.
         reading: Ticket of the read in progress.
         stored: Place on storage, from which nothing is read while a write is in progress.
@@ -168,9 +177,14 @@ class Entry:
         "_copied_version",
         "_counter",
         "_home",
+        "_packed_version",
+        "_points",
         "_storage",
+        "copied",
+        "copies",
         "end",
         "forward",
+        "loaded",
         "memory",
         "nbytes",
         "number",
@@ -191,9 +205,14 @@ class Entry:
         tensor: torch.Tensor,
         compact: Geometry | None,
         home: Any,
+        copies: DeviceCopies | None,
     ) -> None:
         self._counter = changes_of(tensor)
-        self._copied_version = -1
+        self._packed_version = self._copied_version = -1
+        self._points: Points = {}
+        self.copies = copies
+        self.copied: native.CudaEvent | None = None
+        self.loaded: Loaded | None = None
         self._compact = compact
         self._home = home
         self.source = source
@@ -217,6 +236,15 @@ class Entry:
             self.source.num_holders -= 1
         self._home.entry_is_gone(self)
 
+    def failure(self, error: StorageError | CudaError) -> StorageError | CudaError:
+        """Return an error of the same kind that names the entry."""
+        return type(error)(f"{self}: {error.problem}", error.remedy)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the bytes are on their way to storage: being written, or being copied so that they can be."""
+        return self.writing is not None or (self.copied is not None and self.stored is not None)
+
     @property
     def is_original(self) -> bool:
         """Whether the storage itself is kept alive."""
@@ -235,45 +263,79 @@ class Entry:
             return True
         return tensor._version == self._copied_version and shares_changes(self._counter, tensor)
 
+    def note_packed(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor was packed whose bytes are those of the entry. Raises CudaError if the device fails."""
+        self._packed_version = tensor._version
+        if self.copies is not None and self._storage is not None:
+            self.copies.mark(self._points)
+
+    def wait_until_computed(self) -> bool:
+        """Wait until the device has computed the bytes; return whether they lie on one.
+
+        Raises:
+            CudaError: A call, or work on the device, failed.
+        """
+        for point in self._points.values():
+            point.synchronize()
+        return bool(self._points)
+
     def copy_out(self, memory: torch.Tensor) -> None:
-        """Copy the bytes into memory of the pool, and keep the storage alive no longer."""
+        """Copy the bytes, as they were when a tensor was packed last, into memory of the pool.
+
+        Raises:
+            CudaError: A call for the device failed.
+            OutOfMemoryError: The device has no memory for a compact copy.
+        """
         assert self._storage is not None
-        if self._compact is None:
-            everything = Geometry(torch.uint8, (self.nbytes,), (1,), 0)
-            memory[: self.nbytes].copy_(view_of(self._storage, everything))
+        everything = Geometry(torch.uint8, (self.nbytes,), (1,), 0)
+        least = _distinct(view_of(self._storage, self._compact or everything))
+        if self.copies is None:
+            memory[: self.nbytes].view(least.dtype).view(least.shape).copy_(least)
         else:
-            least = _distinct(view_of(self._storage, self._compact))
-            memory[: self.nbytes].view(self._compact.dtype).view(least.shape).copy_(least)
-        self._copied_version = self._counter._version
+            self.copied = self.copies.copy_out(least, memory, after=self._points)
+        self._copied_version = self._packed_version
         self.memory = memory
 
     def let_go(self) -> None:
-        """Keep the storage alive no longer: the bytes are in :attr:`memory`."""
+        """Keep the storage alive no longer: the bytes are in :attr:`memory`, or will be."""
         assert self.memory is not None
         self._storage = None
+        self._points = {}
         self.source.num_holders -= 1
 
     def tensor(self, geometry: Geometry) -> torch.Tensor:
-        """Return a tensor as it was saved. The bytes must be in memory."""
+        """Return a tensor as it was saved. The bytes must be in memory, or be loaded onto the device."""
         if self._storage is not None:
             return view_of(self._storage, geometry)
-        assert self.memory is not None
+        if self.copies is None:
+            assert self.memory is not None
+            memory = self.memory
+        else:
+            assert self.loaded is not None
+            memory = self.copies.take(self.loaded)
         if self._compact is None:
-            return view_of(self.memory.untyped_storage(), geometry)
+            return view_of(memory.untyped_storage(), geometry)
         assert geometry == self._compact
-        return self._spread_out(geometry)
+        return self._spread_out(memory, geometry)
 
-    def _spread_out(self, geometry: Geometry) -> torch.Tensor:
+    def unload(self) -> None:
+        """Drop the device memory into which the entry was loaded."""
+        if self.loaded is not None:
+            assert self.copies is not None
+            self.copies.drop(self.loaded)
+            self.loaded = None
+
+    def _spread_out(self, memory: torch.Tensor, geometry: Geometry) -> torch.Tensor:
         """Return the tensor of a compact copy with its strides and its offset.
 
-        Only pages that are written to take up memory, however much lies before and between the elements.
+        On the host, only pages that are written to take up memory, however much lies before and between the elements.
+        On a device it is as much as the storage from which the tensor was saved, as long as backward uses it.
         """
-        assert self.memory is not None
         last = sum(step * (length - 1) for length, step in zip(geometry.size, geometry.stride, strict=True))
         numel = geometry.offset + last + 1
-        tensor = torch.empty(numel, dtype=geometry.dtype, device="cpu").as_strided(
+        tensor = torch.empty(numel, dtype=geometry.dtype, device=memory.device).as_strided(
             geometry.size, geometry.stride, geometry.offset
         )
         least = _distinct(tensor)
-        least.copy_(self.memory[: self.nbytes].view(geometry.dtype).view(least.shape))
+        least.copy_(memory[: self.nbytes].view(geometry.dtype).view(least.shape))
         return tensor

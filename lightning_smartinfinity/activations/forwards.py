@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lightning_smartinfinity.activations.entries import Entry
+from lightning_smartinfinity.activations.traffic import ActivationTraffic
 
 __all__ = ["Forward", "Plan"]
 
@@ -105,6 +107,22 @@ class Forward:
             self.window.popleft()
         return None
 
+    def count_kept(self, traffic: ActivationTraffic) -> None:
+        """Count what stays in memory when forward ends, and note the entries that somebody else holds."""
+        for entry in filter(None, (found() for found in self.entries)):
+            frees_nothing = self.plan.frees_nothing(entry.number, entry.nbytes)
+            if not entry.is_original:
+                if entry.source.num_holders == 0 and entry.source.is_held_elsewhere:
+                    self.freed_nothing.add(entry.number)
+                    traffic.freed_nothing_bytes += entry.nbytes
+            elif frees_nothing and entry.is_held_elsewhere:
+                self.freed_nothing.add(entry.number)
+                traffic.kept_elsewhere_bytes += entry.nbytes
+            elif entry.end <= self.limit and not frees_nothing:
+                traffic.kept_for_room_bytes += entry.nbytes
+            else:
+                traffic.kept_bytes += entry.nbytes
+
     def use(self, entry: Entry, now: float) -> None:
         """Record that backward wants an entry for the first time."""
         entry.was_used = True
@@ -121,6 +139,14 @@ class Forward:
             self._expected = known or tuple(reversed(range(len(self.sizes))))
             self._places = {number: place for place, number in enumerate(self._expected)}
         self._next = max(self._next, self._places.get(entry.number, -1) + 1)
+
+    def behind(self, entry: Entry) -> Iterator[Entry]:
+        """Yield what backward is expected to want behind an entry, and has not used yet."""
+        assert self._expected is not None
+        for place in range(self._places.get(entry.number, len(self._expected)) + 1, len(self._expected)):
+            following = self.entries[self._expected[place]]()
+            if following is not None and not following.was_used:
+                yield following
 
     def following(self) -> Entry | None:
         """Return the entry that backward is expected to want next, and that it has not used yet."""

@@ -57,9 +57,10 @@ class OffloadedActivations:
     raise; changes through ``.data`` are not seen. Hooks that are entered within :meth:`forward`, such as those of
     torch.utils.checkpoint, replace these as long as they are in effect.
 
-    Tensors on the CPU are offloaded. What is not offloaded passes through: parameters, buffers, the batch, small
-    tensors, subclasses, and everything that is saved while backward runs. If thousands of tensors pass through and
-    nothing is offloaded, most of the forwards that follow with batches of the same shapes have no hooks.
+    Tensors on the CPU and on CUDA devices are offloaded. What is not offloaded passes through: parameters, buffers, the
+    batch, small tensors, subclasses, and everything that is saved while backward runs or a CUDA graph is captured. If
+    thousands of tensors pass through and nothing is offloaded, most of the forwards that follow with batches of the
+    same shapes have no hooks.
 
     Args:
         folders: Storage folder, or list of folders.

@@ -22,7 +22,7 @@ from lightning_smartinfinity.activations.entries import (
 )
 from lightning_smartinfinity.activations.forwards import Forward
 from lightning_smartinfinity.activations.store import ActivationStore
-from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.errors import CudaError, StorageError
 
 __all__ = ["Packing", "tensors_in"]
 
@@ -126,6 +126,7 @@ class Packing:
 
         Raises:
             RuntimeError: It was changed in place.
+            CudaError: It cannot be copied onto its device.
             StorageError: It cannot be read.
         """
         if type(packed) is tuple:
@@ -144,24 +145,32 @@ class Packing:
     def _can_move(self, tensor: torch.Tensor) -> bool:
         return (
             not self._store.stopped
-            and tensor.device.type == "cpu"
+            and (tensor.device.type == "cpu" or self._can_leave(tensor.device))
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
             and _identity(tensor) is not None
         )
+
+    def _can_leave(self, device: torch.device) -> bool:
+        # What is captured in a graph is run later, without these hooks.
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return False
+        with self._lock:
+            return self._store.copies_of(device) is not None
 
     def _saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _SavedTensor | None:
         source = self._sources.get(storage._cdata)
         entry = None if source is None else source.entry_for(tensor)
         if entry is not None:
-            self._store.count_shared()
+            self._store.share(entry, tensor)
             return _SavedTensor(entry, tensor)
         if stored_bytes(tensor) < self._min_bytes:
             return None
         if source is None:
             source = self._sources[storage._cdata] = Source(storage)
-        entry = source.new_entry(tensor, storage, self._store)
+        copies = None if tensor.device.type == "cpu" else self._store.copies_of(tensor.device)
+        entry = source.new_entry(tensor, storage, self._store, copies=copies)
         saved = _SavedTensor(entry, tensor)
-        self._store.admit(entry, self._forward)
+        self._store.admit(entry, tensor, self._forward)
         return saved
 
     def _tensor(self, saved: _SavedTensor) -> torch.Tensor:
@@ -169,17 +178,16 @@ class Packing:
         entry = saved.entry
         if entry.unreadable is None:
             try:
-                self._store.fetch(entry)
                 # If backward changes it in place, the next unpacking raises, as in autograd.
                 tensor = saved.changes.detach()
-                tensor.data = entry.tensor(saved.geometry)
+                tensor.data = self._store.fetch(entry, saved.geometry)
                 return tensor
-            except StorageError as error:
+            except (StorageError, CudaError) as error:
                 if not self._notes_failures:
                     raise
                 entry.unreadable = error
         self._store.note_unreadable(entry.unreadable)
-        return _lost(saved.geometry)
+        return _lost(saved.geometry, saved.changes.device)
 
     def _parameter(self, saved: _SavedParameter) -> torch.Tensor:
         parameter = saved.parameter
@@ -226,10 +234,10 @@ def _identity(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def _lost(geometry: Geometry) -> torch.Tensor:
+def _lost(geometry: Geometry, device: torch.device) -> torch.Tensor:
     """Return NaN, or zeros where the dtype has no NaN, in place of a tensor that cannot be read."""
     dtype, size, stride, _ = geometry
-    least = torch.empty_strided(size, stride, dtype=dtype)
+    least = torch.empty_strided(size, stride, dtype=dtype, device=device)
     return least.fill_(float("nan") if dtype.is_floating_point or dtype.is_complex else 0)
 
 

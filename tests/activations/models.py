@@ -85,7 +85,7 @@ def pictures() -> torch.Tensor:
 
 
 def mixed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(batch.device.type, dtype=torch.bfloat16):
         return model(batch)
 
 
@@ -138,11 +138,12 @@ def opened(
 
 def drop_memory(activations: OffloadedActivations) -> None:
     """Drop all memory of the pool that is on storage, as if others had needed it."""
-    await_that(lambda: activations.traffic().written_bytes >= activations.traffic().offloaded_bytes)
     store = activations._store
     with store.lock:
-        await_that(lambda: store._reap() or not store._leaving)
-        while store._drop(store._written):
+        # The write of what comes from a device starts behind its copy.
+        await_that(lambda: store._reap() or store.traffic().written_bytes >= store.traffic().offloaded_bytes)
+        await_that(lambda: store._reap() or not store._writes.are_in_progress)
+        while store._pool.drop():
             pass
 
 

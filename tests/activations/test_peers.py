@@ -42,7 +42,8 @@ class Naive:
 
 
 def values(*size: int) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    drawn = torch.randn(size, generator=torch.Generator().manual_seed(0), device="cpu")
+    return drawn.to(torch.get_default_device()).requires_grad_()
 
 
 def in_place(forward: Hooks) -> torch.Tensor:

@@ -35,6 +35,14 @@ class _Stream(torch.Stream):
         return self.stream_id
 
 
+class _ExternalStream(_Stream):
+    """Stream that the core has made."""
+
+    def __new__(cls, stream_ptr: int, device: Any = None) -> _ExternalStream:
+        index = torch.cuda._utils._get_device_index(device, optional=True)
+        return super().__new__(cls, stream_id=stream_ptr, device_index=index, device_type=_CUDA)
+
+
 class _Event(torch.Event):
     """Torch's Event, as torch.cuda has it: it measures no time."""
 
@@ -107,7 +115,9 @@ def install() -> None:
     cuda: Any = torch.cuda
     cuda._cudart = _Runtime()
     cuda.Stream = cuda.streams.Stream = _Stream
+    cuda.ExternalStream = cuda.streams.ExternalStream = _ExternalStream
     cuda.Event = cuda.streams.Event = _Event
+    cuda.is_current_stream_capturing = lambda: False
     cuda._exchange_device, cuda._maybe_exchange_device = exchange, exchange
     cuda._is_in_bad_fork = cuda.random._is_in_bad_fork = lambda: False
     # Kernels draw from the generator of the CPU: these only hold a state.

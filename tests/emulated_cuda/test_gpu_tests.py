@@ -24,20 +24,22 @@ QUICK = ["test_transfer.py"]
 @pytest.mark.parametrize("file", long_but(QUICK, FILES))
 def test_they_pass(file: str, tmp_path: Path) -> None:
     """None fails and none is skipped: there are two devices."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rs",
-        "-p",
-        "no:cacheprovider",
-        f"--basetemp={tmp_path / 'inner'}",
-    ]
+    assert_they_pass(f"tests/gpu/{file}", tmp_path)
+
+
+def assert_they_pass(file: str, folder: Path, *, seed: int = 1) -> None:
+    """Run the tests of a file in a process that has the device.
+
+    Args:
+        file: Path of the file.
+        folder: Folder for temporary files.
+        seed: Seed of the delays.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--basetemp={folder / 'inner'}"]
     done = subprocess.run(
-        [*command, f"tests/gpu/{file}"],
+        [*command, file],
         cwd=ROOT,
-        env=environment(build()),
+        env=environment(build(), seed=seed),
         capture_output=True,
         text=True,
         timeout=BUILD_LIMIT,

@@ -33,6 +33,7 @@ enum Result : int {
     kInvalidDevice = 101,
     kInvalidContext = 201,
     kInvalidHandle = 400,
+    kNotReady = 600,
     kAlreadyRegistered = 712,
     kNotRegistered = 713,
 };
@@ -392,6 +393,19 @@ int cuEventRecord(void* event, void* stream) {
     if (found == nullptr || entry == driver().events.end()) return kInvalidHandle;
     entry->second.point = found->point();
     return kSuccess;
+}
+
+int cuEventQuery(void* event) {
+    std::unique_lock<std::mutex> lock;
+    if (const int result = driver().enter("cuEventQuery", lock)) return result;
+    if (current() == nullptr) return kInvalidContext;
+    bool exists = false;
+    const auto point = point_of(event, exists);
+    lock.unlock();
+    if (!exists) return kInvalidHandle;
+    if (!point) return kSuccess;
+    const std::lock_guard point_lock(point->mutex);
+    return point->reached ? point->result : static_cast<int>(kNotReady);
 }
 
 int cuEventSynchronize(void* event) {

@@ -63,7 +63,15 @@ def test_no_such_device(fake_cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", ["cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuEventRecord", "cuStreamWaitEvent", "cuEventCreate"]
+    "call",
+    [
+        "cuMemcpyHtoDAsync_v2",
+        "cuMemcpyDtoHAsync_v2",
+        "cuEventRecord",
+        "cuStreamWaitEvent",
+        "cuEventCreate",
+        "cuEventQuery",
+    ],
 )
 def test_every_call_is_checked(fake_cuda: FakeCuda, call: str) -> None:
     """A failing call raises with its name and the driver's text, and the next call works."""
@@ -77,6 +85,7 @@ def test_every_call_is_checked(fake_cuda: FakeCuda, call: str) -> None:
         event.record(stream.handle)
         event.hold(0)
         event.synchronize()
+        assert event.done()
 
     fake_cuda.fail(call)
     with pytest.raises(CudaError, match=rf"^{call} failed: .*\(2\): out of memory"):
@@ -97,9 +106,10 @@ def test_copies_follow_their_stream(fake_cuda: FakeCuda) -> None:
     event = CudaEvent(device)
     device.copy_to_device(device=on_device.ctypes.data, host=host.address, nbytes=4096, stream=user)
     event.record(user)
-    assert not on_device.any()
+    assert not on_device.any() and not event.done()
     fake_cuda.open(gate)
     event.synchronize()
+    assert event.done()
     assert (on_device == 3.0).all()
     on_device[:] = 5.0
     device.copy_to_host(host=host.address, device=on_device.ctypes.data, nbytes=4096, stream=user)
@@ -167,19 +177,21 @@ def test_a_pool_registers_what_it_lends(fake_cuda: FakeCuda) -> None:
     """A pool's memory is registered while it is lent or idle within the limit, and lent as usual if it cannot be."""
     device = CudaDevice(0)
     pool = MemoryPool(device=device)
-    pool.limit = 2 << 20
+    pool.limit = 3 << 20
     first, second = pool.take(1 << 20), pool.take(1 << 20)
-    assert fake_cuda.held()["registered"] == 2
-    del first
+    assert fake_cuda.held()["registered"] == 1 and pool.nbytes == 3 << 20
+    larger = pool.take(2 << 20)
+    assert fake_cuda.held()["registered"] == 2 and pool.nbytes == 5 << 20
+    del first, larger
     gc.collect()
-    assert fake_cuda.held()["registered"] == 2 and pool.nbytes == 2 << 20
-    assert pool.take(1 << 20).nbytes == 1 << 20 and fake_cuda.held()["registered"] == 2
+    assert fake_cuda.held()["registered"] == 1 and pool.nbytes == 3 << 20
+    assert pool.take(1 << 20).nbytes == 1 << 20 and fake_cuda.held()["registered"] == 1
     pool.limit = 0
     gc.collect()
-    assert fake_cuda.held()["registered"] == 1 and pool.nbytes == pool.lent_bytes == 1 << 20
+    assert fake_cuda.held()["registered"] == 1 and pool.nbytes == 3 << 20 and pool.lent_bytes == 1 << 20
     fake_cuda.fail("cuMemHostRegister_v2")
-    third = pool.take(1 << 20)
-    third.memoryview()[:] = bytes(1 << 20)
+    third = pool.take(3 << 20)
+    third.memoryview()[:] = bytes(3 << 20)
     assert fake_cuda.held()["registered"] == 1 and "cuMemHostRegister" in device.registration_failure
     del second, third
     gc.collect()

@@ -10,6 +10,7 @@ constexpr unsigned kNonBlocking = 1;    // no implicit order with the default st
 constexpr unsigned kBlockingSync = 1;   // a waiting thread sleeps
 constexpr unsigned kDisableTiming = 2;  // makes events cheaper
 constexpr unsigned kNoFlags = 0;
+constexpr CudaResult kNotReady = 600;
 
 }  // namespace
 
@@ -82,6 +83,15 @@ void CudaEvent::synchronize() const {
     const CudaDevice::Current current(*device_);
     const CudaDriver& driver = device_->driver();
     driver.call(driver.event_synchronize, event_);
+}
+
+bool CudaEvent::done() const {
+    const CudaDevice::Current current(*device_);
+    const CudaDriver& driver = device_->driver();
+    const CudaResult result = driver.attempt(driver.event_query, event_);
+    if (result == kNotReady) return false;
+    driver.require(result, driver.event_query.name);
+    return true;
 }
 
 void CudaEvent::hold(CudaStreamHandle stream) const {

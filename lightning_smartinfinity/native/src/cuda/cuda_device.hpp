@@ -87,6 +87,8 @@ class CudaEvent {
     // All throw CudaError, also if the work before the point failed.
     void record(CudaStreamHandle stream) const;
     void synchronize() const;
+    // Returns whether the work before the point is done.
+    bool done() const;
     // Makes work issued to the stream from now on run after the point.
     void hold(CudaStreamHandle stream) const;
 

@@ -29,7 +29,8 @@ CudaDriver::CudaDriver(const std::string& library) {
     const auto resolve_all = [handle](auto&... entries) { (resolve(handle, entries), ...); };
     resolve_all(init, error_name, error_string, device_get, primary_context_retain, primary_context_release,
                 context_push, context_pop, host_register, host_unregister, copy_to_device, copy_to_host, stream_create,
-                stream_destroy, stream_wait_event, event_create, event_destroy, event_record, event_synchronize);
+                stream_destroy, stream_wait_event, event_create, event_destroy, event_record, event_query,
+                event_synchronize);
     call(init, 0);
 }
 

@@ -68,6 +68,7 @@ class CudaDriver {
     CudaEntry<CudaEventHandle*, unsigned> event_create{"cuEventCreate"};
     CudaEntry<CudaEventHandle> event_destroy{"cuEventDestroy_v2"};
     CudaEntry<CudaEventHandle, CudaStreamHandle> event_record{"cuEventRecord"};
+    CudaEntry<CudaEventHandle> event_query{"cuEventQuery"};
     CudaEntry<CudaEventHandle> event_synchronize{"cuEventSynchronize"};
 };
 

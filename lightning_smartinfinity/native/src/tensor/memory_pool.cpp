@@ -59,7 +59,10 @@ std::unique_ptr<MemoryPool::Lease> MemoryPool::lend(Slabs::iterator slab, std::s
 }
 
 MemoryPool::Slabs::iterator MemoryPool::add_slab(std::size_t bytes) {
-    slabs_.emplace_back(registrar_ ? bytes : std::max(bytes, kSlabBytes));
+    // A registered slab takes up memory at once, so it is no larger than the limit permits. Registering takes long: a
+    // slab for each lease would be too small for the next one.
+    const std::size_t rest = limit_ - std::min(limit_, lent_ + idle_);
+    slabs_.emplace_back(std::max(bytes, registrar_ ? std::min(kSlabBytes, align_up(rest, kBlockBytes)) : kSlabBytes));
     Slab& slab = slabs_.back();
     if (registrar_ && slab.buffer.try_register(registrar_)) {  // which touches all of it
         std::fill(slab.touched.begin(), slab.touched.end(), true);

@@ -1,0 +1,141 @@
+"""Decides which entries leave in forward, and when."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from lightning_smartinfinity.activations.entries import Entry
+from lightning_smartinfinity.activations.forwards import Forward
+from lightning_smartinfinity.activations.freed_memory import FreedMemory
+from lightning_smartinfinity.activations.pool import Pool
+from lightning_smartinfinity.activations.traffic import ActivationTraffic
+from lightning_smartinfinity.activations.writes import Writes
+from lightning_smartinfinity.config import ActivationOffload
+from lightning_smartinfinity.store.tensor_files import whole_blocks
+
+__all__ = ["Departures"]
+
+
+class Departures:
+    """Entries that are still where forward left them, of which the oldest leave.
+
+    Args:
+        settings: How much is offloaded.
+        pool: Where entries go.
+        writes: What moves them there.
+        traffic: Where they are counted.
+        freed_memory: What is told of host memory that they free.
+    """
+
+    def __init__(
+        self,
+        settings: ActivationOffload,
+        pool: Pool,
+        writes: Writes,
+        *,
+        traffic: ActivationTraffic,
+        freed_memory: FreedMemory,
+    ) -> None:
+        self._settings, self._pool, self._writes = settings, pool, writes
+        self._traffic, self._freed_memory = traffic, freed_memory
+        self._forwards: list[Forward] = []  # with entries that may still leave
+        self._nbytes = 0
+        self._most_refused = 0  # bytes of the largest entry for which the pool was too small
+        self._warned_of_budget = False
+        # Entries may be dropped in any thread at any time: what that leaves to be done waits in this.
+        self._freed: deque[int] = deque()  # bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages that entries keep alive."""
+        while self._freed:
+            self._nbytes -= self._freed.popleft()
+        return self._nbytes
+
+    def begin(self, forward: Forward) -> None:
+        """Take entries of a forward from now on."""
+        self._forwards = [each for each in self._forwards if each.oldest() is not None]
+        self._forwards.append(forward)
+
+    def add(self, entry: Entry, tensor: torch.Tensor, forward: Forward) -> None:
+        """Take a new entry, which was made for a tensor."""
+        # Only a forward whose times are measured waits for the device.
+        self._writes.note_packed(entry, tensor, waits=not forward.plan.is_chosen)
+        forward.add(entry, time.perf_counter())
+        self._traffic.saved_bytes += entry.nbytes
+        self._nbytes += entry.nbytes
+        self._pool.most_saved = max(self._pool.most_saved, forward.saved_bytes)
+        self._pool.apply_limit()
+
+    def entry_is_gone(self, entry: Entry) -> None:
+        """Count an entry no longer that nothing refers to. Any thread may call it at any time."""
+        if entry.is_original and entry.forward is not None:
+            self._freed.append(entry.nbytes)
+
+    def let_leave(self, forward: Forward, *, held_bytes: Callable[[], int]) -> None:
+        """Let the oldest entries of a forward leave, and others, too, if more is held than the budget.
+
+        Args:
+            forward: The forward.
+            held_bytes: Returns how many bytes are held for backward.
+        """
+        oldest = self._oldest_of(forward)
+        while oldest is not None and oldest.end <= forward.limit and self._leaves(oldest):
+            oldest = self._oldest_of(forward)
+        budget = self._settings.budget_bytes
+        if budget is not None and not self._writes.stopped:
+            assert isinstance(budget, int)
+            self._stay_below(budget, forward, held_bytes)
+
+    def _oldest_of(self, forward: Forward) -> Entry | None:
+        """Return the oldest entry that may still leave; one that the pool is too small for never does."""
+        while (oldest := forward.oldest()) is not None and whole_blocks(oldest.nbytes) > self._pool.limit:
+            self._most_refused = max(self._most_refused, oldest.nbytes)
+            forward.window.popleft()
+        return oldest
+
+    def _leaves(self, entry: Entry) -> bool:
+        if not self._writes.begin(entry):
+            return False
+        self._nbytes -= entry.nbytes
+        if entry.copies is None:
+            self._freed_memory.add(entry.nbytes)
+        self._traffic.offloaded_bytes += entry.nbytes
+        return True
+
+    def _stay_below(self, budget: int, forward: Forward, held_bytes: Callable[[], int]) -> None:
+        """Wait for storage until no more bytes are held than the budget, as far as that is possible."""
+        began = time.perf_counter()
+        while held_bytes() > budget and not self._writes.stopped:
+            oldest = next((each for each in map(self._oldest_of, self._forwards) if each is not None), None)
+            if self._pool.drop() or (oldest is not None and self._leaves(oldest)):
+                continue
+            if not self._writes.finish_first():
+                self._warn_of_budget(budget, oldest, held_bytes())
+                break
+        waited = time.perf_counter() - began
+        forward.held_up_seconds += waited
+        self._traffic.held_up_seconds += waited
+
+    def _warn_of_budget(self, budget: int, oldest: Entry | None, held: int) -> None:
+        """Say once why more is held than the budget, if that is because of a setting."""
+        if oldest is not None and not self._writes.has_place(whole_blocks(oldest.nbytes)):
+            why, remedy = f"storage_bytes={self._settings.storage_bytes} leaves no room", "Raise storage_bytes."
+        elif self._most_refused:
+            is_set = self._settings.host_bytes != "auto"
+            why = f"a tensor of {self._most_refused} bytes does not fit into the pool of {self._pool.limit} bytes"
+            remedy = "Raise host_bytes." if is_set else "Raise budget_bytes, of which the pool takes half."
+        else:
+            return
+        if not self._warned_of_budget:
+            self._warned_of_budget = True
+            warnings.warn(
+                f"ActivationOffload(budget_bytes={budget}) is not kept: {held} bytes are held for backward, "
+                f"because {why}. {remedy}",
+                stacklevel=2,
+            )

@@ -1,0 +1,52 @@
+"""The CUDA devices of a process between which and the pool entries are copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from lightning_smartinfinity.activations.device_copies import DeviceCopies
+from lightning_smartinfinity.errors import CudaError
+from lightning_smartinfinity.transfer.cuda import link_to
+
+__all__ = ["Devices"]
+
+
+class Devices:
+    """Copies for each device from which an entry was offloaded.
+
+    Args:
+        stop: Is called with a failure after which nothing more is offloaded.
+    """
+
+    def __init__(self, *, stop: Callable[[CudaError], None]) -> None:
+        self._stop = stop
+        self._copies: dict[torch.device, DeviceCopies | None] = {}
+
+    def copies_of(self, device: torch.device) -> DeviceCopies | None:
+        """Return what copies entries of a device; None if they cannot leave it."""
+        if device not in self._copies:
+            self._copies[device] = None
+            try:
+                link = link_to(device)
+                self._copies[device] = None if link is None else DeviceCopies(link)
+            except CudaError as error:
+                self._stop(error)
+        return self._copies[device]
+
+    def reap(self) -> None:
+        """Give back memory of the pool that copies have used."""
+        for copies in self._all():
+            try:
+                copies.reap()
+            except CudaError as error:
+                self._stop(error)
+
+    def close(self) -> None:
+        """Wait for all copies."""
+        for copies in self._all():
+            copies.close()
+
+    def _all(self) -> Iterator[DeviceCopies]:
+        return (copies for copies in self._copies.values() if copies is not None)

@@ -1,0 +1,158 @@
+"""The files in which a process's entries lie, and what ends there that nobody waits for."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_smartinfinity.activations.entries import Entry
+from lightning_smartinfinity.config import ActivationOffload, TransferConfig
+from lightning_smartinfinity.errors import SmartInfinityError, StorageError
+from lightning_smartinfinity.store import measure_activation_space, require_space
+from lightning_smartinfinity.store.tensor_store import TensorStore
+
+__all__ = ["ActivationFiles"]
+
+
+class ActivationFiles:
+    """Files of one process, from :meth:`open` to :meth:`close`.
+
+    Args:
+        settings: How much is offloaded.
+        folders: Storage folders.
+        transfer: Where in the folders, and how, files are opened and used.
+
+    Attributes:
+        closed: Whether they are closed.
+    """
+
+    def __init__(self, settings: ActivationOffload, folders: Sequence[Path], *, transfer: TransferConfig) -> None:
+        self._settings, self._folders, self._transfer = settings, folders, transfer
+        self._process = os.getpid()
+        self._tensors: TensorStore | None = None
+        self._orphans: deque[int] = deque()  # tickets of transfers that nobody wants
+        self._failed_write: SmartInfinityError | None = None
+        self._failed_read: SmartInfinityError | None = None
+        self.closed = False
+
+    def open(self) -> None:
+        """Open the files; does nothing if they are open.
+
+        Raises:
+            ConfigError: The I/O engine is unavailable here.
+            StorageFullError: Storage has less room than ``storage_bytes``.
+            StorageError: A folder cannot be used, or the files are closed or belong to the parent process.
+        """
+        self.require_usable()
+        if self._tensors is None:
+            most = self._settings.storage_bytes
+            if isinstance(most, int):
+                require_space(measure_activation_space(self._folders, nbytes=most))
+            self._tensors = TensorStore(
+                self._folders,
+                job=self._transfer.job,
+                direct_io=self._transfer.file_access,
+                io_engine=self._transfer.io_engine,
+                io_timeout=self._transfer.io_timeout,
+                what="Activations",
+                verifies=self._settings.verify,
+            )
+            self._finalizer = weakref.finalize(self, _close_in, self._process, self._tensors)
+
+    @property
+    def was_opened(self) -> bool:
+        """Whether they were opened, even if they are closed again."""
+        return self._tensors is not None
+
+    @property
+    def tensors(self) -> TensorStore:
+        """The store of tensors, which was opened."""
+        assert self._tensors is not None, "a forward opens the files"
+        return self._tensors
+
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether this process was forked from the one to which they belong."""
+        return os.getpid() != self._process
+
+    def require_usable(self) -> None:
+        """Check that entries can be used in this process.
+
+        Raises:
+            StorageError: The files are closed or belong to the parent process.
+        """
+        if self.is_of_parent:
+            raise StorageError(
+                f"Activations that process {self._process} offloads were used in its forked child {os.getpid()}.",
+                "Run forward and backward in the process that began them, or start the child without fork.",
+            )
+        if self.closed:
+            raise StorageError(
+                "Activations were removed from storage when their offloading was closed.",
+                "Run backward before you close it.",
+            )
+
+    def close(self, entries: Iterable[Entry]) -> None:
+        """Wait for transfers in flight and close the files, which deletes them; idempotent.
+
+        Args:
+            entries: Entries that may be being written. What of them has not started is left out.
+
+        Raises:
+            StorageTimeoutError: The disk does not answer.
+        """
+        if self._tensors is not None:
+            for entry in () if self.closed else entries:
+                if entry.writing is not None:
+                    self._tensors.cancel(entry.writing)
+            self.closed = True
+            self._tensors.close()
+            self._finalizer.detach()
+        self.closed = True
+
+    def give_up(self, ticket: int) -> None:
+        """Cancel a transfer, whose memory is free once it has ended."""
+        self.tensors.cancel(ticket)
+        self._orphans.append(ticket)
+        self.finish_orphans()
+
+    def finish_orphans(self) -> None:
+        """Finish what was given up and has ended."""
+        for _ in range(0 if self.closed else len(self._orphans)):
+            try:
+                ticket = self._orphans.popleft()
+            except IndexError:  # another thread has taken it
+                return
+            if self.tensors.done(ticket):
+                with suppress(StorageError):  # nobody wants what could not be transferred
+                    self.tensors.finish(ticket)
+            else:
+                self._orphans.append(ticket)
+
+    def note_unwritable(self, failure: SmartInfinityError) -> None:
+        """Keep why an entry could not leave for :meth:`take_failure`, unless there is an earlier failure."""
+        self._failed_write = self._failed_write or failure
+
+    def note_unreadable(self, failure: SmartInfinityError) -> None:
+        """Keep why an entry could not be read for :meth:`take_failure`, unless there is an earlier failure."""
+        self._failed_read = self._failed_read or failure
+
+    def forget_failed_reads(self) -> None:
+        """Forget why entries could not be read."""
+        self._failed_read = None
+
+    def take_failure(self) -> SmartInfinityError | None:
+        """Return the first failure of a read since the last call, or else of a write, if there was one."""
+        failure = self._failed_read or self._failed_write
+        self._failed_read = self._failed_write = None
+        return failure
+
+
+def _close_in(process: int, tensors: TensorStore) -> None:
+    # A forked child runs exit handlers, too; the files are its parent's.
+    if os.getpid() == process:
+        tensors.close()

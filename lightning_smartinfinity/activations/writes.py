@@ -1,0 +1,187 @@
+"""Writes entries, from the storages that forward left through the pool."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.activations.entries import Entry
+from lightning_smartinfinity.activations.files import ActivationFiles
+from lightning_smartinfinity.activations.pool import Pool
+from lightning_smartinfinity.config import ActivationOffload
+from lightning_smartinfinity.errors import CudaError, SmartInfinityError, StorageError
+from lightning_smartinfinity.store.tensor_files import whole_blocks
+
+__all__ = ["Writes"]
+
+
+class Writes:
+    """Entries on their way to storage. None of them is kept alive by it.
+
+    Args:
+        settings: How much is offloaded.
+        files: Where they are written.
+        pool: Where they lie meanwhile.
+
+    Attributes:
+        stopped: Whether a write or a copy has failed, so that nothing more is offloaded.
+    """
+
+    def __init__(self, settings: ActivationOffload, files: ActivationFiles, pool: Pool) -> None:
+        self._settings, self._files, self._pool = settings, files, pool
+        self._copying: deque[weakref.ref[Entry]] = deque()  # being copied from devices into the pool, oldest first
+        self._leaving: deque[weakref.ref[Entry]] = deque()  # being written, oldest first
+        self.stopped = False
+
+    @property
+    def are_in_progress(self) -> bool:
+        """Whether there may be writes in progress."""
+        return bool(self._leaving)
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield the entries that may be being written, oldest first."""
+        return (entry for found in self._leaving if (entry := found()) is not None)
+
+    def note_packed(self, entry: Entry, tensor: torch.Tensor, *, waits: bool = False) -> None:
+        """Note that a tensor was packed whose bytes are those of an entry.
+
+        Args:
+            entry: The entry.
+            tensor: The tensor.
+            waits: Whether to wait until the device has computed the tensor, if it lies on one.
+        """
+        try:
+            entry.note_packed(tensor)
+            if waits and entry.copies is not None:
+                entry.copies.wait_for_current()
+        except CudaError as error:  # nobody knows when the tensor is computed, so it may not leave
+            self.stop(entry.failure(error))
+
+    def begin(self, entry: Entry) -> bool:
+        """Copy an entry into the pool and start to write it; return whether there was room for it.
+
+        From a device the copy is only started, and the write starts when the copy has run.
+        """
+        try:
+            if not self._has_room(entry):
+                return False
+            stored = self._files.tensors.add(entry.nbytes)
+            memory = self._pool.take(entry)
+            entry.copy_out(memory)
+        except (StorageError, CudaError) as error:
+            self.stop(entry.failure(error))
+            return False
+        except torch.OutOfMemoryError:
+            return False
+        # From here on others find the entry by its key and its bytes in the pool. Only then is it written, and only
+        # then may its storage go, whose address a new one may take.
+        entry.stored = stored
+        if entry.copied is None:
+            self._start(entry)
+        else:
+            self._copying.append(weakref.ref(entry))
+        entry.let_go()
+        return True
+
+    def reap(self) -> None:
+        """Start the writes of what has come from devices, and finish the writes that have ended."""
+        while self._copying:
+            entry = self._copying[0]()
+            if entry is not None and not self._end_copy(entry):
+                break
+            self._copying.popleft()
+        while self._leaving:
+            entry = self._leaving[0]()
+            if entry is not None and entry.writing is not None:
+                if not self._files.tensors.done(entry.writing):
+                    return
+                self._finish(entry)
+            self._leaving.popleft()
+
+    def finish_first(self) -> bool:
+        """Wait for the oldest write in progress, or the oldest copy; return whether there was one."""
+        entry = next((each for each in self.entries() if each.writing is not None), None)
+        if entry is None:
+            return self._finish_copy()
+        self._finish(entry)
+        return True
+
+    def give_up(self, entry: Entry) -> None:
+        """Cancel the write of an entry whose bytes stay in the pool, so that nobody reads them from storage."""
+        ticket, entry.writing, entry.stored = entry.writing, None, None
+        if ticket is not None:
+            self._files.give_up(ticket)
+
+    def stop(self, failure: SmartInfinityError) -> None:
+        """Offload nothing more after a failure. What could not leave stays in memory."""
+        if not self.stopped:
+            self.stopped = True
+            self._files.note_unwritable(failure)
+            warnings.warn(f"{failure} What forward saves stays in memory from now on.", stacklevel=2)
+
+    def _has_room(self, entry: Entry) -> bool:
+        nbytes = whole_blocks(entry.nbytes)
+        if self.stopped or not self.has_place(nbytes):
+            return False
+        if self._pool.make_room(nbytes):
+            return True
+        # The host may be ahead of the device by a whole forward. If it did not wait here, it would find the pool full
+        # of what the device has not computed yet, and let nothing more leave.
+        if not entry.wait_until_computed():
+            return False
+        self.reap()
+        return self._pool.make_room(nbytes)
+
+    def _start(self, entry: Entry) -> None:
+        assert entry.stored is not None and entry.memory is not None
+        entry.writing = self._files.tensors.write(entry.stored, entry.memory, io_class=native.IoClass.WRITE_BEHIND)
+        self._leaving.append(weakref.ref(entry))
+
+    def _finish_copy(self) -> bool:
+        """Wait for the oldest copy from a device; return whether there was one."""
+        while self._copying:
+            entry = self._copying.popleft()()
+            if entry is not None and entry.is_leaving:
+                self._end_copy(entry, waits=True)
+                return True
+        return False
+
+    def _end_copy(self, entry: Entry, *, waits: bool = False) -> bool:
+        """Start the write of an entry if its copy from the device has run; return whether there is no more to do."""
+        if entry.copied is None or entry.stored is None:
+            return True
+        try:
+            if waits:
+                entry.copied.synchronize()
+            elif not entry.copied.done():
+                return False
+        except CudaError as error:
+            entry.stored = None  # and whoever wants the entry finds the copy's failure
+            self.stop(entry.failure(error))
+            return True
+        entry.copied = None
+        self._start(entry)
+        return True
+
+    def has_place(self, nbytes: int) -> bool:
+        """Return whether so many bytes more may lie on storage."""
+        most = self._settings.storage_bytes
+        assert not isinstance(most, str), "a size given as text is kept as bytes"
+        return most is None or self._files.tensors.storage_bytes + nbytes <= most
+
+    def _finish(self, entry: Entry) -> None:
+        """Wait for the write of an entry, whose memory can go afterwards, or stays if the write has failed."""
+        assert entry.writing is not None
+        try:
+            self._files.tensors.finish(entry.writing)
+        except StorageError as error:
+            entry.writing = entry.stored = None
+            self.stop(entry.failure(error))
+            return
+        entry.writing = None  # not after an interrupt
+        self._pool.add_written(entry)

@@ -1,0 +1,300 @@
+"""Orders and failures of copies of activations, in a process that has the emulated device.
+
+``tests/emulated_cuda/test_activations.py`` runs this file.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_smartinfinity import ActivationOffload
+from lightning_smartinfinity.activations import OffloadedActivations
+from lightning_smartinfinity.activations.device_copies import _streams
+from lightning_smartinfinity.errors import CudaError
+from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
+from tests.activations.models import drop_memory, everything, opened
+from tests.helpers.native_testing import Hold
+from tests.helpers.waiting import await_that
+from tests.native.fake_cuda import SYNCHRONOUS, FakeCuda
+
+BLOCK = 4096
+ENTRIES = 8
+TIGHT = everything(host_bytes=3 * BLOCK, budget_bytes=4 * BLOCK)
+CALLS = [
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuStreamWaitEvent",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+]
+
+
+@pytest.fixture
+def driver() -> Iterator[FakeCuda]:
+    """The driver of the emulated device, without delays."""
+    fake = FakeCuda(Path(os.environ["SMART_INFINITY_EMULATED_CUDA"]))
+    fake.reset()
+    with torch.device("cuda"):
+        yield fake
+    fake.reset()
+
+
+@pytest.fixture
+def link() -> CudaLink:
+    found = link_to(torch.device("cuda", 0))
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def streams(link: CudaLink) -> Iterator[tuple[int, int]]:
+    """Streams that only this test uses, since those that failed do nothing more."""
+    before = _streams(link)
+    _streams.cache_clear()
+    out, into = _streams(link)
+    yield out.handle, into.handle
+    _KEPT.extend([before, (out, into)])  # the device may ask for them as long as the process lives
+    _streams.cache_clear()
+
+
+_KEPT: list[object] = []
+
+
+def chain(x: torch.Tensor, length: int = ENTRIES + 1) -> torch.Tensor:
+    for _ in range(length):
+        x = x.sin()
+    return x.sum()
+
+
+def saved(offloaded: OffloadedActivations) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.linspace(0, 1, BLOCK // 4, requires_grad=True)
+    with offloaded.forward(x):
+        return x, chain(x)
+
+
+def gradient(x: torch.Tensor, loss: torch.Tensor, *, retain: bool = False) -> torch.Tensor:
+    (found,) = torch.autograd.grad(loss, x, retain_graph=retain)
+    return found
+
+
+def expected() -> torch.Tensor:
+    x = torch.linspace(0, 1, BLOCK // 4, requires_grad=True)
+    return gradient(x, chain(x))
+
+
+def whole(offloaded: OffloadedActivations) -> bool:
+    gc.collect()
+    return offloaded.held_bytes == 0
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_fails(tmp_path: Path, driver: FakeCuda, call: str) -> None:
+    """Whichever call it is, nothing is lost: a retained graph is run again, and later steps are right.
+
+    The failure is told once, and nothing more is offloaded.
+    """
+    wanted, num_failures, skipped = expected(), 0, 0
+    while True:
+        with opened(tmp_path, TIGHT) as offloaded, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            driver.fail(call, skipped=skipped)
+            x, loss = saved(offloaded)
+            try:
+                found = gradient(x, loss, retain=True)
+            except CudaError as error:
+                assert f"{call} failed" in str(error) and "Entry" in str(error) and error.remedy
+                found = gradient(x, loss)
+            assert torch.equal(found, wanted)
+            driver.reset()
+            assert torch.equal(gradient(*saved(offloaded)), wanted)
+            failure = offloaded.take_failure()
+            assert offloaded._store.stopped == (failure is not None) == (len(told) == 1)
+            if failure is None:
+                break  # there were not so many calls
+            assert isinstance(failure, CudaError) and "stays in memory from now on" in str(told[0].message)
+        num_failures, skipped = num_failures + 1, skipped + 1
+    assert num_failures >= ENTRIES // 2
+
+
+@pytest.mark.parametrize("at", range(ENTRIES))
+def test_a_copy_from_the_device_that_fails(tmp_path: Path, driver: FakeCuda, streams: tuple[int, int], at: int) -> None:
+    """What it should have brought is gone, so backward raises, each time, and never gives a wrong gradient."""
+    with opened(tmp_path, everything()) as offloaded, pytest.warns(UserWarning, match="stays in memory from now on"):
+        gradient(*saved(offloaded))
+        driver.fail_copy(skipped=at)
+        x, loss = saved(offloaded)
+        driver.wait(streams[0])
+        for _ in range(2):
+            with pytest.raises(CudaError, match=r"^Entry \d+ of") as raised:
+                gradient(x, loss, retain=True)
+            assert int(str(raised.value).split()[1]) >= at
+        assert isinstance(offloaded.take_failure(), CudaError)
+        assert torch.equal(gradient(*saved(offloaded)), expected())
+
+
+def test_memory_that_cannot_be_registered(tmp_path: Path, driver: FakeCuda, link: CudaLink) -> None:
+    """Copies block then, and there is one warning."""
+    link._warned = False
+    driver.fail("cuMemHostRegister_v2")
+    with opened(tmp_path, TIGHT) as offloaded:
+        with pytest.warns(UserWarning, match="could not be registered with CUDA device 0"):
+            x, loss = saved(offloaded)
+        assert torch.equal(gradient(x, loss), expected())
+
+
+def test_a_failure_that_is_noted(tmp_path: Path, driver: FakeCuda) -> None:
+    """Where other ranks would wait, backward goes on with NaN, and the failure is kept."""
+    with opened(tmp_path, everything(), notes_failures=True) as offloaded, pytest.warns(match="from now on"):
+        x, loss = saved(offloaded)
+        driver.fail("cuMemcpyHtoDAsync_v2")
+        assert gradient(x, loss).isnan().all()
+        assert isinstance(offloaded.take_failure(), CudaError)
+
+
+def test_memory_of_the_device_is_not_used_before_its_copy(
+    tmp_path: Path, driver: FakeCuda, streams: tuple[int, int]
+) -> None:
+    """What forward drops goes to others only when it was copied; here, copies begin after others were computed."""
+    with opened(tmp_path) as offloaded:
+        gradient(*saved(offloaded))
+        gate = driver.gate(streams[0])
+        x, loss = saved(offloaded)
+        others = [torch.full((BLOCK // 4,), 5.0) for _ in range(3 * ENTRIES)]
+        torch.cuda.current_stream().synchronize()
+        driver.open(gate)
+        del others
+        assert torch.equal(gradient(x, loss), expected())
+
+
+def test_a_tensor_is_copied_when_it_is_computed(tmp_path: Path, driver: FakeCuda) -> None:
+    """Copies wait for the stream that computes, whole storages' and those of parts."""
+    x = torch.linspace(0, 1, BLOCK, requires_grad=True)
+
+    def computed() -> torch.Tensor:
+        y = (x * 2).view(64, 64)
+        return (y[:, :8] * y[:, 8:16]).sum() + chain(x * 3)
+
+    wanted = gradient(x, computed())
+    with opened(tmp_path) as offloaded:
+        for _ in range(2):
+            with offloaded.forward(x):
+                torch.cuda._sleep(10**8)
+                loss = computed()
+            assert torch.equal(gradient(x, loss), wanted)
+
+
+def test_memory_of_the_pool_that_copies_use(tmp_path: Path, driver: FakeCuda, streams: tuple[int, int]) -> None:
+    """It is not lent to others before the copies have run, in neither direction, even if their graph is gone."""
+    with opened(tmp_path) as offloaded:
+        gradient(*saved(offloaded))
+        for stream in streams:
+            await_that(lambda: whole(offloaded))
+            gate = driver.gate(stream)
+            found = gradient(*saved(offloaded))
+            assert not whole(offloaded)
+            driver.open(gate)
+            assert torch.equal(found, expected())
+        await_that(lambda: whole(offloaded))
+
+
+def test_memory_that_earlier_work_uses(tmp_path: Path, driver: FakeCuda) -> None:
+    """A copy to the device waits for work of the current stream, whose memory the allocator may have lent again."""
+    with opened(tmp_path) as offloaded:
+        x, loss = saved(offloaded)
+        drop_memory(offloaded)
+        others = [torch.full((BLOCK // 4,), float(i)) for i in range(ENTRIES)]
+        torch.cuda._sleep(10**8)
+        sums = [other.sum() for other in others]
+        del others
+        assert torch.equal(gradient(x, loss), expected())
+        assert [int(each) for each in sums] == [i * BLOCK // 4 for i in range(ENTRIES)]
+
+
+def test_what_was_loaded_ahead_and_dropped(tmp_path: Path, driver: FakeCuda, streams: tuple[int, int]) -> None:
+    """Its memory goes to others only behind the copy into it."""
+    with opened(tmp_path) as offloaded:
+        x = torch.linspace(0, 1, BLOCK // 4, requires_grad=True)
+        with offloaded.forward(x):
+            y = x.sin().sin().sin().sin()
+            graph = [y, y.sin().sum()]
+        del y
+        drop_memory(offloaded)
+        gradient(*graph, retain=True)  # and reads others ahead
+        gate = driver.gate(streams[1])
+
+        def are_loaded() -> bool:
+            gradient(*graph, retain=True)
+            return offloaded._store._loads.nbytes > 2 * BLOCK
+
+        await_that(are_loaded)
+        graph.clear()
+        gc.collect()
+        others = [torch.full((BLOCK // 4,), 5.0) for _ in range(ENTRIES)]
+        torch.cuda.current_stream().synchronize()
+        driver.open(gate)
+        driver.wait(streams[1])
+        assert all(bool((other == 5).all()) for other in others)
+
+
+def test_a_host_that_is_ahead(tmp_path: Path, driver: FakeCuda) -> None:
+    """If the pool has no room, forward waits until the device has computed what is to leave, but not for storage."""
+    with opened(tmp_path, everything(host_bytes=2 * BLOCK)) as offloaded:
+        gradient(*saved(offloaded))
+        hold = Hold(offloaded._store.files.core, write_at=0, count=1000)
+        torch.cuda._sleep(10**9)
+        x, loss = saved(offloaded)
+        (forward,) = offloaded._store._departures._forwards
+        oldest = forward.oldest()
+        assert oldest is not None and all(point.done() for point in oldest._points.values())
+        hold.release()
+        assert torch.equal(gradient(x, loss), expected())
+
+
+@pytest.mark.parametrize("settings", [everything(), TIGHT], ids=["roomy", "tight"])
+def test_everything_comes_back(tmp_path: Path, driver: FakeCuda, settings: ActivationOffload) -> None:
+    """After steps with delays, the pool is idle, and registered once; nothing waits for a whole stream."""
+    driver.delay(3, 1000)
+    with opened(tmp_path, settings) as offloaded:
+        for _ in range(5):
+            assert torch.equal(gradient(*saved(offloaded)), expected())
+            await_that(lambda: whole(offloaded))
+        assert settings is not TIGHT or offloaded.host_bytes <= 3 * BLOCK
+    calls = driver.calls()
+    assert settings is TIGHT or calls.count("cuMemHostRegister_v2") == 1
+    assert not set(SYNCHRONOUS) & set(calls)
+
+
+def test_the_order_of_one_tensor(tmp_path: Path, driver: FakeCuda, streams: tuple[int, int]) -> None:
+    """Each stream waits by an event for the one before it, and the host for none."""
+    with opened(tmp_path) as offloaded:
+        for _ in range(2):  # the first is measured
+            x = torch.linspace(0, 1, BLOCK // 4, requires_grad=True)
+            driver.clear()
+            with offloaded.forward(x):
+                loss = chain(x, 2)
+            driver.wait(streams[0])
+            gradient(x, loss)
+        log = driver.log()
+    named = {f"stream={stream}": name for stream, name in zip((0, *streams), ("torch's", "out", "in"), strict=True)}
+    calls = [(call.removeprefix("cu"), detail) for call, _, detail in (line.partition(" ") for line in log)]
+    ordered = ("EventRecord", "EventSynchronize", "Memcpy", "StreamWaitEvent")
+    assert [f"{call} {named.get(detail, '')}".strip() for call, detail in calls if call.startswith(ordered)] == [
+        "EventRecord torch's",
+        "StreamWaitEvent out",
+        "MemcpyDtoHAsync_v2",
+        "EventRecord out",
+        "EventRecord torch's",
+        "StreamWaitEvent in",
+        "MemcpyHtoDAsync_v2",
+        "EventRecord in",
+        "StreamWaitEvent torch's",
+    ]
