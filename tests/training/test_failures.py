@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import platform
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from lightning_smartinfinity import (
     StorageError,
     StorageFullError,
 )
+from lightning_smartinfinity.transfer.gradient_memory import GradientWindows
 from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
@@ -102,6 +105,22 @@ def test_a_step_that_the_loop_has_counted_fails(tmp_path: Path) -> None:
     resumed, _, b = train(Run(out=str(tmp_path), recipe=RECIPE, resume="storage", options={"overlap": "forward"}))
     assert resumed.losses == straight.losses[2:]
     assert all(torch.equal(a.masters[name], b.masters[name]) for name in a.masters)
+
+
+def test_the_memory_of_gradients_is_freed_after_a_failed_step(tmp_path: Path) -> None:
+    """Neither it nor the descriptors of its store outlive a training whose update failed when the loop had gone on."""
+    transfer = {"tasklet_bytes": 64 * 1024, "gradient_bytes": 48 << 10}
+    failing = Disturb(2, fail_io(fail_write_at=0))
+    trainer = quiet_trainer(tmp_path, callbacks=[failing], transfer=transfer, overlap="forward", max_steps=6)
+    try:
+        trainer.fit(LitTiny(RECIPE))
+    except StorageError:
+        found = weakref.ref(trainer.strategy.optimizers[0].arena._memory)
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    assert isinstance(found(), GradientWindows)
+    del trainer, failing
+    gc.collect()
+    assert found() is None
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])

@@ -58,7 +58,7 @@ class UpdateInFlight:
         self._speculation = speculation
         self._release_gathered = release_gathered
         self._lock = threading.RLock()  # autograd's threads gather, too
-        self.lost: BaseException | None = None
+        self.lost: str | None = None
         self._begun = False
         self._step_returned = False
         self._training_over = False
@@ -239,7 +239,7 @@ class UpdateInFlight:
         """
         self._roll_back_reason = error  # after Ctrl-C, the next call completes the rollback
         if self._step_returned:
-            self.lost = error
+            self.lost = str(error)  # the error itself would keep the memory of the step alive by its traceback
         self._end()
         # Parameters that are gathered or read ahead may have the step's values.
         self._release_gathered()
