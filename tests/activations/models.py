@@ -17,7 +17,7 @@ from lightning_smartinfinity.activations import OffloadedActivations
 from tests.helpers.native_testing import inject
 from tests.helpers.waiting import await_that
 
-__all__ = ["MODELS", "Block", "drop_memory", "everything", "gradients", "opened"]
+__all__ = ["COMPILED", "MODELS", "Block", "drop_memory", "everything", "gradients", "opened"]
 
 
 class Block(nn.Module):
@@ -104,13 +104,15 @@ def not_reentrant(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 Run = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
+COMPILED = "compiled"
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], Run]] = {
     "transformer": (Language, tokens, lambda model, batch: model(batch)),
     "dropout": (lambda: Language(dropout=0.3), tokens, lambda model, batch: model(batch)),
     "reentrant checkpoints": (lambda: Language(reentrant, dropout=0.3), tokens, lambda model, batch: model(batch)),
     "checkpoints": (lambda: Language(not_reentrant, dropout=0.3), tokens, lambda model, batch: model(batch)),
     "autocast": (Language, tokens, mixed),
-    "compiled": (compiled, tokens, lambda model, batch: model(batch)),
+    COMPILED: (compiled, tokens, lambda model, batch: model(batch)),
     "convolutions": (Pictures, pictures, lambda model, batch: model(batch)),
 }
 

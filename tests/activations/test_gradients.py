@@ -10,7 +10,7 @@ import torch
 from lightning_smartinfinity import ActivationOffload
 from lightning_smartinfinity.activations import offloading
 from lightning_smartinfinity.activations.choice import Choice
-from tests.activations.models import MODELS, everything, gradients, opened
+from tests.activations.models import COMPILED, MODELS, everything, gradients, opened
 
 DELAYS = {"max_delay_us": 300, "short_transfer_every": 3}
 ROOMY, TIGHT = everything(), everything(host_bytes=16 * 1024, budget_bytes=32 * 1024)
@@ -23,7 +23,7 @@ def assert_same(found: list[dict[str, torch.Tensor]], expected: list[dict[str, t
 
 
 @pytest.mark.parametrize("settings", [ROOMY, TIGHT], ids=["roomy", "tight"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != COMPILED])
 def test_everything_offloaded(tmp_path: Path, name: str, settings: ActivationOffload) -> None:
     """From a pool that holds everything and from storage, gradients are the same in every repetition."""
     expected = gradients(name)
@@ -33,6 +33,12 @@ def test_everything_offloaded(tmp_path: Path, name: str, settings: ActivationOff
             traffic = activations.traffic()
             assert traffic.offloaded_bytes > 0
             assert settings is ROOMY or "checkpoints" in name or traffic.read_bytes > 0
+
+
+@pytest.mark.parametrize("settings", [ROOMY, TIGHT], ids=["roomy", "tight"])
+def test_a_compiled_module(tmp_path: Path, settings: ActivationOffload) -> None:
+    """What a compiled region saves moves like everything else."""
+    test_everything_offloaded(tmp_path, COMPILED, settings)
 
 
 @pytest.mark.parametrize("verify", [True, False])
