@@ -55,7 +55,7 @@ class ActivationFiles:
                 what="Activations",
                 verifies=self._settings.verify,
             )
-            weakref.finalize(self, _close_in, self._process, self._tensors)
+            self._finalizer = weakref.finalize(self, _close_in, self._process, self._tensors)
 
     @property
     def was_opened(self) -> bool:
@@ -105,6 +105,7 @@ class ActivationFiles:
                     self._tensors.cancel(entry.writing)
             self.closed = True
             self._tensors.close()
+            self._finalizer.detach()
         self.closed = True
 
     def give_up(self, ticket: int) -> None:

@@ -109,7 +109,8 @@ class _Call(Generic[T]):
 
 
 _given_up: list[_Call[object]] = []
-_given_up_lock = threading.Lock()
+# The garbage collector may close files in the thread that holds it.
+_given_up_lock = threading.RLock()
 
 
 @contextmanager
