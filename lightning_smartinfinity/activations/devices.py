@@ -24,6 +24,9 @@ class Devices:
         self._stop = stop
         self._copies: dict[torch.device, DeviceCopies | None] = {}
 
+    def __len__(self) -> int:
+        return len(self._copies)
+
     def copies_of(self, device: torch.device) -> DeviceCopies | None:
         """Return what copies entries of a device; None if they cannot leave it."""
         if device not in self._copies:

@@ -287,12 +287,16 @@ class Entry:
             OutOfMemoryError: The device has no memory for a compact copy.
         """
         assert self._storage is not None
-        everything = Geometry(torch.uint8, (self.nbytes,), (1,), 0)
-        least = _distinct(view_of(self._storage, self._compact or everything))
-        if self.copies is None:
-            memory[: self.nbytes].view(least.dtype).view(least.shape).copy_(least)
+        target = memory[: self.nbytes]
+        if self._compact is None:
+            source = view_of(self._storage, Geometry(torch.uint8, (self.nbytes,), (1,), 0))
         else:
-            self.copied = self.copies.copy_out(least, memory, after=self._points)
+            source = _distinct(view_of(self._storage, self._compact))
+            target = target.view(source.dtype).view(source.shape)
+        if self.copies is None:
+            target.copy_(source)
+        else:
+            self.copied = self.copies.copy_out(source, memory, after=self._points)
         self._copied_version = self._packed_version
         self.memory = memory
 

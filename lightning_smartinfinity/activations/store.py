@@ -276,7 +276,8 @@ class ActivationStore:
         if not self._files.closed:
             self._files.finish_orphans()
             self._writes.reap()
-            self._devices.reap()
+            if self._devices:
+                self._devices.reap()
 
     def _measure(self) -> None:
         """Look at the counters, and at whether storage is at work.

@@ -249,6 +249,7 @@ def test_a_host_that_is_ahead(tmp_path: Path, driver: FakeCuda) -> None:
     """If the pool has no room, forward waits until the device has computed what is to leave, but not for storage."""
     with opened(tmp_path, everything(host_bytes=2 * BLOCK)) as offloaded:
         gradient(*saved(offloaded))
+        await_that(lambda: whole(offloaded))  # and no request is in flight
         hold = Hold(offloaded._store.files.core, write_at=0, count=1000)
         torch.cuda._sleep(10**9)
         x, loss = saved(offloaded)
