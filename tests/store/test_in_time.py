@@ -41,6 +41,12 @@ def test_what_returns(tmp_path: Path) -> None:
         in_time(lambda: (_ for _ in ()).throw(OSError("gone")), doing="Asking", path=tmp_path / "file")
 
 
+def test_files_that_the_garbage_collector_closes(tmp_path: Path) -> None:
+    """It may do so in the thread that looks for calls which have not returned."""
+    with calls._given_up_lock:
+        assert in_time(lambda: 7, doing="Closing", path=tmp_path / "file") == 7
+
+
 def test_what_does_not_return(tmp_path: Path, answer: threading.Event) -> None:
     """The error has the path and the seconds. Later calls for the folder are refused until the first returns."""
     seconds, path = lenient(0.2), tmp_path / "a" / "file"
