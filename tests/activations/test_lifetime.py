@@ -117,7 +117,8 @@ def test_a_retained_graph_is_read_again(activations: OffloadedActivations) -> No
         (found,) = torch.autograd.grad(loss, x, retain_graph=True)
         assert torch.equal(found, expected(x))
         del found
-        assert activations.held_bytes <= 5 * BLOCK  # one block more may be in use
+        # One block more may be in use. On a device lie what was used last and the next one.
+        assert activations.held_bytes <= (5 if x.device.type == "cpu" else 7) * BLOCK
     del loss
     assert_nothing_is_left(activations)
 
