@@ -87,7 +87,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 def result(outcome: Outcome) -> tuple[Any, Any]:
     figures = {
-        name: figure for name, figure in outcome.extra.items() if name not in ("outputs", "adopted", "discarded")
+        name: figure
+        for name, figure in outcome.extra.items()
+        if name not in ("outputs", "adopted", "binding", "discarded")
     }
     return (outcome.losses, figures), outcome.masters
 

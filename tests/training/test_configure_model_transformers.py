@@ -151,12 +151,12 @@ def test_sharded_weights_are_never_whole(on_storage: bool, tied: bool, tmp_path:
 
 
 def assert_never_whole(most: int, sizes: list[int], *, kept: int) -> None:
-    """Assert that fewer bytes than four of the largest tensors were held beside the partitions that are kept.
+    """Assert that no more bytes than those of six of the largest tensors were held beside the partitions that are kept.
 
     One tensor is gathered and one is on its way to or from other ranks. Partitions of weights that were tied, and small
-    tensors, wait for the garbage collector.
+    tensors, wait for the garbage collector, and two ranks hold several of them at once.
     """
-    assert 0 < most - kept <= 4 * max(sizes) < sum(sizes)
+    assert 0 < most - kept <= 6 * max(sizes) < sum(sizes)
 
 
 def test_two_processes_have_the_same_weights(tmp_path: Path) -> None:

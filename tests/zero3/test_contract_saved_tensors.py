@@ -17,12 +17,12 @@ from lightning_smartinfinity.patches import wrapped
 
 
 def test_a_view_knows_its_base() -> None:
-    """A linear layer saves a transposed view of its weight, which is known as a view of that parameter."""
-    layer = torch.nn.Linear(3, 2)
+    """A product with a transposed weight saves a view, which is known as a view of that parameter."""
+    weight = torch.nn.Parameter(torch.ones(2, 3))
     saved: list[torch.Tensor] = []
     with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        layer(torch.ones(4, 3, requires_grad=True))
-    assert any(tensor is not layer.weight and tensor._base is layer.weight for tensor in saved)
+        torch.ones(4, 3, requires_grad=True) @ weight.t()
+    assert any(tensor is not weight and tensor._base is weight for tensor in saved)
     assert torch.ones(2)._base is None
 
 
