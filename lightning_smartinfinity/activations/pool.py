@@ -72,7 +72,7 @@ class Pool:
             self._memory.limit = max(0, limit - self._registered.lent_bytes)
             self._registered.limit = max(0, limit - self._memory.lent_bytes)
 
-    def close(self) -> None:
+    def give_back(self) -> None:
         """Give all idle memory back to the system."""
         self._memory.limit = 0
         if self._registered is not None:

@@ -98,11 +98,11 @@ class ActivationStore:
         if not self._files.is_of_parent:
             self._devices.close()
             self._files.close(self._writes.entries())
-            self._pool.close()
+            self._pool.give_back()
 
     def give_back(self) -> None:
         """Give the memory of the pool back that nothing uses."""
-        self._pool.close()
+        self._pool.give_back()
 
     def entry_is_gone(self, entry: Entry) -> None:
         """Give up the transfers of an entry that nothing refers to any more. Any thread may call it at any time."""

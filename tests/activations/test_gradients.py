@@ -37,7 +37,7 @@ def test_everything_offloaded(tmp_path: Path, name: str, settings: ActivationOff
 
 @pytest.mark.parametrize("settings", [ROOMY, TIGHT], ids=["roomy", "tight"])
 def test_a_compiled_module(tmp_path: Path, settings: ActivationOffload) -> None:
-    """What a compiled region saves moves like everything else."""
+    """Tensors that a compiled region saves move to storage like all others, and gradients are the same."""
     test_everything_offloaded(tmp_path, COMPILED, settings)
 
 

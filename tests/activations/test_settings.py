@@ -86,7 +86,7 @@ def test_a_folder_and_settings_in_a_dict(tmp_path: Path) -> None:
 
 
 def test_more_than_storage_has(tmp_path: Path) -> None:
-    """What may be on storage at once must be free there when the files are opened. Nothing is left then."""
+    """Storage needs as much free space as activations may take when the files are opened. No file is left otherwise."""
     activations = OffloadedActivations(tmp_path / "new", settings={"storage_bytes": 1 << 60})
     with pytest.raises(StorageFullError, match=r"activations need .* are free") as raised:
         activations.open()

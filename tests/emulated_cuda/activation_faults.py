@@ -127,7 +127,7 @@ def test_a_call_that_fails(tmp_path: Path, driver: FakeCuda, call: str) -> None:
 
 @pytest.mark.parametrize("at", range(ENTRIES))
 def test_a_copy_from_the_device_that_fails(tmp_path: Path, driver: FakeCuda, streams: tuple[int, int], at: int) -> None:
-    """What it should have brought is gone, so backward raises, each time, and never gives a wrong gradient."""
+    """The entry of a failed copy is gone, so backward raises each time, and never gives a wrong gradient."""
     with opened(tmp_path, everything()) as offloaded, pytest.warns(UserWarning, match="stays in memory from now on"):
         gradient(*saved(offloaded))
         driver.fail_copy(skipped=at)
@@ -163,7 +163,7 @@ def test_a_failure_that_is_noted(tmp_path: Path, driver: FakeCuda) -> None:
 def test_memory_of_the_device_is_not_used_before_its_copy(
     tmp_path: Path, driver: FakeCuda, streams: tuple[int, int]
 ) -> None:
-    """What forward drops goes to others only when it was copied; here, copies begin after others were computed."""
+    """Memory that forward drops goes to others only after its copy; here, copies begin after others were computed."""
     with opened(tmp_path) as offloaded:
         gradient(*saved(offloaded))
         gate = driver.gate(streams[0])
@@ -220,7 +220,7 @@ def test_memory_that_earlier_work_uses(tmp_path: Path, driver: FakeCuda) -> None
 
 
 def test_what_was_loaded_ahead_and_dropped(tmp_path: Path, driver: FakeCuda, streams: tuple[int, int]) -> None:
-    """Its memory goes to others only behind the copy into it."""
+    """The memory of a load that was dropped is given to others only after the copy into it."""
     with opened(tmp_path) as offloaded:
         x = torch.linspace(0, 1, BLOCK // 4, requires_grad=True)
         with offloaded.forward(x):

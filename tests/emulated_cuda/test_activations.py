@@ -14,7 +14,7 @@ pytestmark = RunIf(torch_without_cuda=True)
 
 
 def test_faults(tmp_path: Path) -> None:
-    """What activation_faults.py expects holds."""
+    """All tests of activation_faults.py pass on the emulated device."""
     assert_they_pass("tests/emulated_cuda/activation_faults.py", tmp_path)
 
 

@@ -21,8 +21,10 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.trainers import quiet_trainer
-from tests.training.test_overlap import CASES, SMALL_RING, assert_same, result
+from tests.training.test_overlap import CASES, SMALL_RING, assert_same, result, straight
 from tests.training.worker import Run, launch, train
+
+__all__ = ["straight"]
 
 
 def run_of(root: Path, name: str, overlap: str, *, activations: Any = None, **settings: Any) -> Run:
@@ -34,19 +36,6 @@ def run_of(root: Path, name: str, overlap: str, *, activations: Any = None, **se
         options={**options, "overlap": overlap, "activations": activations},
         **settings,
     )
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """Return a function that trains a case once with all in memory and no overlap."""
-    known: dict[str, Any] = {}
-
-    def trained(name: str) -> Any:
-        if name not in known:
-            known[name] = result(run_of(tmp_path_factory.mktemp("straight"), name, "none"))
-        return known[name]
-
-    return trained
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
@@ -70,20 +59,21 @@ def test_two_processes(overlap: str, tmp_path: Path) -> None:
     assert all(torch.equal(storage.masters[name], master) for name, master in memory.masters.items())
 
 
-def counted(run: Run) -> tuple[Any, Traffic]:
+def counted(root: Path, activations: Any) -> tuple[Any, Traffic]:
     """Train and return the result, and the traffic of the training."""
-    module, trainer, recorder = train(run)
+    module, trainer, recorder = train(run_of(root, "32-true", "none", activations=activations))
     strategy: Any = trainer.strategy
-    traffic, held = strategy.traffic(), strategy.host_bytes
+    traffic = strategy.traffic()
+    assert ("activations" in strategy.host_bytes) == (activations is not None)
     strategy.close()
-    assert "activations" in held
+    assert strategy.traffic() == Traffic()
     return ((module.losses, module.validated, recorder.extra), recorder.masters), traffic
 
 
-def test_what_is_counted(straight: Callable[[str], Any], tmp_path: Path) -> None:
+def test_what_is_counted(tmp_path: Path) -> None:
     """Activations have counters of their own: only the wear of the drive includes what is written of them."""
-    without, plain = counted_without(tmp_path / "without")
-    with_all, traffic = counted(run_of(tmp_path / "with", "32-true", "none", activations=EVERYTHING))
+    without, plain = counted(tmp_path / "without", None)
+    with_all, traffic = counted(tmp_path / "with", EVERYTHING)
     assert_same(with_all, without)
     assert plain.activation_read_bytes == plain.activation_write_bytes == 0
     assert traffic.activation_read_bytes > 0 and traffic.activation_write_bytes > 0
@@ -91,16 +81,6 @@ def test_what_is_counted(straight: Callable[[str], Any], tmp_path: Path) -> None
     assert traffic.activation_wait_seconds > 0
     for name in ("shared_read_bytes", "shared_write_bytes", "numel", "steps"):
         assert getattr(traffic, name) == getattr(plain, name), name
-
-
-def counted_without(root: Path) -> tuple[Any, Traffic]:
-    module, trainer, recorder = train(run_of(root, "32-true", "none"))
-    strategy: Any = trainer.strategy
-    traffic = strategy.traffic()
-    assert "activations" not in strategy.host_bytes
-    strategy.close()
-    assert strategy.traffic() == Traffic()
-    return ((module.losses, module.validated, recorder.extra), recorder.masters), traffic
 
 
 def test_the_monitor(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.models import Recipe
 from tests.helpers.offloaded import EVERYTHING
 from tests.training.test_overlap import SMALL_RING, assert_same, result
-from tests.training.worker import Run
+from tests.training.worker import Run, train
 
 STEPS = 50
 STORED: dict[str, Any] = {
@@ -30,6 +30,12 @@ def test_fifty_losses(clip: float | None, tmp_path: Path) -> None:
         Run(out=str(tmp_path / "memory"), recipe=recipe, transfer=SMALL_RING, options={"overlap": "none"}),
         Run(out=str(tmp_path / "budgets"), recipe=recipe, transfer={**SMALL_RING, **BUDGETS}, options=STORED),
     ]
-    in_memory, with_budgets = map(result, runs)
+    in_memory = result(runs[0])
+    module, trainer, recorder = train(runs[1])
+    strategy: Any = trainer.strategy
+    assert strategy.optimizers[0].arena.counters() is not None, "all gradients fit into memory"
+    assert strategy.parameter_bytes > 0 and strategy.traffic().activation_read_bytes > 0
+    with_budgets = ((module.losses, module.validated, recorder.extra), recorder.masters)
+    strategy.close()
     assert len(in_memory[0][0]) == STEPS and in_memory[0][0][0] != in_memory[0][0][-1]
     assert_same(with_budgets, in_memory)
