@@ -5,8 +5,9 @@
     python benchmarks/activations.py --tiny
     python benchmarks/activations.py --ratios
 
-GPT-2 in bf16 runs forward and backward, without an optimizer. `chunked` computes logits and loss of 256 tokens at a
-time under torch.utils.checkpoint, so that no more logits live at once. The systems:
+GPT-2 runs forward and backward, without an optimizer, in bf16. On processors without instructions for bf16 that takes
+more than ten times as long as in fp32; `--precision fp32` measures the times there. `chunked` computes logits and loss
+of 256 tokens at a time under torch.utils.checkpoint, so that no more logits live at once. The systems:
 
 - `plain` is autograd alone, and `ours` is OffloadedActivations;
 - `checkpoint` is torch.utils.checkpoint around every block, and `both` is `ours` around that;
@@ -54,6 +55,7 @@ from lightning_smartinfinity.activations import OffloadedActivations
 from lightning_smartinfinity.activations.packing import tensors_in
 
 SYSTEMS = ("plain", "ours", "checkpoint", "both", "hooks", "save_on_cpu")
+PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CHUNK = 256  # tokens
 LEAST_NUMEL = 1000  # of a tensor that torch's tutorial writes to a file
 MEMORY_STEPS = WARMUP + 1
@@ -190,9 +192,10 @@ class Ours:
             self.throttle = Throttle(files.core, files._files.files)
             self.throttle.bytes_per_second = throttle
 
-    def _watched(self, function: Callable[..., None], *arguments: Any) -> None:
-        function(*arguments)
+    def _watched(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        result = function(*arguments)
         self.peak = max(self.peak, self.activations.held_bytes)
+        return result
 
     def restart_peak(self) -> None:
         self.peak = 0
@@ -231,7 +234,7 @@ class Runner:
     def __init__(self, options: argparse.Namespace, systems: Sequence[str], folder: Path) -> None:
         torch.manual_seed(0)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = Trained(options.size, options.loss).bfloat16().to(self.device)
+        self.model = Trained(options.size, options.loss).to(self.device, PRECISIONS[options.precision])
         self.batches = partial(tokens, size=options.size, shape=tuple(options.shape))
         self.hooks = Hooks(folder)
         self.ours = {
@@ -334,7 +337,7 @@ def throttled(runner: Runner, steps: int) -> Figures:
     take_turns(runner, steps)
     ours = runner.ours["ours"]
     choice = ours.activations.choice
-    assert choice is not None, "the second step chooses"
+    assert choice is not None, "the third step chooses"
     ours.restart_peak()
     before = ours.activations.traffic().offloaded_bytes
     runner.step("ours", steps)
@@ -355,12 +358,17 @@ def throttled(runner: Runner, steps: int) -> Figures:
     }
 
 
+def child_options(options: argparse.Namespace, *, size: str, loss: str, rate: float) -> argparse.Namespace:
+    """Return the options of a child that runs one size and loss, with storage at a rate; 0: as fast as it is."""
+    shared = {name: getattr(options, name) for name in ("storage", "shape", "steps", "precision")}
+    return argparse.Namespace(**shared, size=size, loss=loss, rate=rate)
+
+
 def compare_systems(options: argparse.Namespace) -> dict[str, Figures]:
     """Return the figures of all systems, sizes and losses; a system that fails is left out."""
     rows = {}
     for size, loss in ((size, loss) for size in options.size for loss in options.loss):
-        common = argparse.Namespace(storage=options.storage, size=size, loss=loss, shape=options.shape, rate=0.0)
-        common.steps = options.steps
+        common = child_options(options, size=size, loss=loss, rate=0.0)
         found = {name: in_child(__file__, common, name) for name in options.systems}
         small = {name: in_child(__file__, common, name, shape=[1, 32]) for name in options.systems}
         seconds = in_child(__file__, common, ",".join(options.systems)) if len(found) > 1 else None
@@ -389,8 +397,7 @@ def compare_rates(options: argparse.Namespace) -> dict[str, Figures]:
     for size in options.size:
         for loss in options.loss:
             for rate in options.throttle:
-                common = argparse.Namespace(storage=options.storage, size=size, loss=loss, shape=options.shape)
-                common.steps, common.rate = options.steps, rate * 1e9
+                common = child_options(options, size=size, loss=loss, rate=rate * 1e9)
                 figures = in_child(__file__, common, "plain,ours")
                 if figures is not None:
                     rows[f"{size}, {loss}, {rate:g} GB/s"] = figures
@@ -490,6 +497,7 @@ def main() -> int:
         shape={"nargs": 2, "type": int, "default": [4, CONTEXT], "metavar": ("BATCH", "LENGTH")},
         loss={"nargs": "+", "choices": ("whole", "chunked"), "default": ["whole"]},
         systems=several(SYSTEMS, default=SYSTEMS if torch.cuda.is_available() else SYSTEMS[:-1]),
+        precision={"choices": PRECISIONS, "default": "bf16"},
         throttle={"nargs": "+", "type": float, "metavar": "GBPS", "help": "measure keep='auto' on slow storage"},
         tiny={"action": "store_true", "help": "measure ten thousand tiny tensors"},
         ratios={"action": "store_true", "help": "measure what is written of models of transformers"},
@@ -512,7 +520,7 @@ def main() -> int:
         heading, columns, compared = "GPT-2", COLUMNS, compare_systems
     rows = compared(options)
     if not (options.tiny or options.ratios):
-        heading += ", bf16, {} x {} tokens, medians of {} steps".format(*options.shape, steps)
+        heading += ", {}, {} x {} tokens, medians of {} steps".format(options.precision, *options.shape, steps)
     print(f"\n{heading}\n")
     print(table(rows, columns))
     write_figures(options.json, machine=machine, rows=rows)

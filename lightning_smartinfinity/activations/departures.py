@@ -104,7 +104,7 @@ class Departures:
             return False
         self._nbytes -= entry.nbytes
         if entry.copies is None:
-            self._freed_memory.add(entry.nbytes)
+            self._freed_memory.add(entry.nbytes, most_saved=self._pool.most_saved)
         self._traffic.offloaded_bytes += entry.nbytes
         return True
 

@@ -6,14 +6,16 @@ import ctypes
 
 __all__ = ["FreedMemory"]
 
-_GRANULE = 32 << 20  # bytes
+_LEAST_GRANULE = 32 << 20  # bytes
+_SHARE_OF_SAVED = 4  # one over the share of what a forward saves that is given back together
 
 
 class FreedMemory:
-    """Gives memory back in granules.
+    """Gives memory back in granules: a few times in a forward and in its backward.
 
     torch's tensors on the CPU are memory of the C library. That serves all but the largest from one heap, which keeps
-    what is freed between pieces that are in use. Forward leaves many such gaps when its tensors move to storage.
+    what is freed between pieces that are in use. Forward leaves many such gaps when its tensors move to storage. What is given back also includes what torch is about to use again,
+    and the system has to provide that anew; hence it is done seldom.
     """
 
     def __init__(self) -> None:
@@ -21,10 +23,15 @@ class FreedMemory:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._nbytes = 0
 
-    def add(self, nbytes: int) -> None:
-        """Count bytes that were freed, or soon will be."""
+    def add(self, nbytes: int, *, most_saved: int) -> None:
+        """Count bytes that were freed, or soon will be.
+
+        Args:
+            nbytes: The bytes.
+            most_saved: Bytes that the largest forward saved.
+        """
         self._nbytes += nbytes
-        if self._nbytes >= _GRANULE:
+        if self._nbytes >= max(_LEAST_GRANULE, most_saved // _SHARE_OF_SAVED):
             self.give_back()
 
     def give_back(self) -> None:

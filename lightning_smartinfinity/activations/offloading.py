@@ -94,14 +94,14 @@ class OffloadedActivations:
         self.module, self._gather, self._notes_failures = module, gather, notes_failures
         self._store = ActivationStore(self._settings, found, transfer=transfer_config(transfer, owner=_OWNER))
         keep = self._settings.keep
-        # With "auto", the micro-batch that is measured offloads everything: how much it saves is not known.
+        # With "auto", micro-batches offload everything until one was measured: how much they save is not known.
         self._plan = Plan(kept_bytes=keep if isinstance(keep, int) else 0)
         self._last: Forward | None = None
         self.hidden_bytes = 0
         """Bytes so far that somebody else was seen to keep for backward, where no hook sees them."""
         self._small_forwards = SmallForwards()
         self.choice: Choice | None = None
-        """Choice of what is offloaded; None before the first micro-batch was measured."""
+        """Choice of what is offloaded; None until it was made from the second micro-batch."""
 
     def open(self) -> None:
         """Open the files, which the first forward does otherwise.
@@ -220,13 +220,18 @@ class OffloadedActivations:
         last, self._last = self._last, None
         if last is None or not last.order or last.ended is None:
             return
+        is_first = not self._plan.sizes
         with self._store.lock:
-            offloaded, kept = self._chosen(last)
+            if is_first:  # it took longer than those that follow: memory and files were new, and caches cold
+                self._store.update_rates()
+                offloaded, kept = last.plan.offloaded_bytes, last.plan.kept_bytes
+            else:
+                offloaded, kept = self._chosen(last)
             self._plan = Plan(
                 sizes=tuple(last.sizes),
                 offloaded_bytes=offloaded,
                 kept_bytes=kept,
-                is_chosen=True,
+                is_chosen=not is_first,
                 order=tuple(last.order),
                 freed_nothing=frozenset(last.freed_nothing),
             )

@@ -239,7 +239,8 @@ class ActivationStore:
         if is_first_use:
             entry.forward.use(entry, began)
             if entry.copies is None:
-                self._freed_memory.add(entry.nbytes)  # backward frees about as much as it uses
+                # Backward frees about as much as it uses.
+                self._freed_memory.add(entry.nbytes, most_saved=self._pool.most_saved)
         self._reap()
         self._measure()
         was_in_memory = entry.memory is not None

@@ -92,7 +92,7 @@ class StorageOptimizer(GradientPath):
             rank_state.close()
             raise
         # What of the activations is offloaded follows from the first step, and is so from the second one on.
-        unmeasured = 0 if offload.activations is None else 2
+        unmeasured = 0 if offload.activations is None else 3
         obstacle = self._obstacle_to_speculation()
         self.overlap = OverlapChoice(offload.overlap, obstacle=obstacle, unmeasured=unmeasured)
         self.speculation = Speculation(rank_state)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +17,7 @@ import torch
 
 from lightning_smartinfinity.activations import OffloadedActivations
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
+from lightning_smartinfinity.store import tensor_files
 from tests.activations.models import drop_memory, everything, opened
 
 BLOCK = 4096
@@ -170,3 +174,37 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     activations = OffloadedActivations([tmp_path / "file"], settings=TIGHT)
     with pytest.raises(StorageError, match="A file stands where a folder should be"), activations.forward():
         pass
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The first forward raises with the folder and the reason. Where the folder is mended, the next one works."""
+
+    def refuse(path: Path, **_: object) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_files, "make_unnamed_file", refuse)
+        activations = OffloadedActivations(tmp_path, settings=TIGHT)
+        with pytest.raises(StorageError, match=re.escape(os.strerror(number))) as raised, activations.forward():
+            pass
+    assert str(tmp_path) in str(raised.value)
+    x, loss = saved(activations)
+    loss.backward()
+    assert torch.equal(x.grad, expected())
+    activations.close()
+
+
+def test_a_folder_in_memory(tmp_path: Path) -> None:
+    """A folder on tmpfs saves no memory. A warning says so, nothing else changes, and nothing is left there."""
+    folder = Path("/dev/shm") / tmp_path.name
+    try:
+        activations = OffloadedActivations(folder, settings=TIGHT)
+        with pytest.warns(UserWarning, match="it is a tmpfs, which lives in host memory"):
+            x, loss = saved(activations)
+        loss.backward()
+        assert torch.equal(x.grad, expected())
+        assert [path for path in folder.rglob("*") if path.is_file()] == []
+        activations.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -58,10 +58,13 @@ def test_automatic_settings(tmp_path: Path, verify: bool, caplog: pytest.LogCapt
 
 
 def test_the_choice_follows_the_sizes_of_batches(tmp_path: Path) -> None:
-    """It is made after the first micro-batch, and again when what forward saves changes by a tenth or more."""
+    """It is made after the second micro-batch, and again when what forward saves changes by a tenth or more.
+
+    The first micro-batch of all takes longer than others.
+    """
     with opened(tmp_path, ActivationOffload(min_bytes=1)) as activations:
         choices = []
-        for length in (100, 100, 105, 120, 120, 100, 100):
+        for length in (100, 100, 100, 105, 120, 120, 100, 100):
             x = torch.randn(1000, requires_grad=True)
             with activations.forward(x):  # learns from the step before
                 choices.append(activations.choice)
@@ -70,7 +73,7 @@ def test_the_choice_follows_the_sizes_of_batches(tmp_path: Path) -> None:
                     y = y.sin()
             y.sum().backward()
         made = [choice is not before for choice, before in zip(choices[1:], choices, strict=False)]
-        assert made == [True, False, False, True, False, True]
+        assert made == [False, True, False, False, True, False, True]
 
 
 def test_less_is_offloaded_where_backward_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +83,7 @@ def test_less_is_offloaded_where_backward_waits(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(offloading, "choose", lambda *args, **others: everything_pays)
     with opened(tmp_path, ActivationOffload(min_bytes=1)) as activations:
         x, offloaded = torch.randn(1024, requires_grad=True), []
-        for _ in range(4):
+        for _ in range(5):
             with activations.forward(x):  # learns from the step before
                 offloaded.append(activations._plan.offloaded_bytes // x.nbytes)
                 y = x
@@ -89,4 +92,4 @@ def test_less_is_offloaded_where_backward_waits(tmp_path: Path, monkeypatch: pyt
             y.sum().backward()
             assert activations._last is not None
             activations._last.waited_seconds = 1e3
-        assert offloaded == [0, 12, 9, 6]  # whole tensors
+        assert offloaded == [0, 0, 12, 9, 6]  # whole tensors

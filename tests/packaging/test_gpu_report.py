@@ -33,7 +33,7 @@ def test_all_stages_pass(tmp_path: Path) -> None:
     done = report(tmp_path, 'echo "$@"', str(tmp_path / "results"), str(storage))
     assert done.returncode == 0, done.stdout + done.stderr
     found = stages(tmp_path / "results")
-    assert found == dict.fromkeys(("nvidia-smi", "versions", "build", "tests", "step", "budgets"), "passed")
+    assert found == dict.fromkeys(("nvidia-smi", "versions", "build", "tests", "step", "budgets", "activations"), "passed")
     assert "--storage " + str(storage) in (tmp_path / "results" / "step.txt").read_text()
     assert {path.suffix for path in (tmp_path / "results").iterdir()} == {".txt"} and storage.is_dir()
 
@@ -52,7 +52,7 @@ def test_a_stage_that_takes_too_long(tmp_path: Path) -> None:
     done = report(tmp_path, '[[ "$*" != *pytest* ]] || exec sleep 60', str(tmp_path / "results"), limit=6)
     assert done.returncode == 1
     found = stages(tmp_path / "results")
-    assert {found[name] for name in ("tests", "step", "budgets")} == {"too long"}
+    assert {found[name] for name in ("tests", "step", "budgets", "activations")} == {"too long"}
 
 
 def test_usage(tmp_path: Path) -> None:
