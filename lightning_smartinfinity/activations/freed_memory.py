@@ -14,8 +14,9 @@ class FreedMemory:
     """Gives memory back in granules: a few times in a forward and in its backward.
 
     torch's tensors on the CPU are memory of the C library. That serves all but the largest from one heap, which keeps
-    what is freed between pieces that are in use. Forward leaves many such gaps when its tensors move to storage. What is given back also includes what torch is about to use again,
-    and the system has to provide that anew; hence it is done seldom.
+    what is freed between pieces that are in use. Forward leaves many such gaps when its tensors move to storage. What
+    is given back also includes what torch is about to use again, and the system has to provide that anew; hence it is
+    done seldom.
     """
 
     def __init__(self) -> None:

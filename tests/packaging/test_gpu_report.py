@@ -33,7 +33,8 @@ def test_all_stages_pass(tmp_path: Path) -> None:
     done = report(tmp_path, 'echo "$@"', str(tmp_path / "results"), str(storage))
     assert done.returncode == 0, done.stdout + done.stderr
     found = stages(tmp_path / "results")
-    assert found == dict.fromkeys(("nvidia-smi", "versions", "build", "tests", "step", "budgets", "activations"), "passed")
+    names = ("nvidia-smi", "versions", "build", "tests", "step", "budgets", "activations")
+    assert found == dict.fromkeys(names, "passed")
     assert "--storage " + str(storage) in (tmp_path / "results" / "step.txt").read_text()
     assert {path.suffix for path in (tmp_path / "results").iterdir()} == {".txt"} and storage.is_dir()
 
