@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,8 @@ def mixed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(batch)
 
 
-def compiled() -> nn.Module:
-    model: nn.Module = torch.compile(Language(), backend="aot_eager")  # type: ignore[assignment]
+def compiled(backend: str) -> nn.Module:
+    model: nn.Module = torch.compile(Language(), backend=backend)  # type: ignore[assignment]
     return model
 
 
@@ -104,7 +105,8 @@ def not_reentrant(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 Run = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
-COMPILED = "compiled"
+COMPILED = ("aot_eager", "inductor")
+"""Models that torch compiles, by the names of its backends."""
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], Run]] = {
     "transformer": (Language, tokens, lambda model, batch: model(batch)),
@@ -112,7 +114,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], Run
     "reentrant checkpoints": (lambda: Language(reentrant, dropout=0.3), tokens, lambda model, batch: model(batch)),
     "checkpoints": (lambda: Language(not_reentrant, dropout=0.3), tokens, lambda model, batch: model(batch)),
     "autocast": (Language, tokens, mixed),
-    COMPILED: (compiled, tokens, lambda model, batch: model(batch)),
+    **{name: (partial(compiled, name), tokens, lambda model, batch: model(batch)) for name in COMPILED},
     "convolutions": (Pictures, pictures, lambda model, batch: model(batch)),
 }
 
