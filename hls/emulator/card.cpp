@@ -30,15 +30,16 @@ void Card::load(const axlf& file) {
     const Xclbin xclbin(file);
     if (xclbin.uuid == uuid_) return;
     if (buffers_.num_buffers() > 0) fail(EBUSY, "the card holds buffers of another xclbin");
+    std::vector<std::unique_ptr<ComputeUnit>> units;  // made first: if one cannot be, the card stays as it was
+    for (const std::string& name : xclbin.compute_units) {
+        units.push_back(std::make_unique<ComputeUnit>(
+            name, [this](const ComputeUnit& unit, const Run& run) { execute(unit, run); }));
+    }
     release();  // otherwise threads of hung runs would never end
-    units_.clear();
+    units_ = std::move(units);
     banks_.clear();
     for (const Bank& bank : xclbin.banks) {
         banks_.push_back(bank.bytes > 0 ? std::make_shared<CardMemory>(bank.base, bank.bytes) : nullptr);
-    }
-    for (const std::string& name : xclbin.compute_units) {
-        units_.push_back(std::make_unique<ComputeUnit>(
-            name, [this](const ComputeUnit& unit, const Run& run) { execute(unit, run); }));
     }
     uuid_ = xclbin.uuid;
 }

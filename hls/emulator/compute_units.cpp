@@ -2,8 +2,10 @@
 
 #include <dlfcn.h>
 
+#include <cerrno>
 #include <cstdlib>
 #include <stdexcept>
+#include <system_error>
 #include <utility>
 
 #include "base/flush_subnormals.hpp"
@@ -24,8 +26,13 @@ void* kernel_library() {
 }
 
 RunComputeUnit* find_kernel(const std::string& name) {
-    const std::string symbol = "smart_infinity_compute_unit_" + name.substr(0, name.find(':'));
-    return reinterpret_cast<RunComputeUnit*>(dlsym(kernel_library(), symbol.c_str()));
+    const std::string kernel = name.substr(0, name.find(':'));
+    void* found = dlsym(kernel_library(), ("smart_infinity_compute_unit_" + kernel).c_str());
+    if (found == nullptr) {
+        throw std::system_error(EINVAL, std::generic_category(),
+                                "emulated card: the library of kernels has no " + kernel + ", which the xclbin names");
+    }
+    return reinterpret_cast<RunComputeUnit*>(found);
 }
 
 }  // namespace
@@ -58,10 +65,7 @@ std::size_t ComputeUnit::num_waiting() const {
     return waiting_.size();
 }
 
-void ComputeUnit::compute(const Run& run, DeviceMemory& memory) const {
-    if (kernel_ == nullptr) throw std::runtime_error("there is no kernel for compute unit " + name_);
-    kernel_(run.registers, memory);
-}
+void ComputeUnit::compute(const Run& run, DeviceMemory& memory) const { kernel_(run.registers, memory); }
 
 void ComputeUnit::serve() {
     const FlushSubnormals flush;

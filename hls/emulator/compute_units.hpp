@@ -27,6 +27,7 @@ class ComputeUnit {
     using Execute = std::function<void(const ComputeUnit& unit, const Run& run)>;
 
     // name: "<kernel>:<instance>", as in the xclbin.
+    // Throws std::system_error if the library of kernels lacks the kernel.
     ComputeUnit(const std::string& name, Execute execute);
     ~ComputeUnit();
     ComputeUnit(const ComputeUnit&) = delete;
@@ -35,14 +36,13 @@ class ComputeUnit {
     const std::string& name() const { return name_; }
     void submit(Run run);
     std::size_t num_waiting() const;
-    // Throws std::runtime_error if no kernel was built for it.
     void compute(const Run& run, DeviceMemory& memory) const;
 
  private:
     void serve();
 
     const std::string name_;
-    RunComputeUnit* const kernel_;  // null if there is none
+    RunComputeUnit* const kernel_;
     const Execute execute_;
     mutable std::mutex mutex_;
     std::condition_variable changed_;

@@ -31,6 +31,7 @@ class Machine:
         return System(
             sysfs=self.sysfs,
             mountinfo=mountinfo,
+            maps=self.root / "maps",
             dev=self.root / "dev",
             environment=self.environment,
             may_use=lambda node: node.exists() and node not in self.locked,

@@ -206,16 +206,25 @@ def test_settings_that_are_taken() -> None:
 
 
 def test_xrt_that_is_not_set_up(machine: Machine, tmp_path: Path) -> None:
-    """XRT is refused if XILINX_XRT is unset or names no folder. Its version is read where version.json gives one."""
-    with pytest.raises(DeviceError, match="XILINX_XRT is not set"):
+    """XRT is refused if XILINX_XRT is unset or names no folder; the remedy knows that Debian has no setup.sh."""
+    with pytest.raises(DeviceError, match=r"XILINX_XRT is not set.*setup\.sh.*Debian.*export XILINX_XRT=~/xrt$"):
         require_runtime(runtime_of(machine.system()))
     machine.environment["XILINX_XRT"] = str(tmp_path / "xrt")
     with pytest.raises(DeviceError, match="is no folder"):
         require_runtime(runtime_of(machine.system()))
     (tmp_path / "xrt").mkdir()
     require_runtime(runtime_of(machine.system()))
+
+
+def test_version_of_xrt(machine: Machine, tmp_path: Path) -> None:
+    """The version is that of version.json or else, with Debian's XRT, that in the name of the library's file."""
+    machine.environment["XILINX_XRT"] = str(tmp_path)
     assert runtime_of(machine.system()).version is None
-    (tmp_path / "xrt/version.json").write_text('{"BUILD_VERSION": "2.13.466"}')
+    start = "7f50 r-xp 00026000 08:01 659 /usr/lib/x86_64-linux-gnu/lib"
+    for name, version in (("_core.so.2.13.0", None), ("_coreutil.so.2", None), ("_coreutil.so.2.13.0", "2.13.0")):
+        (tmp_path / "maps").write_text(f"{start}c.so.6\n{start}xrt{name}\n{start}m.so.6\n")
+        assert runtime_of(machine.system()).version == version
+    (tmp_path / "version.json").write_text('{"BUILD_VERSION": "2.13.466"}')
     assert runtime_of(machine.system()).version == "2.13.466"
 
 
@@ -231,7 +240,7 @@ def test_choice_of_binding() -> None:
         choose_binding("auto", none)
     with pytest.raises(ConfigError, match=r"binding='native'.*libxrt_coreutil"):
         choose_binding("native", module)
-    with pytest.raises(ConfigError, match="no module pyxrt"):
+    with pytest.raises(ConfigError, match=r"no module pyxrt.*PYTHONPATH=/opt/xilinx/xrt/python.*Debian 12 has no"):
         choose_binding("pyxrt", library)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -9,16 +10,19 @@ import pytest
 
 from hls.description import SMARTSSD
 from hls.xclbin import xclbin
-from lightning_smartinfinity import SmartSSDConfig, StorageError
+from lightning_smartinfinity import DeviceError, SmartSSDConfig, StorageError
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.cli.selftest import show
-from lightning_smartinfinity.devices.smartssd import examination
+from lightning_smartinfinity.devices.smartssd import examination, opening
 from lightning_smartinfinity.devices.smartssd.discovery.cards import emulated_card
 from lightning_smartinfinity.devices.smartssd.discovery.runtime import Runtime
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import XCLBIN_VARIABLE
 from lightning_smartinfinity.devices.smartssd.examination import examine
 from lightning_smartinfinity.devices.smartssd.scratch import scratch_folder
 from tests.devices.fake_machine import GIB, SHELL, Machine, smartssd
+
+# The package has a function of that name.
+self_test_module = importlib.import_module("lightning_smartinfinity.devices.smartssd.self_test")
 
 
 @pytest.fixture
@@ -55,13 +59,14 @@ def test_what_sysfs_tells_of_cards(machine: Machine) -> None:
 
 
 def test_pairs_that_cannot_be_worked(machine: Machine) -> None:
-    """A folder is paired by sysfs. Only running the card shows that XRT does not know it."""
+    """A folder is paired by sysfs. Only opening the card shows that XRT does not know it: one finding, and no work."""
     smartssd(machine, 0, mounted=str(machine.root))
     found = findings(machine, str(machine.root / "storage"))
     assert found[str(machine.root / "storage"), "card"].value == "card 0000:42:00.1"
-    at_work = found["card 0000:42:00.1", "P2P at work"]
-    assert at_work.ok is False and "libxrt.so" in at_work.value
-    assert "shares a PCIe switch" not in at_work.value
+    opened = found["card 0000:42:00.1", "opened"]
+    assert "libxrt.so" in opened.value and "selftest" not in opened.remedy
+    assert [one for one in found.values() if one.ok is False] == [opened]
+    assert "shares a PCIe switch" not in opened.value
     assert findings(machine, "/")["folders", "pairing"].ok is False
 
 
@@ -70,7 +75,49 @@ def test_a_card_without_driver(machine: Machine) -> None:
     machine.card("pci0000:00/0000:00:01.0/0000:01:00.1", driver=False)
     found = findings(machine)
     assert "0000:01:00.1" in found["cards", "driver"].value and "modprobe xocl" in found["cards", "driver"].remedy
-    assert found["cards", "found"].ok is False
+    assert ("cards", "found") not in found
+
+
+def test_no_card_names_the_driver(machine: Machine) -> None:
+    """Without a card the finding tells whether XRT's driver is loaded, and advises to load it only if it is not."""
+    found = findings(machine)["cards", "found"]
+    assert (found.ok, found.value) == (False, "none: XRT's driver xocl is not loaded")
+    assert "modprobe xocl" in found.remedy and "lspci" in found.remedy
+    (machine.sysfs / "bus/pci/drivers/xocl").mkdir(parents=True)
+    found = findings(machine)["cards", "found"]
+    assert (found.ok, found.value) == (False, "none: XRT's driver xocl holds no card")
+    assert "modprobe" not in found.remedy and "lspci" in found.remedy
+
+
+def test_no_card_is_opened_without_xrt(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If XILINX_XRT names no folder, that is the only finding that fails."""
+    monkeypatch.setattr(examination, "runtime_of", lambda system: Runtime(machine.root / "gone", None, "lib.so", False))
+    smartssd(machine, 0, mounted=str(machine.root))
+    failed = [one for one in findings(machine, str(machine.root)).values() if one.ok is False]
+    assert [(one.subject, one.name) for one in failed] == [("XRT", "XILINX_XRT")]
+
+
+def test_a_card_behind_a_closed_node_is_not_worked(machine: Machine) -> None:
+    """The closed device node is the only finding that fails: opening the card would tell the same."""
+    smartssd(machine, 0, mounted=str(machine.root))
+    machine.locked.add(machine.root / "dev/dri/renderD128")
+    failed = [one for one in findings(machine, str(machine.root)).values() if one.ok is False]
+    assert [(one.subject, one.name) for one in failed] == [("card 0000:42:00.1", "device node")]
+
+
+@pytest.mark.parametrize(
+    "remedy", {*opening._REMEDIES.values(), opening._OTHER_REMEDY, self_test_module._DAMAGED, self_test_module._NO_P2P}
+)
+def test_the_command_does_not_advise_itself(machine: Machine, monkeypatch: pytest.MonkeyPatch, remedy: str) -> None:
+    """Advice to run this command is left out of its findings; the rest of the remedy stays."""
+
+    def fails(*_: object) -> None:
+        raise DeviceError("The card fails.", remedy)
+
+    monkeypatch.setattr(examination, "open_card", fails)
+    smartssd(machine, 0, mounted=str(machine.root))
+    shown = findings(machine, str(machine.root))["card 0000:42:00.1", "opened"].remedy
+    assert shown and remedy.startswith(shown) and "selftest" not in shown
 
 
 def test_a_machine_with_nothing(

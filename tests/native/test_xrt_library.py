@@ -131,7 +131,7 @@ def test_our_error_names_the_card(xrt: FakeXrt) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "remedy"),
     [
-        ("xrtDeviceOpenByBDF", errno.ENODEV, "Check XILINX_XRT, the driver and the card"),
+        ("xrtDeviceOpenByBDF", errno.ENODEV, "Check XILINX_XRT, the driver xocl and the card"),
         ("xrtDeviceLoadXclbinFile", errno.EBUSY, "close what holds it with another xclbin"),
         ("xrtDeviceLoadXclbinFile", 0, "whether the card is still there"),
         ("xrtPLKernelOpen", errno.ENOENT, "make -C hls xclbin"),

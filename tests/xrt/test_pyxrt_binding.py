@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
+import warnings
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,14 +17,23 @@ from lightning_smartinfinity.devices.smartssd.discovery.cards import Card
 from lightning_smartinfinity.devices.smartssd.discovery.p2p import P2P, P2PState
 from lightning_smartinfinity.devices.smartssd.discovery.pci import PciPath
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
-from lightning_smartinfinity.devices.smartssd.pyxrt_binding import _opened
+from lightning_smartinfinity.devices.smartssd.pyxrt_binding import PyxrtBinding, _opened
 from tests.helpers.card_runs import OPTIMIZERS, cards, same_as_host, settled_host, setup_of
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import lenient
 from tests.transfer.harness import Case, Run, running
 from tests.xrt.cards import EmulatedCards
+from tests.xrt.pyxrt import current
 
-pytestmark = [RunIf(xrt=True), pytest.mark.usefixtures("pyxrt")]
+pytestmark = [RunIf(xrt=True), pytest.mark.filterwarnings("error:.* use hw_context:DeprecationWarning")]
+
+
+@pytest.fixture(autouse=True, params=["2.13", "current"])
+def form(request: pytest.FixtureRequest, pyxrt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Let ``import pyxrt`` find the form of XRT 2.13, or that of XRT's master, whose deprecated calls fail a test."""
+    module = current(pyxrt) if request.param == "current" else pyxrt
+    monkeypatch.setitem(sys.modules, "pyxrt", module)
+    return module
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,6 +50,17 @@ def test_same_as_host(tmp_path: Path, emulated_cards: EmulatedCards, optimizer: 
             host.step(step)
         same_as_host(run, host)
         assert "XRT by pyxrt" in run.device.description
+
+
+def test_no_warning_reaches_the_user(emulated_cards: EmulatedCards, form: ModuleType) -> None:
+    """A card and its kernels open in the form that pyxrt has, without a call that it deprecates."""
+    setup = setup_of(1, emulated_cards.build.xclbin, binding="pyxrt")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        binding = PyxrtBinding(setup.cards[0], setup.xclbin, num_cards=1)
+        kernels = [binding.kernel(kernel.name) for kernel in KERNELS]
+    assert all(isinstance(kernel, form.kernel) and binding.group(kernel, 0) == 0 for kernel in kernels)
+    assert caught == []
 
 
 def test_failures(tmp_path: Path, emulated_cards: EmulatedCards) -> None:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import re
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,11 +25,13 @@ from lightning_smartinfinity import (
 )
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.devices.smartssd import CardSetup, System, find_cards, self_test, unreturned
+from lightning_smartinfinity.devices.smartssd.discovery.runtime import Runtime, require_runtime
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from tests.helpers import native_testing as testing
 from tests.helpers.card_runs import setup_of
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that, lenient
+from tests.helpers.xrt import VERSION
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.self_tests import held_queue
 
@@ -166,6 +174,7 @@ def test_command_on_emulated_cards(
     shown = capsys.readouterr().out
     assert "Everything that was tried is ok." in shown and "FAIL" not in shown
     assert "2 MiB written back unchanged" in shown and "GB/s from the SSD" in shown
+    assert re.search(rf"version +{re.escape(VERSION)}\.", shown)
     assert shown.count("one tasklet, bit for bit as on the host") == 2 * len(KERNELS)
     assert main([*arguments, "--json", "--devices", "1", "0"]) == 0
     content = json.loads(capsys.readouterr().out)
@@ -186,6 +195,34 @@ def test_command_on_a_card_that_fails(
     assert "adagrad_update" in lines[failed[0]] and "ERROR" in lines[failed[0]]
     assert lines[failed[0] + 1].startswith("        -> ") and "sgd_update" in lines[failed[0] + 2]
     assert lines[-1].startswith("1 of ")
+
+
+@pytest.mark.parametrize("binding", ["native", "pyxrt"])
+def test_command_on_a_card_that_cannot_be_opened(
+    tmp_path: Path, emulated_cards: EmulatedCards, pyxrt: ModuleType, capsys: pytest.CaptureFixture[str], binding: str
+) -> None:
+    """That is one finding, whose remedy does not advise the command that is running; other cards are worked."""
+    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
+    arguments = ["selftest", "--mib", "1", "--binding", binding, "--xclbin", str(emulated_cards.build.xclbin)]
+    assert main([*arguments, *folders, "--devices", "2", "1"]) == 1
+    shown = capsys.readouterr().out
+    failed = [line for line in shown.splitlines() if line.startswith("  FAIL")]
+    assert len(failed) == 1 and re.match("  FAIL  opened +The emulated card 2: ", failed[0])
+    assert "the driver xocl" in shown and "selftest" not in shown
+    assert shown.count("one tasklet, bit for bit as on the host") == len(KERNELS)
+
+
+def test_debians_xrt_works_as_the_remedy_says(tmp_path: Path) -> None:
+    """The commands after the installation let XRT find its driver, which it does not without them."""
+    with pytest.raises(DeviceError) as refused:
+        require_runtime(Runtime(None, None, None, False))
+    commands = refused.value.remedy.partition("apt-get install libxrt1 && ")[2]
+    load = "import ctypes; xrt = ctypes.CDLL('libxrt_coreutil.so.2'); print('opened', bool(xrt.xrtDeviceOpen(0)))"
+    python = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(load)}"
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "XCL_EMULATION_MODE": "noop"}
+    for script, opens in ((f"{commands} && {python}", True), (python, False)):
+        ended = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True)
+        assert ("opened True" in ended.stdout) == opens, ended.stderr
 
 
 def test_command_on_a_file(tmp_path: Path, emulated_cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:

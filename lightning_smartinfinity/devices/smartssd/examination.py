@@ -9,7 +9,13 @@ from pathlib import Path
 
 from lightning_smartinfinity.config import SmartSSDConfig, storage_folders
 from lightning_smartinfinity.devices.smartssd.discovery.card_setup import CardSetup, paired_cards
-from lightning_smartinfinity.devices.smartssd.discovery.cards import Card, cards_of, unusable_node, without_driver
+from lightning_smartinfinity.devices.smartssd.discovery.cards import (
+    Card,
+    cards_of,
+    driver_loaded,
+    unusable_node,
+    without_driver,
+)
 from lightning_smartinfinity.devices.smartssd.discovery.p2p import P2PState
 from lightning_smartinfinity.devices.smartssd.discovery.runtime import (
     Runtime,
@@ -20,6 +26,7 @@ from lightning_smartinfinity.devices.smartssd.discovery.runtime import (
 from lightning_smartinfinity.devices.smartssd.discovery.system import System
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import Xclbin, read_xclbin
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS, Kernel
+from lightning_smartinfinity.devices.smartssd.opening import SELF_TEST_ADVICE, open_card
 from lightning_smartinfinity.devices.smartssd.scratch import scratch_folder
 from lightning_smartinfinity.devices.smartssd.self_test import check_kernel, check_p2p
 from lightning_smartinfinity.errors import SmartInfinityError
@@ -79,16 +86,17 @@ def examine(
     paired: list[Card] = []
     if folders:
         yield from _findings_of("folders", "pairing", lambda: _pairing_findings(folders, settings, system, paired))
-    bindings = [found.value for found in runtime_findings if found.name == _BINDING and found.ok]
-    if paired and xclbins and bindings and runtime.root is not None:
+    if paired and xclbins and all(found.ok is not False for found in runtime_findings):
         setup = CardSetup(
             xclbin=xclbins[0],
             cards=tuple(paired),
             settings=settings,
-            binding=bindings[0],
+            binding=next(found.value for found in runtime_findings if found.name == _BINDING),
             library=runtime.library,
         )
-        yield from _at_work(setup, folders, p2p_bytes)
+        for card, folder in zip(paired, folders, strict=True):
+            if unusable_node(system, card) is None:  # else the card's device node is a finding already
+                yield from _at_work(setup, card, folder, p2p_bytes)
 
 
 def _runtime_findings(runtime: Runtime, settings: SmartSSDConfig, system: System) -> list[Finding]:
@@ -124,9 +132,13 @@ def _cards_found(system: System) -> Iterator[Finding]:
     silent = without_driver(system)
     if silent:
         yield Finding("cards", "driver", False, f"xocl does not hold {', '.join(silent)}", "Load it: modprobe xocl.")
-    if not cards:
+    if not cards and not silent:
         remedy = "Check lspci -d 10ee: and, in a virtual machine, that the card is passed through."
-        yield Finding("cards", "found", False, "none", remedy)
+        if driver_loaded(system):
+            yield Finding("cards", "found", False, "none: XRT's driver xocl holds no card", remedy)
+        else:
+            remedy = f"Install XRT's drivers, or load: modprobe xocl. {remedy}"
+            yield Finding("cards", "found", False, "none: XRT's driver xocl is not loaded", remedy)
     for card in cards:
         yield from _card_findings(system, card)
 
@@ -160,11 +172,19 @@ def _pairing_findings(
     return [Finding(str(folder), "card", True, card.label) for folder, card in zip(folders, found, strict=True)]
 
 
-def _at_work(setup: CardSetup, folders: Sequence[Path], p2p_bytes: int) -> Iterator[Finding]:
-    for card, folder in zip(setup.cards, folders, strict=True):
-        yield from _findings_of(card.label, "P2P at work", partial(_p2p_at_work, setup, card, folder, p2p_bytes))
-        for kernel in (kernel for kernel in KERNELS if kernel.name in setup.xclbin.kernels):
-            yield from _findings_of(card.label, kernel.name, partial(_kernel_at_work, setup, card, folder, kernel))
+def _at_work(setup: CardSetup, card: Card, folder: Path, p2p_bytes: int) -> Iterator[Finding]:
+    opened = _findings_of(card.label, "opened", partial(_opened, setup, card))
+    yield from opened
+    if any(finding.ok is False for finding in opened):
+        return
+    yield from _findings_of(card.label, "P2P at work", partial(_p2p_at_work, setup, card, folder, p2p_bytes))
+    for kernel in (kernel for kernel in KERNELS if kernel.name in setup.xclbin.kernels):
+        yield from _findings_of(card.label, kernel.name, partial(_kernel_at_work, setup, card, folder, kernel))
+
+
+def _opened(setup: CardSetup, card: Card) -> list[Finding]:
+    open_card(setup, card).close()
+    return [Finding(card.label, "opened", True, "the xclbin is loaded")]
 
 
 def _p2p_at_work(setup: CardSetup, card: Card, folder: Path, nbytes: int) -> list[Finding]:
@@ -185,7 +205,7 @@ def _findings_of(subject: str, name: str, look: Callable[[], list[Finding]]) -> 
     try:
         return look()
     except SmartInfinityError as error:
-        return [Finding(subject, name, False, error.problem, error.remedy)]
+        return [Finding(subject, name, False, error.problem, error.remedy.removesuffix(SELF_TEST_ADVICE))]
     except Exception as error:  # an unforeseen error must not keep the other checks from running
         return [Finding(subject, name, False, f"{type(error).__name__}: {error}", _UNFORESEEN)]
 

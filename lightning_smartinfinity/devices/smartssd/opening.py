@@ -15,15 +15,18 @@ from lightning_smartinfinity.devices.smartssd.ring import CardRing, ring_within,
 from lightning_smartinfinity.devices.smartssd.unreturned import require_returned
 from lightning_smartinfinity.errors import DeviceError, SmartInfinityError
 
-__all__ = ["card_errors", "memory_group", "open_card", "remedy_for", "require_memory"]
+__all__ = ["SELF_TEST_ADVICE", "card_errors", "memory_group", "open_card", "remedy_for", "require_memory"]
+
+SELF_TEST_ADVICE = " Check the card with `smart-infinity selftest`."
+"""Last sentence of a remedy, which that command leaves out."""
 
 _SMALLER = "Use smaller tasklets or fewer of them at a time: TransferConfig(tasklet_bytes=..., num_buffers=...)."
 _GONE = (
-    "The card is gone. Look into the kernel log and at `xbutil examine`; reset it or restart the machine, and check it"
-    " with `smart-infinity selftest`. Or use update_device='host'."
+    "The card is gone. Look into the kernel log and at `xbutil examine`, and reset it or restart the machine. Or use"
+    f" update_device='host'.{SELF_TEST_ADVICE}"
 )
 _OLD_XRT = "Install XRT 2.13 or later: what is loaded is another release, or another library of that name."
-_UNFOUND = "Check XILINX_XRT, the driver and the card: `xbutil examine`, `smart-infinity selftest`."
+_UNFOUND = f"Check XILINX_XRT, the driver xocl and the card: `xbutil examine`.{SELF_TEST_ADVICE}"
 _ANOTHER = (
     "Look at `xbutil examine` whether the card is still there. If it is, close what holds it with another xclbin, and"
     " check that this one was built for the card's shell."
@@ -43,12 +46,12 @@ _REMEDIES = {
     "bad_alloc": _SMALLER,
     "bank": f"{_REBUILD} All its kernels' ports lie in the card's one bank.",
     "Xclbin": _ANOTHER,
-    "load_xclbin": _ANOTHER,
+    "load the xclbin": _ANOTHER,
     "interface version": _REBUILD,
     "xrtPLKernelOpen": _REBUILD,
     "kernel failed": _REBUILD,
 }
-_OTHER_REMEDY = "Check the card with `smart-infinity selftest` and the kernel log, or use update_device='host'."
+_OTHER_REMEDY = f"Look into the kernel log, or use update_device='host'.{SELF_TEST_ADVICE}"
 
 
 def open_card(setup: CardSetup, card: Card) -> native.Card:

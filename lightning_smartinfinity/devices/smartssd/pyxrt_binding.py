@@ -1,7 +1,12 @@
-"""XRT through pyxrt, limited to what all its versions since 2.11 share.
+"""XRT through pyxrt, limited to what all its versions since 2.11 share, with two exceptions.
 
-It serves systems without XRT's C library. Every call holds the interpreter's lock, so several cards take turns. The
-binding works around these faults of pyxrt:
+- Cards are opened by their address, or by number with a pyxrt before 2.13.
+- Kernels are opened in a ``hw_context`` of the registered xclbin. With a pyxrt that has none they are opened by
+  ``load_xclbin`` and ``kernel(device, uuid, ...)``, which XRT deprecated in 2026.
+
+The rest is ``kernel.group_id``, ``bo(device, ...)`` and ``bo(bo, ...)``, ``bo.map``, ``bo.sync`` with size and offset,
+``run(kernel)``, ``run.set_arg``, ``run.start`` and ``run.state``. It serves systems without XRT's C library. Every call
+holds the interpreter's lock, so several cards take turns. The binding works around these faults of pyxrt:
 
 - Scalars are C ints, and a float would be cut to an integer: the caller passes the float's bits.
 - ``kernel(...)`` silently drops arguments: each argument of a ``run`` is set by a call of its own.
@@ -15,6 +20,8 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning_smartinfinity.devices.smartssd.discovery.cards import Card
@@ -76,11 +83,17 @@ def _require_address(pyxrt: Any, device: Any, card: Card, num_cards: int) -> Non
         )
 
 
-def _loaded(device: Any, xclbin: Xclbin) -> Any:
+def _loaded(pyxrt: Any, device: Any, xclbin: Xclbin) -> Callable[[str], Any]:
+    """Load the xclbin; return the function that opens one of its kernels by name."""
     try:
-        return device.load_xclbin(str(xclbin.path))
+        if hasattr(pyxrt, "hw_context"):
+            # Drivers that know no contexts, such as xocl, load the xclbin when it is registered.
+            uuid = device.register_xclbin(pyxrt.xclbin(str(xclbin.path)))
+            return partial(pyxrt.kernel, pyxrt.hw_context(device, uuid))
+        uuid = device.load_xclbin(str(xclbin.path))
+        return lambda name: pyxrt.kernel(device, uuid, name, pyxrt.kernel.shared)
     except RuntimeError as error:  # its message does not name the call that failed
-        raise RuntimeError(f"load_xclbin failed: {error}") from error
+        raise RuntimeError(f"pyxrt cannot load the xclbin: {error}") from error
 
 
 class PyxrtBinding:
@@ -102,11 +115,11 @@ class PyxrtBinding:
 
         self._pyxrt = pyxrt
         self._device = _opened(pyxrt, card, num_cards)
-        self._uuid = _loaded(self._device, xclbin)
+        self._open_kernel = _loaded(pyxrt, self._device, xclbin)
 
     def kernel(self, name: str) -> Any:
         """Open one of the xclbin's kernels, which other processes may use as well."""
-        return self._pyxrt.kernel(self._device, self._uuid, name, self._pyxrt.kernel.shared)
+        return self._open_kernel(name)
 
     def group(self, kernel: Any, argument: int) -> int:
         """Return the memory bank that a kernel reaches through this argument."""

@@ -14,7 +14,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.discovery.card_setup import CardSetup
 from lightning_smartinfinity.devices.smartssd.discovery.cards import Card
 from lightning_smartinfinity.devices.smartssd.kernels import Kernel
-from lightning_smartinfinity.devices.smartssd.opening import card_errors, memory_group, open_card
+from lightning_smartinfinity.devices.smartssd.opening import SELF_TEST_ADVICE, card_errors, memory_group, open_card
 from lightning_smartinfinity.devices.smartssd.scratch import Scratch, scratch_folder
 from lightning_smartinfinity.devices.smartssd.unreturned import close_or_keep
 from lightning_smartinfinity.errors import DeviceError
@@ -27,7 +27,11 @@ _NUMEL = 5_003
 _FIRST, _LAST = 37, 4_801
 _P2P_BYTES = 1 << 20
 _IDENTITY = native.Identity(job=bytes(16), rank=0, state_format=0)
-_DAMAGED = "Do not use it: run `smart-infinity selftest`, look into the kernel log, and use update_device='host'."
+_DAMAGED = f"Do not use it: look into the kernel log, and use update_device='host'.{SELF_TEST_ADVICE}"
+_NO_P2P = (
+    "Check that P2P is enabled and the IOMMU off or in pass-through mode. Look into the kernel log for the SSD."
+    f"{SELF_TEST_ADVICE}"
+)
 
 
 class Bandwidth(NamedTuple):
@@ -109,8 +113,7 @@ def _through(card: Card, buffer: native.CardBuffer, scratch: Scratch, *, timeout
             if failure is not None:
                 raise DeviceError(
                     f"P2P between the {card.label} and its SSD failed: {scratch.shortened(failure.message)}.",
-                    "Check that P2P is enabled and the IOMMU off or in pass-through mode: `smart-infinity selftest`."
-                    " Look into the kernel log for the SSD.",
+                    _NO_P2P,
                 )
     finally:
         close_or_keep(queue, card)

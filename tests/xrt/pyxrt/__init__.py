@@ -4,5 +4,6 @@ Both must match ``signatures_2.13.json``, which was read from the genuine module
 """
 
 from tests.xrt.pyxrt.build import built, load
+from tests.xrt.pyxrt.current import current
 
-__all__ = ["built", "load"]
+__all__ = ["built", "current", "load"]

@@ -9,10 +9,11 @@ from lightning_smartinfinity.devices.smartssd.discovery.p2p import P2P, P2PState
 from lightning_smartinfinity.devices.smartssd.discovery.pci import PciPath, functions_of_class, path_of
 from lightning_smartinfinity.devices.smartssd.discovery.system import System, entries_of, text_of
 
-__all__ = ["Card", "cards_of", "emulated_card", "unusable_node", "without_driver"]
+__all__ = ["Card", "cards_of", "driver_loaded", "emulated_card", "unusable_node", "without_driver"]
 
 _XILINX = "0x10ee"
 _ACCELERATOR_CLASS = "0x1200"
+_DRIVER = "bus/pci/drivers/xocl"
 
 
 class Card(NamedTuple):
@@ -46,7 +47,7 @@ class Card(NamedTuple):
 def cards_of(system: System) -> list[Card]:
     """Return all cards that XRT's driver holds, ordered by address."""
     found = []
-    for function in entries_of(system.sysfs / "bus/pci/drivers/xocl"):
+    for function in entries_of(system.sysfs / _DRIVER):
         path = path_of(function)
         if path is not None and path.address == function.name:
             found.append((path, function.resolve()))
@@ -55,6 +56,11 @@ def cards_of(system: System) -> list[Card]:
         Card(number, path, _shell(folder), _node(system, folder), p2p_of(folder))
         for number, (path, folder) in enumerate(found)
     ]
+
+
+def driver_loaded(system: System) -> bool:
+    """Return whether XRT's driver xocl is loaded."""
+    return (system.sysfs / _DRIVER).is_dir()
 
 
 def emulated_card(number: int) -> Card:

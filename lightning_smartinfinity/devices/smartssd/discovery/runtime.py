@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,15 @@ from lightning_smartinfinity.errors import ConfigError, DeviceError
 __all__ = ["Runtime", "choose_binding", "require_runtime", "runtime_of"]
 
 _LIBRARY = "libxrt_coreutil.so.2"
-_INSTALL = "Install XRT (Debian 12: apt-get install libxrt1) and load its settings: source /opt/xilinx/xrt/setup.sh."
+_INSTALL = (
+    "Install XRT and load its settings: source /opt/xilinx/xrt/setup.sh. On Debian 12, which has no such file:"
+    " apt-get install libxrt1 && mkdir -p ~/xrt && ln -sfn /usr/lib/$(uname -m)-linux-gnu ~/xrt/lib &&"
+    " export XILINX_XRT=~/xrt"
+)
+_NO_PYXRT = (
+    "Use binding='auto', or the pyxrt of AMD's XRT: export PYTHONPATH=/opt/xilinx/xrt/python. Debian 12 has no pyxrt:"
+    " its package python3-xrt is another program."
+)
 
 
 class Runtime(NamedTuple):
@@ -38,7 +47,9 @@ def runtime_of(system: System) -> Runtime:
     """Look for XRT."""
     named = system.environment.get("XILINX_XRT")
     root = Path(named) if named else None
-    return Runtime(root, _version(root), _loadable(root), importlib.util.find_spec("pyxrt") is not None)
+    library = _loadable(root)
+    version = _version_told_by(root) or _version_loaded(system)
+    return Runtime(root, version, library, importlib.util.find_spec("pyxrt") is not None)
 
 
 def require_runtime(runtime: Runtime) -> None:
@@ -70,18 +81,26 @@ def choose_binding(wanted: str, runtime: Runtime) -> str:
         if runtime.pyxrt:
             return "pyxrt"
         raise DeviceError(f"Neither XRT's C library ({_LIBRARY}) nor its Python module pyxrt can be loaded.", _INSTALL)
-    if not (runtime.library if wanted == "native" else runtime.pyxrt):
-        missing = f"{_LIBRARY} cannot be loaded" if wanted == "native" else "there is no module pyxrt"
-        raise ConfigError(f"SmartSSDConfig(binding={wanted!r}) is unavailable here: {missing}.", "Use binding='auto'.")
+    unavailable = f"SmartSSDConfig(binding={wanted!r}) is unavailable here"
+    if wanted == "native" and not runtime.library:
+        raise ConfigError(f"{unavailable}: {_LIBRARY} cannot be loaded.", "Use binding='auto'.")
+    if wanted == "pyxrt" and not runtime.pyxrt:
+        raise ConfigError(f"{unavailable}: there is no module pyxrt.", _NO_PYXRT)
     return wanted
 
 
-def _version(root: Path | None) -> str | None:
+def _version_told_by(root: Path | None) -> str | None:
     content = text_of(root / "version.json") if root is not None else None
     try:
         return str(json.loads(content or "")["BUILD_VERSION"])
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _version_loaded(system: System) -> str | None:
+    """Return the version in the name of the loaded library's file: Debian's package has no version.json."""
+    found = re.search(r"/libxrt_coreutil\.so\.(\d+\.[\d.]+)$", text_of(system.maps) or "", re.MULTILINE)
+    return found[1] if found else None
 
 
 def _loadable(root: Path | None) -> str | None:

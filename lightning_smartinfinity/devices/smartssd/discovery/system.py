@@ -21,6 +21,7 @@ class System:
     Args:
         sysfs: Folder of the kernel's devices.
         mountinfo: File that lists the mounts that this process sees.
+        maps: File that lists the libraries that this process has loaded.
         dev: Folder of device nodes.
         environment: Environment variables of this process.
         may_use: Function that tells whether this user may read and write a device node.
@@ -28,6 +29,7 @@ class System:
 
     sysfs: Path = Path("/sys")
     mountinfo: Path = Path("/proc/self/mountinfo")
+    maps: Path = Path("/proc/self/maps")
     dev: Path = Path("/dev")
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     may_use: Callable[[Path], bool] = _may_use
