@@ -17,7 +17,7 @@ _FIGURES = {"bram": ("BRAM_18K",), "uram": ("URAM",), "ff": ("FF",), "lut": ("LU
 
 @dataclass(frozen=True)
 class CsynthReport:
-    """What Vitis HLS estimates for a kernel before placement.
+    """Holds the figures that Vitis HLS estimates for a kernel before placement.
 
     Attributes:
         loops: Initiation interval that each pipelined loop reached, by ``module/loop``.
