@@ -9,7 +9,7 @@ from hls.description import Design, Kernel
 
 __all__ = ["TOOLCHAIN", "compile_line", "connectivity_config", "link_line", "missing_toolchain"]
 
-TOOLCHAIN = "Vitis 2021.2 to 2022.2"
+TOOLCHAIN = "Vitis 2021.2 to 2023.1"
 
 
 def connectivity_config(design: Design) -> str:

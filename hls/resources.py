@@ -18,7 +18,7 @@ __all__ = ["beat_columns", "network_luts", "report"]
 _LANES, _BEAT_BITS, _BURST_BEATS, _BURSTS = 16, 512, 64, 4
 _POLYNOMIAL = 0x82F63B78
 # Resources of the KU15P (AMD DS890).
-_KU15P = {"LUT": 522_720, "BRAM36": 984, "URAM": 128, "DSP": 1_968}
+_KU15P = {"LUT": 522_720, "FF": 1_045_440, "BRAM36": 984, "URAM": 128, "DSP": 1_968}
 # With PIPELINE II = 8 two copies of each operator work on the sixteen lanes, eight lanes each.
 _COPIES = 2
 
@@ -38,6 +38,15 @@ _MASTER_LUTS, _CONTROL_LUTS = 2_400, 5_000
 _SCALED_LUTS, _EXPONENT_LUTS = 8 + 35 + 2 * 6, 8 * 16
 # `Run` (run.hpp) holds ten words, three flags and the status.
 _RUN_BITS = 10 * 32 + 3 + _BEAT_BITS
+# The streams of entries (48 bits x 64, two shift registers of 32 to a bit) and of findings (32 bits x 16).
+_SMALL_STREAM_LUTS, _SMALL_STREAM_FFS = 48 * 2 + 32, 48 + 32
+
+# Flip-flops, all estimates: the pipeline of each operator; a register behind every second LUT of a checksum's network,
+# which is two levels; what a process keeps of its run and of the beat that it reads and the one that it writes; a
+# stream's output; an adapter's two channels; a register for each converted number.
+_OPERATOR_FFS = (143, 205, 761, 405)
+_PROCESS_FFS, _MASTER_FFS, _CONTROL_FFS = _RUN_BITS + 2 * _BEAT_BITS, 3_000, 5_000
+_CONVERTED_FFS = (33 + 32 + _LANES) * 32
 
 
 def beat_columns() -> list[list[int]]:
@@ -78,6 +87,11 @@ def _streams(kernel: Kernel) -> int:
     return 5 + 2 * len(kernel.arrays)
 
 
+def _processes(kernel: Kernel) -> int:
+    """Count the processes, which the links of the run's chain join."""
+    return _streams(kernel) + 1
+
+
 def _operator_cost(kernel: Kernel, multiply: int, add: int, divide: int, root: int) -> int:
     """Return the cost of all copies of a kernel's operators, from the cost of each operator."""
     each = _OPERATORS[kernel]
@@ -100,9 +114,25 @@ def _luts(kernel: Kernel) -> dict[str, int]:
             _LANES * _SCALED_LUTS + _EXPONENT_LUTS
         ),
         f"streams: 512 bits x 32 in shift registers, {_either(_streams)} of them; as many links of the run's chain,"
-        f" {_RUN_BITS} bits each": _streams(kernel) * (_BEAT_BITS + _RUN_BITS),
+        f" {_RUN_BITS} bits each; entries, findings": _streams(kernel) * (_BEAT_BITS + _RUN_BITS) + _SMALL_STREAM_LUTS,
         f"AXI masters ({_MASTER_LUTS:,} each), {_either(_masters)} at 512 bits": _masters(kernel) * _MASTER_LUTS,
         "tile, control": _CONTROL_LUTS,
+    }
+
+
+def _ffs(kernel: Kernel) -> dict[str, int]:
+    return {
+        "operators (multiplier 143, adder 205, divider 761, root 405)": _operator_cost(kernel, *_OPERATOR_FFS),
+        f"checksums: {network_luts() // 2:,} per network and its register of 32": (
+            _networks(kernel) * (network_luts() // 2 + 32)
+        ),
+        f"processes: a run and two beats ({_PROCESS_FFS:,} each), {_either(_processes)} of them": (
+            _processes(kernel) * _PROCESS_FFS
+        ),
+        "streams: the output of each": _streams(kernel) * (_BEAT_BITS + _RUN_BITS) + _SMALL_STREAM_FFS,
+        f"AXI masters ({_MASTER_FFS:,} each)": _masters(kernel) * _MASTER_FFS,
+        "fp16, bf16, 8-bit codes: 32 for each number": _CONVERTED_FFS,
+        "tile, control": _CONTROL_FFS,
     }
 
 
@@ -125,6 +155,7 @@ def _bram36(kernel: Kernel) -> int:
 def _totals(kernel: Kernel) -> dict[str, int]:
     return {
         "LUT": round(sum(_luts(kernel).values()), -3),
+        "FF": round(sum(_ffs(kernel).values()), -3),
         "BRAM36": _bram36(kernel),
         "URAM": 2 * _LANES,
         "DSP": _operator_cost(kernel, *_OPERATOR_DSPS),
@@ -132,6 +163,7 @@ def _totals(kernel: Kernel) -> dict[str, int]:
 
 
 _TOTAL_NAMES = {
+    "FF": "flip-flops",
     "BRAM36": "BRAM36: 8 per port and direction (4 bursts of 64 beats), 8 for counts",
     "URAM": "URAM: 16 banks of 4,096 fp32, twice",
 }
@@ -139,7 +171,7 @@ _TOTAL_NAMES = {
 
 def report() -> str:
     """Return the tables in Markdown."""
-    parts = [_operations(), _thousands(), *map(_shares, DESIGNS)]
+    parts = [_operations(), _thousands("LUT", _luts), _thousands("flip-flops", _ffs), *map(_shares, DESIGNS)]
     return "\n".join("\n".join(f"| {' | '.join(row)} |" for row in part) + "\n" for part in parts)
 
 
@@ -157,9 +189,9 @@ def _operations() -> list[Sequence[str]]:
     return rows
 
 
-def _thousands() -> list[Sequence[str]]:
-    rows = _head("thousands of LUT", *(f"`{kernel.name}`" for kernel in KERNELS))
-    columns = [_luts(kernel) for kernel in KERNELS]
+def _thousands(what: str, count: Callable[[Kernel], dict[str, int]]) -> list[Sequence[str]]:
+    rows = _head(f"thousands of {what}", *(f"`{kernel.name}`" for kernel in KERNELS))
+    columns = [count(kernel) for kernel in KERNELS]
     rows += [[name, *(f"{column[name] / 1000:.1f}" for column in columns)] for name in columns[0]]
     return [*rows, ["together", *(f"{sum(column.values()) / 1000:.1f}" for column in columns)]]
 

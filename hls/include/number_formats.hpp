@@ -99,9 +99,10 @@ inline Words narrow_group(const Floats& lower, const Floats& upper, std::uint32_
 words:
     for (std::uint32_t word = 0; word < kLanes; ++word) {
 #pragma HLS UNROLL
-        const Floats& part = word < kLanes / 2 ? lower : upper;
         const std::uint32_t lane = 2 * word % kLanes;
-        halves[word] = narrow_to_half(part[lane], dtype) | narrow_to_half(part[lane + 1], dtype) << 16;
+        const float even = word < kLanes / 2 ? lower[lane] : upper[lane];
+        const float odd = word < kLanes / 2 ? lower[lane + 1] : upper[lane + 1];
+        halves[word] = narrow_to_half(even, dtype) | narrow_to_half(odd, dtype) << 16;
     }
     return halves;
 }

@@ -23,11 +23,10 @@ constexpr std::uint32_t kBeatsOfCodes = kBeatBytes / kLanes;
 constexpr std::uint32_t kBeatsOfBlock = kScaledBlock / kLanes;
 constexpr std::uint32_t kBeatsOfExponents = kBeatBytes * kBeatsOfBlock;
 
-// Number of beats of indices that are fetched in one burst, before the values that belong to them. Each stream holds a
-// burst. (Not a burst of codes: they follow their beat of exponents and are used as they arrive.)
+// Number of beats of indices that are fetched in one burst, before the values that belong to them (twice as many beats
+// if they are fp32). Each stream holds a burst. (Not a burst of codes: they follow their beat of exponents and are used
+// as they arrive.)
 constexpr std::uint32_t kIndexBurst = 16;
-
-static_assert(kMostBlocks == 8192, "the depth of the stream of counts in the tops, which holds them all");
 
 // One part of the payload: indices or values.
 struct Part {

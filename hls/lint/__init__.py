@@ -11,6 +11,7 @@ from pathlib import Path
 from hls.description import Design
 from hls.lint.dataflow import check_dataflow
 from hls.lint.pragmas import check_pragmas
+from hls.lint.roles import check_roles
 from hls.lint.source import Finding, Source
 from hls.lint.synthesis import check_synthesis
 
@@ -50,3 +51,4 @@ def _check(source: Source) -> Iterator[Finding]:
     if not unsynthesisable:
         for top in source.tops:
             yield from check_dataflow(source, top)
+            yield from check_roles(source, top)

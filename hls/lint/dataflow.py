@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from clang.cindex import CursorKind, TypeKind
 
-from hls.lint.source import FUNCTIONS, Cursor, Finding, Function, Source, parameters
+from hls.lint.source import FUNCTIONS, Cursor, Finding, Function, Source, parameters, variables_of
 
 __all__ = ["check_dataflow"]
 
@@ -132,7 +132,7 @@ def _check_ends(region: _Region, channel: str, producers: list[str], consumers: 
 
 def _check_arrays(region: _Region, body: Cursor) -> Iterator[Finding]:
     """Check ping-pong buffers: one process fills an array, the next one takes it as const."""
-    for array in (v for v in _variables_of(body) if v.type.kind == TypeKind.CONSTANTARRAY and not _num_streams(v)):
+    for array in (v for v in variables_of(body) if v.type.kind == TypeKind.CONSTANTARRAY and not _num_streams(v)):
         users: dict[bool, list[str]] = {True: [], False: []}
         for process in region.processes:
             for parameter, argument in zip(parameters(process.function), process.arguments, strict=False):
@@ -150,16 +150,9 @@ def _is_read_only(kind: Cursor) -> bool:
     return bool(is_const or inner.is_const_qualified())
 
 
-def _variables_of(body: Cursor) -> Iterator[Cursor]:
-    """Yield the variables that a region declares."""
-    for statement in body.get_children():
-        if statement.kind == CursorKind.DECL_STMT:
-            yield from (child for child in statement.get_children() if child.kind == CursorKind.VAR_DECL)
-
-
 def _streams(body: Cursor) -> Iterator[str]:
     """Yield the names of the streams that a region declares; an array's streams have a name each."""
-    for variable in _variables_of(body):
+    for variable in variables_of(body):
         if _is_stream(variable.type):
             yield str(variable.spelling)
         else:

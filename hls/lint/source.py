@@ -13,7 +13,19 @@ from typing import Any, TypeAlias
 
 from clang.cindex import CursorKind, Index, LinkageKind
 
-__all__ = ["FUNCTIONS", "LOOPS", "Cursor", "Finding", "Function", "Pragma", "Source", "parameters"]
+__all__ = [
+    "FUNCTIONS",
+    "LOOPS",
+    "Cursor",
+    "Finding",
+    "Function",
+    "Pragma",
+    "Source",
+    "finding_at",
+    "parameters",
+    "spans",
+    "variables_of",
+]
 
 # libclang has no type hints.
 Cursor: TypeAlias = Any
@@ -182,7 +194,7 @@ class Source:
 
     def _house(self, pragma: Pragma) -> bool:
         """Assign a pragma to the innermost function around it; return whether there is one."""
-        around = [f for f in self.functions if _file(f.cursor) == pragma.path and _spans(f.cursor, pragma.line)]
+        around = [f for f in self.functions if _file(f.cursor) == pragma.path and spans(f.cursor, pragma.line)]
         if around:
             max(around, key=lambda f: f.cursor.extent.start.line).pragmas.append(pragma)
         return bool(around)
@@ -191,6 +203,23 @@ class Source:
 def parameters(function: Cursor) -> list[Cursor]:
     """Return the parameters of a function, of an instance of a template, or of a template."""
     return [child for child in function.get_children() if child.kind == CursorKind.PARM_DECL]
+
+
+def variables_of(block: Cursor) -> Iterator[Cursor]:
+    """Yield the variables that a block declares, without those of the blocks inside of it."""
+    for statement in block.get_children():
+        if statement.kind == CursorKind.DECL_STMT:
+            yield from (child for child in statement.get_children() if child.kind == CursorKind.VAR_DECL)
+
+
+def spans(cursor: Cursor, line: int) -> bool:
+    """Return whether a cursor's text has this line."""
+    return bool(cursor.extent.start.line <= line <= cursor.extent.end.line)
+
+
+def finding_at(cursor: Cursor, message: str) -> Finding:
+    """Return a finding with the place of a cursor."""
+    return Finding(str(cursor.location.file), cursor.location.line, message)
 
 
 def _preprocessed(path: str, arguments: Sequence[str]) -> tuple[set[str], list[Pragma]]:
@@ -240,13 +269,9 @@ def _functions(cursor: Cursor, files: set[str]) -> Iterator[Cursor]:
 
 def _around(cursor: Cursor, line: int) -> Iterator[Cursor]:
     for child in cursor.get_children():
-        if _spans(child, line):
+        if spans(child, line):
             yield child
             yield from _around(child, line)
-
-
-def _spans(cursor: Cursor, line: int) -> bool:
-    return bool(cursor.extent.start.line <= line <= cursor.extent.end.line)
 
 
 def _file(cursor: Cursor) -> str:

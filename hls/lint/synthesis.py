@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from clang.cindex import CursorKind, TypeKind
+from clang.cindex import CursorKind, StorageClass, TypeKind
 
-from hls.lint.source import FUNCTIONS, Cursor, Finding, Function, Source
+from hls.lint.source import FUNCTIONS, Cursor, Finding, Function, Source, finding_at
 
-__all__ = ["check_synthesis"]
+__all__ = ["check_synthesis", "reached"]
 
 _CONSTRUCTS = {
     CursorKind.CXX_NEW_EXPR: "new",
@@ -26,18 +26,17 @@ _DOUBLES = (TypeKind.DOUBLE, TypeKind.LONGDOUBLE)
 
 def check_synthesis(source: Source, top: Function) -> Iterator[Finding]:
     """Find heap, exceptions, goto, recursion, double precision, and calls of code of neither project nor toolchain."""
-    reached = _reached(source, top.cursor)
-    for function in reached.values():
+    for function in reached(source, top.cursor).values():
         if function.kind == CursorKind.CXX_METHOD and function.is_virtual_method():
-            yield _finding(function, f"{function.spelling} is virtual, which cannot be synthesised")
+            yield finding_at(function, f"{function.spelling} is virtual, which cannot be synthesised")
         for cursor in function.walk_preorder():
             yield from _check_construct(cursor)
             yield from _check_call(source, cursor)
         if function.get_usr() in _reachable_names(source, function):
-            yield _finding(function, f"{function.spelling} calls itself, which cannot be synthesised")
+            yield finding_at(function, f"{function.spelling} calls itself, which cannot be synthesised")
 
 
-def _reached(source: Source, top: Cursor) -> dict[str, Cursor]:
+def reached(source: Source, top: Cursor) -> dict[str, Cursor]:
     """Return ``top`` and the project's functions that it calls, directly or not, by their unique names."""
     found, waiting = {}, [top]
     while waiting:
@@ -50,16 +49,18 @@ def _reached(source: Source, top: Cursor) -> dict[str, Cursor]:
 
 def _reachable_names(source: Source, function: Cursor) -> set[str]:
     """Return the unique names of the functions that a function calls, directly or not."""
-    return {name for _, called in source.calls(function) for name in _reached(source, called)}
+    return {name for _, called in source.calls(function) for name in reached(source, called)}
 
 
 def _check_construct(cursor: Cursor) -> Iterator[Finding]:
     if cursor.kind in _CONSTRUCTS:
-        yield _finding(cursor, f"{_CONSTRUCTS[cursor.kind]} cannot be synthesised")
+        yield finding_at(cursor, f"{_CONSTRUCTS[cursor.kind]} cannot be synthesised")
     elif cursor.kind == CursorKind.FLOATING_LITERAL and cursor.type.kind in _DOUBLES:
-        yield _finding(cursor, "a constant of double precision: write 1.0f for 1.0")
+        yield finding_at(cursor, "a constant of double precision: write 1.0f for 1.0")
     elif cursor.kind == CursorKind.VAR_DECL and cursor.type.get_canonical().kind in _DOUBLES:
-        yield _finding(cursor, f"{cursor.spelling} has double precision")
+        yield finding_at(cursor, f"{cursor.spelling} has double precision")
+    elif cursor.kind == CursorKind.VAR_DECL and cursor.storage_class == StorageClass.STATIC:
+        yield finding_at(cursor, f"{cursor.spelling} is static: it would keep its value from one run to the next")
 
 
 def _check_call(source: Source, cursor: Cursor) -> Iterator[Finding]:
@@ -69,10 +70,7 @@ def _check_call(source: Source, cursor: Cursor) -> Iterator[Finding]:
     if called is None or called.kind not in FUNCTIONS:
         # Conversions and constructions without a function appear as calls of nothing.
         if called is not None and called.type.get_canonical().kind == TypeKind.POINTER:
-            yield _finding(cursor, f"a call through the pointer {called.spelling} cannot be synthesised")
-    elif not source.owns(called) and not source.is_toolchain(called):
-        yield _finding(cursor, f"call of {called.spelling}, which is neither the project's nor the toolchain's")
-
-
-def _finding(cursor: Cursor, message: str) -> Finding:
-    return Finding(str(cursor.location.file), cursor.location.line, message)
+            yield finding_at(cursor, f"a call through the pointer {called.spelling} cannot be synthesised")
+    # A builtin of the compiler has the place of its call.
+    elif called.spelling.startswith("__builtin_") or not (source.owns(called) or source.is_toolchain(called)):
+        yield finding_at(cursor, f"call of {called.spelling}, which is neither the project's nor the toolchain's")

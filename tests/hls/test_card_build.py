@@ -130,7 +130,7 @@ def test_without_the_toolchain_it_says_what_it_takes(tmp_path: Path) -> None:
     failed = Toolchain(tmp_path).make("xclbin")
     assert failed.returncode != 0
     assert "there is no v++ on PATH" in failed.stderr
-    assert "Vitis 2021.2 to 2022.2" in failed.stderr and SHELL in failed.stderr
+    assert "Vitis 2021.2 to 2023.1" in failed.stderr and SHELL in failed.stderr
     assert not (tmp_path / "card").exists()
 
 

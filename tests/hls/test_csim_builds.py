@@ -66,7 +66,7 @@ def test_bad_payloads(simulation: Simulation) -> None:
 
 
 def test_the_standard() -> None:
-    """The kernels are C++14, as Vitis HLS 2021.2 to 2022.2 compile them."""
+    """The kernels are C++14, as Vitis HLS 2021.2 to 2023.1 compile them."""
     subprocess.run(
         ["make", "-C", str(ROOT / "hls"), "standard"], check=True, capture_output=True, timeout=PROCESS_LIMIT
     )
@@ -86,19 +86,19 @@ def test_chunks_that_lie_side_by_side(tmp_path: Path) -> None:
 
 
 DECLARED = re.compile(
-    r'hls::stream<[\w:]+, (\d+)> (\w+)\("(\w+)"\);\n#pragma HLS STREAM variable = (\w+) depth = (\d+)\n'
+    r'hls::stream<[\w:]+, [^>]+> (\w+)\("(\w+)"\);\n#pragma HLS STREAM variable = (\w+) depth = (\d+)\n'
 )
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_depths(kernel: Kernel, tmp_path: Path) -> None:
-    """A stream is simulated under the name and with the depth that its pragma gives it on the card."""
+    """A stream is simulated under the name that its pragma gives it on the card; the lint compares their depths."""
     write_sources(tmp_path)
     source = (tmp_path / f"{kernel.name}.cpp").read_text()
     streams = DECLARED.findall(source)
     assert len(streams) == len(re.findall(r"hls::stream<[^>]*, ", source))
-    for depth, variable, name, pragma_variable, pragma_depth in streams:
-        assert (variable, variable, depth) == (name, pragma_variable, pragma_depth)
+    for variable, name, pragma_variable, depth in streams:
+        assert variable == name == pragma_variable
         assert 0 < int(depth) <= MOST_STREAM_ELEMENTS
 
 

@@ -31,13 +31,18 @@ def test_networks_compute_the_checksum() -> None:
     assert reduce(xor, taken) ^ 0xFFFFFFFF == native.crc32c(beat.ctypes.data, beat.nbytes)
 
 
-def test_streams_and_operators_are_those_of_the_sources(tmp_path: Path) -> None:
-    """The tables count the streams between processes, and the multipliers as asterisks in a rule's arithmetic."""
+def test_streams_processes_and_operators_are_those_of_the_sources(tmp_path: Path) -> None:
+    """The tables count the streams, in the memory that they are bound to, and a rule's multipliers: its asterisks."""
     rows = dict(re.findall(r"\| `(\w+)` \| (\d+) \|", report()))
     write_sources(tmp_path)
     for kernel in KERNELS:
         source = (tmp_path / f"{kernel.name}.cpp").read_text()
-        beats = len(re.findall(r"hls::stream<(?:Words|Floats), 32>", source))
-        assert beats == len(re.findall(r"hls::stream<Run, 2>", source)) == 5 + 2 * len(kernel.arrays)
+        beats = re.findall(r"hls::stream<(?:Words|Floats), [^>]+> (\w+)", source)
+        runs = re.findall(r"hls::stream<Run, 2> (\w+)", source)
+        assert len(beats) == len(runs) == 5 + 2 * len(kernel.arrays)
+        assert source.count("    PROCESS(") == len(runs) + 1
+        bound = dict(re.findall(r"BIND_STORAGE variable = (\w+) type = fifo impl = (\w+)", source))
+        assert bound == dict.fromkeys([*beats, *runs, "entries", "findings"], "srl") | {"counts": "bram"}
+        assert re.findall(r"variable = counts depth = (\d+)", source) == ["8192"]
         formula = (ROOT / "hls/kernels" / f"{kernel.name}.hpp").read_text()
         assert formula.count(" * ") == int(rows[kernel.name])

@@ -28,7 +28,7 @@ XCLBIN_VARIABLE = "SMART_INFINITY_XCLBIN"
 
 BUILD_REMEDY = (
     "Build it with `make -C hls xclbin` in a checkout or source distribution of this version (wheels have no hls/"
-    " folder; Vitis 2021.2 to 2022.2, for the shell xilinx_u2_gen3x4_xdma_gc_2_202110_1) and pass"
+    " folder; Vitis 2021.2 to 2023.1, for the shell xilinx_u2_gen3x4_xdma_gc_2_202110_1) and pass"
     f" SmartSSDConfig(xclbin=...), or set {XCLBIN_VARIABLE}."
 )
 
