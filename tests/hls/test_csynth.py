@@ -1,0 +1,86 @@
+"""Tests the reader of Vitis HLS's reports, with a report of the form that Vitis HLS 2022 and 2023 write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hls.csynth import CsynthReport, read_csynth
+from lightning_smartinfinity.errors import DeviceError
+
+REPORT = """\
+<profile>
+  <UserAssignments><TopModelName>sgd_update</TopModelName></UserAssignments>
+  <PerformanceEstimates>
+    <PipelineType>dataflow</PipelineType>
+    <SummaryOfLoopLatency>
+      <blocks>
+        <TripCount>64</TripCount><Latency>undef</Latency><PipelineII>undef</PipelineII>
+        <place><TripCount>65536</TripCount><PipelineII>1</PipelineII></place>
+      </blocks>
+    </SummaryOfLoopLatency>
+  </PerformanceEstimates>
+  <AreaEstimates>
+    <Resources>
+      <BRAM_18K>129</BRAM_18K><DSP>52</DSP><FF>90000</FF><LUT>63000</LUT><URAM>32</URAM>
+    </Resources>
+    <AvailableResources><BRAM_18K>1968</BRAM_18K></AvailableResources>
+  </AreaEstimates>
+  <ModuleInformation>
+    <Module>
+      <Name>compute</Name>
+      <PerformanceEstimates>
+        <SummaryOfLoopLatency><beats><Name>beats</Name><PipelineII>9</PipelineII></beats></SummaryOfLoopLatency>
+      </PerformanceEstimates>
+      <AreaEstimates><Resources><LUT>11</LUT><FF>22</FF></Resources></AreaEstimates>
+    </Module>
+  </ModuleInformation>
+</profile>
+"""
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    path = tmp_path / "csynth.xml"
+    path.write_text(REPORT)
+    return path
+
+
+def test_figures_are_those_of_the_whole_kernel(report: Path) -> None:
+    """Modules have figures of their own, which are part of the kernel's; two halves make a block of 36 Kbit."""
+    assert read_csynth(report) == CsynthReport(
+        loops={"sgd_update/place": 1, "compute/beats": 9}, bram=65, uram=32, ff=90_000, lut=63_000, dsp=52
+    )
+
+
+def test_the_interval_is_the_largest(report: Path) -> None:
+    """One loop that missed its interval slows the whole kernel; a kernel without pipelined loops has none."""
+    assert read_csynth(report).ii == 9
+    report.write_text(REPORT.replace("PipelineII", "Other"))
+    assert read_csynth(report).ii is None
+
+
+def test_an_older_release_names_dsps_otherwise(report: Path) -> None:
+    report.write_text(REPORT.replace("<DSP>52</DSP>", "<DSP48E>52</DSP48E>"))
+    assert read_csynth(report).dsp == 52
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a log", "syntax error"),
+        ("<profile/>", "no AreaEstimates/Resources/BRAM_18K"),
+        (REPORT.replace("63000", "many"), "many"),
+    ],
+)
+def test_another_file_is_refused(report: Path, text: str, why: str) -> None:
+    """The error names the file, says why it is no report, and where v++ leaves one."""
+    report.write_text(text)
+    with pytest.raises(DeviceError, match=rf"csynth\.xml is no report of Vitis HLS: .*{why}.*save-temps"):
+        read_csynth(report)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match=r"No such file .*save-temps"):
+        read_csynth(tmp_path / "csynth.xml")
