@@ -35,7 +35,7 @@ CREATED := $(VENV)/.created
 REQUIREMENTS := $(VENV)/.requirements
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup demo test test-long test-activations checks lint types contracts collection unit csim format dist clean
+.PHONY: help setup demo test test-long test-activations checks lint types contracts collection unit csim xo format dist clean
 
 help: ## List the targets; times on two cores
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -112,6 +112,10 @@ test-activations: ## The tests that train, with all activations on storage and l
 
 csim: $(INSTALLED) ## The SmartSSD's kernels, compiled for this machine, against numpy and torch.optim (2 min)
 	$(MAKE) -C hls csim
+
+xo: $(INSTALLED) ## Compile the SmartSSD's kernels with v++, the smallest first; needs Vitis, no card (1 h)
+	$(MAKE) -C hls $(CURDIR)/build/card/sgd_update.xo CARD=$(CURDIR)/build/card
+	$(MAKE) -C hls xo CARD=$(CURDIR)/build/card
 
 format: $(INSTALLED) ## Rewrite Python and C++ files in the project's style (5 s)
 	ruff check --fix .

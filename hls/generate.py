@@ -7,6 +7,7 @@ Usage::
     python -m hls.generate kernels [--optimizer adamw]
     python -m hls.generate config FILE [--optimizer adamw]
     python -m hls.generate toolchain
+    python -m hls.generate csynth FILE --kernel NAME
     python -m hls.generate compile-line --kernel NAME [--target hw] [--folder build/card]
     python -m hls.generate link-line --output FILE [--optimizer adamw] [--target hw] [--folder build/card]
 
@@ -16,14 +17,17 @@ Usage::
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hls.card_build import compile_line, connectivity_config, link_line, missing_toolchain
+from hls.csynth import read_csynth
 from hls.description import EMULATED, KERNELS, SMARTSSD, design_for
-from hls.sources import write_sources
+from hls.resources import expected
+from hls.sources import COMPUTE_INTERVAL, write_sources
 from hls.xclbin import xclbin
 from lightning_smartinfinity.update_rules import RULES
 
@@ -37,10 +41,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_sources(options.folder)
     elif options.what == "test-xclbin":
         options.file.write_bytes(xclbin(EMULATED))
+    elif options.what == "csynth":
+        sys.stdout.write(json.dumps(_compared(options.file, options.kernel)) + "\n")
     elif options.what == "config":
         options.file.write_text(connectivity_config(design_for(options.optimizer)))
     else:
         sys.stdout.write(shlex.join(_words(options)) + "\n")
+
+
+def _compared(file: Path, name: str) -> dict[str, dict[str, int | None]]:
+    """Return each figure of Vitis HLS's report beside the computed one; ``None`` where there is none."""
+    told = read_csynth(file)
+    computed = expected(next(kernel for kernel in KERNELS if kernel.name == name))
+    figures = {figure: getattr(told, figure) for figure in ("ii", "bram", "uram", "ff", "lut", "dsp")}
+    computed["ii"] = COMPUTE_INTERVAL
+    return {figure: {"reported": value, "expected": computed.get(figure)} for figure, value in figures.items()}
 
 
 def _words(options: argparse.Namespace) -> list[str]:
@@ -56,12 +71,13 @@ def _words(options: argparse.Namespace) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hls.generate", description="Generate from the kernels.")
     commands = parser.add_subparsers(dest="what", required=True)
-    names = ("sources", "test-xclbin", "kernels", "config", "toolchain", "compile-line", "link-line")
+    names = ("sources", "test-xclbin", "kernels", "config", "toolchain", "csynth", "compile-line", "link-line")
     command = {name: commands.add_parser(name) for name in names}
     command["sources"].add_argument("folder", type=Path)
-    for name in ("test-xclbin", "config"):
+    for name in ("test-xclbin", "config", "csynth"):
         command[name].add_argument("file", type=Path)
-    command["compile-line"].add_argument("--kernel", required=True, choices=[kernel.name for kernel in KERNELS])
+    for name in ("compile-line", "csynth"):
+        command[name].add_argument("--kernel", required=True, choices=[kernel.name for kernel in KERNELS])
     command["link-line"].add_argument("--output", required=True)
     for name in ("kernels", "config", "link-line"):
         command[name].add_argument("--optimizer", default=RULES[0].name, choices=[rule.name for rule in RULES])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from hls.description import DESIGNS, KERNELS, Design, Kernel
 from lightning_smartinfinity.update_rules import RULES
 
-__all__ = ["beat_columns", "network_luts", "report"]
+__all__ = ["beat_columns", "expected", "network_luts", "report"]
 
 # Figures of a beat (beats.hpp) and of a port's bursts (the kernels' INTERFACE pragmas).
 _LANES, _BEAT_BITS, _BURST_BEATS, _BURSTS = 16, 512, 64, 4
@@ -160,6 +160,11 @@ def _totals(kernel: Kernel) -> dict[str, int]:
         "URAM": 2 * _LANES,
         "DSP": _operator_cost(kernel, *_OPERATOR_DSPS),
     }
+
+
+def expected(kernel: Kernel) -> dict[str, int]:
+    """Return what a kernel should take, by the names of ``CsynthReport``."""
+    return {name.lower().removesuffix("36"): count for name, count in _totals(kernel).items()}
 
 
 _TOTAL_NAMES = {

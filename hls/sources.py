@@ -11,7 +11,10 @@ from pathlib import Path
 
 from hls.description import KERNELS, Argument, ArgumentKind, Kernel
 
-__all__ = ["write_sources"]
+__all__ = ["COMPUTE_INTERVAL", "write_sources"]
+
+COMPUTE_INTERVAL = 8
+"""Cycles from one beat to the next in the loop of ``compute``, which is the slowest loop of a kernel."""
 
 _DEEPEST_SHIFT_REGISTER = 64
 
@@ -72,7 +75,7 @@ void compute(
     const Run run = pass_on(runs_in, runs_out);
 beats:
     for (std::uint32_t beat = run.begin; beat < run.stored_end; ++beat) {{
-#pragma HLS PIPELINE II = 8
+#pragma HLS PIPELINE II = {interval}
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
         const bool given = beat < run.end;
         const Floats gradient = next_beat(gradients, given && run.active);
@@ -144,6 +147,7 @@ def _source(kernel: Kernel) -> str:
     return _SOURCE.format(
         kernel=kernel.name,
         title=_title(kernel),
+        interval=COMPUTE_INTERVAL,
         compute_parameters=",\n    ".join(_compute_parameters(kernel)),
         floats=",\n        ".join(f"float_of({word})" for word in kernel.words),
         next_beats=_lines(f"        Floats {name} = next_beat({name}s, given);" for name in arrays),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from lightning_smartinfinity.cli import convert, export, jobs, plan, scrub, selftest, simulate, universal
+from lightning_smartinfinity.cli import card_report, convert, export, jobs, plan, scrub, selftest, simulate, universal
 from lightning_smartinfinity.cli.output import OutputError, checked_output
 from lightning_smartinfinity.errors import SmartInfinityError
 
@@ -24,9 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Arguments without the program's name; ``None`` means those of the process.
 
     Returns:
-        Exit status: 0; 1 after an error of this package, a failed self-test, damage or output that cannot be written;
-        2 if a scrub cannot tell whether all is whole; 3 if a planned training does not fit; 130 after Ctrl-C; 141 if
-        the reader of the output has gone. argparse itself exits with 2.
+        Exit status: 0; 1 after an error of this package, a failed self-test or card report, damage or output that
+        cannot be written; 2 if a scrub cannot tell whether all is whole; 3 if a planned training does not fit; 130
+        after Ctrl-C; 141 if the reader of the output has gone. argparse itself exits with 2.
     """
     parser = argparse.ArgumentParser(
         prog="smart-infinity", description="Planning, optimizer state and checkpoints of lightning-smartinfinity."
@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs.add_to(commands)
     scrub.add_to(commands)
     selftest.add_to(commands)
+    card_report.add_to(commands)
     simulate.add_to(commands)
     try:
         with checked_output():

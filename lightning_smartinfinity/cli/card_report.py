@@ -1,0 +1,215 @@
+"""``smart-infinity card-report``: tries a new SmartSSD stage by stage, and packs what it finds into one archive."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_smartinfinity.checks import Rule
+from lightning_smartinfinity.cli import card_build
+from lightning_smartinfinity.cli.option_types import reading
+from lightning_smartinfinity.cli.report_archive import pack
+from lightning_smartinfinity.config import SmartSSDConfig
+from lightning_smartinfinity.errors import SmartInfinityError
+
+__all__ = ["add_to"]
+
+_DESCRIPTION = """\
+Try a SmartSSD for the first time, and pack what is found into one archive without the machine's identity. The stages
+are: driver, xo (compiles the smallest kernel), csynth (its resources beside those expected), selftest, p2p (rates by
+size) and link (in the background, for hours). Run the command again to go on where it stopped. Exit status 1 if a stage
+failed.
+"""
+_P2P_MIB = (1, 4, 16, 64)
+_TO_INSTALL = """\
+This machine has neither XRT nor v++, so there is nothing to try. To use a SmartSSD, install:
+  1. XRT 2.13 or later with its driver xocl, then `source /opt/xilinx/xrt/setup.sh`.
+  2. The shell of the card, xilinx_u2_gen3x4_xdma_gc_2_202110_1, and `xbutil configure --p2p enable`.
+To build the kernels, with or without a card, install:
+  3. Vitis, then source its settings64.sh. Add the development package of the shell.
+  4. A checkout or source distribution of lightning-smartinfinity, installed with `pip install --editable`.
+Then run `smart-infinity card-report FOLDER...` with a folder on the SSD of each card.
+"""
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What the stages need.
+
+    Args:
+        work: Folder for results and builds.
+        folders: Storage folders on the SSDs of the cards.
+        settings: Settings, as for training.
+        has_runtime: Whether XRT is installed.
+    """
+
+    work: Path
+    folders: list[str]
+    settings: SmartSSDConfig
+    has_runtime: bool
+
+    def last(self, stage: str) -> dict[str, Any]:
+        """Return the kept result of a stage; empty if there is none, or only a part of one."""
+        try:
+            return dict(json.loads(self._file(stage).read_text()))
+        except (OSError, ValueError):
+            return {}
+
+    def keep(self, stage: str, result: dict[str, Any]) -> None:
+        """Keep the result of a stage."""
+        self._file(stage).write_text(json.dumps(result, indent=2))
+
+    def _file(self, stage: str) -> Path:
+        return self.work / f"{stage}.json"
+
+    def done(self, stage: str) -> bool:
+        """Return whether a stage has succeeded with what it depends on now."""
+        last = self.last(stage)
+        return last.get("status") == "done" and last.get("inputs") == self.inputs(stage)
+
+    def inputs(self, stage: str) -> dict[str, Any]:
+        """Return what the result of a stage depends on."""
+        if stage in ("xo", "csynth", "link"):
+            sources = [path for path in (card_build.CHECKOUT / "hls").rglob("*") if path.suffix in (".py", ".hpp")]
+            return {
+                "v++": shutil.which("v++"),
+                "sources": max((path.stat().st_mtime_ns for path in sources), default=0),
+            }
+        xclbin = self.settings.xclbin and Path(self.settings.xclbin)
+        built = xclbin.stat().st_mtime_ns if xclbin and xclbin.exists() else None
+        return {"folders": self.folders, "xclbin": str(xclbin), "built": built, "binding": self.settings.binding}
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
+    parser = commands.add_parser("card-report", help="try a new SmartSSD, and pack a report", description=_DESCRIPTION)
+    parser.add_argument("folders", nargs="*", help="storage folders, one on the SSD of each card")
+    parser.add_argument("--xclbin", help="SmartSSDConfig(xclbin=...) (default: what the stage link built)")
+    parser.add_argument(
+        "--binding", default=SmartSSDConfig.binding, help="SmartSSDConfig(binding=...): auto, native or pyxrt"
+    )
+    parser.add_argument(
+        "--work", type=_path, default="card_report", help="folder for results and builds (default: %(default)s)"
+    )
+    parser.add_argument("--stage", nargs="+", choices=_STAGES, default=list(_STAGES), help="run these stages alone")
+    parser.set_defaults(run=_run)
+
+
+_path = reading(lambda text: Path(text).resolve() if text else None, Rule("Name a folder", lambda value: bool(value)))
+
+
+def _run(options: argparse.Namespace) -> int:
+    from lightning_smartinfinity.devices.smartssd.discovery.runtime import runtime_of
+    from lightning_smartinfinity.devices.smartssd.discovery.system import System
+
+    has_runtime = runtime_of(System()).root is not None
+    if not has_runtime and not shutil.which("v++"):
+        print(_TO_INSTALL, end="")
+        return 1
+    work = options.work
+    work.mkdir(parents=True, exist_ok=True)
+    built = card_build.xclbin_in(work)
+    xclbin = options.xclbin or (str(built) if built.exists() else None)
+    settings = SmartSSDConfig(xclbin=xclbin, binding=options.binding)
+    report = _Report(work, [str(Path(folder).resolve()) for folder in options.folders], settings, has_runtime)
+    failed = False
+    for stage in options.stage:
+        result = _result_of(report, stage)
+        print(f"{stage:<10}{result['status']:<9}{result.get('reason', '')}".rstrip(), flush=True)
+        failed |= result["status"] == "failed"
+    archive = work / "card-report.tar.gz"
+    places = {folder: f"FOLDER{number}" for number, folder in enumerate(report.folders)}
+    places |= {str(work): "WORK", str(card_build.CHECKOUT): "CHECKOUT"}
+    if xclbin:
+        places |= {xclbin: "XCLBIN", str(Path(xclbin).resolve()): "XCLBIN"}
+    pack(archive, {stage: last for stage in _STAGES if (last := report.last(stage))}, places=places)
+    print(f"\nPacked {archive}. Read it before you send it.")
+    return int(failed)
+
+
+def _result_of(report: _Report, stage: str) -> dict[str, Any]:
+    """Return the kept result of a stage that has succeeded, or run it and keep its result."""
+    if report.done(stage):
+        return report.last(stage) | {"reason": "kept from an earlier run"}
+    run, reason_to_skip = _STAGES[stage]
+    last = report.last(stage)
+    # What runs in the background depends on what there was when it began.
+    inputs = last["inputs"] if last.get("status") == "running" else report.inputs(stage)
+    try:
+        reason = reason_to_skip(report)
+        result = {"status": "skipped", "reason": reason} if reason else run(report)
+    except SmartInfinityError as error:
+        result = {"status": "failed", "reason": str(error)}
+    result["inputs"] = inputs
+    report.keep(stage, result)
+    return result
+
+
+def _driver(report: _Report) -> dict[str, Any]:
+    """Look at XRT and the cards; on a new card there is no xclbin yet."""
+    return _examined(report, [], without=("xclbin", "folders"))
+
+
+def _examined(report: _Report, folders: list[str], *, without: Collection[str] = ()) -> dict[str, Any]:
+    from lightning_smartinfinity.devices.smartssd.discovery.system import System
+    from lightning_smartinfinity.devices.smartssd.examination import examine
+
+    found = examine(folders, report.settings, System())
+    findings = [asdict(finding) for finding in found if finding.subject not in without]
+    wrong = [f"{one['subject']}, {one['name']}: {one['value']}" for one in findings if one["ok"] is False]
+    if wrong:
+        return {"status": "failed", "reason": "; ".join(wrong), "findings": findings}
+    return {"status": "done", "findings": findings}
+
+
+def _p2p_rates(report: _Report) -> dict[str, Any]:
+    """Measure P2P of every card in both directions; each size is also checked for the right bytes."""
+    from lightning_smartinfinity.devices.smartssd.discovery.card_setup import find_cards
+    from lightning_smartinfinity.devices.smartssd.discovery.system import System
+    from lightning_smartinfinity.devices.smartssd.scratch import scratch_folder
+    from lightning_smartinfinity.devices.smartssd.self_test import check_p2p
+
+    folders = [Path(folder) for folder in report.folders]
+    setup = find_cards(folders, report.settings, System())
+    rates = []
+    for card, folder in zip(setup.cards, folders, strict=True):
+        with scratch_folder(card, folder) as scratch:
+            for mib in _P2P_MIB:
+                moved = check_p2p(setup, card, scratch, nbytes=mib << 20)
+                rates.append({"card": card.label, "nbytes": mib << 20, **moved._asdict()})
+    return {"status": "done", "bytes_per_second": rates}
+
+
+def _without_runtime(report: _Report) -> str:
+    return "" if report.has_runtime else "there is no XRT here: install it and set XILINX_XRT"
+
+
+def _without_work(report: _Report) -> str:
+    if reason := _without_runtime(report):
+        return reason
+    if not report.settings.xclbin:
+        return "there is no xclbin: pass --xclbin, or run the stage link until it is done"
+    return "" if report.folders else "no folders are named: name one on the SSD of each card"
+
+
+def _without_xo(report: _Report) -> str:
+    return card_build.unable() or ("" if report.done("xo") else "the stage xo has not succeeded")
+
+
+_STAGES: dict[str, tuple[Callable[[_Report], dict[str, Any]], Callable[[_Report], str]]] = {
+    "driver": (_driver, _without_runtime),
+    "xo": (lambda report: card_build.compile_smallest(report.work), lambda report: card_build.unable()),
+    "csynth": (lambda report: card_build.compare_csynth(report.work), _without_xo),
+    "selftest": (lambda report: _examined(report, report.folders), _without_work),
+    "p2p": (_p2p_rates, _without_work),
+    "link": (
+        lambda report: card_build.link(report.work, begun=report.last("link").get("status") == "running"),
+        _without_xo,
+    ),
+}
+"""Each stage: how it runs, and why it is skipped (empty: it is not)."""
