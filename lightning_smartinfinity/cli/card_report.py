@@ -142,7 +142,7 @@ def _result_of(report: _Report, stage: str) -> dict[str, Any]:
     inputs = last["inputs"] if last.get("status") == "running" else report.inputs(stage)
     try:
         reason = reason_to_skip(report)
-        result = {"status": "skipped", "reason": reason} if reason else run(report)
+        result: dict[str, Any] = {"status": "skipped", "reason": reason} if reason else run(report)
     except SmartInfinityError as error:
         result = {"status": "failed", "reason": str(error)}
     result["inputs"] = inputs
