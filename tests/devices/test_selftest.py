@@ -106,7 +106,8 @@ def test_a_card_behind_a_closed_node_is_not_worked(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    "remedy", {*opening._REMEDIES.values(), opening._OTHER_REMEDY, self_test_module._DAMAGED, self_test_module._NO_P2P}
+    "remedy",
+    sorted({*opening._REMEDIES.values(), opening._OTHER_REMEDY, self_test_module._DAMAGED, self_test_module._NO_P2P}),
 )
 def test_the_command_does_not_advise_itself(machine: Machine, monkeypatch: pytest.MonkeyPatch, remedy: str) -> None:
     """Advice to run this command is left out of its findings; the rest of the remedy stays."""
