@@ -7,7 +7,9 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity.cli import main
+import pytest
+
+from lightning_smartinfinity.cli import card_training, main
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from tests.helpers.runif import RunIf
 from tests.xrt.cards import EmulatedCards
@@ -48,3 +50,33 @@ def test_a_card_that_fails_fails_its_stage(tmp_path: Path, emulated_cards: Emula
     assert packed(tmp_path / "work/card-report.tar.gz")["selftest"]["status"] == "failed"
     emulated_cards.reset()
     assert main(command) == 0
+
+
+def test_trainings_are_compared_with_the_host(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty steps give the host's bits and a rate for each size; the stage fails where one bit is another."""
+    command = ["card-report", str(tmp_path / "a"), str(tmp_path / "b"), "--work", str(tmp_path / "work")]
+    command += ["--xclbin", str(emulated_cards.build.xclbin), "--stage", "train"]
+    compared: list[dict[str, Any]] = []
+
+    def trained(*arguments: Any) -> tuple[dict[str, Any], Any]:
+        arrays, traffic = train(*arguments)
+        compared.append(arrays)
+        if len(compared) == 7:  # the first training of the second run, on the cards
+            arrays["master"].view("u1")[12345] ^= 1
+        return arrays, traffic
+
+    train = card_training._trained
+    monkeypatch.setattr(card_training, "_trained", trained)
+    assert main(command) == 0
+    found = packed(tmp_path / "work/card-report.tar.gz")["train"]
+    assert [rate["numel"] for rate in found["elements_per_second"]] == [256**2, 1024**2, 2048**2]
+    assert all(rate["rate"] > 0 for rate in found["elements_per_second"]) and found["steps"] == 20
+    assert len(compared) == 6 and all(array.any() for arrays in compared for array in arrays.values())
+    assert sum(emulated_cards.counter("runs_completed", card) for card in range(2)) >= 3 * 20
+    (tmp_path / "work/train.json").unlink()
+    assert main(command) == 1
+    reason = packed(tmp_path / "work/card-report.tar.gz")["train"]["reason"]
+    assert "differs from the host's: master of 65536 elements" in reason
+    assert [path for name in "ab" for path in (tmp_path / name).rglob("*") if path.is_file()] == []
