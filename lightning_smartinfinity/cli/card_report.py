@@ -184,7 +184,7 @@ def _p2p_rates(report: _Report) -> dict[str, Any]:
         with scratch_folder(card, folder) as scratch:
             for mib in _P2P_MIB:
                 moved = check_p2p(setup, card, scratch, nbytes=mib << 20)
-                rates.append({"card": card.label, "nbytes": mib << 20, **moved._asdict()})
+                rates.append({"card": card.label, "nbytes": mib << 20, "read": moved.read, "write": moved.write})
     return {"status": "done", "bytes_per_second": rates}
 
 
