@@ -113,7 +113,7 @@ test-activations: ## The tests that train, with all activations on storage and l
 csim: $(INSTALLED) ## The SmartSSD's kernels, compiled for this machine, against numpy and torch.optim (2 min)
 	$(MAKE) -C hls csim
 
-xo: $(INSTALLED) ## Compile the SmartSSD's kernels with v++, the smallest first; needs Vitis, no card (1 h)
+xo: $(INSTALLED) ## Compile the SmartSSD's kernels with v++, the smallest first; needs Vitis, no card
 	$(MAKE) -C hls $(CURDIR)/build/card/sgd_update.xo CARD=$(CURDIR)/build/card
 	$(MAKE) -C hls xo CARD=$(CURDIR)/build/card
 

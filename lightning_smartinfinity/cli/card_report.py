@@ -192,13 +192,16 @@ def _trained(report: _Report) -> dict[str, Any]:
     """Train with the first kernel of the xclbin, on the cards and on the host."""
     from lightning_smartinfinity.cli.card_training import compare_trainings
     from lightning_smartinfinity.devices.smartssd.discovery.system import System
-    from lightning_smartinfinity.devices.smartssd.discovery.xclbin import read_xclbin
+    from lightning_smartinfinity.devices.smartssd.discovery.xclbin import BUILD_REMEDY, read_xclbin
     from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 
     built = read_xclbin(report.settings, System()).kernels
     kernel = next((each for each in KERNELS if each.name in built), None)
     if kernel is None:
-        return {"status": "failed", "reason": f"the xclbin has none of our kernels, but {', '.join(built)}"}
+        return {
+            "status": "failed",
+            "reason": f"the xclbin has none of our kernels, but {', '.join(built)}. {BUILD_REMEDY}",
+        }
     return compare_trainings(report.folders, report.settings, optimizer=kernel.rule.optimizers[-1])
 
 

@@ -108,7 +108,9 @@ def _trained(width: int, optimizer: str, strategy: SmartInfinityStrategy) -> tup
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(module)
-        traffic = strategy.traffic()
-        strategy.close()
+        try:
+            trainer.fit(module)
+            traffic = strategy.traffic()
+        finally:
+            strategy.close()
     return module.arrays, traffic
