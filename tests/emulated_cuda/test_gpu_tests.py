@@ -36,6 +36,7 @@ def assert_they_pass(file: str, folder: Path, *, seed: int = 1) -> None:
         seed: Seed of the delays.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--basetemp={folder / 'inner'}"]
+    command.append("--timeout=120")  # below ours, so that the test which hangs is named
     done = subprocess.run(
         [*command, file],
         cwd=ROOT,
