@@ -27,7 +27,6 @@ class Reads:
     Args:
         files: Where they were written.
         pool: Where they are read to.
-        measure: Is called before and after each wait.
         spare_bytes: Returns how many bytes the budget leaves; None if there is no budget.
     """
 
@@ -36,22 +35,15 @@ class Reads:
         files: ActivationFiles,
         pool: Pool,
         *,
-        measure: Callable[[], None],
         spare_bytes: Callable[[], int | None],
     ) -> None:
-        self._files, self._pool, self._measure, self._spare_bytes = files, pool, measure, spare_bytes
+        self._files, self._pool, self._spare_bytes = files, pool, spare_bytes
         self._ahead: deque[weakref.ref[Entry]] = deque()  # read, or being read, before they are wanted
 
     @property
     def ahead_bytes(self) -> int:
         """Most bytes that are read before they are wanted."""
         return self._pool.limit // _SHARE_AHEAD
-
-    @property
-    def are_in_progress(self) -> bool:
-        """Whether there is a read in progress that nobody waits for."""
-        last = self._ahead[-1]() if self._ahead else None
-        return last is not None and last.reading is not None and not self._files.tensors.done(last.reading)
 
     def forget_gone(self) -> None:
         """Forget entries that are gone."""
@@ -81,14 +73,11 @@ class Reads:
                 pass
             self._start(entry, native.IoClass.AWAITED)
         if entry.reading is not None:
-            self._measure()
             try:
                 self._files.tensors.finish(entry.reading)
             except StorageError as error:
                 entry.reading = entry.memory = None
                 raise entry.failure(error) from error
-            finally:
-                self._measure()
             entry.reading = None  # not after an interrupt
 
     def read_ahead(self, entry: Entry) -> None:

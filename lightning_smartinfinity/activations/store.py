@@ -53,7 +53,7 @@ class ActivationStore:
         self._files = ActivationFiles(settings, folders, transfer=transfer)
         self._pool = Pool(settings, self._files)
         self._writes = Writes(settings, self._files, self._pool)
-        self._reads = Reads(self._files, self._pool, measure=self._measure_wait, spare_bytes=self._spare_bytes)
+        self._reads = Reads(self._files, self._pool, spare_bytes=self._spare_bytes)
         self._loads = Loads(self._pool, self._reads)
         self._devices = Devices(stop=self._writes.stop)
         self._freed_memory = FreedMemory()
@@ -198,9 +198,7 @@ class ActivationStore:
         """Take a new entry, which was made for a tensor, and let the oldest ones leave."""
         self._departures.add(entry, tensor, forward)
         self._reap()
-        self._measure()
         self._departures.let_leave(forward, held_bytes=lambda: self.held_bytes)
-        self._measure()
 
     def share(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Take a saved tensor that shares an entry."""
@@ -242,7 +240,6 @@ class ActivationStore:
                 # Backward frees about as much as it uses.
                 self._freed_memory.add(entry.nbytes, most_saved=self._pool.most_saved)
         self._reap()
-        self._measure()
         was_in_memory = entry.memory is not None
         if not entry.is_original:
             if entry.is_leaving:
@@ -261,7 +258,6 @@ class ActivationStore:
             self._load_ahead(entry)
         if entry.stored is not None and (is_first_use or not was_in_memory):
             self._pool.add_used(entry)
-        self._measure()
         return tensor
 
     def _load_ahead(self, entry: Entry) -> None:
@@ -279,17 +275,3 @@ class ActivationStore:
             self._writes.reap()
             if self._devices:
                 self._devices.reap()
-
-    def _measure(self) -> None:
-        """Look at the counters, and at whether storage is at work.
-
-        It is called before requests are added and afterwards, so that it sees what is left of earlier ones.
-        """
-        self._note_rates(reading=self._reads.are_in_progress)
-
-    def _measure_wait(self) -> None:
-        """Look at the counters around a time in which backward waits for a read."""
-        self._note_rates(reading=True)
-
-    def _note_rates(self, *, reading: bool) -> None:
-        self._rates.note(self.files.counters(), writing=self._writes.are_in_progress, reading=reading)

@@ -38,11 +38,6 @@ class Writes:
         self._leaving: deque[weakref.ref[Entry]] = deque()  # being written, oldest first
         self.stopped = False
 
-    @property
-    def are_in_progress(self) -> bool:
-        """Whether there may be writes in progress."""
-        return bool(self._leaving)
-
     def entries(self) -> Iterator[Entry]:
         """Yield the entries that may be being written, oldest first."""
         return (entry for found in self._leaving if (entry := found()) is not None)

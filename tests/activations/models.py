@@ -146,7 +146,7 @@ def drop_memory(activations: OffloadedActivations) -> None:
     with store.lock:
         # The write of what comes from a device starts behind its copy.
         await_that(lambda: store._reap() or store.traffic().written_bytes >= store.traffic().offloaded_bytes)
-        await_that(lambda: store._reap() or not store._writes.are_in_progress)
+        await_that(lambda: store._reap() or not any(store._writes.entries()))
         while store._pool.drop():
             pass
 

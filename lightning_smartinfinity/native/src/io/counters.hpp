@@ -32,6 +32,8 @@ struct Counters {
     std::uint64_t cached_write_bytes = 0;  // bytes of resident tasklets that were not written to storage
     double read_seconds = 0;
     double write_seconds = 0;
+    double read_busy_seconds = 0;   // of a queue: time with at least one read in progress
+    double write_busy_seconds = 0;  // of a queue: time with at least one write in progress
     double compute_seconds = 0;
     double wait_seconds = 0;
     std::uint64_t system_calls = 0;      // made by the I/O engine

@@ -217,7 +217,7 @@ void FileQueue::hasten(Ticket ticket) {
 void FileQueue::completed(const IoRequest& request, const IoResult& result) {
     std::unique_lock lock(mutex_);
     Part& found = parts_.at(request.tag);
-    counters_.count(request.direction, result);
+    count(request.direction, result);
     const Transfer::Progress progress = found.transfer.advance(result);
     if (progress == Transfer::Progress::kAgain) {
         found.attempted = true;
@@ -252,6 +252,13 @@ void FileQueue::completed(const IoRequest& request, const IoResult& result) {
     requests_.erase(part.ticket);
     lock.unlock();
     finished(std::move(whole.failure));
+}
+
+void FileQueue::count(Direction direction, const IoResult& result) {
+    counters_.count(direction, result);
+    (direction == Direction::kRead ? reading_ : writing_).ended(result.seconds);
+    counters_.read_busy_seconds = reading_.seconds();
+    counters_.write_busy_seconds = writing_.seconds();
 }
 
 // Returns what the request needs no more, to be destroyed with no lock held. An abandoned part still needs it.

@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/busy_time.hpp"
 #include "base/failure.hpp"
 #include "io/counters.hpp"
 #include "io/deadline_engine.hpp"
@@ -121,6 +122,7 @@ class FileQueue final : private CompletionHandler {
     void start(Ticket ticket, const std::shared_ptr<Request>& request);
     void attempt(const Part& part);
     void hasten(Ticket ticket);
+    void count(Direction direction, const IoResult& result);
     static Ended take_unused(Request& request);
     void end_of(Request& request);
     void completed(const IoRequest& request, const IoResult& result) override;
@@ -133,6 +135,7 @@ class FileQueue final : private CompletionHandler {
     Ticket next_ticket_ = 0;
     std::size_t next_tag_ = 0;
     Counters counters_;
+    BusyTime reading_, writing_;
     bool closed_ = false;
     std::vector<std::shared_ptr<Request>> abandoned_;  // keep their files and what `ended` holds
     std::optional<Deadline> deadline_;

@@ -47,6 +47,10 @@ void bind_counters(nb::module_& m) {
                 "Bytes of blocks written to a card's gradient file and read from it.")
         .def_ro("read_seconds", &PythonCounters::read_seconds)
         .def_ro("write_seconds", &PythonCounters::write_seconds)
+        .def_ro("read_busy_seconds", &PythonCounters::read_busy_seconds,
+                "Time with at least one read of a queue in progress.")
+        .def_ro("write_busy_seconds", &PythonCounters::write_busy_seconds,
+                "Time with at least one write of a queue in progress.")
         .def_ro("compute_seconds", &PythonCounters::compute_seconds)
         .def_ro("wait_seconds", &PythonCounters::wait_seconds)
         .def_ro("system_calls", &PythonCounters::system_calls, "System calls of the I/O engine.")

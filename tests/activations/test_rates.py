@@ -1,0 +1,66 @@
+"""Rates are those of storage, however slowly forward and backward use it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_smartinfinity.activations.rates import Rates
+from tests.activations.models import drop_memory, everything, opened
+from tests.helpers.native_testing import Throttle
+
+NBYTES = 256 << 10
+ENTRIES = 6
+RATE = 20e6
+PAUSE = 3 * NBYTES / RATE
+
+
+class Slow(torch.autograd.Function):
+    """Saves its input, and takes longer than storage needs for that, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        time.sleep(PAUSE)
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(PAUSE)
+        return gradient + ctx.saved_tensors[0]
+
+
+def test_rates_of_storage_that_has_little_to_do(tmp_path: Path) -> None:
+    """Only the time of transfers counts: storage that waits for the next tensor is not slow."""
+    with opened(tmp_path, everything(host_bytes=3 * NBYTES)) as offloaded:
+        store = offloaded._store
+        throttle = Throttle(store.files.core, store.files._files.files)
+        throttle.bytes_per_second = RATE
+        x = torch.ones(NBYTES // 4, requires_grad=True)
+        y = x
+        with offloaded.forward(x):
+            for _ in range(ENTRIES):
+                y = Slow.apply(y * 2)
+        drop_memory(offloaded)
+        y.sum().backward()
+        rates = store.update_rates()
+        # Counting the pauses, too, would give at most a third of the rate.
+        assert 0.6 * RATE < rates.write < 1.05 * RATE
+        assert 0.6 * RATE < rates.read < 1.05 * RATE
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+def test_rates_that_stay(seconds: float) -> None:
+    """Without a transfer, or if all have failed, a rate is what it was."""
+    counters = SimpleNamespace(written_bytes=200, write_busy_seconds=2.0, read_bytes=100, read_busy_seconds=4.0)
+    rates = Rates()
+    for _ in range(2):
+        rates.update(counters)  # type: ignore[arg-type]
+        assert (rates.write, rates.read) == (100, 25)
+        counters.write_busy_seconds += seconds
+        counters.read_busy_seconds += seconds
