@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,7 @@ def train_near_storage(
     precision: str = "bf16-mixed",
     build: Build | None = None,
     settings: dict[str, Any] | None = None,
+    callbacks: Sequence[Any] = (),
     **zero: Any,
 ) -> Any:
     """Train with this package, through Lightning's Trainer; return the strategy.
@@ -140,6 +141,7 @@ def train_near_storage(
         precision: The Trainer's precision.
         build: Function that builds another model than GPT-2, from tokens to the loss.
         settings: Further settings of the strategy.
+        callbacks: Callbacks of the Trainer.
         **zero: Further keys of its ``zero``.
     """
     from lightning_smartinfinity import SmartInfinityStrategy
@@ -150,7 +152,7 @@ def train_near_storage(
         **(settings or {}),
     )
     common = {"accelerator": accelerator, "precision": precision, "gradient_clip_val": clip}
-    trainer = quiet_trainer(folder, strategy, max_steps=steps, **common)
+    trainer = quiet_trainer(folder, strategy, max_steps=steps, callbacks=list(callbacks), **common)
     trainer.fit(lightning_module(size, steps, probe, batches, build))
     return strategy
 

@@ -7,7 +7,7 @@ import ctypes
 __all__ = ["FreedMemory"]
 
 _LEAST_GRANULE = 32 << 20  # bytes
-_SHARE_OF_SAVED = 4  # one over the share of what a forward saves that is given back together
+_SHARE_OF_SAVED = 2  # one over the share of what a forward saves that is given back together
 
 
 class FreedMemory:

@@ -54,6 +54,10 @@ RUNS = {
         ["--size", "tiny", "--steps", "4", "--rounds", "1"],
         ["| system | step s |", "| state on storage |", "| state and parameters on storage |"],
     ),
+    "shared_disk.py": (
+        ["--size", "tiny", "--shape", "2", "64", "--steps", "6"],
+        ["| system | disk GB/s |", "| unlimited |", "| state |", "| state and activations |"],
+    ),
     "compression.py": (["--tiny"], ["top 1 %  ", "8 bits  "]),
     "compression_accuracy.py": (
         [*("--tasks", "from-scratch", "--size", "nano", "--scratch-steps", "2", "--seeds", "1")],
@@ -121,7 +125,7 @@ SLOW = {
     *("activations.py", "backward.py", "calibration.py", "checkpoint_memory.py", "checkpoint_stall.py", "checksums.py"),
     *("compression_accuracy.py", "csim.py", "engines.py", "export.py", "formats.py", "import_time.py"),
     "memory.py",
-    *("paper_tables.py", "peak_memory.py", "plan.py", "scaling.py", "step.py", "tensor_store.py"),
+    *("paper_tables.py", "peak_memory.py", "plan.py", "scaling.py", "shared_disk.py", "step.py", "tensor_store.py"),
     *("training_record.py", "xrt_bindings.py"),
 }
 # The plots that plots.py makes of these figures, and texts in them.

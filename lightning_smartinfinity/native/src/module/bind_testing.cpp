@@ -145,13 +145,18 @@ void bind_hold(nb::module_& m) {
 }
 
 template <class Worker>
-std::shared_ptr<Throttle> put_throttle(Worker& worker, const std::vector<const StateFile*>& files) {
+void slow_down(const std::shared_ptr<Throttle>& throttle, Worker& worker, const std::vector<const StateFile*>& files) {
     std::set<int> descriptors;
     for (const StateFile* file : files) descriptors.insert(file->descriptor());
-    const auto throttle = std::make_shared<Throttle>(std::move(descriptors));
-    Seams::decorate_engine(*worker.get(), [&throttle](std::unique_ptr<IoEngine> engine) {
-        return std::make_unique<ThrottledEngine>(std::move(engine), throttle);
+    Seams::decorate_engine(*worker.get(), [&](std::unique_ptr<IoEngine> engine) {
+        return std::make_unique<ThrottledEngine>(std::move(engine), throttle, std::move(descriptors));
     });
+}
+
+template <class Worker>
+std::shared_ptr<Throttle> put_throttle(Worker& worker, const std::vector<const StateFile*>& files) {
+    auto throttle = std::make_shared<Throttle>();
+    slow_down(throttle, worker, files);
     return throttle;
 }
 
@@ -160,6 +165,8 @@ void bind_throttle(nb::module_& m) {
                          "Makes files of a pipeline or of a store slow, for tests: their requests take turns.")
         .def(nb::new_(&put_throttle<PythonPipeline>), "pipeline"_a, "files"_a)
         .def(nb::new_(&put_throttle<PythonTensorStore>), "store"_a, "files"_a)
+        .def("share", &slow_down<PythonTensorStore>, "store"_a, "files"_a,
+             "Let files of a store take turns with those that are slow already.")
         .def_prop_rw(
             "bytes_per_second", [](const Throttle& self) { return self.bytes_per_second.load(); },
             [](Throttle& self, double rate) { self.bytes_per_second = rate; },
