@@ -28,7 +28,10 @@ from lightning_smartinfinity.config import (
 )
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
 
-__all__ = ["OffloadedActivations", "paused"]
+__all__ = ["FIRST_CHOSEN_FORWARD", "OffloadedActivations", "paused"]
+
+FIRST_CHOSEN_FORWARD = 3
+"""Number of the first forward whose offloading is chosen: the first one warms up, and the second one is measured."""
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ _OWNER = "OffloadedActivations"
 _REFUSAL = "saved tensor hooks"  # in the message of code of torch that refuses them
 _MOST_WAITS = 20  # one over the share of a forward and its backward that waits for storage may take
 _LESS = 4  # one over the share by which less is offloaded after more waits
+_PATIENCE, _MOST_PATIENCE = 20, 640  # forwards after which it is chosen again what was lessened
 _LEAST_SECONDS = 1e-9
 _LEAST_RATE = 1.0  # bytes per second, where nothing was written or read
 
@@ -101,7 +105,9 @@ class OffloadedActivations:
         """Bytes so far that somebody else was seen to keep for backward, where no hook sees them."""
         self._small_forwards = SmallForwards()
         self.choice: Choice | None = None
-        """Choice of what is offloaded; None until it was made from the second micro-batch."""
+        """Choice of what is offloaded; None until it was made for forward number FIRST_CHOSEN_FORWARD."""
+        self._patience = _PATIENCE  # forwards without waits until a try
+        self._until_retry = 0  # those that are left; 0 if nothing was lessened
 
     def open(self) -> None:
         """Open the files, which the first forward does otherwise.
@@ -244,9 +250,10 @@ class OffloadedActivations:
         backward_seconds = max(last.last_use - last.first_use - last.waited_seconds, 0.0)
         waits = _MOST_WAITS * last.waited_seconds > forward_seconds + backward_seconds
         waits = waits and keep == "auto" and budget is None
-        if before.is_chosen and before.fits(last.saved_bytes) and not waits:
+        rates = self._store.update_rates()  # each time, since storage may be slower or faster than long ago
+        tries_again = self._tries_again(waits and before.is_chosen)
+        if before.is_chosen and before.fits(last.saved_bytes) and not waits and not tries_again:
             return before.offloaded_bytes, before.kept_bytes
-        rates = self._store.update_rates()
         profile = Profile(
             # Where backward runs within forward, as in manual optimization, more may be packed after it has begun.
             times=tuple(min(each, forward_seconds) for each in last.times),
@@ -284,6 +291,20 @@ class OffloadedActivations:
             offloaded = min(offloaded, before.offloaded_bytes - before.offloaded_bytes // _LESS)
         kept = keep if isinstance(keep, int) else last.saved_bytes - offloaded
         return offloaded, kept
+
+    def _tries_again(self, waits: bool) -> bool:
+        """Return whether to choose anew although nothing waits, some time after a wait has lessened what is offloaded.
+
+        The wait may have been the only one. If it was not, the next try takes twice as long to come.
+        """
+        if waits:
+            self._until_retry = self._patience
+            return False
+        if self._until_retry != 1:
+            self._until_retry -= self._until_retry > 0
+            return False
+        self._until_retry = self._patience = min(2 * self._patience, _MOST_PATIENCE)
+        return True
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from numpy.typing import NDArray
 
+from lightning_smartinfinity.activations import FIRST_CHOSEN_FORWARD
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
@@ -91,8 +92,8 @@ class StorageOptimizer(GradientPath):
         except BaseException:
             rank_state.close()
             raise
-        # What of the activations is offloaded follows from the first step, and is so from the second one on.
-        unmeasured = 0 if offload.activations is None else 3
+        # Steps are compared when it is chosen what of the activations leaves.
+        unmeasured = 0 if offload.activations is None else FIRST_CHOSEN_FORWARD
         obstacle = self._obstacle_to_speculation()
         self.overlap = OverlapChoice(offload.overlap, obstacle=obstacle, unmeasured=unmeasured)
         self.speculation = Speculation(rank_state)

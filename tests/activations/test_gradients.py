@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity import ActivationOffload
-from lightning_smartinfinity.activations import offloading
+from lightning_smartinfinity.activations import FIRST_CHOSEN_FORWARD, offloading
 from lightning_smartinfinity.activations.choice import Choice
 from tests.activations.models import COMPILED, MODELS, everything, gradients, opened
 from tests.helpers.long_cases import long_but
@@ -74,6 +74,7 @@ def test_the_choice_follows_the_sizes_of_batches(tmp_path: Path) -> None:
                 for _ in range(length):
                     y = y.sin()
             y.sum().backward()
+        assert choices[: FIRST_CHOSEN_FORWARD - 1] == [None, None] and choices[FIRST_CHOSEN_FORWARD - 1] is not None
         made = [choice is not before for choice, before in zip(choices[1:], choices, strict=False)]
         assert made == [False, True, False, False, True, False, True]
 
@@ -95,3 +96,22 @@ def test_less_is_offloaded_where_backward_waits(tmp_path: Path, monkeypatch: pyt
             assert activations._last is not None
             activations._last.waited_seconds = 1e3
         assert offloaded == [0, 0, 12, 9, 6]  # whole tensors
+
+
+def test_what_was_lessened_is_chosen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single wait does not keep memory in use for ever; where waits come back, it is tried ever more rarely."""
+    nothing = {"offloaded_bytes": 0, "kept_bytes": 0, "seconds": 0.0, "stall_seconds": 0.0, "peak_bytes": 0}
+    monkeypatch.setattr(offloading, "choose", lambda *args, **others: Choice(num_offloaded=4, **nothing))
+    monkeypatch.setattr(offloading, "_PATIENCE", 3)
+    with opened(tmp_path, ActivationOffload(min_bytes=1)) as activations:
+        x, offloaded = torch.randn(1024, requires_grad=True), []
+        for _ in range(19):
+            with activations.forward(x):  # learns from the step before
+                offloaded.append(activations._plan.offloaded_bytes // x.nbytes)
+                y = x
+                for _ in range(5):
+                    y = y.sin()
+            y.sum().backward()
+            assert activations._last is not None
+            activations._last.waited_seconds = 1e3 * (offloaded[-1] == 4)
+        assert offloaded == [0, 0, 4, *3 * [3], 4, *6 * [3], 4, *5 * [3]]

@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from lightning_smartinfinity.native import (
     TensorExtent,
     TensorStore,
 )
-from tests.helpers.native_testing import Hold, inject
+from tests.helpers.native_testing import Hold, Throttle, inject
 from tests.helpers.waiting import await_that
 from tests.native.test_interrupt import interrupted
 
@@ -43,8 +44,8 @@ class Setup:
         self.scheduler = IoScheduler(in_flight_bytes=in_flight_bytes)
         for path in self.paths:
             path.touch()
-        files = [StateFile(str(path), direct=False, scheduler=self.scheduler) for path in self.paths]
-        self.store = TensorStore(files, verifies=verifies)
+        self.files = [StateFile(str(path), direct=False, scheduler=self.scheduler) for path in self.paths]
+        self.store = TensorStore(self.files, verifies=verifies)
         self.pool = MemoryPool()
 
     def content(self, nbytes: int, seed: int | None = None) -> tuple[MemoryLease, Bytes]:
@@ -418,3 +419,22 @@ def test_idle_memory_stays_within_the_limit() -> None:
     assert pool.nbytes == 0
     with pytest.raises(ValueError, match="no bytes"):
         pool.take(0)
+
+
+def test_a_slow_file_beside_a_fast_one(tmp_path: Path) -> None:
+    """A read beside which many short ones have ended, with pauses between them, counts no time twice."""
+    setup = Setup(tmp_path)
+    extents = [setup.written(nbytes, seed=1)[0] for nbytes in (PART, BLOCK)]
+    for extent, rate in zip(extents, (8e6, 2e6), strict=True):
+        file = setup.files[setup.paths.index(Path(extent.path))]
+        Throttle(setup.store, [file]).bytes_per_second = rate
+    (slow, _), (fast, _) = setup.content(PART), setup.content(BLOCK)
+    began, num_ended = time.perf_counter(), 0
+    ticket = setup.read(extents[0], slow)
+    while not setup.store.done(ticket):
+        assert setup.store.wait(setup.read(extents[1], fast)) is None
+        num_ended += 1
+        time.sleep(1e-4)
+    assert setup.store.wait(ticket) is None
+    assert num_ended > 64  # the spans that are known one by one
+    assert setup.store.counters().read_busy_seconds <= time.perf_counter() - began

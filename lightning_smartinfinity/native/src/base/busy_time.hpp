@@ -14,7 +14,7 @@ class BusyTime {
     // Adds a span of `seconds` that ends now. The caller must serialize these calls.
     void ended(double seconds) {
         const double end = since_.seconds();
-        add({end - seconds, end});
+        add({end - seconds, end, seconds});
     }
     double seconds() const { return total_; }
 
@@ -22,21 +22,29 @@ class BusyTime {
     struct Span {
         double begin;
         double end;
-        double seconds() const { return end - begin; }
+        double busy;  // less than the whole where gaps were forgotten
     };
 
     // Spans come in the order of their ends, so that a new one can only overlap the last ones known.
     void add(Span span) {
         double known = 0;
         while (!spans_.empty() && spans_.back().end >= span.begin) {
-            known += spans_.back().seconds();
+            known += spans_.back().busy;
             span.begin = std::min(span.begin, spans_.back().begin);
             spans_.pop_back();
         }
+        span.busy = std::max(known, span.end - span.begin);
         spans_.push_back(span);
-        total_ += std::max(0.0, span.seconds() - known);
-        // No span that is still in progress overlaps one that ended long ago.
-        if (spans_.size() > kMaxSpans) spans_.pop_front();
+        total_ += span.busy - known;
+        if (spans_.size() > kMaxSpans) forget_oldest_gap();
+    }
+
+    // One that is still in progress, on a slow disk, may overlap all of many on a fast one: none may be counted twice.
+    void forget_oldest_gap() {
+        const Span oldest = spans_.front();
+        spans_.pop_front();
+        spans_.front().begin = oldest.begin;
+        spans_.front().busy += oldest.busy;
     }
 
     static constexpr std::size_t kMaxSpans = 64;

@@ -1,0 +1,177 @@
+"""Tensors that few models save: whatever they are, gradients are those without offloading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_smartinfinity.activations import OffloadedActivations
+from tests.activations.models import drop_memory, everything, opened
+
+SIZE = 48
+
+
+class Keep(torch.autograd.Function):
+    """Saves what it is given, ``None`` included, and its output, and uses all of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+        y = x * 2
+        ctx.save_for_backward(x, None, *others, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, nothing, *others, y = ctx.saved_tensors
+        assert nothing is None
+        for other in others:
+            if other is not None:
+                values = other.to_dense() if other.is_sparse else other
+                gradient = gradient + values.to(torch.float32).sum()
+        return gradient * x + y, *(None for _ in others)
+
+
+def empty(x: torch.Tensor) -> torch.Tensor:
+    return (x[:, :0].exp().square().sum() + x.exp()).sin()
+
+
+def complex_numbers(x: torch.Tensor) -> torch.Tensor:
+    z = torch.complex(x, x.cos()) * torch.complex(x, x)
+    return (torch.fft.fft(z) * z.conj()).abs() + z.conj().imag.sin()
+
+
+def sparse(x: torch.Tensor) -> torch.Tensor:
+    return Keep.apply(x, torch.eye(SIZE).to_sparse()) + torch.sparse.mm(torch.eye(SIZE).to_sparse(), x.sin())
+
+
+def sparse_rows(x: torch.Tensor) -> torch.Tensor:
+    return Keep.apply(x) + torch.eye(SIZE).to_sparse_csr() @ x.sin()
+
+
+def eight_bits(x: torch.Tensor) -> torch.Tensor:
+    return Keep.apply(x, x.detach().to(torch.float8_e4m3fn), x.detach().to(torch.float8_e5m2).t())
+
+
+def other_kinds(x: torch.Tensor) -> torch.Tensor:
+    return Keep.apply(x, x > 0, None, x.detach().to(torch.int8), x.detach().to(torch.float16)[::2, 1::3])
+
+
+def nested(x: torch.Tensor) -> torch.Tensor:
+    rows = torch.nested.nested_tensor([x[:5], x[5:]], layout=torch.strided)
+    return Keep.apply(x, rows.to_padded_tensor(0.0)) + x.sin()
+
+
+def jagged(x: torch.Tensor) -> torch.Tensor:
+    rows = torch.nested.nested_tensor_from_jagged(x.sin(), torch.tensor([0, 5, SIZE]))
+    return rows.cos().sin().values()
+
+
+def expanded(x: torch.Tensor) -> torch.Tensor:
+    y = x.exp()
+    return y[:1].expand(SIZE, -1).sin() * y[:, 3:4].expand(-1, SIZE).cos() * y.mean().expand(SIZE, SIZE).exp()
+
+
+def overlapping(x: torch.Tensor) -> torch.Tensor:
+    y = x.exp()
+    windows = y.as_strided((SIZE, SIZE), (2, 1), 5)
+    again = y.flatten().unfold(0, 4, 1)
+    return windows.sin() * y.as_strided((SIZE, SIZE), (0, 1), 7).cos() + again.square().sum()
+
+
+def scalars(x: torch.Tensor) -> torch.Tensor:
+    return x.mean().exp().sin() * x.tanh() * x.mean().cos()
+
+
+def negated(x: torch.Tensor) -> torch.Tensor:
+    z = torch.complex(x, x.cos()) * 2
+    return z.conj().imag.exp() + (z.conj() * z).real
+
+
+def views_in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[:5].mul_(2)
+    z = y.sin()  # which saves y, not z
+    z[7].add_(1)
+    return z.cos()
+
+
+def hooks_on_hooks(x: torch.Tensor) -> torch.Tensor:
+    with saved_tensors_hooks(lambda each: each.numpy(force=True).copy(), torch.from_numpy):
+        y = x.sin().exp()
+    y.register_hook(lambda gradient: gradient * 2)
+    return y.cos()
+
+
+def double_backward(x: torch.Tensor) -> torch.Tensor:
+    y = x.exp().sin()
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return slope.square() + y
+
+
+def recurrent(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(1)
+    return nn.LSTM(SIZE, SIZE, num_layers=2)(x.sin())[0].sin()  # type: ignore[no-any-return]
+
+
+def indexed(x: torch.Tensor) -> torch.Tensor:
+    found, places = x.exp().sort(dim=1, descending=True)
+    return found.gather(1, places.flip(0)).cummax(1)[0].index_select(0, places[:, 0]).sin()
+
+
+CASES = {
+    each.__name__: each
+    for each in (
+        empty,
+        complex_numbers,
+        sparse,
+        sparse_rows,
+        eight_bits,
+        other_kinds,
+        nested,
+        jagged,
+        expanded,
+        overlapping,
+        scalars,
+        negated,
+        views_in_place,
+        hooks_on_hooks,
+        double_backward,
+        recurrent,
+        indexed,
+    )
+}
+
+
+def gradients_of(run: Callable[[torch.Tensor], torch.Tensor], activations: OffloadedActivations | None) -> torch.Tensor:
+    """Return the gradients of two backwards each of two forwards, with all memory dropped before the first."""
+    torch.manual_seed(0)
+    found = []
+    for _ in range(2):
+        x = torch.randn(SIZE, SIZE, requires_grad=True)
+        with nullcontext() if activations is None else activations.forward():
+            loss = run(x + 1).sum()
+        if activations is not None:
+            drop_memory(activations)
+        for retained in (True, False):
+            loss.backward(retain_graph=retained)
+        assert x.grad is not None
+        found.append(x.grad)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(tmp_path: Path, name: str) -> None:
+    """They are the same to the bit when everything is read from storage, and nothing is left behind."""
+    with opened(tmp_path, everything()) as activations:
+        found = gradients_of(CASES[name], activations)
+        traffic = activations.traffic()
+        assert traffic.read_bytes > 0
+        assert activations.storage_bytes == 0
+    assert torch.equal(found, gradients_of(CASES[name], None))
