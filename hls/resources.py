@@ -195,7 +195,9 @@ def _operations() -> list[Sequence[str]]:
 
 
 def _thousands(what: str, count: Callable[[Kernel], dict[str, int]]) -> list[Sequence[str]]:
-    rows = _head(f"thousands of {what}", *(f"`{kernel.name}`" for kernel in KERNELS))
+    rows = _head(
+        f"thousands of {what} (what one of each takes is an estimate)", *(f"`{kernel.name}`" for kernel in KERNELS)
+    )
     columns = [count(kernel) for kernel in KERNELS]
     rows += [[name, *(f"{column[name] / 1000:.1f}" for column in columns)] for name in columns[0]]
     return [*rows, ["together", *(f"{sum(column.values()) / 1000:.1f}" for column in columns)]]

@@ -12,10 +12,6 @@ from hls.lint.source import FUNCTIONS, Cursor, Finding, Function, Source, parame
 
 __all__ = ["check_dataflow"]
 
-_READS = frozenset({"read", "read_nb", "operator>>"})
-_WRITES = frozenset({"write", "write_nb", "operator<<"})
-_MAY_STAND = frozenset({CursorKind.DECL_STMT, CursorKind.NULL_STMT})
-
 
 @dataclass(frozen=True)
 class _Process:
@@ -58,7 +54,7 @@ def _check_function(source: Source, function: Cursor, bundles: Mapping[str, str]
     pragmas = written.named("DATAFLOW") if written else []
     for pragma in pragmas:
         body = _block_around(function, pragma.line)
-        yield from _check_form(function, body)
+        yield from _check_form(source, function, body)
         region = _Region(function, pragma.line, tuple(_processes(body)), bundles)
         yield from _check_streams(source, region, body)
         yield from _check_arrays(region, body)
@@ -81,10 +77,12 @@ def _block_around(function: Cursor, line: int) -> Cursor:
     return blocks[-1]
 
 
-def _check_form(function: Cursor, body: Cursor) -> Iterator[Finding]:
+def _check_form(source: Source, function: Cursor, body: Cursor) -> Iterator[Finding]:
     """Check that a region has the form that tools accept: declarations and calls only."""
     for statement in body.get_children():
-        if statement.kind not in _MAY_STAND and _call_in(statement) is None:
+        calls = (c.referenced for c in statement.walk_preorder() if c.kind == CursorKind.CALL_EXPR and c.referenced)
+        is_declaration = statement.kind == CursorKind.DECL_STMT and not any(map(source.owns, calls))
+        if not is_declaration and _call_in(statement) is None:
             message = f"{function.spelling}: a DATAFLOW region may hold declarations and calls of functions only"
             yield Finding(str(statement.location.file), statement.location.line, message)
 
@@ -184,8 +182,8 @@ def _directions(source: Source, function: Cursor, position: int) -> tuple[bool, 
     reads = writes = False
     for call, called in source.calls(function):
         if _receiver(call) == stream:
-            reads |= called.spelling in _READS
-            writes |= called.spelling in _WRITES
+            reads |= called.spelling == "read"
+            writes |= called.spelling == "write"
             continue
         for index, argument in enumerate(call.get_arguments()):
             if _stream(argument) == stream and index < len(parameters(called)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,8 +36,7 @@ _KNOWN = {
     "DATAFLOW": _kind(),
     "INLINE": _kind("", "off"),
     "INTERFACE": _kind(
-        "mode port bundle offset "
-        "max_read_burst_length max_write_burst_length num_read_outstanding num_write_outstanding",
+        "port bundle offset max_read_burst_length max_write_burst_length num_read_outstanding num_write_outstanding",
         "m_axi s_axilite ap_ctrl_hs",
     ),
     "LOOP_TRIPCOUNT": _kind("min max", needs_loop=True),
@@ -46,8 +44,8 @@ _KNOWN = {
     "STREAM": _kind("variable depth"),
     "UNROLL": _kind("factor", needs_loop=True),
 }
-_VALUES = {"type": {"fifo", "ram_2p"}, "impl": {"bram", "srl", "uram"}}
-_NUMBERS = frozenset({"ii", "factor", "dim", "depth", "min", "max"})
+_STORAGE = ("bram", "srl", "uram")
+_NUMBERS = frozenset(["ii", "factor", "dim", "depth", "min", "max", "num_read_outstanding", "num_write_outstanding"])
 _MAX_WIDTH_BITS = 1024
 _AXI_BOUNDARY_BYTES = 4096
 
@@ -75,10 +73,10 @@ def _check_form(pragma: Pragma, kind: _Kind, constants: set[str]) -> Iterator[Fi
     if unknown:
         yield pragma.finding(f"pragma {pragma.name} has no {', '.join(unknown)}")
     for name, value in pragma.options.items():
-        if name in _NUMBERS and not re.fullmatch(r"-?\d+", value) and value not in constants:
+        if name in _NUMBERS and not value.isdigit() and value not in constants:
             yield pragma.finding(f"pragma {pragma.name}: {name}={value} is neither a number nor a constant")
-        if name in _VALUES and value not in _VALUES[name]:
-            yield pragma.finding(f"pragma {pragma.name}: {name}={value} is none of {', '.join(sorted(_VALUES[name]))}")
+        if name == "impl" and value not in _STORAGE:
+            yield pragma.finding(f"pragma {pragma.name}: impl={value} is none of {', '.join(_STORAGE)}")
 
 
 def _check_place(function: Function, pragma: Pragma) -> Iterator[Finding]:
@@ -99,17 +97,9 @@ def _check_variable(function: Function, pragma: Pragma) -> Iterator[Finding]:
     if name is None:
         yield pragma.finding(f"pragma {pragma.name} names no variable")
         return
-    first = re.split(r"\.|->|\[", name.removeprefix("this->"))[0]
-    if first not in _names(function.cursor):
+    known = (c for c in function.cursor.walk_preorder() if c.kind in (CursorKind.PARM_DECL, CursorKind.VAR_DECL))
+    if name not in {c.spelling for c in known}:
         yield pragma.finding(f"pragma {pragma.name}: there is no variable {name} in {function.name}")
-
-
-def _names(function: Cursor) -> set[str]:
-    """Return the parameters and variables of a function, and the fields of the class that it belongs to."""
-    own = (c for c in function.walk_preorder() if c.kind in (CursorKind.PARM_DECL, CursorKind.VAR_DECL))
-    house = function.semantic_parent
-    fields = (c for c in house.get_children() if c.kind == CursorKind.FIELD_DECL)
-    return {str(c.spelling) for each in (own, fields) for c in each}
 
 
 def _check_port(function: Function, pragma: Pragma) -> Iterator[Finding]:

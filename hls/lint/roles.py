@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import prod
 
 from clang.cindex import CursorKind, TypeKind
 
@@ -13,6 +14,7 @@ from hls.lint.synthesis import reached
 __all__ = ["check_roles"]
 
 _CONSTANT_HOUSES = frozenset({CursorKind.NAMESPACE, CursorKind.TRANSLATION_UNIT, CursorKind.ENUM_DECL})
+_MOST_PARTS = 1024  # Vitis HLS partitions no array into more
 
 
 def check_roles(source: Source, top: Function) -> Iterator[Finding]:
@@ -60,6 +62,13 @@ def _check_channel(function: Function, variable: Cursor) -> Iterator[Finding]:
     for needed in ("ARRAY_PARTITION" if is_array else "STREAM", "BIND_STORAGE"):
         if not _about(function, needed, name):
             yield finding_at(variable, f"{name} has no pragma {needed}")
+    kind_of_storage = "ram_2p" if is_array else "fifo"
+    for options in _about(function, "BIND_STORAGE", name):
+        if options.get("type") != kind_of_storage:
+            yield finding_at(variable, f"{name} is bound to type={options.get('type')}: it takes {kind_of_storage}")
+    for options in _about(function, "ARRAY_PARTITION", name):
+        if not 1 < (parts := _parts(kind, options.get("dim", "1"))) <= _MOST_PARTS:
+            yield finding_at(variable, f"{name} is partitioned into {parts} parts: 2 to {_MOST_PARTS} may be")
     depth = re.search(r", (\d+)>$", kind.spelling)
     for options in _about(function, "STREAM", name):
         if depth and options.get("depth") != depth[1]:
@@ -68,7 +77,19 @@ def _check_channel(function: Function, variable: Cursor) -> Iterator[Finding]:
             )
 
 
+def _parts(array: Cursor, dimension: str) -> int:
+    """Return into how many arrays a complete partition splits one; dimension 0 stands for all."""
+    extents = []
+    while array.kind == TypeKind.CONSTANTARRAY:
+        extents.append(int(array.element_count))
+        array = array.element_type
+    return {"0": prod(extents), **{str(n): extent for n, extent in enumerate(extents, 1)}}.get(dimension, 1)
+
+
 def _check_loop(source: Source, function: Function, loop: Cursor) -> Iterator[Finding]:
+    if loop.kind != CursorKind.FOR_STMT or len(list(loop.get_children())) != 4:
+        yield finding_at(loop, f"{function.name}: a loop is no for (start; condition; step)")
+        return
     body = _body(loop)
     names = _pragmas_of(function, body)
     has_variable_bound = _has_variable_bound(loop)
@@ -78,7 +99,10 @@ def _check_loop(source: Source, function: Function, loop: Cursor) -> Iterator[Fi
         return
     if has_variable_bound and "LOOP_TRIPCOUNT" not in names:
         yield finding_at(loop, f"{function.name}: a loop whose bound is no constant has no LOOP_TRIPCOUNT")
-    if not names & {"PIPELINE", "DATAFLOW"} and not _has_inner_loop(source, function, body):
+    has_inner_loop = _has_inner_loop(source, function, body)
+    if "PIPELINE" in names and has_inner_loop:
+        yield finding_at(loop, f"{function.name}: PIPELINE of a loop in which another one is not unrolled")
+    if not names & {"PIPELINE", "DATAFLOW"} and not has_inner_loop:
         yield finding_at(loop, f"{function.name}: an innermost loop has neither PIPELINE nor UNROLL")
 
 

@@ -88,8 +88,8 @@ class Pragma:
 
     @property
     def mode(self) -> str:
-        """Mode of an INTERFACE, written ``mode=m_axi`` or just ``m_axi``."""
-        return self.options.get("mode") or next(iter(self.words), "")
+        """Mode of an INTERFACE, for instance ``m_axi``."""
+        return next(iter(self.words), "")
 
     def finding(self, message: str) -> Finding:
         return Finding(self.path, self.line, message)

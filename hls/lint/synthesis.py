@@ -18,9 +18,11 @@ _CONSTRUCTS = {
     CursorKind.GOTO_STMT: "goto",
     CursorKind.INDIRECT_GOTO_STMT: "goto",
     CursorKind.CXX_DYNAMIC_CAST_EXPR: "dynamic_cast",
+    CursorKind.CXX_REINTERPRET_CAST_EXPR: "reinterpret_cast",
     CursorKind.CXX_TYPEID_EXPR: "typeid",
     CursorKind.ASM_STMT: "assembler",
 }
+_GLOBAL = (CursorKind.NAMESPACE, CursorKind.TRANSLATION_UNIT)
 _DOUBLES = (TypeKind.DOUBLE, TypeKind.LONGDOUBLE)
 
 
@@ -55,12 +57,19 @@ def _reachable_names(source: Source, function: Cursor) -> set[str]:
 def _check_construct(cursor: Cursor) -> Iterator[Finding]:
     if cursor.kind in _CONSTRUCTS:
         yield finding_at(cursor, f"{_CONSTRUCTS[cursor.kind]} cannot be synthesised")
-    elif cursor.kind == CursorKind.FLOATING_LITERAL and cursor.type.kind in _DOUBLES:
-        yield finding_at(cursor, "a constant of double precision: write 1.0f for 1.0")
-    elif cursor.kind == CursorKind.VAR_DECL and cursor.type.get_canonical().kind in _DOUBLES:
-        yield finding_at(cursor, f"{cursor.spelling} has double precision")
+    elif cursor.type.get_canonical().kind in _DOUBLES:
+        yield finding_at(cursor, "double precision: write float, and 1.0f for 1.0")
+    elif cursor.type.get_canonical().kind == TypeKind.VARIABLEARRAY:
+        yield finding_at(cursor, f"the size of {cursor.spelling} is no constant")
     elif cursor.kind == CursorKind.VAR_DECL and cursor.storage_class == StorageClass.STATIC:
         yield finding_at(cursor, f"{cursor.spelling} is static: it would keep its value from one run to the next")
+    elif cursor.kind == CursorKind.DECL_REF_EXPR and _is_global_variable(cursor.referenced):
+        yield finding_at(cursor, f"{cursor.spelling} belongs to no function: it would keep its value between runs")
+
+
+def _is_global_variable(named: Cursor) -> bool:
+    is_global = named.kind == CursorKind.VAR_DECL and named.semantic_parent.kind in _GLOBAL
+    return is_global and not named.type.is_const_qualified()
 
 
 def _check_call(source: Source, cursor: Cursor) -> Iterator[Finding]:
