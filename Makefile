@@ -113,9 +113,10 @@ test-activations: ## The tests that train, with all activations on storage and l
 csim: $(INSTALLED) ## The SmartSSD's kernels, compiled for this machine, against numpy and torch.optim (2 min)
 	$(MAKE) -C hls csim
 
+xo: CARD := $(CURDIR)/build/card
 xo: $(INSTALLED) ## Compile the SmartSSD's kernels with v++, the smallest first; needs Vitis, no card
-	$(MAKE) -C hls $(CURDIR)/build/card/sgd_update.xo CARD=$(CURDIR)/build/card
-	$(MAKE) -C hls xo CARD=$(CURDIR)/build/card
+	$(MAKE) -C hls $(CARD)/sgd_update.xo CARD=$(CARD)
+	$(MAKE) -C hls xo CARD=$(CARD)
 
 format: $(INSTALLED) ## Rewrite Python and C++ files in the project's style (5 s)
 	ruff check --fix .

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning_smartinfinity
+from lightning_smartinfinity.cli.report_archive import end_of
 
-__all__ = ["CHECKOUT", "compare_csynth", "compile_smallest", "link", "unable", "xclbin_in"]
+__all__ = ["CHECKOUT", "compare_csynth", "compile_smallest", "link", "logs_in", "unable", "xclbin_in"]
 
 CHECKOUT = Path(lightning_smartinfinity.__file__).parents[1]
 _SMALLEST = "sgd_update"
 _TOLD_LINES = 40
+_MOST_LOGS = 100
 
 
 def unable() -> str:
@@ -37,14 +39,20 @@ def xclbin_in(work: Path) -> Path:
     return work / "card/smart_infinity.xclbin"
 
 
+def logs_in(work: Path) -> dict[str, Path]:
+    """Return the logs of make and v++ and the reports of Vitis HLS, the newest first, by their names below a folder."""
+    found = [path for pattern in ("*.log", "*csynth.xml") for path in work.rglob(pattern) if path.is_file()]
+    newest = sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)[:_MOST_LOGS]
+    return {str(path.relative_to(work)): path for path in newest}
+
+
 def compile_smallest(work: Path) -> dict[str, Any]:
     """Compile the kernel with the least code; a result that failed holds what v++ said last."""
-    built = work / f"card/{_SMALLEST}.xo"
-    made = subprocess.run(
-        _make(work, str(built)), env=_environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    built, log = work / f"card/{_SMALLEST}.xo", work / "xo.log"
+    with open(log, "w") as output:
+        made = subprocess.run(_make(work, str(built)), env=_environment(), stdout=output, stderr=output)
     if made.returncode:
-        return {"status": "failed", "reason": "v++ did not compile the kernel", "output": _last(made.stdout)}
+        return {"status": "failed", "reason": "v++ did not compile the kernel", "output": _last(end_of(log))}
     return {"status": "done", "kernel": _SMALLEST, "xo_bytes": built.stat().st_size}
 
 
@@ -78,7 +86,7 @@ def link(work: Path, *, begun: bool) -> dict[str, Any]:
             return {"status": "done", "xclbin_bytes": xclbin_in(work).stat().st_size}
         if begun:
             reason = "linking ended without an xclbin; the next run begins it again"
-            return {"status": "failed", "reason": reason, "output": _last(log.read_text(errors="replace"))}
+            return {"status": "failed", "reason": reason, "output": _last(end_of(log))}
         ended.unlink(missing_ok=True)
         with open(log, "w") as output:
             # The processes inherit the lock, which ends with the last of them, however that ends.

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_smartinfinity.checks import Rule
 from lightning_smartinfinity.cli import card_build
+from lightning_smartinfinity.cli.card_options import add_cards, cards_of
 from lightning_smartinfinity.cli.option_types import reading
 from lightning_smartinfinity.cli.report_archive import pack
 from lightning_smartinfinity.config import SmartSSDConfig
@@ -63,7 +64,9 @@ class _Report:
 
     def keep(self, stage: str, result: dict[str, Any]) -> None:
         """Keep the result of a stage."""
-        self._file(stage).write_text(json.dumps(result, indent=2))
+        unfinished = self._file(stage).with_suffix(".new")
+        unfinished.write_text(json.dumps(result, indent=2))
+        unfinished.replace(self._file(stage))
 
     def _file(self, stage: str) -> Path:
         return self.work / f"{stage}.json"
@@ -85,17 +88,14 @@ class _Report:
             }
         xclbin = self.settings.xclbin and Path(self.settings.xclbin)
         built = xclbin.stat().st_mtime_ns if xclbin and xclbin.exists() else None
-        return {"folders": self.folders, "xclbin": str(xclbin), "built": built, "binding": self.settings.binding}
+        chosen = {"devices": self.settings.devices and list(self.settings.devices), "binding": self.settings.binding}
+        return {"folders": self.folders, "xclbin": str(xclbin), "built": built, **chosen}
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
     parser = commands.add_parser("card-report", help="try a new SmartSSD, and pack a report", description=_DESCRIPTION)
-    parser.add_argument("folders", nargs="*", help="storage folders, one on the SSD of each card")
-    parser.add_argument("--xclbin", help="SmartSSDConfig(xclbin=...) (default: what the stage link built)")
-    parser.add_argument(
-        "--binding", default=SmartSSDConfig.binding, help="SmartSSDConfig(binding=...): auto, native or pyxrt"
-    )
+    add_cards(parser, xclbin_default="what the stage link built")
     parser.add_argument(
         "--work", type=_path, default="card_report", help="folder for results and builds (default: %(default)s)"
     )
@@ -117,8 +117,7 @@ def _run(options: argparse.Namespace) -> int:
     work = options.work
     work.mkdir(parents=True, exist_ok=True)
     built = card_build.xclbin_in(work)
-    xclbin = options.xclbin or (str(built) if built.exists() else None)
-    settings = SmartSSDConfig(xclbin=xclbin, binding=options.binding)
+    settings = cards_of(options, xclbin=str(built) if built.exists() else None)
     report = _Report(work, [str(Path(folder).resolve()) for folder in options.folders], settings, has_runtime)
     failed = False
     for stage in options.stage:
@@ -128,9 +127,10 @@ def _run(options: argparse.Namespace) -> int:
     archive = work / "card-report.tar.gz"
     places = {folder: f"FOLDER{number}" for number, folder in enumerate(report.folders)}
     places |= {str(work): "WORK", str(card_build.CHECKOUT): "CHECKOUT"}
-    if xclbin:
-        places |= {xclbin: "XCLBIN", str(Path(xclbin).resolve()): "XCLBIN"}
-    pack(archive, {stage: last for stage in _STAGES if (last := report.last(stage))}, places=places)
+    if settings.xclbin:
+        places |= dict.fromkeys((str(settings.xclbin), str(Path(settings.xclbin).resolve())), "XCLBIN")
+    results = {stage: last for stage in _STAGES if (last := report.last(stage))}
+    pack(archive, results, logs=card_build.logs_in(work), places=places)
     print(f"\nPacked {archive}. Read it before you send it.")
     return int(failed)
 
@@ -141,10 +141,11 @@ def _result_of(report: _Report, stage: str) -> dict[str, Any]:
         return report.last(stage) | {"reason": "kept from an earlier run"}
     run, reason_to_skip = _STAGES[stage]
     last = report.last(stage)
-    # What runs in the background depends on what there was when it began.
-    inputs = last["inputs"] if last.get("status") == "running" else report.inputs(stage)
+    # What runs in the background depends on what there was when it began, and ends whatever is missing now.
+    runs = last.get("status") == "running"
+    inputs = last["inputs"] if runs else report.inputs(stage)
     try:
-        reason = reason_to_skip(report)
+        reason = "" if runs else reason_to_skip(report)
         result: dict[str, Any] = {"status": "skipped", "reason": reason} if reason else run(report)
     except SmartInfinityError as error:
         result = {"status": "failed", "reason": str(error)}

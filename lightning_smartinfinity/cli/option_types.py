@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from lightning_smartinfinity.progress import Show, showing_progress
 __all__ = [
     "add_quiet",
     "add_weights_only",
+    "digits",
     "number_in",
     "parameters_in",
     "reading",
@@ -24,6 +26,11 @@ __all__ = [
 ]
 
 _SHOWN = 40  # characters
+
+
+def digits(text: str) -> int | None:
+    """Read plain digits, None for any other text: int() takes those of other scripts, and refuses very many."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def reading(read: Callable[[str], Any], rule: Rule) -> Callable[[str], Any]:

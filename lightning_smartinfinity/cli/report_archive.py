@@ -12,25 +12,41 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["pack", "without_identity"]
+__all__ = ["end_of", "pack", "without_identity"]
+
+_MOST_BYTES = 1 << 20  # of a log
 
 _SERIAL = re.compile(r"(serial(?:[ _-]?(?:number|no))?\W{1,5})[\w.-]+", re.IGNORECASE)
 
 
-def pack(archive: Path, results: Mapping[str, Any], *, places: Mapping[str, str]) -> None:
-    """Write one JSON file for each stage to a ``.tar.gz``, whose entries have no owner.
+def pack(archive: Path, results: Mapping[str, Any], *, logs: Mapping[str, Path], places: Mapping[str, str]) -> None:
+    """Write one JSON file for each stage, and the end of each log, to a ``.tar.gz``, whose entries have no owner.
+
+    An archive that is there stays whole until the new one is.
 
     Args:
         archive: File to write.
         results: Result of each stage.
+        logs: Text files, of which the last mebibyte is packed, by their names in the archive.
         places: Paths that may tell who owns the machine, and the word to write for each.
     """
-    with tarfile.open(archive, "w:gz") as packed:
-        for name, result in results.items():
-            text = json.dumps(without_identity(result, places), indent=2).encode()
-            entry = tarfile.TarInfo(f"card-report/{name}.json")
-            entry.size = len(text)
-            packed.addfile(entry, io.BytesIO(text))
+    texts = {f"{name}.json": json.dumps(without_identity(result, places), indent=2) for name, result in results.items()}
+    texts |= {f"logs/{name}": _anonymous(end_of(path), places) for name, path in logs.items()}
+    unfinished = archive.with_name(f"{archive.name}.new")
+    with tarfile.open(unfinished, "w:gz") as packed:
+        for name, text in texts.items():
+            content = text.encode()
+            entry = tarfile.TarInfo(f"card-report/{name}")
+            entry.size = len(content)
+            packed.addfile(entry, io.BytesIO(content))
+    unfinished.replace(archive)
+
+
+def end_of(path: Path) -> str:
+    """Return the last mebibyte of a text file, or all of it; bytes that are no text are replaced."""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _MOST_BYTES))
+        return file.read(_MOST_BYTES).decode(errors="replace")
 
 
 def without_identity(value: Any, places: Mapping[str, str]) -> Any:

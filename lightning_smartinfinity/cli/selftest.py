@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from lightning_smartinfinity.checks import Rule, between
-from lightning_smartinfinity.cli.option_types import reading
-from lightning_smartinfinity.config import MAX_CARD_NUMBER, SmartSSDConfig
+from lightning_smartinfinity.checks import between
+from lightning_smartinfinity.cli.card_options import add_cards, cards_of
+from lightning_smartinfinity.cli.option_types import digits, reading
 
 __all__ = ["add_to", "show"]
 
@@ -21,37 +20,15 @@ Look at XRT, the xclbin and the cards of this machine. With storage folders: pai
 between the card and its SSD, and update one tasklet with every kernel, bit for bit as on the host. Nothing is left in
 the folders. Exit status 1 if anything is not as it must be.
 """
-_ADDRESS = re.compile(r"([0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
 _MAX_MIB = 4096  # memory of a card
 _MARKS = {True: "ok", False: "FAIL", None: "-"}
-
-
-def _digits(text: str) -> int | None:
-    """Read plain digits: int() takes those of other scripts, and refuses very many."""
-    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
-
-
-_NUMBER = between(0, MAX_CARD_NUMBER)
-_card = reading(
-    lambda text: text if _ADDRESS.fullmatch(text) else _digits(text),
-    Rule(
-        f"Pass a PCI address such as 0000:3d:00.1, or a number from 0 to {MAX_CARD_NUMBER}",
-        lambda value: isinstance(value, str) or _NUMBER.holds(value),
-        "names no card",
-    ),
-)
-_mib = reading(_digits, between(1, _MAX_MIB))
+_mib = reading(digits, between(1, _MAX_MIB))
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
     parser = commands.add_parser("selftest", help="whether SmartSSDs can update", description=_DESCRIPTION)
-    parser.add_argument("folders", nargs="*", help="storage folders, one on the SSD of each card")
-    parser.add_argument("--xclbin", help="SmartSSDConfig(xclbin=...)")
-    parser.add_argument("--devices", nargs="+", type=_card, help="SmartSSDConfig(devices=...): a card for each folder")
-    parser.add_argument(
-        "--binding", default=SmartSSDConfig.binding, help="SmartSSDConfig(binding=...): auto, native or pyxrt"
-    )
+    add_cards(parser)
     parser.add_argument(
         "--mib", type=_mib, default=64, help=f"MiB to move by P2P, 1 to {_MAX_MIB} (default: %(default)s)"
     )
@@ -63,8 +40,8 @@ def _run(options: argparse.Namespace) -> int:
     from lightning_smartinfinity.devices.smartssd.discovery.system import System
     from lightning_smartinfinity.devices.smartssd.examination import examine
 
-    settings = SmartSSDConfig(xclbin=options.xclbin, devices=options.devices, binding=options.binding)
-    return show(examine(options.folders, settings, System(), p2p_bytes=options.mib << 20), as_json=options.json)
+    findings = examine(options.folders, cards_of(options), System(), p2p_bytes=options.mib << 20)
+    return show(findings, as_json=options.json)
 
 
 def show(findings: Iterable[Any], *, as_json: bool) -> int:

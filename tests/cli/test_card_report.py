@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
+import signal
 import socket
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -14,14 +17,19 @@ import pytest
 
 from lightning_smartinfinity.cli import card_build, card_report, main, report_archive
 from tests.helpers.waiting import await_that
+from tests.training.worker import REPOSITORY
 
 FAKE = f"""#!{sys.executable}
-import json, pathlib, sys
+import json, os, pathlib, sys, time
 arguments = sys.argv[1:]
 here = pathlib.Path(__file__).parent
 with open(here / "calls", "a") as calls:
     calls.write(json.dumps(arguments) + "\\n")
 step = "link" if "--link" in arguments else "compile"
+if step == "link":
+    (here / "group").write_text(str(os.getpgrp()))
+while (here / f"hold-{{step}}").exists():
+    time.sleep(0.01)
 if (here / f"fail-{{step}}").exists():
     sys.exit(f"ERROR: [HLS 200-70] no {{step}}")
 if step == "compile" and not (here / "fail-csynth").exists():
@@ -79,6 +87,13 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
     return tools
 
 
+def unpacked(archive: Path) -> dict[str, str]:
+    """Return the texts of an archive, by name."""
+    with tarfile.open(archive) as packed:
+        files = {name: packed.extractfile(name) for name in packed.getnames()}
+        return {name: file.read().decode() for name, file in files.items() if file is not None}
+
+
 def test_the_smallest_kernel_comes_first_and_is_kept(tools: Tools) -> None:
     """One kernel is compiled and its figures are set beside the expected ones. A second run compiles nothing."""
     assert tools.run("xo", "csynth") == 0
@@ -91,6 +106,8 @@ def test_the_smallest_kernel_comes_first_and_is_kept(tools: Tools) -> None:
     assert figures["ii"]["expected"] == 8 and figures["uram"]["expected"] == 32
     assert tools.run("xo", "csynth") == 0
     assert len(tools.calls()) == 1
+    logs = [name for name in unpacked(tools.work / "card-report.tar.gz") if "/logs/" in name]
+    assert any(name.endswith("sgd_update_csynth.xml") for name in logs) and "card-report/logs/xo.log" in logs
 
 
 def test_it_stops_at_the_first_error_of_hls(tools: Tools) -> None:
@@ -123,6 +140,44 @@ def test_linking_runs_in_the_background(tools: Tools) -> None:
     assert card_build.xclbin_in(tools.work).read_text() == "built"
 
 
+def test_a_link_that_is_running_or_was_killed(tools: Tools) -> None:
+    """No second link begins beside one that runs; one that was killed is told, and the run after that begins anew."""
+    hold = tools.bin / "hold-link"
+    hold.touch()
+    assert tools.run("xo", "link") == 0
+    await_that(lambda: (tools.bin / "group").exists())
+    assert tools.run("link") == 0 and "again later" in tools.result("link")["reason"]
+    os.killpg(int((tools.bin / "group").read_text()), signal.SIGKILL)
+    await_that(lambda: tools.run("link") == 1)
+    assert "ended without an xclbin" in tools.result("link")["reason"]
+    assert sum("--link" in call for call in tools.calls()) == 1
+    hold.unlink()
+    assert tools.linked()["status"] == "done"
+
+
+def test_sources_that_change_while_a_link_runs(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The xclbin is of the sources before, so that the run after it links again."""
+    hold = tools.bin / "hold-link"
+    hold.touch()
+    assert tools.run("xo", "link") == 0
+    inputs = card_report._Report.inputs
+    monkeypatch.setattr(card_report._Report, "inputs", lambda report, stage: inputs(report, stage) | {"sources": 2**63})
+    hold.unlink()
+    assert tools.linked()["status"] == "done" and tools.result("link")["inputs"]["sources"] < 2**63
+    assert tools.run("xo", "link") == 0 and tools.result("link")["status"] == "running"
+    assert tools.linked()["inputs"]["sources"] == 2**63
+
+
+def test_make_xo(tools: Tools, tmp_path: Path) -> None:
+    """`make xo` compiles every kernel, the smallest one first, and links nothing."""
+    command = ["make", "-C", str(REPOSITORY), "xo", "INSTALLED=", f"CARD={tmp_path / 'card'}"]
+    subprocess.run(command, check=True, capture_output=True)
+    kernels = [call[call.index("--kernel") + 1] for call in tools.calls()]
+    assert kernels[0] == "sgd_update" and len(kernels) > 1 and len({*kernels}) == len(kernels)
+    assert not any("--link" in call for call in tools.calls())
+    assert {path.stem for path in (tmp_path / "card").glob("*.xo")} == {*kernels}
+
+
 def test_what_is_skipped_says_why(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages that need XRT, or the kernels' sources, name what is missing."""
     monkeypatch.setattr(card_build, "CHECKOUT", tools.work)
@@ -149,14 +204,17 @@ def test_the_archive_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(socket, "gethostname", lambda: "lab7.example.org")
     monkeypatch.setattr(getpass, "getuser", lambda: "ada")
     text = "ada@lab7: /home/ada/x /root/y lab7.example.org /srv/secret/z Serial Number: 12XYZ card 0000:42:00.1 adapter"
-    report_archive.pack(tmp_path / "a.tar.gz", {"one": {"reason": [text]}}, places={"/srv/secret": "FOLDER0"})
+    log = tmp_path / "link.log"
+    log.write_bytes(b"first" + (1 << 20) * b"." + b"\xff\n" + text.encode())
+    places = {"/srv/secret": "FOLDER0"}
+    report_archive.pack(tmp_path / "a.tar.gz", {"one": {"reason": [text]}}, logs={"link.log": log}, places=places)
+    entries = unpacked(tmp_path / "a.tar.gz")
+    wanted = "USER@HOST: HOME/x HOME/y HOST FOLDER0/z Serial Number: SERIAL card 0000:42:00.1 adapter"
+    assert json.loads(entries["card-report/one.json"])["reason"] == [wanted]
+    packed_log = entries["card-report/logs/link.log"]
+    assert packed_log.endswith("\N{REPLACEMENT CHARACTER}\n" + wanted) and "first" not in packed_log
     with tarfile.open(tmp_path / "a.tar.gz") as packed:
-        (entry,) = packed.getmembers()
-        content = packed.extractfile(entry)
-        assert content is not None
-        (told,) = json.load(content)["reason"]
-    assert told == "USER@HOST: HOME/x HOME/y HOST FOLDER0/z Serial Number: SERIAL card 0000:42:00.1 adapter"
-    assert (entry.uname, entry.gname, entry.uid, entry.mtime) == ("", "", 0, 0)
+        assert {(entry.uname, entry.gname, entry.uid, entry.mtime) for entry in packed.getmembers()} == {("", "", 0, 0)}
 
 
 def _no_runtime(system: object) -> Any:
