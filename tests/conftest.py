@@ -44,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_FORBIDDEN_SKIPS] = []
     config.stash[_SHARED_BEFORE] = _shared_buffers()
     config.pluginmanager.register(_SkipWatch(config.stash[_FORBIDDEN_SKIPS]))
+    # As under `make`: each process of the tests would compile for seven seconds what it imports.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if config.getoption("numprocesses", None):
         # Several workers share the cores, and two threads on one core would wait long for each other. The number must
         # be the same everywhere: sums of floats depend on it.

@@ -38,6 +38,9 @@ BUDGET = dataclasses.replace(BF16, precision="bf16-true", width=64, depth=2)
 SELECTION = {"compression": {"ratio": 0.05, "exact": True}}
 OFFLOADS: dict[str, dict[str, Any]] = {"": {}, " offloaded": {"zero": {"offload_param": {"device": "cpu"}}}}
 RESUMED = "bf16-mixed"
+EVERY_OVERLAP = [(name, overlap) for name in CASES for overlap in OVERLAPS]
+# Each case runs with one kind of overlap, the resumed one within backward; the other pairs take long.
+USUAL = [(name, "backward" if name == RESUMED else OVERLAPS[index % 2]) for index, name in enumerate(CASES)]
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,19 @@ class Trained:
     device: dict[str, Outcome]
 
 
-def cases(root: Path) -> tuple[dict[str, Run], dict[str, Run]]:
-    """Return the runs on the host and those on the device, of which a name begins with that of its host's."""
+def cases(root: Path, overlapped: list[tuple[str, str]]) -> tuple[dict[str, Run], dict[str, Run]]:
+    """Return the runs on the host and those on the device, of which a name begins with that of its host's.
+
+    Args:
+        root: Folder for all of them.
+        overlapped: Names and overlaps of the cases that run on the device.
+    """
     host, device = {}, {}
     for name, (recipe, options) in CASES.items():
         host[name] = run_of(root / "host" / name, recipe, "none", **options)
-        for overlap in OVERLAPS:
-            device[f"{name} {overlap}"] = run_of(root / "device" / name / overlap, recipe, overlap, delays=1, **options)
+    for name, overlap in overlapped:
+        recipe, options = CASES[name]
+        device[f"{name} {overlap}"] = run_of(root / "device" / name / overlap, recipe, overlap, delays=1, **options)
     for name, recipe in PLAIN.items():
         host[f"plain {name}"] = run_of(root / "host" / f"plain {name}", recipe, "none")
         device[f"plain {name}"] = run_of(root / "device" / f"plain {name}", recipe, "backward")
@@ -76,10 +85,10 @@ def cases(root: Path) -> tuple[dict[str, Run], dict[str, Run]]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """All trainings; those on the device are in one process."""
+def trained(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Trained:
+    """All trainings, without --long the usual ones; those on the device are in one process."""
     root = tmp_path_factory.mktemp("trainings")
-    host, device = cases(root)
+    host, device = cases(root, EVERY_OVERLAP if pytestconfig.getoption("long") else USUAL)
     by_host = launch(*host.values())
     by_device = launch(*device.values(), env=environment(build()), worker="tests.training.guesses_worker")
     return Trained(root, dict(zip(host, by_host, strict=True)), dict(zip(device, by_device, strict=True)))
@@ -94,8 +103,7 @@ def result(outcome: Outcome) -> tuple[Any, Any]:
     return (outcome.losses, figures), outcome.masters
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "overlap"), long_but(USUAL, EVERY_OVERLAP))
 def test_same_bits(name: str, overlap: str, trained: Trained) -> None:
     """Accumulation, clipping, skipped steps, validation, unused and offloaded parameters give the bits of the host."""
     assert_same(result(trained.device[f"{name} {overlap}"]), result(trained.host[name]))

@@ -24,6 +24,9 @@ __all__ = ["ERROR", "FILE_CALLS", "SAID", "SECONDS", "SilentDisk", "gives_up"]
 SECONDS = 0.2
 """The limit of calls in these tests."""
 
+HURRY = 20
+"""How many times as fast as it would the limit of a call passes that has stopped for good."""
+
 ERROR = "StorageTimeoutError with path and seconds"
 """What most attacks on a disk end in, for the table of attacks."""
 
@@ -53,6 +56,7 @@ class SilentDisk:
         self.hung = 0
         self.unguarded: list[str] = []
         self.calls: list[object] = []  # that have not ended
+        self._hanging: list[object] = []
         self.counters = counters
         counters.write_text("1 2 3 4 5")
         monkeypatch.setattr(in_time, "counters_of", lambda path: self.counters)
@@ -63,7 +67,15 @@ class SilentDisk:
             make(call)
             self.calls.remove(call)
 
+        next_wait = in_time._Limit.next_wait
+
+        def hurried(limit: Any, *, interrupted: bool) -> float:
+            wait = next_wait(limit, interrupted=interrupted)
+            return wait / HURRY if limit._call in self._hanging else wait
+
         monkeypatch.setattr(in_time._Call, "make", noted)
+        # No call that works has less time for this.
+        monkeypatch.setattr(in_time._Limit, "next_wait", hurried)
 
     def hang(self, module: Any, name: str, *, when: Callable[..., bool] = lambda *_: True) -> None:
         """Let a function answer no more. The test fails if it is called where nothing would give it up."""
@@ -75,6 +87,7 @@ class SilentDisk:
                     self.unguarded.append(f"{name}{args}\n{''.join(traceback.format_stack(limit=6)[:-1])}")
                 elif when(*args):
                     self.hung += 1
+                    self._hanging.append(in_time._own.call)
                     self.answers.wait()
             return original(*args, **kwargs)
 

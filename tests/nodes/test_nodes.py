@@ -119,7 +119,7 @@ def assert_saved(looked: list[dict[str, Any]], num_saves: int) -> None:
         assert found == {**over, **kept, "last.ckpt": step}
 
 
-@pytest.mark.parametrize("num_saves", long_but([7], [7, 20]))
+@pytest.mark.parametrize("num_saves", long_but([5], [5, 20]))
 def test_trainings_where_failed_look_ups_are_remembered(num_saves: int, scratch: Path, attack: Attack) -> None:
     """Each checkpoint is whole and in place: the newest ones, which ModelCheckpoint prunes, and the replaced ones."""
     looked, _ = run("saves", scratch, mounts=False, num_saves=num_saves)

@@ -34,6 +34,11 @@ def test_ranks_are_like_new_processes(tmp_path: Path, monkeypatch: pytest.Monkey
         assert seen[0][drawn] != seen[1][drawn], drawn
 
 
+def test_processes_may_keep_bytecode() -> None:
+    """Otherwise each compiles what it imports, which takes longer than most trainings of these tests."""
+    assert "PYTHONDONTWRITEBYTECODE" not in fresh_environment()
+
+
 def test_the_port_of_ranks_is_theirs_alone() -> None:
     """Whoever asks for any port is not given it, and torch can listen there."""
     with environments_of(1) as (environment,):

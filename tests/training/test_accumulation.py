@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ def farthest(masters: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) 
     return max(float((masters[name] - other).abs().max()) for name, other in others.items())
 
 
-@pytest.mark.parametrize("precision", long_but(["bf16-true", "16-mixed"], PRECISIONS))
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("precision", "devices"),
+    long_but([("bf16-true", 2), ("16-mixed", 1)], itertools.product(PRECISIONS, [1, 2])),
+)
 def test_added_in_the_dtype_of_the_parameters(
     precision: str, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,7 +160,7 @@ def assert_whole(folder: Path, devices: int) -> dict[str, Any]:
     return end_of(folder)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", long_but([2], [1, 2]))
 def test_a_kill_within_a_copy(
     devices: int, straight_run: Callable[[int], dict[str, Any]], tmp_path: Path, attack: Attack
 ) -> None:

@@ -17,6 +17,7 @@ from lightning_smartinfinity import SmartInfinityStrategy
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.step import Step
 from lightning_smartinfinity.zero3.step.speculation import Speculation
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny
 from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
@@ -93,7 +94,7 @@ def test_an_interrupt(name: str, after: bool, straight: Any, tmp_path: Path, mon
     assert all(torch.equal(masters[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", long_but([2], [1, 2]))
 def test_a_weight_that_is_used_once_more(ranks: int, tmp_path: Path) -> None:
     """All ranks raise an error that names it, and its state is that of the step before."""
     done = run_module("tests.training.used_again_worker", tmp_path, str(ranks), ranks=ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import json
 import platform
 import weakref
@@ -21,6 +22,7 @@ from lightning_smartinfinity import (
 )
 from lightning_smartinfinity.transfer.gradient_memory import GradientWindows
 from tests.helpers import native_testing as testing
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
@@ -123,15 +125,24 @@ def test_the_memory_of_gradients_is_freed_after_a_failed_step(tmp_path: Path) ->
     assert found() is None
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
-def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(overlap: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("overlap", "activations"),
+    long_but(
+        [("none", False), ("forward", True), ("backward", False)],
+        itertools.product(["none", "forward", "backward"], [False, True]),
+    ),
+)
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(
+    overlap: str, activations: bool, tmp_path: Path
+) -> None:
     """Rank 0, whose storage works, raises rank 1's error and stays at the generation that both have.
 
     This also holds if rank 0 has committed when the commit of rank 1 fails, and the remaining state can be saved. If
     rank 1 cannot roll back a speculative update, or cannot keep what compression left out, its state is lost and both
     ranks raise.
     """
-    done = run_module("tests.training.failing_rank_worker", tmp_path, overlap, ranks=2)
+    options = ["--activations"] if activations else []
+    done = run_module("tests.training.failing_rank_worker", tmp_path, overlap, *options, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     seen = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert seen[0] == seen[1]
@@ -142,12 +153,13 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(overlap:
         assert "rank-00001" in seen[0]["fail_roll_back"]
     if overlap == "forward":
         assert seen[0]["close_in_flight"], "a step was rolled back on one rank and not on the other"
-    for fault, kind, file in (
-        ("fail_write", "StorageError", "state.bin"),
-        ("fail_commit", "StorageFullError", "commit.bin"),
-        ("fail_read_of_activations", "StorageError", "what forward saved"),
-        ("fail_write_of_activations", "StorageFullError", "what forward saved"),
-    ):
+    faults = [("fail_write", "StorageError", "state.bin"), ("fail_commit", "StorageFullError", "commit.bin")]
+    if activations:
+        faults += [
+            ("fail_read_of_activations", "StorageError", "what forward saved"),
+            ("fail_write_of_activations", "StorageFullError", "what forward saved"),
+        ]
+    for fault, kind, file in faults:
         met = seen[0][fault]
         assert met["met"].startswith(f"{kind}: ")
         assert "rank-00001" in met["met"] or "activations" in fault  # whose file has no name
