@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import traceback
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from lightning_smartinfinity.cli.card_options import add_cards, cards_of
 from lightning_smartinfinity.cli.option_types import reading
 from lightning_smartinfinity.cli.report_archive import pack
 from lightning_smartinfinity.config import SmartSSDConfig
-from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 
 __all__ = ["add_to"]
 
@@ -114,7 +115,18 @@ def _run(options: argparse.Namespace) -> int:
     if not has_runtime and not shutil.which("v++"):
         print(_TO_INSTALL, end="")
         return 1
-    work = options.work
+    try:
+        return _report(options, has_runtime=has_runtime)
+    except OSError as error:
+        raise StorageError(
+            f"The report cannot be written to {options.work}: {error.strerror or error}.",
+            "Make room there, or name another folder by --work.",
+        ) from error
+
+
+def _report(options: argparse.Namespace, *, has_runtime: bool) -> int:
+    """Run the stages and pack their results; raises OSError if the work folder cannot be written."""
+    work: Path = options.work
     work.mkdir(parents=True, exist_ok=True)
     built = card_build.xclbin_in(work)
     settings = cards_of(options, xclbin=str(built) if built.exists() else None)
@@ -149,6 +161,9 @@ def _result_of(report: _Report, stage: str) -> dict[str, Any]:
         result: dict[str, Any] = {"status": "skipped", "reason": reason} if reason else run(report)
     except SmartInfinityError as error:
         result = {"status": "failed", "reason": str(error)}
+    except Exception as error:  # what nobody expected of a new card is what the report is for
+        told = traceback.format_exc().splitlines()
+        result = {"status": "failed", "reason": f"{type(error).__name__}: {error}", "output": told}
     result["inputs"] = inputs
     report.keep(stage, result)
     return result

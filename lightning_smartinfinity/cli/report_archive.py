@@ -33,13 +33,16 @@ def pack(archive: Path, results: Mapping[str, Any], *, logs: Mapping[str, Path],
     texts = {f"{name}.json": json.dumps(without_identity(result, places), indent=2) for name, result in results.items()}
     texts |= {f"logs/{name}": _anonymous(end_of(path), places) for name, path in logs.items()}
     unfinished = archive.with_name(f"{archive.name}.new")
-    with tarfile.open(unfinished, "w:gz") as packed:
-        for name, text in texts.items():
-            content = text.encode()
-            entry = tarfile.TarInfo(f"card-report/{name}")
-            entry.size = len(content)
-            packed.addfile(entry, io.BytesIO(content))
-    unfinished.replace(archive)
+    try:
+        with tarfile.open(unfinished, "w:gz") as packed:
+            for name, text in texts.items():
+                content = text.encode()
+                entry = tarfile.TarInfo(f"card-report/{name}")
+                entry.size = len(content)
+                packed.addfile(entry, io.BytesIO(content))
+        unfinished.replace(archive)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def end_of(path: Path) -> str:

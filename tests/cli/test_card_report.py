@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import getpass
 import json
 import os
@@ -185,6 +186,43 @@ def test_what_is_skipped_says_why(tools: Tools, monkeypatch: pytest.MonkeyPatch)
     assert tools.run("driver", "selftest", "xo") == 0
     assert "no XRT" in tools.result("driver")["reason"] and "no XRT" in tools.result("selftest")["reason"]
     assert "not in the installed package" in tools.result("xo")["reason"]
+
+
+def test_a_stage_that_breaks_is_reported(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any error of a stage fails that stage alone, and the report says where it came from."""
+
+    def breaks(work: Path) -> dict[str, Any]:
+        raise ZeroDivisionError("of a new card")
+
+    monkeypatch.setattr(card_build, "compile_smallest", breaks)
+    assert tools.run("xo", "csynth") == 1
+    broken = json.loads(unpacked(tools.work / "card-report.tar.gz")["card-report/xo.json"])
+    assert broken["reason"] == "ZeroDivisionError: of a new card" and "in breaks" in "".join(broken["output"])
+    assert tools.result("csynth")["status"] == "skipped"
+
+
+def test_a_folder_that_cannot_be_written(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the folder and the option, and leaves what was there."""
+    tools.work.write_text("a file")
+    assert tools.run("xo") == 1
+    told = capsys.readouterr().err
+    assert f"cannot be written to {tools.work}: File exists" in told and "--work" in told
+    assert tools.work.read_text() == "a file"
+
+
+def test_a_disk_that_is_full(tools: Tools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The archive of an earlier run stays whole."""
+    assert tools.run("xo") == 0
+    archive = tools.work / "card-report.tar.gz"
+    before = archive.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", full)
+    assert tools.run("csynth") == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert archive.read_bytes() == before and not list(tools.work.glob("*.new"))
 
 
 def test_nothing_is_installed(
