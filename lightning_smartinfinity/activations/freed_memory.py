@@ -6,7 +6,7 @@ import ctypes
 
 __all__ = ["FreedMemory"]
 
-_LEAST_GRANULE = 32 << 20  # bytes
+_LEAST_GRANULE = 256 << 20  # bytes; less is not worth the time
 _SHARE_OF_SAVED = 2  # one over the share of what a forward saves that is given back together
 
 
@@ -33,10 +33,6 @@ class FreedMemory:
         """
         self._nbytes += nbytes
         if self._nbytes >= max(_LEAST_GRANULE, most_saved // _SHARE_OF_SAVED):
-            self.give_back()
-
-    def give_back(self) -> None:
-        """Give back what is free now, if anything was freed since the last time."""
-        if self._nbytes and self._trim is not None:
-            self._trim(0)
-        self._nbytes = 0
+            if self._trim is not None:
+                self._trim(0)
+            self._nbytes = 0

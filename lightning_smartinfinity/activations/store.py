@@ -209,7 +209,6 @@ class ActivationStore:
         """Count what stays in memory, as the forward has ended."""
         if forward.ended is None:
             forward.ended = time.perf_counter()
-        self._freed_memory.give_back()
         self._reap()
         forward.count_kept(self._traffic)
 
@@ -236,8 +235,8 @@ class ActivationStore:
         began = time.perf_counter()
         if is_first_use:
             entry.forward.use(entry, began)
-            if entry.copies is None:
-                # Backward frees about as much as it uses.
+            if entry.copies is None and entry.stored is not None:
+                # Backward frees about as much as it uses. Without offloading, that is as it is in autograd alone.
                 self._freed_memory.add(entry.nbytes, most_saved=self._pool.most_saved)
         self._reap()
         was_in_memory = entry.memory is not None
