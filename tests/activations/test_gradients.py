@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,39 +80,42 @@ def test_the_choice_follows_the_sizes_of_batches(tmp_path: Path) -> None:
         assert made == [False, True, False, False, True, False, True]
 
 
-def test_less_is_offloaded_where_backward_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If backward waits although none of it was predicted, a quarter less is offloaded than in the step before."""
+def offloaded_by_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, pays: int, steps: int, waits: Callable[[int], bool]
+) -> list[int]:
+    """Return how many tensors each step plans to offload.
+
+    Args:
+        folder: Storage folder.
+        monkeypatch: Replaces the choice.
+        pays: Number of tensors that the choice always finds to pay; forward saves one more.
+        steps: Number of steps.
+        waits: Whether backward waits for long, after this number of tensors was planned.
+    """
     nothing = {"offloaded_bytes": 0, "kept_bytes": 0, "seconds": 0.0, "stall_seconds": 0.0, "peak_bytes": 0}
-    everything_pays = Choice(num_offloaded=12, **nothing)
-    monkeypatch.setattr(offloading, "choose", lambda *args, **others: everything_pays)
-    with opened(tmp_path, ActivationOffload(min_bytes=1)) as activations:
+    monkeypatch.setattr(offloading, "choose", lambda *args, **others: Choice(num_offloaded=pays, **nothing))
+    with opened(folder, ActivationOffload(min_bytes=1)) as activations:
         x, offloaded = torch.randn(1024, requires_grad=True), []
-        for _ in range(5):
+        for _ in range(steps):
             with activations.forward(x):  # learns from the step before
                 offloaded.append(activations._plan.offloaded_bytes // x.nbytes)
                 y = x
-                for _ in range(13):
+                for _ in range(pays + 1):
                     y = y.sin()
             y.sum().backward()
             assert activations._last is not None
-            activations._last.waited_seconds = 1e3
-        assert offloaded == [0, 0, 12, 9, 6]  # whole tensors
+            activations._last.waited_seconds = 1e3 * waits(offloaded[-1])
+        return offloaded
+
+
+def test_less_is_offloaded_where_backward_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If backward waits although none of it was predicted, a quarter less is offloaded than in the step before."""
+    offloaded = offloaded_by_step(tmp_path, monkeypatch, pays=12, steps=5, waits=lambda planned: True)
+    assert offloaded == [0, 0, 12, 9, 6]  # whole tensors
 
 
 def test_what_was_lessened_is_chosen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A single wait does not keep memory in use for ever; where waits come back, it is tried ever more rarely."""
-    nothing = {"offloaded_bytes": 0, "kept_bytes": 0, "seconds": 0.0, "stall_seconds": 0.0, "peak_bytes": 0}
-    monkeypatch.setattr(offloading, "choose", lambda *args, **others: Choice(num_offloaded=4, **nothing))
     monkeypatch.setattr(offloading, "_PATIENCE", 3)
-    with opened(tmp_path, ActivationOffload(min_bytes=1)) as activations:
-        x, offloaded = torch.randn(1024, requires_grad=True), []
-        for _ in range(19):
-            with activations.forward(x):  # learns from the step before
-                offloaded.append(activations._plan.offloaded_bytes // x.nbytes)
-                y = x
-                for _ in range(5):
-                    y = y.sin()
-            y.sum().backward()
-            assert activations._last is not None
-            activations._last.waited_seconds = 1e3 * (offloaded[-1] == 4)
-        assert offloaded == [0, 0, 4, *3 * [3], 4, *6 * [3], 4, *5 * [3]]
+    offloaded = offloaded_by_step(tmp_path, monkeypatch, pays=4, steps=19, waits=lambda planned: planned == 4)
+    assert offloaded == [0, 0, 4, *3 * [3], 4, *6 * [3], 4, *5 * [3]]

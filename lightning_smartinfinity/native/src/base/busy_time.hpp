@@ -39,7 +39,8 @@ class BusyTime {
         if (spans_.size() > kMaxSpans) forget_oldest_gap();
     }
 
-    // One that is still in progress, on a slow disk, may overlap all of many on a fast one: none may be counted twice.
+    // A span that is still in progress on a slow disk may overlap many that have ended on a fast one. Merging the two
+    // oldest ones keeps their busy time, so that it is not counted again.
     void forget_oldest_gap() {
         const Span oldest = spans_.front();
         spans_.pop_front();
