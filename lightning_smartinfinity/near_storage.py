@@ -20,6 +20,7 @@ from lightning_smartinfinity.checks import check, instance, optional
 from lightning_smartinfinity.config import resolved_folder
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import require_xclbin_named
+from lightning_smartinfinity.freed_memory import return_freed_memory
 from lightning_smartinfinity.gain_warning import warn_of_no_gain
 from lightning_smartinfinity.recorder import Recording
 from lightning_smartinfinity.settings import StrategySettings, gradients_are_16_bit, is_16_bit, nvme_path_of
@@ -32,7 +33,6 @@ from lightning_smartinfinity.zero3 import (
     build_deepspeed_config,
     prepare_environment,
     require_descriptors,
-    return_freed_memory,
 )
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 

@@ -11,14 +11,19 @@ import torch
 
 from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.activations.forwards import Forward
-from lightning_smartinfinity.activations.freed_memory import FreedMemory
 from lightning_smartinfinity.activations.pool import Pool
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
 from lightning_smartinfinity.activations.writes import Writes
 from lightning_smartinfinity.config import ActivationOffload
+from lightning_smartinfinity.freed_memory import FreedMemory
 from lightning_smartinfinity.store.tensor_files import whole_blocks
 
-__all__ = ["Departures"]
+__all__ = ["LEAST_FREED", "Departures"]
+
+LEAST_FREED = 256 << 20
+"""Least bytes of host memory that are returned to the system together: less is not worth the time."""
+
+_SHARE_FREED = 2  # one over the share of what a forward saves that is returned together
 
 
 class Departures:
@@ -70,6 +75,7 @@ class Departures:
         self._traffic.saved_bytes += entry.nbytes
         self._nbytes += entry.nbytes
         self._pool.most_saved = max(self._pool.most_saved, forward.saved_bytes)
+        self._freed_memory.batch_bytes = max(LEAST_FREED, self._pool.most_saved // _SHARE_FREED)
         self._pool.apply_limit()
 
     def entry_is_gone(self, entry: Entry) -> None:
@@ -104,7 +110,7 @@ class Departures:
             return False
         self._nbytes -= entry.nbytes
         if entry.copies is None:
-            self._freed_memory.add(entry.nbytes, most_saved=self._pool.most_saved)
+            self._freed_memory.add(entry.nbytes)
         self._traffic.offloaded_bytes += entry.nbytes
         return True
 

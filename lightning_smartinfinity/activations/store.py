@@ -11,13 +11,12 @@ from pathlib import Path
 
 import torch
 
-from lightning_smartinfinity.activations.departures import Departures
+from lightning_smartinfinity.activations.departures import LEAST_FREED, Departures
 from lightning_smartinfinity.activations.device_copies import DeviceCopies
 from lightning_smartinfinity.activations.devices import Devices
 from lightning_smartinfinity.activations.entries import Entry, Geometry
 from lightning_smartinfinity.activations.files import ActivationFiles
 from lightning_smartinfinity.activations.forwards import Forward
-from lightning_smartinfinity.activations.freed_memory import FreedMemory
 from lightning_smartinfinity.activations.loads import Loads
 from lightning_smartinfinity.activations.pool import Pool
 from lightning_smartinfinity.activations.rates import Rates
@@ -26,6 +25,7 @@ from lightning_smartinfinity.activations.traffic import ActivationTraffic
 from lightning_smartinfinity.activations.writes import Writes
 from lightning_smartinfinity.config import ActivationOffload, TransferConfig
 from lightning_smartinfinity.errors import CudaError, SmartInfinityError
+from lightning_smartinfinity.freed_memory import FreedMemory
 from lightning_smartinfinity.store.tensor_store import TensorStore
 
 __all__ = ["ActivationStore"]
@@ -56,7 +56,7 @@ class ActivationStore:
         self._reads = Reads(self._files, self._pool, spare_bytes=self._spare_bytes)
         self._loads = Loads(self._pool, self._reads)
         self._devices = Devices(stop=self._writes.stop)
-        self._freed_memory = FreedMemory()
+        self._freed_memory = FreedMemory(LEAST_FREED)
         self._traffic = ActivationTraffic()
         self._departures = Departures(
             settings, self._pool, self._writes, traffic=self._traffic, freed_memory=self._freed_memory
@@ -237,7 +237,7 @@ class ActivationStore:
             entry.forward.use(entry, began)
             if entry.copies is None and entry.stored is not None:
                 # Backward frees about as much as it uses. Without offloading, that is as it is in autograd alone.
-                self._freed_memory.add(entry.nbytes, most_saved=self._pool.most_saved)
+                self._freed_memory.add(entry.nbytes)
         self._reap()
         was_in_memory = entry.memory is not None
         if not entry.is_original:

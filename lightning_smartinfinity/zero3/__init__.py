@@ -6,7 +6,7 @@ has told DeepSpeed which accelerator to use.
 """
 
 from lightning_smartinfinity.zero3.deepspeed_config import build_deepspeed_config
-from lightning_smartinfinity.zero3.environment import prepare_environment, require_descriptors, return_freed_memory
+from lightning_smartinfinity.zero3.environment import prepare_environment, require_descriptors
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 
 __all__ = [
@@ -14,5 +14,4 @@ __all__ = [
     "build_deepspeed_config",
     "prepare_environment",
     "require_descriptors",
-    "return_freed_memory",
 ]

@@ -12,11 +12,9 @@ from lightning_smartinfinity.errors import StorageError, UnsupportedError
 from lightning_smartinfinity.zero3.collectives import has_ended
 
 __all__ = [
-    "FreedMemory",
     "forbid_jit_builds",
     "prepare_environment",
     "require_descriptors",
-    "return_freed_memory",
     "reuse_freed_memory",
 ]
 
@@ -138,29 +136,3 @@ def _map_blocks_from(num_bytes: int) -> None:
     if _THRESHOLD_VARIABLE not in os.environ:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, num_bytes)
-
-
-def return_freed_memory() -> None:
-    """Return freed memory to the system, if the C library can.
-
-    Blocks that were allocated before :func:`prepare_environment`, such as a model that is built in ``__init__``, and
-    small ones lie in heaps, which glibc keeps.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-class FreedMemory:
-    """Returns memory to the system whenever enough of it has been freed, since every call searches all heaps."""
-
-    _BATCH = 64 * 1024 * 1024
-
-    def __init__(self) -> None:
-        self._nbytes = 0
-
-    def add(self, nbytes: int) -> None:
-        """Report that this number of bytes was freed."""
-        self._nbytes += nbytes
-        if self._nbytes >= self._BATCH:
-            self._nbytes = 0
-            return_freed_memory()

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity.activations import FIRST_CHOSEN_FORWARD
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
+from lightning_smartinfinity.freed_memory import return_freed_memory
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
@@ -33,7 +34,7 @@ from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.transfer.step_plan import StepPlan
 from lightning_smartinfinity.zero3.activations import open_activations
 from lightning_smartinfinity.zero3.collectives import raise_together, raising_together, sum_over_ranks, sums_over_ranks
-from lightning_smartinfinity.zero3.environment import return_freed_memory, reuse_freed_memory
+from lightning_smartinfinity.zero3.environment import reuse_freed_memory
 from lightning_smartinfinity.zero3.parameter_groups import restore_groups, take_parameters
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.parameters.partition import Partition, describe_partition

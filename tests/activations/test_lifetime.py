@@ -464,6 +464,21 @@ def test_closing_with_a_graph_alive(activations: OffloadedActivations) -> None:
     assert x.grad is None
 
 
+def test_freed_memory_goes_back_twice_in_a_pass(
+    activations: OffloadedActivations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is returned to the system together, in halves of what forward saves, and in backward alike."""
+    calls: list[int] = []
+    monkeypatch.setattr("lightning_smartinfinity.activations.departures.LEAST_FREED", 0)
+    monkeypatch.setattr("lightning_smartinfinity.freed_memory.return_freed_memory", lambda: calls.append(1))
+    saved(activations)
+    calls.clear()
+    _, loss = saved(activations)
+    assert 1 <= len(calls) <= 2
+    loss.backward()
+    assert 3 <= len(calls) <= 4
+
+
 def test_a_forked_child(activations: OffloadedActivations) -> None:
     """It refuses forward and backward, and leaves its parent's memory and files alone."""
     x, loss = saved(activations)

@@ -8,13 +8,14 @@ from contextlib import ExitStack, contextmanager
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init, is_zero_param
 
+from lightning_smartinfinity.freed_memory import FreedMemory
 from lightning_smartinfinity.zero3.collectives import show_on_rank_zero
-from lightning_smartinfinity.zero3.environment import FreedMemory
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
 __all__ = ["cast_parameters", "having_a_parameter", "partitioning", "whole_bytes"]
 
 _PLACEHOLDER = "smart_infinity_placeholder"
+_FREED_TOGETHER = 64 << 20  # bytes
 
 
 def cast_parameters(params: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> None:
@@ -24,7 +25,7 @@ def cast_parameters(params: Iterable[torch.nn.Parameter], dtype: torch.dtype) ->
         params: The parameters.
         dtype: Their new dtype.
     """
-    freed = FreedMemory()
+    freed = FreedMemory(_FREED_TOGETHER)
     for param in params:
         if param.is_floating_point() and param.dtype != dtype and not is_zero_param(param):
             nbytes = param.nbytes
@@ -45,7 +46,7 @@ def partitioning(what: str, total_bytes: int | None) -> Iterator[None]:
         what: What is being done, for users.
         total_bytes: Bytes of the parameters that will be partitioned; None if they are unknown.
     """
-    freed, original, left = FreedMemory(), Init._zero_init_param, total_bytes
+    freed, original, left = FreedMemory(_FREED_TOGETHER), Init._zero_init_param, total_bytes
     with ExitStack() as shown:
         advance = shown.enter_context(show_on_rank_zero(what, total_bytes))
 
