@@ -1,12 +1,13 @@
-"""Measures a training of GPT-2 in bf16 whose optimizer state and activations share one slow disk.
+"""Measures a training of GPT-2 whose optimizer state and activations share one slow disk.
 
     python benchmarks/shared_disk.py --size 124m --shape 4 1024 --storage /mnt/nvme0
 
 First the step is measured with the disk as it is and with activations in memory. Then reads and writes of all files
 take turns at the rate at which moving the state alone takes a share of that step (`--share`), once with activations in
 memory and once with `activations={}`, which is to offload no more than costs no time. "bound" is the longer of the
-first step and all bytes divided by the rate: no step can be shorter. Only a core that was built with
-SMART_INFINITY_TESTING can be slowed down.
+first step and all bytes divided by the rate: no step can be shorter. "waits" are the seconds in which training stood
+still for parameters or state, and for activations. Only a core that was built with SMART_INFINITY_TESTING can be slowed
+down. On processors without instructions for bf16, use `--precision fp32`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from training import Probe, tokens, train_near_storage
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.helpers.native_testing import Throttle
 
+PRECISIONS = {"bf16": "bf16-mixed", "fp32": "32-true"}
 WARMUP = 5  # steps: what is offloaded is chosen in the third, and less of it in those after it if backward waits
 UNLIMITED, STATE, BOTH = "unlimited", "state", "state and activations"
 COLUMNS = {
@@ -37,6 +39,8 @@ COLUMNS = {
     "step s": ("seconds", 2),
     "bound s": ("bound", 2),
     "step / bound": ("of_bound", 3),
+    "waits s": ("waited", 2),
+    "waits for activations s": ("activations_waited", 2),
 }
 
 
@@ -72,15 +76,16 @@ class Watch:
         """Return the median of the steps, and the bytes of one."""
         (before, after), steps = self._traffic, self._steps - WARMUP
 
-        def moved(kind: str) -> float:
-            names = (f"{kind}_read_bytes", f"{kind}_write_bytes")
-            return sum(getattr(after, name) - getattr(before, name) for name in names) / steps / 1e9
+        def in_a_step(*names: str) -> float:
+            return sum(getattr(after, name) - getattr(before, name) for name in names) / steps
 
         return {
             "rate_gb": self._rate / 1e9,
-            "state_gb": moved("shared"),
-            "activations_gb": moved("activation"),
+            "state_gb": in_a_step("shared_read_bytes", "shared_write_bytes") / 1e9,
+            "activations_gb": in_a_step("activation_read_bytes", "activation_write_bytes") / 1e9,
             "seconds": median(end - begin for begin, end in pairwise(self._ends[WARMUP - 1 :])),
+            "waited": in_a_step("wait_seconds"),
+            "activations_waited": in_a_step("activation_wait_seconds"),
         }
 
 
@@ -95,6 +100,7 @@ def run(options: argparse.Namespace) -> Figures:
         options.storage,
         accelerator="cpu",
         probe=Probe(),
+        precision=PRECISIONS[options.precision],
         batches=partial(tokens, size=options.size, shape=tuple(options.shape)),
         settings={"overlap": options.overlap, "activations": {} if options.child == BOTH else None},
         callbacks=[LambdaCallback(on_train_start=watch.start, on_train_batch_end=watch.end)],
@@ -127,17 +133,18 @@ def main() -> int:
         steps={"type": int, "default": WARMUP + 5, "help": f"the first {WARMUP} are not measured"},
         shape={"nargs": 2, "type": int, "default": [4, CONTEXT], "metavar": ("BATCH", "LENGTH")},
         share={"type": float, "default": 0.8, "help": "of the step, that moving the state takes at the disk's rate"},
+        precision={"choices": PRECISIONS, "default": "bf16"},
         overlap={"choices": ("none", "forward", "backward"), "default": "backward"},
         rate={"type": float, "default": 0.0, "help": argparse.SUPPRESS},
     )
-    shape = "{} x {}".format(*options.shape)
+    model, shape = f"GPT-2 {options.size}, {options.precision}", "{} x {}".format(*options.shape)
     return compare(
         __file__,
         options,
         run=run,
         columns=COLUMNS,
         machine=partial(describe, "torch"),
-        heading=f"GPT-2 {options.size}, {shape} tokens, overlap {options.overlap}, one disk for state and activations",
+        heading=f"{model}, {shape} tokens, overlap {options.overlap}, one disk for state and activations",
         rows=partial(rows, options),
     )
 
