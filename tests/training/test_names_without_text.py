@@ -10,7 +10,7 @@ import torch
 
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
 from lightning_smartinfinity.cli import main
-from lightning_smartinfinity.config import JOB_NAME
+from lightning_smartinfinity.config.transfer import JOB_NAME
 from lightning_smartinfinity.huggingface.arguments import job_of
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.universal import convert_by_command

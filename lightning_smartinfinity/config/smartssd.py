@@ -1,0 +1,101 @@
+"""SmartSSDs: the setting ``smartssd``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_smartinfinity.checks import Rule, check, one_of, optional, positive, require, settings_of
+from lightning_smartinfinity.config.folders import names_file
+from lightning_smartinfinity.wrong_names import named_settings
+
+__all__ = ["MAX_CARD_NUMBER", "TIMEOUT", "SmartSSDConfig", "smartssd_config"]
+
+MAX_CARD_NUMBER = 65_535
+"""Largest number in ``SmartSSDConfig(devices=...)``, larger than any machine needs."""
+
+TIMEOUT = positive(2_147_483)
+"""Rule for seconds until something is given up: XRT counts milliseconds in an int."""
+
+
+def _cards(devices: object) -> tuple[str | int, ...] | None:
+    """Return addresses, and numbers of any integer type as ints; None if the list names no cards."""
+    named = [_card(one) for one in devices] if isinstance(devices, (list, tuple)) else []
+    cards = tuple(card for card in named if card is not None)
+    return cards if cards and len(cards) == len(named) else None
+
+
+def _card(value: Any) -> str | int | None:
+    """Return an address, or an integer of any type (also NumPy's) as an int; None if the value is neither."""
+    if isinstance(value, str):
+        return value or None
+    try:
+        number = operator.index(value)
+    except TypeError:
+        return None
+    return number if 0 <= number <= MAX_CARD_NUMBER and not isinstance(value, bool) else None
+
+
+_XCLBIN = Rule("Pass the path of an xclbin", names_file, "names no file")
+
+_CARDS = Rule(
+    f"Pass a list with the PCI address of one card for each storage folder, or its number from 0 to {MAX_CARD_NUMBER}",
+    lambda devices: _cards(devices) is not None,
+    "names no cards",
+    _cards,
+)
+
+
+@named_settings
+@dataclass(frozen=True, kw_only=True)
+class SmartSSDConfig:
+    """Settings for Samsung SmartSSDs, whose accelerators update state next to the SSD.
+
+    Args:
+        xclbin: File with the kernels, built by ``make -C hls xclbin``. None: the file that the environment variable
+            SMART_INFINITY_XCLBIN names.
+        devices: Card of each storage folder, in the folders' order: its PCI address (``"0000:3d:00.1"``) or its number
+            among the system's cards, ordered by address. None: the card on the same PCIe switch as the folder's SSD.
+        gradient_route: How gradients reach a card: ``"host"`` (from host memory into its DRAM), ``"storage"`` (written
+            to its SSD, from which the card reads them directly, as published) or ``"auto"``, which is ``"host"``.
+        timeout: Seconds after which a kernel, or a transfer between card and SSD or card and host, is abandoned if it
+            has not returned, and the host takes over: above 0, and at most 2147483.
+        binding: How XRT is called: ``"native"`` (its C library, without the interpreter's lock), ``"pyxrt"`` (its
+            Python module, which holds the lock) or ``"auto"``: native, or pyxrt if only that is available.
+
+    Raises:
+        ConfigError: A setting is unknown, out of range or not one of those above.
+    """
+
+    xclbin: str | Path | None = None
+    devices: Sequence[str | int] | None = None
+    gradient_route: str = "auto"
+    timeout: float = 30.0
+    binding: str = "auto"
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            xclbin=optional(_XCLBIN),
+            devices=optional(_CARDS),
+            gradient_route=one_of("auto", "host", "storage"),
+            timeout=TIMEOUT,
+            binding=one_of("auto", "native", "pyxrt"),
+        )
+
+
+def smartssd_config(smartssd: SmartSSDConfig | Mapping[str, Any] | None, *, owner: str) -> SmartSSDConfig | None:
+    """Return what the setting ``smartssd`` asks for: settings, or a dict of them; None stays None.
+
+    Args:
+        smartssd: The setting.
+        owner: Class to which it was passed, for the error.
+
+    Raises:
+        ConfigError: It is something else, or a setting in it is unknown or out of range.
+    """
+    config: SmartSSDConfig | None = check(owner, "smartssd", smartssd, optional(settings_of(SmartSSDConfig)))
+    return config

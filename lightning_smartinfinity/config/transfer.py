@@ -1,0 +1,198 @@
+"""How optimizer state moves: the setting ``transfer``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_smartinfinity.checks import FLAG, Rule, between, check, num_bytes, one_of, optional, require, settings_of
+from lightning_smartinfinity.config.smartssd import TIMEOUT
+from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.native import MAX_BUFFERS, MAX_THREADS
+from lightning_smartinfinity.wrong_names import named_settings
+
+__all__ = [
+    "CARD_TASKLET_BYTES",
+    "HOST_TASKLET_BYTES",
+    "IO_TIMEOUT",
+    "JOB_NAME",
+    "NUM_BUFFERS",
+    "TransferConfig",
+    "transfer_config",
+]
+
+HOST_TASKLET_BYTES = 4 * 1024 * 1024
+"""Default of ``TransferConfig(tasklet_bytes=...)`` where the host updates."""
+
+CARD_TASKLET_BYTES = 64 * 1024 * 1024
+"""Default where SmartSSDs update: the published card reads 1.6 GB/s at 1 MiB, 2.2 at 4 MiB, 2.4 at 128 MiB."""
+
+IO_TIMEOUT = 45.0
+"""Default of ``TransferConfig(io_timeout=...)``. Linux resets a drive after 30 s without an answer, and tries again."""
+
+NUM_BUFFERS = between(2, MAX_BUFFERS)
+"""Rule for the number of buffers of a ring."""
+
+_MIN_TASKLET_BYTES, _MAX_TASKLET_BYTES = 64 * 1024, 1 << 60
+
+_OF_THE_FILE_SYSTEM = "lost+found"  # a folder in the root of many file systems
+
+
+def _is_folder_name(value: object) -> bool:
+    # A name of blanks, or with a line break, cannot be told from others in a message or a listing.
+    if not isinstance(value, str) or not value.isprintable() or value.strip() != value:
+        return False
+    return value not in ("", ".", "..", _OF_THE_FILE_SYSTEM) and "/" not in value
+
+
+JOB_NAME = Rule(
+    f"Pass a plain name without slashes or outer blanks, and not {_OF_THE_FILE_SYSTEM}",
+    _is_folder_name,
+    "is not a name for a job's folder",
+)
+"""Rule for ``TransferConfig(job=...)``. Folders of other names are no job's."""
+
+
+@named_settings
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig:
+    """How optimizer state moves between storage and the update.
+
+    Sizes are bytes, or text such as ``"8GB"`` (8 * 10^9) and ``"8GiB"`` (8 * 2^30). They are kept as bytes.
+
+    Args:
+        tasklet_bytes: Size of one ring buffer: the most state in one read or write, at least 64 KiB. Any size will do:
+            the state of whole blocks of elements is put in. None: 4 MiB where the host updates, 64 MiB where SmartSSDs
+            do.
+        num_buffers: Number of ring buffers. The ring takes at most ``num_buffers * tasklet_bytes`` bytes for a model of
+            any size. The update also holds one gradient per parameter of the rank's partition; on a GPU slots for
+            parameters (with Adam a sixth of the ring in 16 bit, a third in fp32); with parameters on storage a staging
+            buffer as large as the ring; and what ``dram_cache_bytes`` keeps in memory.
+        compute_threads: Number of threads that update, per rank. One usually keeps up with one disk. More help where
+            arithmetic, not storage, is the limit, but take cores from forward and backward. No result depends on it.
+        io_engine: ``"io_uring"`` (registered files and, if the limit on lockable memory allows it, registered buffers:
+            least CPU time), ``"io_uring_sqpoll"`` (the same with a kernel thread that polls for requests and needs a
+            core of its own), ``"threads"`` (pread and pwrite on a thread pool), ``"plain"`` (the same through the page
+            cache, which is released at once: for file systems without direct I/O) or ``"auto"`` (io_uring where the
+            system allows it, otherwise threads; plain for all folders if any of them has no direct I/O).
+        dram_cache_bytes: Size of the optimizer state per rank that stays in host memory: whole tasklets from the start
+            of the partition. They are written to storage as well, which saves only reads; with ``durability="none"``
+            they lie in memory only, unless ``keep=True``, which saves writes, too. ``"auto"``: the memory free when
+            training begins, less a quarter of all memory, divided among the ranks of a machine. None: what ``plan``
+            chooses, or nothing without a plan; a plan leaves 0 as it is. No result depends on it.
+        gradient_bytes: Size of the gradients per rank that are held in host memory; those beyond it go to storage as
+            backward makes them, and come back as the update needs them. ``"auto"``: all, or if they do not fit into
+            free memory, half of that. No result depends on it.
+        parameter_bytes: Size of the parameters per rank that are in memory at once where parameters lie on storage
+            (``zero={"offload_param": {"device": "nvme"}}``): those that are gathered, and partitions that are read
+            ahead. On a GPU as much is held in its own memory, and as much in host memory. DeepSpeed's prefetching, live
+            parameters and buffers follow from it. With ``plan`` a size puts them there, unless ``zero`` says where they
+            lie. ``"auto"``: as ``zero`` says. No result depends on it.
+        accumulate_in: ``"fp32"``, or ``"parameters"``: the dtype of the parameters, in which gradients of several
+            micro-batches are added. In 16 bit that takes half of the memory, and rounds after each addition.
+        durability: ``"none"`` (one place for each tasklet: a failed step cannot be rolled back), ``"step"``
+            (two: a failed step is rolled back exactly, and ``recover_store`` can open the store after a kill) or
+            ``"power"`` (also after a power loss: every step flushes the device). With each of them training resumes
+            from checkpoints.
+        direct_io: ``"on"`` (O_DIRECT or an error), ``"off"`` (through the page cache) or ``"auto"`` (O_DIRECT where
+            the file system supports it, otherwise a warning).
+        io_timeout: Seconds after which a read or write that a disk has not answered is given up with a
+            StorageTimeoutError: above 0, and at most 2147483. After Ctrl-C or SIGTERM it is at most three seconds.
+            Set-up, and flushes of checkpoints, may take longer as long as the disk completes requests.
+        job: Name of this job's folder below each storage folder; two jobs on one storage need two names.
+        keep: Whether the state stays on storage after the strategy is closed: ``"on-failure"`` (if a training can be
+            resumed from it that did not end as it should), True (always; a later training does not replace it) or False
+            (never). With ``"on-failure"`` and True, and two places for each tasklet, a Trainer writes training records,
+            and ``fit(ckpt_path="storage")`` resumes the training, also after a kill. With compressed gradients that
+            have a residual, storage then holds two copies of it, of 4 bytes per parameter each, and every step writes
+            one of them beside the training.
+        asynchronous: Whether a Trainer's ModelCheckpoint saves while training goes on, which takes room on storage for
+            a third place of each tasklet, allocated at set-up; without that room saves wait. With
+            ``durability="none"``, on SmartSSDs, or if compression keeps a residual, they always wait.
+            ``trainer.save_checkpoint`` and saves of Fabric and transformers return when the checkpoint is whole.
+
+    Raises:
+        ConfigError: A setting is unknown, out of range or not one of those above.
+    """
+
+    tasklet_bytes: int | str | None = None
+    num_buffers: int = 16
+    compute_threads: int = 1
+    io_engine: str = "auto"
+    dram_cache_bytes: int | str | None = None
+    gradient_bytes: int | str = "auto"
+    parameter_bytes: int | str = "auto"
+    accumulate_in: str = "fp32"
+    durability: str = "step"
+    direct_io: str = "auto"
+    io_timeout: float = IO_TIMEOUT
+    job: str = "default"
+    keep: bool | str = "on-failure"
+    asynchronous: bool = True
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            tasklet_bytes=optional(num_bytes(_MIN_TASKLET_BYTES, _MAX_TASKLET_BYTES)),
+            num_buffers=NUM_BUFFERS,
+            compute_threads=between(1, MAX_THREADS),
+            io_engine=one_of("auto", "io_uring", "io_uring_sqpoll", "threads", "plain"),
+            dram_cache_bytes=optional(optional(num_bytes(0), "auto")),
+            gradient_bytes=optional(num_bytes(0), "auto"),
+            parameter_bytes=optional(num_bytes(1), "auto"),
+            accumulate_in=one_of("fp32", "parameters"),
+            durability=one_of("none", "step", "power"),
+            direct_io=one_of("auto", "on", "off"),
+            io_timeout=TIMEOUT,
+            job=JOB_NAME,
+            keep=optional(FLAG, "on-failure"),
+            asynchronous=FLAG,
+        )
+        if self.io_engine == "plain" and self.direct_io == "on":
+            raise ConfigError(
+                "TransferConfig(io_engine='plain', direct_io='on') contradicts itself: the plain engine is for files in"
+                " the page cache.",
+                "Use io_engine='auto', or direct_io='off'.",
+            )
+
+    @property
+    def buffer_bytes(self) -> int | None:
+        """Bytes of one ring buffer; None: the default of the device that updates."""
+        kept = self.tasklet_bytes
+        assert not isinstance(kept, str), "a size given as text is kept as bytes"
+        return kept
+
+    @property
+    def file_access(self) -> str:
+        """How files are opened, as a value of ``direct_io``; the plain engine always uses the page cache."""
+        return "off" if self.io_engine == "plain" else self.direct_io
+
+    @property
+    def places_per_tasklet(self) -> int:
+        """Number of places for each tasklet's state on storage: 1 without durability, otherwise 2."""
+        return 1 if self.durability == "none" else 2
+
+    @property
+    def writes_through(self) -> bool:
+        """Whether state that stays in host memory is written to storage as well."""
+        return self.durability != "none" or self.keep is True
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether a training that was interrupted can go on from its state on storage (``ckpt_path="storage"``)."""
+        return self.durability != "none" and self.keep is not False
+
+
+def transfer_config(transfer: TransferConfig | Mapping[str, Any] | None, *, owner: str) -> TransferConfig:
+    """Return what the setting ``transfer`` asks for: settings, a dict of them, or None, which means the defaults.
+
+    Args:
+        transfer: The setting.
+        owner: Class to which it was passed, for the error.
+
+    Raises:
+        ConfigError: It is something else, or a setting in it is unknown or out of range.
+    """
+    config: TransferConfig | None = check(owner, "transfer", transfer, optional(settings_of(TransferConfig)))
+    return TransferConfig() if config is None else config
