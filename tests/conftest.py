@@ -15,6 +15,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 
 from tests.helpers.attacks import PROPERTY, Attack
+from tests.helpers.offloaded import ASKED_FOR
 from tests.helpers.processes import start_server
 from tests.helpers.runif import is_allowed
 
@@ -119,6 +120,12 @@ def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SilentDisk
     disk = SilentDisk(monkeypatch, tmp_path / "stat")
     yield disk
     disk.answer()
+
+
+@pytest.fixture
+def activations_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep activations in memory unless the test asks for storage, as it counts bytes that they would change."""
+    monkeypatch.delenv(ASKED_FOR, raising=False)
 
 
 class _SkipWatch:

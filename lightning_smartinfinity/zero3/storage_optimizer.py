@@ -94,7 +94,8 @@ class StorageOptimizer(GradientPath):
             rank_state.close()
             raise
         # Steps are compared when it is chosen what of the activations leaves.
-        unmeasured = 0 if offload.activations is None else FIRST_CHOSEN_FORWARD
+        is_chosen = offload.activations is not None and offload.activations.keep == "auto"
+        unmeasured = FIRST_CHOSEN_FORWARD if is_chosen else 0
         obstacle = self._obstacle_to_speculation()
         self.overlap = OverlapChoice(offload.overlap, obstacle=obstacle, unmeasured=unmeasured)
         self.speculation = Speculation(rank_state)

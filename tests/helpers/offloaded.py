@@ -17,7 +17,7 @@ EVERYTHING = {"keep": 0, "min_bytes": 1, "host_bytes": 32 << 10, "budget_bytes":
 
 
 def offload_everything() -> None:
-    """Let every training of this process that says nothing of activations offload all of them."""
+    """Let every training that says nothing of activations offload all of them, as long as that is asked for."""
     # Here, since every process of a test imports this module, and most need none of it.
     from lightning_smartinfinity import ActivationOffload, settings
     from lightning_smartinfinity.activations import OffloadedActivations
@@ -25,7 +25,8 @@ def offload_everything() -> None:
     asked = settings.activation_offload
 
     def all_or_asked(activations: Any, *, owner: str) -> ActivationOffload | None:
-        return asked(EVERYTHING if activations is None else activations, owner=owner)
+        offloads = activations is None and os.environ.get(ASKED_FOR)
+        return asked(EVERYTHING if offloads else activations, owner=owner)
 
     settings.activation_offload = all_or_asked
     OffloadedActivations.open = _opening_late(OffloadedActivations.open)

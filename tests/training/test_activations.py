@@ -27,6 +27,8 @@ from tests.training.worker import Run, launch, train
 
 __all__ = ["straight"]
 
+pytestmark = pytest.mark.usefixtures("activations_as_asked")
+
 
 def run_of(root: Path, name: str, overlap: str, *, activations: Any = None, **settings: Any) -> Run:
     recipe, options = CASES[name]
@@ -197,14 +199,15 @@ def test_checkpoints(name: str, tmp_path: Path) -> None:
     assert seen[0] == seen[1]
 
 
-def test_overlaps_are_measured_when_it_is_chosen_what_leaves(tmp_path: Path) -> None:
-    """With overlap="auto", the three steps in which that is chosen are not measured."""
+@pytest.mark.parametrize(("keep", "unmeasured"), [("auto", 3), (0, 0)])
+def test_overlaps_are_measured_when_it_is_chosen_what_leaves(keep: int | str, unmeasured: int, tmp_path: Path) -> None:
+    """With overlap="auto", the three steps in which that is chosen are not measured, unless the user has chosen."""
     modes: list[str] = []
 
     class Note(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             modes.append(trainer.strategy.optimizers[0].overlap.mode)
 
-    strategy = SmartInfinityStrategy(tmp_path / "storage", activations={"min_bytes": 1})
+    strategy = SmartInfinityStrategy(tmp_path / "storage", activations={"min_bytes": 1, "keep": keep})
     quiet_trainer(tmp_path, strategy, max_steps=12, callbacks=[Note()]).fit(LitTiny(Recipe(precision="bf16-mixed")))
-    assert modes[:11] == 7 * ["forward"] + 4 * ["backward"]
+    assert modes[: unmeasured + 8] == (unmeasured + 4) * ["forward"] + 4 * ["backward"]

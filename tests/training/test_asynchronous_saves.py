@@ -191,6 +191,7 @@ class Counting(pl.Callback):
         self.saved: Traffic = strategy.traffic() - self.counted
 
 
+@pytest.mark.usefixtures("activations_as_asked")
 def test_reads_of_a_save_have_a_counter_of_their_own(tmp_path: Path) -> None:
     """They are those of a save that training waits for; all other bytes are those of a training without a save."""
 

@@ -252,6 +252,7 @@ def test_a_model_that_is_built_too_early(tmp_path: Path, monkeypatch: pytest.Mon
         [BlockScaled(), BlockScaled(error_feedback=False), TopK(0.1), TopK(1.0)],
     ),
 )
+@pytest.mark.usefixtures("activations_as_asked")
 def test_compressed_gradients_are_counted(codec: GradientCodec, tmp_path: Path) -> None:
     """Payloads of every codec, and its residual if it keeps one, are those of the run, to the byte."""
     strategy = fit(tmp_path, Configured(RECIPE), plan="auto", compression=codec, overlap="none")
