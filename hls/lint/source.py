@@ -112,7 +112,7 @@ class Function:
 
     def around(self, line: int) -> list[Cursor]:
         """Return everything in the function that spans a line, outermost first."""
-        return list(_around(self.cursor, line))
+        return [c for c in self.cursor.walk_preorder() if c != self.cursor and spans(c, line)]
 
 
 class Source:
@@ -164,7 +164,7 @@ class Source:
         return {
             str(cursor.spelling)
             for top in self._unit.cursor.get_children()
-            if _file(top) in self._files
+            if self.owns(top)
             for cursor in top.walk_preorder()
             if cursor.kind in kinds
         }
@@ -265,13 +265,6 @@ def _functions(cursor: Cursor, files: set[str]) -> Iterator[Cursor]:
             yield child
         elif child.kind in _HOUSES:
             yield from _functions(child, files)
-
-
-def _around(cursor: Cursor, line: int) -> Iterator[Cursor]:
-    for child in cursor.get_children():
-        if spans(child, line):
-            yield child
-            yield from _around(child, line)
 
 
 def _file(cursor: Cursor) -> str:
