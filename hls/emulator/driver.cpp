@@ -2,8 +2,7 @@
 // XCL_EMULATION_MODE=hw_emu and "hw_em_driver=smart_infinity_card" in xrt.ini.
 //
 // It loads Debian's libxrt_noop, a driver without a device, and replaces the virtual functions of its devices that move
-// and compute. It finds them by the exported addresses of XRT's own functions, so that no private header is needed, and
-// accepts XRT 2.13 only.
+// and compute. README.md says how it finds them; no private header is needed.
 #include <dlfcn.h>
 #include <version.h>
 #include <xrt.h>
