@@ -1,17 +1,7 @@
 """Writes files and command lines that follow from the kernels' description; run from the root of the repository.
 
-Usage::
-
-    python -m hls.generate sources FOLDER
-    python -m hls.generate test-xclbin FILE
-    python -m hls.generate kernels [--optimizer adamw]
-    python -m hls.generate config FILE [--optimizer adamw]
-    python -m hls.generate toolchain
-    python -m hls.generate csynth FILE --kernel NAME
-    python -m hls.generate compile-line --kernel NAME [--target hw] [--folder build/card]
-    python -m hls.generate link-line --output FILE [--optimizer adamw] [--target hw] [--folder build/card]
-
-``--optimizer`` chooses among the designs: the one that has this update rule's kernel.
+``python -m hls.generate --help`` lists what it makes, and ``python -m hls.generate config --help`` what one of these
+takes. ``--optimizer`` chooses among the designs: the one that has this update rule's kernel.
 """
 
 from __future__ import annotations

@@ -120,12 +120,9 @@ def write_sources(folder: Path) -> None:
         if file.name not in contents and file.read_text().startswith(_SOURCE.partition("\n")[0]):
             file.unlink()
     for name, text in contents.items():
-        _write(folder / name, text)
-
-
-def _write(file: Path, text: str) -> None:
-    if not file.exists() or file.read_text() != text:
-        file.write_text(text)
+        file = folder / name
+        if not file.exists() or file.read_text() != text:
+            file.write_text(text)
 
 
 def _header() -> str:

@@ -1,11 +1,10 @@
 #pragma once
 
-#include <array>
 #include <cstring>
 #include <stdexcept>
 #include <tuple>
 #include <type_traits>
-#include <utility>
+#include <vector>
 
 #include "compute_unit.hpp"
 
@@ -16,11 +15,16 @@ class RegisterReader {
  public:
     explicit RegisterReader(std::span<const std::uint32_t> registers) : registers_(std::as_bytes(registers)) {}
 
-    std::uint64_t next(std::size_t bytes) {
-        if (offset_ + bytes > registers_.size()) throw std::invalid_argument("fewer arguments than the kernel has");
-        std::uint64_t value = 0;
-        std::memcpy(&value, registers_.data() + offset_, bytes);
-        offset_ += bytes + kReservedBytes;
+    template <class Value>
+    Value next() {
+        static_assert(std::is_trivially_copyable_v<Value> && (sizeof(Value) == 4 || sizeof(Value) == 8),
+                      "XRT passes scalars of one or two words");
+        if (offset_ + sizeof(Value) > registers_.size()) {
+            throw std::invalid_argument("fewer arguments than the kernel has");
+        }
+        Value value;
+        std::memcpy(&value, registers_.data() + offset_, sizeof value);
+        offset_ += sizeof value + kReservedBytes;
         return value;
     }
 
@@ -32,43 +36,33 @@ class RegisterReader {
     std::size_t offset_ = kFirstOffset;
 };
 
+// Returns the next argument of a kernel; in place of a pointer null, which `reach` replaces.
 template <class Argument>
-inline constexpr std::size_t kRegisterBytes = std::is_pointer_v<Argument> ? 8 : sizeof(Argument);
+Argument next_argument(RegisterReader& reader, std::vector<PointerArgument>& pointers) {
+    if constexpr (std::is_pointer_v<Argument>) {
+        const bool written = !std::is_const_v<std::remove_pointer_t<Argument>>;
+        pointers.push_back({reader.next<std::uint64_t>(), written});
+        return nullptr;
+    } else {
+        return reader.next<Argument>();
+    }
+}
 
 template <class Argument>
-Argument next_argument(const std::uint64_t*& value, const PointerArgument*& pointer) {
-    [[maybe_unused]] const std::uint64_t* const here = value++;
-    if constexpr (std::is_pointer_v<Argument>) {
-        return reinterpret_cast<Argument>((pointer++)->memory);
-    } else {
-        static_assert(std::is_trivially_copyable_v<Argument> && (sizeof(Argument) == 4 || sizeof(Argument) == 8),
-                      "XRT passes scalars of one or two words");
-        Argument argument;
-        std::memcpy(&argument, here, sizeof argument);
-        return argument;
-    }
+void reach(Argument& argument, const PointerArgument*& next) {
+    if constexpr (std::is_pointer_v<Argument>) argument = reinterpret_cast<Argument>((next++)->memory);
 }
 
 // Calls a kernel of any signature with the values in its registers.
 template <class... Arguments>
 void dispatch(void (*kernel)(Arguments...), std::span<const std::uint32_t> registers, DeviceMemory& memory) {
     RegisterReader reader(registers);
-    const std::array<std::uint64_t, sizeof...(Arguments)> values{reader.next(kRegisterBytes<Arguments>)...};
-
-    constexpr std::size_t kNumPointers = (std::size_t{std::is_pointer_v<Arguments>} + ... + 0);
-    std::array<PointerArgument, kNumPointers> pointers{};
-    std::size_t argument = 0, next = 0;
-    const auto collect = [&](bool is_pointer, bool written) {
-        if (is_pointer) pointers[next++] = {values[argument], written};
-        ++argument;
-    };
-    (collect(std::is_pointer_v<Arguments>, !std::is_const_v<std::remove_pointer_t<Arguments>>), ...);
-    memory.map(pointers);
-
-    const std::uint64_t* value = values.data();
-    const PointerArgument* pointer = pointers.data();
+    std::vector<PointerArgument> pointers;
     // Braces evaluate from left to right.
-    const std::tuple<Arguments...> call{next_argument<Arguments>(value, pointer)...};
+    std::tuple<Arguments...> call{next_argument<Arguments>(reader, pointers)...};
+    memory.map(pointers);
+    const PointerArgument* next = pointers.data();
+    std::apply([&next](Arguments&... argument) { (reach(argument, next), ...); }, call);
     std::apply(kernel, call);
 }
 

@@ -2,8 +2,7 @@
 // XCL_EMULATION_MODE=hw_emu and "hw_em_driver=smart_infinity_card" in xrt.ini.
 //
 // It loads Debian's libxrt_noop, a driver without a device, and replaces the virtual functions of its devices that move
-// and compute. It finds them by the exported addresses of XRT's own functions, so that no private header is needed, and
-// accepts XRT 2.13 only.
+// and compute. README.md says how it finds them; no private header is needed.
 #include <dlfcn.h>
 #include <version.h>
 #include <xrt.h>
@@ -35,29 +34,15 @@ struct Originals {
 
 // The card of each device. It is recorded when the device is opened: when a process ends, XRT frees what belongs to a
 // device after the handle by which libxrt_noop knows the device.
-class Numbers {
- public:
-    void note(Device device, unsigned number) {
-        const std::scoped_lock lock(mutex_);
-        numbers_[device] = number;
-    }
-
-    unsigned of(Device device) const {
-        const std::scoped_lock lock(mutex_);
-        return numbers_.at(device);
-    }
-
- private:
-    mutable std::mutex mutex_;
-    std::map<Device, unsigned> numbers_;
+struct Numbers {
+    std::mutex mutex;
+    std::map<Device, unsigned> of;
 };
 
 Numbers& numbers() {
     static auto* const numbers = new Numbers;
     return *numbers;
 }
-
-unsigned number_of(Device device) { return numbers().of(device); }
 
 Card& card_of(Device device) { return card(number_of(device)); }
 
@@ -117,7 +102,8 @@ DevicePointer open(const void* system, unsigned number) {
     if (number >= num_cards())
         throw std::runtime_error("Could not open device with index '" + std::to_string(number) + "'");
     DevicePointer device = originals.open(system, number);
-    numbers().note(device.get(), number);
+    const std::scoped_lock lock(numbers().mutex);
+    numbers().of[device.get()] = number;
     return device;
 }
 
@@ -150,11 +136,16 @@ struct Installation {
     Installation() {
         void* library = dlopen("libxrt_noop.so.2", RTLD_NOW | RTLD_GLOBAL);
         if (library == nullptr) refuse(dlerror());
-        set_card_number(number_of);
         replace_device(library);
         replace_system(library);
     }
 } installation;
 
 }  // namespace
+
+unsigned number_of(Device device) {
+    const std::scoped_lock lock(numbers().mutex);
+    return numbers().of.at(device);
+}
+
 }  // namespace smart_infinity::emulator

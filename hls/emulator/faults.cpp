@@ -33,7 +33,7 @@ std::vector<std::string> split(const std::string& text, char separator) {
 }  // namespace
 
 FaultKind fault_kind(std::string_view name) {
-    const auto* found = std::ranges::find(kNames, name, [](const auto& entry) { return entry.first; });
+    const auto* found = std::ranges::find(kNames, name, &std::pair<std::string_view, FaultKind>::first);
     if (found == kNames.end()) throw std::invalid_argument("an emulated card has no fault " + std::string(name));
     return found->second;
 }
@@ -62,18 +62,14 @@ void Faults::clear() {
 
 std::optional<Fault> Faults::strike(FaultKind kind) {
     const std::scoped_lock lock(mutex_);
-    std::optional<Fault> struck;
-    std::vector<Fault> left;
-    for (Fault fault : faults_) {
-        const bool strikes = fault.kind == kind && fault.skipped == 0 && !struck;
-        if (strikes) {
-            struck = fault;
-            continue;
-        }
+    const auto due = [kind](const Fault& fault) { return fault.kind == kind && fault.skipped == 0; };
+    const auto striking = std::ranges::find_if(faults_, due);
+    for (Fault& fault : faults_) {
         if (fault.kind == kind && fault.skipped > 0) --fault.skipped;
-        left.push_back(fault);
     }
-    faults_ = std::move(left);
+    if (striking == faults_.end()) return std::nullopt;
+    const Fault struck = *striking;
+    faults_.erase(striking);
     return struck;
 }
 

@@ -42,8 +42,6 @@ class Any {
     AnyContent* content_;
 };
 
-CardNumber* card_number = nullptr;
-
 [[noreturn]] void no_arguments() { throw std::runtime_error("emulated SmartSSD: this property takes no arguments"); }
 
 }  // namespace
@@ -75,7 +73,7 @@ class Bdf final : public Query {
     using Address = std::tuple<std::uint16_t, std::uint16_t, std::uint16_t, std::uint16_t>;
 
     Any get(const void* device) const override {
-        return Any(Address{0, static_cast<std::uint16_t>(0x10 + card_number(device)), 0, 1});
+        return Any(Address{0, static_cast<std::uint16_t>(0x10 + number_of(device)), 0, 1});
     }
 };
 
@@ -93,7 +91,5 @@ const Query* find_query(int key) {
             return nullptr;
     }
 }
-
-void set_card_number(CardNumber* number) { card_number = number; }
 
 }  // namespace smart_infinity::emulator

@@ -8,8 +8,7 @@ class Query;
 // Returns the reader of a property; null if an emulated card does not have the property.
 const Query* find_query(int key);
 
-// Returns the number of the card that a device of XRT represents.
-using CardNumber = unsigned(const void* device);
-void set_card_number(CardNumber* card_number);
+// Returns the number of the card that a device of XRT represents; defined in driver.cpp.
+unsigned number_of(const void* device);
 
 }  // namespace smart_infinity::emulator

@@ -1,15 +1,29 @@
 #include "settings.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace smart_infinity::emulator {
 namespace {
 
-std::int64_t from_environment(std::string name, std::int64_t otherwise) {
+using Member = std::pair<std::string_view, std::atomic<std::int64_t> Settings::*>;
+
+constexpr std::array<Member, 6> kMembers{{
+    {"dram_mib", &Settings::dram_mib},
+    {"p2p", &Settings::p2p},
+    {"latency_us", &Settings::latency_us},
+    {"dma_mib_per_s", &Settings::dma_mib_per_s},
+    {"channel_mib_per_s", &Settings::channel_mib_per_s},
+    {"kernel_mib_per_s", &Settings::kernel_mib_per_s},
+}};
+
+std::int64_t from_environment(std::string_view setting, std::int64_t otherwise) {
+    std::string name(setting);
     std::ranges::transform(name, name.begin(), [](unsigned char letter) { return std::toupper(letter); });
     const char* value = std::getenv(("SMART_INFINITY_CARD_" + name).c_str());
     return value != nullptr ? std::stoll(value) : otherwise;
@@ -22,30 +36,14 @@ std::atomic<unsigned>& count() {
 
 }  // namespace
 
-Settings::Settings()
-    : dram_mib(from_environment("dram_mib", 4096)),
-      p2p(from_environment("p2p", 1)),
-      latency_us(from_environment("latency_us", 0)),
-      dma_mib_per_s(from_environment("dma_mib_per_s", 0)),
-      channel_mib_per_s(from_environment("channel_mib_per_s", 0)),
-      kernel_mib_per_s(from_environment("kernel_mib_per_s", 0)) {}
+Settings::Settings() {
+    for (const auto& [name, member] : kMembers) this->*member = from_environment(name, this->*member);
+}
 
 void Settings::set(std::string_view name, std::int64_t value) {
-    if (name == "dram_mib") {
-        dram_mib = value;
-    } else if (name == "p2p") {
-        p2p = value;
-    } else if (name == "latency_us") {
-        latency_us = value;
-    } else if (name == "dma_mib_per_s") {
-        dma_mib_per_s = value;
-    } else if (name == "channel_mib_per_s") {
-        channel_mib_per_s = value;
-    } else if (name == "kernel_mib_per_s") {
-        kernel_mib_per_s = value;
-    } else {
-        throw std::invalid_argument("an emulated card has no setting " + std::string(name));
-    }
+    const auto* found = std::ranges::find(kMembers, name, &Member::first);
+    if (found == kMembers.end()) throw std::invalid_argument("an emulated card has no setting " + std::string(name));
+    this->*found->second = value;
 }
 
 unsigned num_cards() { return count(); }

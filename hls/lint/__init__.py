@@ -18,7 +18,6 @@ from hls.lint.synthesis import check_synthesis
 __all__ = ["Finding", "lint"]
 
 _ROOT = Path(__file__).parents[2]
-_STAND_INS = Path(__file__).with_name("include")
 
 
 def lint(design: Design, sources: Path, *, root: Path = _ROOT) -> list[Finding]:
@@ -28,15 +27,14 @@ def lint(design: Design, sources: Path, *, root: Path = _ROOT) -> list[Finding]:
         design: Kernels and compute units.
         sources: Folder with the kernels' sources, as ``hls/sources.py`` writes it.
         root: Folder that has ``hls``. Headers come from ``hls/include`` and ``hls/kernels``; headers that replace the
-            toolchain's come from ``hls/sim/include`` and, if simulation does without them, from this folder.
+            toolchain's come from ``hls/sim/include``.
     """
     files = [sources / f"{kernel.name}.cpp" for kernel in design.kernels]
     missing = [Finding(str(file), 1, "is missing") for file in files if not file.exists()]
     if missing:
         return missing
     include = [root / "hls/include", root / "hls/kernels", sources]
-    stand_ins = [root / "hls/sim/include", _STAND_INS]
-    parsed = [Source(file, include=include, stand_ins=stand_ins) for file in files]
+    parsed = [Source(file, include=include, stand_ins=root / "hls/sim/include") for file in files]
     return sorted({finding for source in parsed for finding in _check(source)})
 
 

@@ -15,29 +15,26 @@ __all__ = ["check_dataflow"]
 
 @dataclass(frozen=True)
 class _Process:
-    """A call in a DATAFLOW region.
-
-    Attributes:
-        arguments: Arguments by position.
-    """
+    """A call in a DATAFLOW region."""
 
     name: str
     function: Cursor
     arguments: tuple[Cursor, ...]
 
+    @property
+    def variables(self) -> set[str]:
+        return {name for argument in self.arguments for name in _variables(argument)}
+
 
 @dataclass(frozen=True)
 class _Region:
-    """A DATAFLOW region.
-
-    Attributes:
-        bundles: AXI masters of the region's pointers.
-    """
+    """A DATAFLOW region."""
 
     function: Cursor
     line: int
     processes: tuple[_Process, ...]
     bundles: Mapping[str, str]
+    """The AXI master of each pointer."""
 
     def finding(self, message: str) -> Finding:
         return Finding(str(self.function.location.file), self.line, message)
@@ -51,15 +48,14 @@ def check_dataflow(source: Source, top: Function) -> Iterator[Finding]:
 
 def _check_function(source: Source, function: Cursor, bundles: Mapping[str, str]) -> Iterator[Finding]:
     written = source.written(function)
-    pragmas = written.named("DATAFLOW") if written else []
-    for pragma in pragmas:
-        body = _block_around(function, pragma.line)
+    for pragma in written.named("DATAFLOW") if written else []:
+        blocks = [c for c in Function(function).around(pragma.line) if c.kind == CursorKind.COMPOUND_STMT]
+        body = blocks[-1]
         yield from _check_form(source, function, body)
         region = _Region(function, pragma.line, tuple(_processes(body)), bundles)
         yield from _check_streams(source, region, body)
         yield from _check_arrays(region, body)
         yield from _check_pointers(region)
-        yield from _check_bundles(region)
     for call, called in source.calls(function):
         if source.owns(called):
             yield from _check_function(source, called, _passed_on(call, called, bundles))
@@ -70,11 +66,6 @@ def _passed_on(call: Cursor, called: Cursor, bundles: Mapping[str, str]) -> dict
     pairs = zip(parameters(called), call.get_arguments(), strict=False)
     passed = {str(parameter.spelling): _variables(argument) & bundles.keys() for parameter, argument in pairs}
     return {parameter: bundles[next(iter(names))] for parameter, names in passed.items() if names}
-
-
-def _block_around(function: Cursor, line: int) -> Cursor:
-    blocks = [c for c in Function(function).around(line) if c.kind == CursorKind.COMPOUND_STMT]
-    return blocks[-1]
 
 
 def _check_form(source: Source, function: Cursor, body: Cursor) -> Iterator[Finding]:
@@ -202,36 +193,22 @@ def _receiver(call: Cursor) -> str:
 
 
 def _check_pointers(region: _Region) -> Iterator[Finding]:
-    users = _pointer_users(region)
-    for parameter in parameters(region.function):
-        name = str(parameter.spelling)
-        if parameter.type.get_canonical().kind == TypeKind.POINTER and len(users[name]) != 1:
-            yield region.finding(
-                f"pointer {name} is used by {len(users[name])} processes{_listed(users[name])}: one may"
-            )
-
-
-def _check_bundles(region: _Region) -> Iterator[Finding]:
-    """Check masters, each of which has one channel per direction: two processes on it would wait for each other."""
+    """Check pointers and masters. A master has one channel per direction: two processes on it wait for each other."""
     by_direction: dict[tuple[str, str], set[str]] = defaultdict(set)
-    users = _pointer_users(region)
     for parameter in parameters(region.function):
-        name = str(parameter.spelling)
-        if name in region.bundles and parameter.type.get_canonical().kind == TypeKind.POINTER:
-            is_read = parameter.type.get_canonical().get_pointee().is_const_qualified()
-            by_direction[region.bundles[name], "read" if is_read else "written"].update(users[name])
+        name, kind = str(parameter.spelling), parameter.type.get_canonical()
+        if kind.kind != TypeKind.POINTER:
+            continue
+        users = [process.name for process in region.processes if name in process.variables]
+        if len(users) != 1:
+            yield region.finding(f"pointer {name} is used by {len(users)} processes{_listed(users)}: one may")
+        if name in region.bundles:
+            direction = "read" if kind.get_pointee().is_const_qualified() else "written"
+            by_direction[region.bundles[name], direction].update(users)
     for (bundle, direction), processes in by_direction.items():
         if len(processes) > 1:
             listed = _listed(sorted(processes))
             yield region.finding(f"bundle {bundle} is {direction} by {len(processes)} processes{listed}: one may")
-
-
-def _pointer_users(region: _Region) -> dict[str, list[str]]:
-    users: dict[str, list[str]] = defaultdict(list)
-    for process in region.processes:
-        for name in {name for argument in process.arguments for name in _variables(argument)}:
-            users[name].append(process.name)
-    return users
 
 
 def _variables(expression: Cursor) -> set[str]:

@@ -112,7 +112,7 @@ class Function:
 
     def around(self, line: int) -> list[Cursor]:
         """Return everything in the function that spans a line, outermost first."""
-        return list(_around(self.cursor, line))
+        return [c for c in self.cursor.walk_preorder() if c != self.cursor and spans(c, line)]
 
 
 class Source:
@@ -121,16 +121,16 @@ class Source:
     Args:
         path: The kernel's source.
         include: Folders with headers of the project.
-        stand_ins: Folders with headers that replace the toolchain's; these are not checked.
+        stand_ins: Folder with headers that replace the toolchain's; these are not checked.
     """
 
-    def __init__(self, path: Path, *, include: Sequence[Path] = (), stand_ins: Sequence[Path] = ()) -> None:
+    def __init__(self, path: Path, *, include: Sequence[Path], stand_ins: Path) -> None:
         self.path = str(path)
-        self._stand_ins = [str(folder) for folder in stand_ins]
+        self._stand_ins = stand_ins
         arguments = [
             *("-x", "c++", _STANDARD, "-D__SYNTHESIS__"),
             *(f"-I{folder}" for folder in include),
-            *(part for folder in stand_ins for part in ("-isystem", str(folder))),
+            *("-isystem", str(stand_ins)),
         ]
         self._calls: dict[str, list[tuple[Cursor, Cursor]]] = {}
         self._files, self._pragmas = _preprocessed(self.path, arguments)
@@ -164,7 +164,7 @@ class Source:
         return {
             str(cursor.spelling)
             for top in self._unit.cursor.get_children()
-            if _file(top) in self._files
+            if self.owns(top)
             for cursor in top.walk_preorder()
             if cursor.kind in kinds
         }
@@ -175,7 +175,7 @@ class Source:
 
     def is_toolchain(self, cursor: Cursor) -> bool:
         """Return whether a cursor stands in a header of the toolchain, or in a replacement for one."""
-        return str(Path(_file(cursor)).parent) in self._stand_ins
+        return Path(_file(cursor)).parent == self._stand_ins
 
     def calls(self, function: Cursor) -> list[tuple[Cursor, Cursor]]:
         """Return every call in a function, with the function that it calls (an instance if that is a template)."""
@@ -265,13 +265,6 @@ def _functions(cursor: Cursor, files: set[str]) -> Iterator[Cursor]:
             yield child
         elif child.kind in _HOUSES:
             yield from _functions(child, files)
-
-
-def _around(cursor: Cursor, line: int) -> Iterator[Cursor]:
-    for child in cursor.get_children():
-        if spans(child, line):
-            yield child
-            yield from _around(child, line)
 
 
 def _file(cursor: Cursor) -> str:

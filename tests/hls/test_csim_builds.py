@@ -75,9 +75,9 @@ def test_the_standard() -> None:
 # ---- streams
 
 
-def test_chunks_that_lie_side_by_side(tmp_path: Path) -> None:
-    """A stream knows that it is not empty wherever its memory lies."""
-    program, source = tmp_path / "neighbours", Path(__file__).with_name("neighbours.cpp")
+def test_a_stream_at_the_ends_of_its_chunks(tmp_path: Path) -> None:
+    """A stream returns what was written and knows when it is empty, wherever its chunks end."""
+    program, source = tmp_path / "stream_ends", Path(__file__).with_name("stream_ends.cpp")
     subprocess.run(
         ["g++", "-std=c++14", f"-I{ROOT / 'hls/sim/include'}", source, "-o", program], check=True, timeout=PROCESS_LIMIT
     )

@@ -3,12 +3,10 @@
 
 #include <cstddef>
 #include <deque>
-#include <new>
+#include <memory>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 
-#include "chunks.hpp"
 #include "leftovers.hpp"
 
 namespace hls {
@@ -23,53 +21,32 @@ class stream<T, 0> {
     stream(const stream&) = delete;
     stream& operator=(const stream&) = delete;
     ~stream() {
-        if (!empty()) sim::note_leftover(name_);
-        for (T* chunk : chunks_) memory_.give(chunk);
+        if (num_read_ < num_written_) sim::note_leftover(name_);
     }
 
     void write(const T& value) {
-        if (to_ == to_end_) append_chunk();
-        new (to_++) T(value);
+        if (num_written_++ % kPerChunk == 0) {
+            chunks_.emplace_back(new T[kPerChunk]);
+            to_ = chunks_.back().get();
+        }
+        *to_++ = value;
     }
 
     T read() {
-        if (empty()) throw std::logic_error(std::string("nothing to read in stream ") + name_);
-        if (from_ == from_end_) drop_chunk();
-        return *from_++;
+        if (num_read_ == num_written_) throw std::logic_error(std::string("nothing to read in stream ") + name_);
+        const T value = chunks_.front()[num_read_++ % kPerChunk];
+        if (num_read_ % kPerChunk == 0) chunks_.pop_front();
+        return value;
     }
 
  private:
-    static_assert(std::is_trivially_copyable<T>::value, "chunks are handed on as they are");
-    static constexpr std::size_t kPerChunk = sim::Chunks::kBytes / sizeof(T);
-
-    // A second chunk is never empty, and its end may be the address where the first begins.
-    bool empty() const { return chunks_.size() < 2 && from_ == to_; }
-
-    void append_chunk() {
-        to_ = static_cast<T*>(memory_.take());
-        to_end_ = to_ + kPerChunk;
-        chunks_.push_back(to_);
-        if (chunks_.size() == 1) start_chunk();
-    }
-
-    void drop_chunk() {
-        memory_.give(chunks_.front());
-        chunks_.pop_front();
-        start_chunk();
-    }
-
-    void start_chunk() {
-        from_ = chunks_.front();
-        from_end_ = from_ + kPerChunk;
-    }
+    static constexpr std::size_t kPerChunk = 1024;  // a plain deque has so small chunks that a run takes twice as long
 
     const char* name_;
-    sim::Chunks& memory_ = sim::Chunks::of_this_thread();
-    std::deque<T*> chunks_;
+    std::deque<std::unique_ptr<T[]>> chunks_;
     T* to_ = nullptr;
-    T* to_end_ = nullptr;
-    T* from_ = nullptr;
-    T* from_end_ = nullptr;
+    std::size_t num_written_ = 0;
+    std::size_t num_read_ = 0;
 };
 
 }  // namespace hls

@@ -73,9 +73,7 @@ class Scratch:
 def scratch_folder(card: Card, storage: Path) -> Iterator[Scratch]:
     """Create a temporary folder on the file system of a storage folder, and remove it at the end.
 
-    Args:
-        card: Card that is tested.
-        storage: The storage folder, absolute; it need not exist yet.
+    The storage folder is absolute and need not exist yet.
 
     Raises:
         StorageError: A file stands where a folder should be, or no folder can be created.

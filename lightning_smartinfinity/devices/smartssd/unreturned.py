@@ -30,12 +30,7 @@ _owner = os.getpid()
 
 
 def close_or_keep(worker: native.Pipeline | native.FileQueue, card: Card) -> None:
-    """Close a pipeline or queue if it is idle; otherwise keep it until its calls have returned.
-
-    Args:
-        worker: Pipeline or queue to close.
-        card: Card that it uses.
-    """
+    """Close a pipeline or queue of a card if it is idle; otherwise keep it until its calls have returned."""
     _kept.append((worker, card))
     close_returned()
 
@@ -63,9 +58,7 @@ def close_returned() -> bool:
 def when_written(pipelines: Iterable[native.Pipeline], then: Callable[[], object]) -> None:
     """Call something once no abandoned write of these pipelines is in progress: now, or in :func:`close_returned`.
 
-    Args:
-        pipelines: Pipelines that were given to :func:`close_or_keep`.
-        then: Function to call.
+    The pipelines were given to :func:`close_or_keep`.
     """
     _waiting.append((tuple(pipelines), then))
     close_returned()

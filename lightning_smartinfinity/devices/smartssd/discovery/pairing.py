@@ -18,12 +18,7 @@ _REMEDY = "Name the card of each storage folder: SmartSSDConfig(devices=['0000:3
 
 
 def pair(ssds: Sequence[Ssd], cards: Sequence[Card], controllers: Sequence[PciPath]) -> list[Card]:
-    """Return the card beside each SSD.
-
-    Args:
-        ssds: SSDs of the storage folders.
-        cards: All cards of the machine.
-        controllers: Controllers of all the machine's SSDs. A card that is nearest to another SSD is not taken.
+    """Return the card beside each SSD, but take none that is nearest to another of the machine's ``controllers``.
 
     Raises:
         ConfigError: A card is nearest to several SSDs, or an SSD to several cards or none; the tree is shown.
@@ -41,8 +36,7 @@ def named_cards(ssds: Sequence[Ssd], cards: Sequence[Card], names: Sequence[str 
     """
     chosen = [_named(name, cards) for name in names]
     for ssd, card in zip(ssds, chosen, strict=True):
-        nearest, rivals = _nearest(ssd.path, [other.path for other in cards if other.path is not None])
-        if not nearest or card.path not in rivals:
+        if card.path not in _nearest(ssd.path, [other.path for other in cards if other.path is not None]):
             _log.warning(
                 "SmartSSDConfig(devices=...) pairs %r with %s, which is not nearest to its SSD %s:"
                 " data between them may pass the host.",
@@ -54,12 +48,7 @@ def named_cards(ssds: Sequence[Ssd], cards: Sequence[Card], names: Sequence[str 
 
 
 def require_each_once(used: Sequence[tuple[str, Path]], *, what: str) -> None:
-    """Refuse two folders on one SSD or card.
-
-    Args:
-        used: Address and folder of each use.
-        what: Kind of device, for the message: ``"SSD"`` or ``"card"``.
-    """
+    """Refuse two folders on one device: an ``"SSD"`` or a ``"card"``, given by address and folder of each use."""
     seen: dict[str, Path] = {}
     for address, folder in used:
         other = seen.setdefault(address, folder)
@@ -72,24 +61,24 @@ def require_each_once(used: Sequence[tuple[str, Path]], *, what: str) -> None:
 
 def _card_beside(ssd: Ssd, ssds: Sequence[Ssd], cards: Sequence[Card], controllers: Sequence[PciPath]) -> Card:
     placed = [card.path for card in cards if card.path is not None]
-    nearest, beside = _nearest(ssd.path, placed)
-    if not nearest:
+    beside = _nearest(ssd.path, placed)
+    if not beside:
         raise _refused(f"No card shares a PCIe switch with {_words(ssd)}.", ssds, cards)
     if len(beside) > 1:
         listed = ", ".join(path.address for path in beside)
         raise _refused(f"Several cards are equally near to {_words(ssd)}: {listed}.", ssds, cards)
-    _, rivals = _nearest(beside[0], controllers)
+    rivals = _nearest(beside[0], controllers)
     if rivals != [ssd.path]:
         listed = ", ".join(path.address for path in rivals)
         raise _refused(f"The card nearest to {_words(ssd)}, {beside[0].address}, belongs to {listed}.", ssds, cards)
     return next(card for card in cards if card.path == beside[0])
 
 
-def _nearest(path: PciPath, others: Sequence[PciPath]) -> tuple[int, list[PciPath]]:
-    """Return the largest number of shared ancestors and the paths that share them; 0 and none if nothing is shared."""
+def _nearest(path: PciPath, others: Sequence[PciPath]) -> list[PciPath]:
+    """Return the paths that share most ancestors; none if nothing is shared."""
     shared = [common_ancestors(path, other) for other in others]
     most = max(shared, default=0)
-    return most, [other for other, number in zip(others, shared, strict=True) if number == most and most]
+    return [other for other, number in zip(others, shared, strict=True) if number == most and most]
 
 
 def _named(name: str | int, cards: Sequence[Card]) -> Card:

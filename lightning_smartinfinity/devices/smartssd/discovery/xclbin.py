@@ -6,9 +6,9 @@ import os
 import stat
 import struct
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from lightning_smartinfinity.config import SmartSSDConfig
 from lightning_smartinfinity.devices.smartssd.discovery.system import System
@@ -36,10 +36,9 @@ _MAGIC = b"xclbin2\0"
 # Defined in XRT's xclbin.h: struct axlf up to its sections, then axlf_section_header, mem_topology and mem_data.
 _HEADER = struct.Struct("<8s296xQ40x64s16s16xI4x")
 _SECTION = struct.Struct("<I20xQQ")
-_BANKS = struct.Struct("<i4x")
+_COUNT = struct.Struct("<i4x")
 _BANK = struct.Struct("<BB6xQ24x")
-# Of struct ip_layout and ip_data.
-_UNITS = struct.Struct("<i4x")
+# Of struct ip_layout, which begins like mem_topology, and ip_data.
 _UNIT = struct.Struct("<I12x64s")
 _KERNEL = 1
 _MEM_TOPOLOGY = 6
@@ -72,12 +71,7 @@ class Xclbin(NamedTuple):
 
 
 class NamedXclbin(NamedTuple):
-    """A file that should be an xclbin.
-
-    Args:
-        path: Absolute path.
-        setting: The setting that names it, as a user writes it.
-    """
+    """The absolute path of what should be an xclbin, and the setting that names it, as a user writes it."""
 
     path: Path
     setting: str
@@ -134,19 +128,19 @@ def _read(file: BinaryIO, named: NamedXclbin) -> Xclbin:
         sections = _sections(file, num_sections)
         # XRT follows these offsets without checking them.
         if length > nbytes or any(section.offset + section.nbytes > nbytes for section in sections):
-            raise DeviceError(_torn(named, nbytes), BUILD_REMEDY)
-        memory, kernels = _largest_bank(file, sections), _kernels(file, sections)
+            raise struct.error("an offset behind the end")
+        banks = [1024 * kib for _, used, kib in _entries(file, sections, _MEM_TOPOLOGY, _BANK) if used]
+        units = [_text(name) for kind, name in _entries(file, sections, _IP_LAYOUT, _UNIT) if kind == _KERNEL]
     except struct.error as error:
-        raise DeviceError(_torn(named, nbytes), BUILD_REMEDY) from error
+        problem = f"The xclbin {named.setting} is torn: its header tells of more than its {nbytes} bytes."
+        raise DeviceError(problem, BUILD_REMEDY) from error
+    kernels = tuple(dict.fromkeys(unit.split(":")[0] for unit in units))  # a unit is called <kernel>:<instance>
+    memory = max(banks, default=None)  # of the largest bank
     return Xclbin(named.path, str(uuid.UUID(bytes=build)), _text(platform), memory, kernels)
 
 
 def _text(padded: bytes) -> str:
     return padded.split(b"\0", 1)[0].decode(errors="replace")
-
-
-def _torn(named: NamedXclbin, nbytes: int) -> str:
-    return f"The xclbin {named.setting} is torn: its header tells of more than its {nbytes} bytes."
 
 
 def require_xclbin_named(settings: SmartSSDConfig | None, system: System | None = None) -> NamedXclbin:
@@ -174,26 +168,14 @@ def _sections(file: BinaryIO, count: int) -> list[_Section]:
     return [_Section(*_SECTION.unpack(file.read(_SECTION.size))) for _ in range(count)]
 
 
-def _largest_bank(file: BinaryIO, sections: Sequence[_Section]) -> int | None:
-    """Return the size in bytes of the largest memory bank in use; ``None`` if none is listed."""
+def _entries(
+    file: BinaryIO, sections: Sequence[_Section], kind: int, entry: struct.Struct
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the entries of each section of this kind; their number stands before them."""
     for section in sections:
-        if section.kind == _MEM_TOPOLOGY:
+        if section.kind == kind:
             file.seek(section.offset)
             content = file.read(section.nbytes)
-            (count,) = _BANKS.unpack_from(content)
-            banks = [_BANK.unpack_from(content, _BANKS.size + index * _BANK.size) for index in range(count)]
-            return max((1024 * kibibytes for _, used, kibibytes in banks if used), default=None)
-    return None
-
-
-def _kernels(file: BinaryIO, sections: Sequence[_Section]) -> tuple[str, ...]:
-    """Names the kernels of the section of compute units, which calls each unit ``<kernel>:<instance>``."""
-    names: dict[str, None] = {}
-    for section in sections:
-        if section.kind == _IP_LAYOUT:
-            file.seek(section.offset)
-            content = file.read(section.nbytes)
-            (count,) = _UNITS.unpack_from(content)
-            units = [_UNIT.unpack_from(content, _UNITS.size + index * _UNIT.size) for index in range(count)]
-            names |= dict.fromkeys(_text(name).split(":")[0] for kind, name in units if kind == _KERNEL)
-    return tuple(names)
+            (count,) = _COUNT.unpack_from(content)
+            for index in range(count):
+                yield entry.unpack_from(content, _COUNT.size + index * entry.size)
