@@ -163,6 +163,7 @@ class OffloadedActivations:
                 ) from error
             raise
         finally:
+            _remove_hooks(packing)
             with self._store.lock:
                 self._store.end(forward)
         self._last = forward
@@ -289,6 +290,13 @@ class OffloadedActivations:
             return False
         self._until_retry = self._patience = min(2 * self._patience, _MOST_PATIENCE)
         return True
+
+
+def _remove_hooks(packing: Packing) -> None:
+    """Remove hooks that an interrupt left behind as they were entered or left."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__self__", None) is packing:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def _forward_seconds(last: Forward) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_smartinfinity.activations import OffloadedActivations
@@ -365,6 +366,23 @@ def test_an_interrupt_when_an_entry_is_new(activations: OffloadedActivations, mo
     assert torch.equal(x.grad, expected(x))
     del loss
     assert_nothing_is_left(activations)
+
+
+@pytest.mark.parametrize("name", ["__enter__", "__exit__"])
+def test_an_interrupt_between_forwards(
+    activations: OffloadedActivations, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """No hook stays in effect when Ctrl-C comes as hooks are entered or left."""
+
+    def interrupt(hooks: saved_tensors_hooks, *_: object) -> None:
+        if name == "__enter__":
+            torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack_hook, hooks.unpack_hook)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saved_tensors_hooks, name, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        saved(activations)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def test_an_interrupt_when_writes_are_given_up(
