@@ -71,9 +71,11 @@ class Departures:
         """Take a new entry, which was made for a tensor."""
         # Only a forward whose times are measured waits for the device.
         self._writes.note_packed(entry, tensor, waits=not forward.plan.is_chosen)
-        forward.add(entry, time.perf_counter())
         self._traffic.saved_bytes += entry.nbytes
+        # Between these two no interrupt comes. An entry with a forward is taken off again when it is gone.
         self._nbytes += entry.nbytes
+        entry.forward = forward
+        forward.add(entry, time.perf_counter())
         self._pool.most_saved = max(self._pool.most_saved, forward.saved_bytes)
         self._freed_memory.batch_bytes = max(LEAST_FREED, self._pool.most_saved // _SHARE_FREED)
         self._pool.apply_limit()

@@ -132,6 +132,8 @@ class ActivationFiles:
                     self.tensors.finish(ticket)
             else:
                 self._orphans.append(ticket)
+        if self._tensors is not None and not self.closed:
+            self._tensors.release_ended()
 
     def note_unwritable(self, failure: SmartInfinityError) -> None:
         """Keep why an entry could not leave for :meth:`take_failure`, unless there is an earlier failure."""

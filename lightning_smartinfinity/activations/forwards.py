@@ -84,7 +84,7 @@ class Forward:
 
     def add(self, entry: Entry, now: float) -> None:
         """Number a new entry. It may leave, unless that would free nothing."""
-        entry.forward, entry.number = self, len(self.sizes)
+        entry.number = len(self.sizes)
         self.saved_bytes += entry.nbytes
         entry.end = self.saved_bytes
         self.sizes.append(entry.nbytes)

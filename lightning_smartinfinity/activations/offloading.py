@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_smartinfinity.activations.choice import Choice, Profile, choose
 from lightning_smartinfinity.activations.forwards import Forward, Plan
 from lightning_smartinfinity.activations.packing import Packing, tensors_in
+from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.activations.small_forwards import SmallForwards
 from lightning_smartinfinity.activations.store import ActivationStore
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
@@ -107,7 +108,7 @@ class OffloadedActivations:
         self.choice: Choice | None = None
         """Choice of what is offloaded; None until it was made for forward number FIRST_CHOSEN_FORWARD."""
         self._patience = _PATIENCE  # forwards without waits until a try
-        self._until_retry = 0  # those that are left; 0 if nothing was lessened
+        self._until_retry = 0  # those that are left; 0 if there is no try to come
 
     def open(self) -> None:
         """Open the files, which the first forward does otherwise.
@@ -162,6 +163,7 @@ class OffloadedActivations:
                 ) from error
             raise
         finally:
+            _remove_hooks(packing)
             with self._store.lock:
                 self._store.end(forward)
         self._last = forward
@@ -244,56 +246,39 @@ class OffloadedActivations:
 
     def _chosen(self, last: Forward) -> tuple[int, int]:
         """Return how many bytes of the oldest entries are to be offloaded, and how many others are to stay."""
-        assert last.ended is not None
         before, keep, budget = last.plan, self._settings.keep, self._settings.budget_bytes
-        forward_seconds = max(last.ended - last.began - last.held_up_seconds, _LEAST_SECONDS)
-        backward_seconds = max(last.last_use - last.first_use - last.waited_seconds, 0.0)
-        waits = _MOST_WAITS * last.waited_seconds > forward_seconds + backward_seconds
-        waits = waits and keep == "auto" and budget is None
+        follows_rates = keep == "auto" and budget is None
         rates = self._store.update_rates()  # each time, since storage may be slower or faster than long ago
-        tries_again = self._tries_again(waits and before.is_chosen)
+        waits = follows_rates and before.is_chosen and _waits(last)
+        tries_again = self._tries_again(waits)
         if before.is_chosen and before.fits(last.saved_bytes) and not waits and not tries_again:
+            if self._until_retry == 1 and not before.offloaded_bytes:
+                # The next forward is measured. What has room in the pool is not read, so that backward waits for none.
+                offloaded = min(self._store.pool_bytes, last.saved_bytes)
+                return offloaded, last.saved_bytes - offloaded
             return before.offloaded_bytes, before.kept_bytes
-        profile = Profile(
-            # Where backward runs within forward, as in manual optimization, more may be packed after it has begun.
-            times=tuple(min(each, forward_seconds) for each in last.times),
-            # Whether those that somebody else holds are written or not, they take no memory here.
-            sizes=tuple(0 if number in last.freed_nothing else size for number, size in enumerate(last.sizes)),
-            forward_seconds=forward_seconds,
-            backward_seconds=backward_seconds,
-            write_rate=max(rates.write, _LEAST_RATE),
-            read_rate=max(rates.read, _LEAST_RATE),
-        )
+        # What was read last may have been read long ago, when storage was slow.
+        read_rate = rates.write if tries_again and not rates.is_reading else rates.read
         assert not isinstance(budget, str), "a size given as text is kept as bytes"
         choice = choose(
-            profile,
+            _profile(last, write_rate=rates.write, read_rate=read_rate),
             keep=keep,
             budget_bytes=budget,
             pool_bytes=self._store.pool_bytes,
             read_ahead_bytes=self._store.read_ahead_bytes,
         )
         self.choice = choice
-        _log.info(
-            "Of %.1f MB that forward saves, %.1f MB are offloaded and %.1f MB are kept. That needs %.1f MB/s of "
-            "writes; storage was seen to write %.1f MB/s and to read %.1f MB/s. Predicted: %.3f s of waits in "
-            "backward, at most %.1f MB held.",
-            (choice.offloaded_bytes + choice.kept_bytes) / 1e6,
-            choice.offloaded_bytes / 1e6,
-            choice.kept_bytes / 1e6,
-            choice.offloaded_bytes / forward_seconds / 1e6,
-            rates.write / 1e6,
-            rates.read / 1e6,
-            choice.stall_seconds,
-            choice.peak_bytes / 1e6,
-        )
+        _tell(choice, last, rates)
         offloaded = sum(last.sizes[: choice.num_offloaded])
-        if before.is_chosen and waits:
+        if waits:
             offloaded = min(offloaded, before.offloaded_bytes - before.offloaded_bytes // _LESS)
+        if follows_rates and not offloaded:
+            self._until_retry = self._until_retry or self._patience
         kept = keep if isinstance(keep, int) else last.saved_bytes - offloaded
         return offloaded, kept
 
     def _tries_again(self, waits: bool) -> bool:
-        """Return whether to choose anew although nothing waits, some time after a wait has lessened what is offloaded.
+        """Return whether to choose anew although nothing waits, some time after less was offloaded, or nothing.
 
         The wait may have been the only one. If it was not, the next try takes twice as long to come.
         """
@@ -305,6 +290,59 @@ class OffloadedActivations:
             return False
         self._until_retry = self._patience = min(2 * self._patience, _MOST_PATIENCE)
         return True
+
+
+def _remove_hooks(packing: Packing) -> None:
+    """Remove hooks that an interrupt left behind as they were entered or left."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__self__", None) is packing:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _forward_seconds(last: Forward) -> float:
+    assert last.ended is not None
+    return max(last.ended - last.began - last.held_up_seconds, _LEAST_SECONDS)
+
+
+def _backward_seconds(last: Forward) -> float:
+    return max(last.last_use - last.first_use - last.waited_seconds, 0.0)
+
+
+def _waits(last: Forward) -> bool:
+    """Return whether backward has waited for a share of a forward and its backward that is too large."""
+    return _MOST_WAITS * last.waited_seconds > _forward_seconds(last) + _backward_seconds(last)
+
+
+def _profile(last: Forward, *, write_rate: float, read_rate: float) -> Profile:
+    """Return the measurement of a forward and its backward, with rates of storage in bytes per second."""
+    forward_seconds = _forward_seconds(last)
+    return Profile(
+        # Where backward runs within forward, as in manual optimization, more may be packed after it has begun.
+        times=tuple(min(each, forward_seconds) for each in last.times),
+        # Whether those that somebody else holds are written or not, they take no memory here.
+        sizes=tuple(0 if number in last.freed_nothing else size for number, size in enumerate(last.sizes)),
+        forward_seconds=forward_seconds,
+        backward_seconds=_backward_seconds(last),
+        write_rate=max(write_rate, _LEAST_RATE),
+        read_rate=max(read_rate, _LEAST_RATE),
+    )
+
+
+def _tell(choice: Choice, last: Forward, rates: Rates) -> None:
+    """Log what was chosen."""
+    _log.info(
+        "Of %.1f MB that forward saves, %.1f MB are offloaded and %.1f MB are kept. That needs %.1f MB/s of "
+        "writes; storage was seen to write %.1f MB/s and to read %.1f MB/s. Predicted: %.3f s of waits in "
+        "backward, at most %.1f MB held.",
+        (choice.offloaded_bytes + choice.kept_bytes) / 1e6,
+        choice.offloaded_bytes / 1e6,
+        choice.kept_bytes / 1e6,
+        choice.offloaded_bytes / _forward_seconds(last) / 1e6,
+        rates.write / 1e6,
+        rates.read / 1e6,
+        choice.stall_seconds,
+        choice.peak_bytes / 1e6,
+    )
 
 
 @contextmanager

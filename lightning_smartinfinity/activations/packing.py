@@ -185,7 +185,7 @@ class Packing:
             except (StorageError, CudaError) as error:
                 if not self._notes_failures:
                     raise
-                entry.unreadable = error
+                entry.unreadable = type(error)(error.problem, error.remedy)  # without frames that have the entry
         self._store.note_unreadable(entry.unreadable)
         return _lost(saved.geometry, saved.changes.device)
 

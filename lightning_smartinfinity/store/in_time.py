@@ -103,9 +103,13 @@ class _Call(Generic[T]):
 
     def result(self) -> T:
         """Return what the function returned, or raise what it raised."""
-        if self._error is not None:
-            raise self._error
-        return self._result[0]
+        error, self._error = self._error, None
+        if error is None:
+            return self._result[0]
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame, and would keep all that the callers' frames have
 
 
 _given_up: list[_Call[object]] = []
@@ -244,7 +248,10 @@ def _made(call: _Call[T], seconds: float | None) -> T:
     if interrupt is not None:
         if not given_up:
             call.undo()
-        raise interrupt
+        try:
+            raise interrupt
+        finally:
+            del interrupt  # as in result()
     if given_up:
         doing, path = call.now
         raise StorageTimeoutError(f"{doing} {str(path)!r} did not return {limit}.", StorageTimeoutError.REMEDY)

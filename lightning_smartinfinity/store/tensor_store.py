@@ -40,7 +40,7 @@ class Memory(Protocol):
 
 
 # The memory of transfers that were given up: the kernel may still use it.
-_NEVER_FREED: list[dict[int, Memory]] = []
+_NEVER_FREED: list[Memory] = []
 
 
 class StoredTensor:
@@ -113,7 +113,7 @@ class TensorStore:
         self._calls = LimitedCalls(self._files.files, seconds=io_timeout)
         # The memory of transfers that may be in progress, by ticket; it must stay alive until they have ended.
         self._unfinished: dict[int, Memory] = {}
-        self._interrupted: set[int] = set()  # tickets that nobody may ever finish
+        self._perhaps_begun: list[Memory] = []  # that of transfers whose ticket an interrupt has lost
         self._given_up: set[int] = set()  # tickets whose memory the kernel may still use
 
     @property
@@ -188,17 +188,20 @@ class TensorStore:
             StorageCorruptError: A read found something else than what was written.
             StorageError: The transfer failed.
         """
-        try:
-            failure = self.core.wait(ticket)
-        except BaseException:  # a signal handler may raise anything
-            self._interrupted.add(ticket)
-            raise
+        failure = self.core.wait(ticket)
         if failure is not None and failure.kind == "timeout":
             self._given_up.add(ticket)
         if ticket not in self._given_up:
             self._release(ticket)
         if failure is not None:
             raise failure_error(failure, what=self._what)
+
+    def release_ended(self) -> None:
+        """Keep the memory of the oldest transfers no longer if they have ended. An interrupt may have lost tickets."""
+        while (oldest := next(iter(self._unfinished), None)) is not None and self.core.done(oldest):
+            if self.core.counters().num_given_up:  # what was given up has ended, too, but its memory is not free
+                return
+            self._release(oldest)
 
     def counters(self) -> native.Counters:
         """Return the cumulative counters."""
@@ -212,8 +215,8 @@ class TensorStore:
         """
         self.core.close()
         if self.core.counters().num_given_up:
-            _NEVER_FREED.append(self._unfinished)
-        self._unfinished = {}
+            _NEVER_FREED.extend([*self._unfinished.values(), *self._perhaps_begun])
+        self._unfinished, self._perhaps_begun = {}, []
         self._in_time(self._files.close, doing="Closing")
 
     def _in_time(self, function: Callable[[], T], *, doing: str) -> T:
@@ -222,20 +225,15 @@ class TensorStore:
     def _start(
         self, begin: Callable[..., int], stored: StoredTensor, memory: Memory, offset: int, io_class: native.IoClass
     ) -> int:
-        self._release_interrupted()
-        ticket = begin(
-            stored.extent, offset=offset, address=memory.data_ptr(), nbytes=memory.numel(), io_class=io_class
-        )
+        self.release_ended()
+        address, nbytes = memory.data_ptr(), memory.numel()
+        try:
+            ticket = begin(stored.extent, offset=offset, address=address, nbytes=nbytes, io_class=io_class)
+        except BaseException:  # also of a signal handler that runs when the transfer has begun
+            self._perhaps_begun.append(memory)
+            raise
         self._unfinished[ticket] = memory
         return ticket
 
-    def _release_interrupted(self) -> None:
-        # What was given up has ended, too, but its memory is not free.
-        if not self._interrupted or self.core.counters().num_given_up:
-            return
-        for ticket in filter(self.core.done, list(self._interrupted)):
-            self._release(ticket)
-
     def _release(self, ticket: int) -> None:
         self._unfinished.pop(ticket, None)
-        self._interrupted.discard(ticket)

@@ -18,7 +18,7 @@ from lightning_smartinfinity.activations import OffloadedActivations
 from tests.helpers.native_testing import inject
 from tests.helpers.waiting import await_that
 
-__all__ = ["COMPILED", "MODELS", "Block", "drop_memory", "everything", "gradients", "opened"]
+__all__ = ["COMPILED", "MODELS", "Block", "drop_memory", "everything", "finish_writes", "gradients", "opened"]
 
 
 class Block(nn.Module):
@@ -140,14 +140,20 @@ def opened(
         activations.close()
 
 
-def drop_memory(activations: OffloadedActivations) -> None:
-    """Drop all memory of the pool that is on storage, as if others had needed it."""
+def finish_writes(activations: OffloadedActivations) -> None:
+    """Wait until all that is offloaded is on storage."""
     store = activations._store
     with store.lock:
         # The write of what comes from a device starts behind its copy.
         await_that(lambda: store._reap() or store.traffic().written_bytes >= store.traffic().offloaded_bytes)
         await_that(lambda: store._reap() or not any(store._writes.entries()))
-        while store._pool.drop():
+
+
+def drop_memory(activations: OffloadedActivations) -> None:
+    """Drop all memory of the pool that is on storage, as if others had needed it."""
+    finish_writes(activations)
+    with activations._store.lock:
+        while activations._store._pool.drop():
             pass
 
 

@@ -19,6 +19,7 @@ from lightning_smartinfinity.activations import OffloadedActivations
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
 from lightning_smartinfinity.store import tensor_files
 from tests.activations.models import drop_memory, everything, opened
+from tests.activations.test_lifetime import assert_nothing_is_left
 
 BLOCK = 4096
 ENTRIES = 9
@@ -112,11 +113,12 @@ def test_a_read_that_fails(tmp_path: Path, at: int, faults: dict[str, int], erro
 def test_a_read_failure_that_is_noted(
     tmp_path: Path, at: int, faults: dict[str, int], error: type[StorageError]
 ) -> None:
-    """Where other ranks would wait, backward goes on with NaN, and the failure is kept."""
+    """Where other ranks would wait, backward goes on with NaN, and the failure is kept. The entry is not."""
     with failing(tmp_path, notes_failures=True, **faults_at(faults, at)) as activations:
         x, loss = saved(activations)
         loss.backward()
         assert x.grad.isnan().all()
+        assert_nothing_is_left(activations)
         assert isinstance(activations.take_failure(), error)
         x, loss = saved(activations)
         loss.backward()

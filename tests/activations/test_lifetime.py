@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_smartinfinity.activations import OffloadedActivations
+from lightning_smartinfinity.activations.forwards import Plan
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.native import IoClass
 from lightning_smartinfinity.store import StoredTensor, TensorStore
@@ -338,6 +340,61 @@ def test_an_interrupt_in_forward(activations: OffloadedActivations) -> None:
     loss.backward()
     assert torch.equal(x.grad, expected(x))
     del loss
+    assert_nothing_is_left(activations)
+
+
+def interrupt_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """Let the next call of a method raise KeyboardInterrupt, as Ctrl-C may."""
+    method = getattr(owner, name)
+
+    def interrupt(*_: object) -> None:
+        monkeypatch.setattr(owner, name, method)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupt)
+
+
+def test_an_interrupt_when_an_entry_is_new(activations: OffloadedActivations, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry that is gone before its forward knows it is not subtracted without having been added."""
+    interrupt_once(monkeypatch, Plan, "frees_nothing")
+    with pytest.raises(KeyboardInterrupt):
+        saved(activations)
+    gc.collect()
+    assert activations.held_bytes == 0
+    x, loss = saved(activations)
+    loss.backward()
+    assert torch.equal(x.grad, expected(x))
+    del loss
+    assert_nothing_is_left(activations)
+
+
+@pytest.mark.parametrize("name", ["__enter__", "__exit__"])
+def test_an_interrupt_between_forwards(
+    activations: OffloadedActivations, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """No hook stays in effect when Ctrl-C comes as hooks are entered or left."""
+
+    def interrupt(hooks: saved_tensors_hooks, *_: object) -> None:
+        if name == "__enter__":
+            torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack_hook, hooks.unpack_hook)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saved_tensors_hooks, name, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        saved(activations)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_an_interrupt_when_writes_are_given_up(
+    activations: OffloadedActivations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of a write that nobody wants any more goes back to the pool when the write has ended."""
+    inject_now(activations, seed=1, max_delay_us=50_000)
+    _, loss = saved(activations)
+    del loss
+    interrupt_once(monkeypatch, activations._store.files, "done")
+    with pytest.raises(KeyboardInterrupt):
+        activations.traffic()
     assert_nothing_is_left(activations)
 
 

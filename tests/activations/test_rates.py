@@ -14,7 +14,7 @@ from lightning_smartinfinity import ActivationOffload
 from lightning_smartinfinity.activations import offloading
 from lightning_smartinfinity.activations.choice import Choice, Profile
 from lightning_smartinfinity.activations.rates import Rates
-from tests.activations.models import drop_memory, everything, opened
+from tests.activations.models import drop_memory, everything, finish_writes, opened
 from tests.helpers.native_testing import Throttle
 
 NBYTES = 256 << 10
@@ -96,3 +96,43 @@ def test_storage_that_becomes_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             offloaded._last.waited_seconds = 1e3 * (step == 10)
     assert len(profiles) == 2
     assert profiles[1].write_rate < 1.05 * RATE and profiles[1].read_rate < 1.05 * RATE
+
+
+@pytest.mark.parametrize(
+    ("slow_from", "expected"),
+    [(0, [0, 0, 0, 0, 2, *5 * [0], 2, 5, 5]), (3, [0, 0, 5, 5, 0, 0, 2, *5 * [0], 2, 5, 5])],
+)
+def test_storage_that_was_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_from: int, expected: list[int]
+) -> None:
+    """It is used again once it is fast, although nothing has been written for long, and nothing read.
+
+    What has room in the pool is tried first. Backward waits for none of that, even if storage is still slow.
+    """
+    nbytes, rate = 16 << 10, 2e5
+    nothing = {"offloaded_bytes": 0, "kept_bytes": 0, "seconds": 0.0, "stall_seconds": 0.0, "peak_bytes": 0}
+
+    def all_but_one_or_none(profile: Profile, **_: Any) -> Choice:
+        is_fast = min(profile.write_rate, profile.read_rate) > 2 * rate
+        return Choice(num_offloaded=is_fast * (ENTRIES - 1), **nothing)
+
+    monkeypatch.setattr(offloading, "choose", all_but_one_or_none)
+    monkeypatch.setattr(offloading, "_PATIENCE", 3)
+    offloaded = []
+    with opened(tmp_path, ActivationOffload(min_bytes=1, host_bytes=2 * nbytes)) as activations:
+        store = activations._store
+        throttle = Throttle(store.files.core, store.files._files.files)
+        x = torch.ones(nbytes // 4, requires_grad=True)
+        for step in range(len(expected)):
+            is_slow = slow_from <= step < slow_from + 6  # until it was tried again in vain
+            throttle.bytes_per_second = rate if is_slow else 0
+            with activations.forward(x):  # learns from the step before
+                offloaded.append(activations._plan.offloaded_bytes // nbytes)
+                y = x
+                for _ in range(ENTRIES):
+                    y = (y * 2).sin()
+            (finish_writes if offloaded[-1] == 2 else drop_memory)(activations)
+            y.sum().backward()
+            assert activations._last is not None
+            activations._last.waited_seconds = 1e3 * (is_slow and offloaded[-1] > 2)
+    assert offloaded == expected

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +42,34 @@ def test_what_returns(tmp_path: Path) -> None:
     assert in_time(lambda: 7, doing="Asking", path=tmp_path / "file") == 7
     with pytest.raises(OSError, match="gone"):
         in_time(lambda: (_ for _ in ()).throw(OSError("gone")), doing="Asking", path=tmp_path / "file")
+
+
+class Held:
+    """Something that a caller refers to."""
+
+
+def ends_in_an_error(path: Path) -> weakref.ref[Held]:
+    held = Held()
+    with suppress(OSError):
+        in_time(lambda: (_ for _ in ()).throw(OSError("gone")), doing="Asking", path=path)
+    return weakref.ref(held)
+
+
+def ends_by_an_interrupt(path: Path) -> weakref.ref[Held]:
+    held = Held()
+    with interrupted():
+        in_time(lambda: time.sleep(0.3), doing="Asking", path=path)
+    return weakref.ref(held)
+
+
+@pytest.mark.parametrize("call", [ends_in_an_error, ends_by_an_interrupt])
+def test_what_raises_keeps_nothing(tmp_path: Path, call: Callable[[Path], weakref.ref[Held]]) -> None:
+    """What callers referred to is gone without the garbage collector."""
+    gc.disable()
+    try:
+        assert call(tmp_path / "file")() is None
+    finally:
+        gc.enable()
 
 
 def test_files_that_the_garbage_collector_closes(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from lightning_smartinfinity.transfer.part_transfers import PartTransfers
 from lightning_smartinfinity.transfer.tensors import lent_tensor
 from tests.helpers.native_testing import Hold, inject
 from tests.helpers.unnamed import unnamed_files
-from tests.helpers.waiting import lenient
+from tests.helpers.waiting import await_that, lenient
 from tests.native.test_interrupt import interrupted
 
 BLOCK = 4096
@@ -172,6 +173,31 @@ def test_an_interrupted_wait_keeps_memory_and_order(store: TensorStore) -> None:
     del found
     store.finish(store.read(parameter, lent_tensor(pool, values.numel())))
     assert pool.lent_bytes == 0
+
+
+def test_an_interrupt_behind_the_start_of_a_read(store: TensorStore) -> None:
+    """Memory that a read without a ticket still fills is not lent to others before the files are closed."""
+    pool, parameter = MemoryPool(), store.add(BLOCK)
+
+    def read(*place: Any, **settings: Any) -> int:
+        store.core.read(*place, **settings)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store._start(read, parameter, lent_tensor(pool, BLOCK), 0, IoClass.AWAITED)
+    gc.collect()
+    assert pool.lent_bytes == BLOCK
+    store.close()
+    assert pool.lent_bytes == 0
+
+
+def test_a_ticket_that_nobody_finishes(store: TensorStore) -> None:
+    """The memory of its transfer is lent to others once the transfer has ended."""
+    pool, parameter = MemoryPool(), store.add(BLOCK)
+    inject(store.core, seed=1, max_delay_us=50_000)
+    store.read(parameter, lent_tensor(pool, BLOCK))
+    assert pool.lent_bytes == BLOCK
+    await_that(lambda: store.release_ended() or pool.lent_bytes == 0)
 
 
 def test_memory_of_a_read_that_is_not_answered(tmp_path: Path) -> None:
