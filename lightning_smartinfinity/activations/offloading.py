@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,10 +12,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_smartinfinity.activations.choice import Choice, Profile, choose
-from lightning_smartinfinity.activations.forwards import Forward, Plan
+from lightning_smartinfinity.activations.choice import Choice
+from lightning_smartinfinity.activations.forwards import Forward
+from lightning_smartinfinity.activations.lessons import Lessons
 from lightning_smartinfinity.activations.packing import Packing, tensors_in
-from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.activations.small_forwards import SmallForwards
 from lightning_smartinfinity.activations.store import ActivationStore
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
@@ -29,20 +28,10 @@ from lightning_smartinfinity.config import (
 )
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
 
-__all__ = ["FIRST_CHOSEN_FORWARD", "OffloadedActivations", "paused"]
-
-FIRST_CHOSEN_FORWARD = 3
-"""Number of the first forward whose offloading is chosen: the first one warms up, and the second one is measured."""
-
-_log = logging.getLogger(__name__)
+__all__ = ["OffloadedActivations", "paused"]
 
 _OWNER = "OffloadedActivations"
 _REFUSAL = "saved tensor hooks"  # in the message of code of torch that refuses them
-_MOST_WAITS = 20  # one over the share of a forward and its backward that waits for storage may take
-_LESS = 4  # one over the share by which less is offloaded after more waits
-_PATIENCE, _MOST_PATIENCE = 20, 640  # forwards after which it is chosen again what was lessened
-_LEAST_SECONDS = 1e-9
-_LEAST_RATE = 1.0  # bytes per second, where nothing was written or read
 
 
 class OffloadedActivations:
@@ -98,17 +87,11 @@ class OffloadedActivations:
         self._settings = activation_offload(settings, owner=_OWNER, setting="settings") or ActivationOffload()
         self.module, self._gather, self._notes_failures = module, gather, notes_failures
         self._store = ActivationStore(self._settings, found, transfer=transfer_config(transfer, owner=_OWNER))
-        keep = self._settings.keep
-        # With "auto", micro-batches offload everything until one was measured: how much they save is not known.
-        self._plan = Plan(kept_bytes=keep if isinstance(keep, int) else 0)
+        self._lessons = Lessons(self._settings, self._store)
         self._last: Forward | None = None
         self.hidden_bytes = 0
         """Bytes so far that somebody else was seen to keep for backward, where no hook sees them."""
         self._small_forwards = SmallForwards()
-        self.choice: Choice | None = None
-        """Choice of what is offloaded; None until it was made for forward number FIRST_CHOSEN_FORWARD."""
-        self._patience = _PATIENCE  # forwards without waits until a try
-        self._until_retry = 0  # those that are left; 0 if there is no try to come
 
     def open(self) -> None:
         """Open the files, which the first forward does otherwise.
@@ -134,14 +117,16 @@ class OffloadedActivations:
             UnsupportedError: The body calls code of torch that refuses hooks.
         """
         self._store.open()
-        self._learn()
+        last, self._last = self._last, None
+        if last is not None:
+            self._lessons.learn(last)
         settings, tensors = self._settings, tensors_in(batch)
         assert not isinstance(settings.min_bytes, str), "a size given as text is kept as bytes"
         kind = self._kind_of(tensors)
         if not self._small_forwards.want_hooks(kind):
             yield
             return
-        forward = Forward(plan=self._plan, began=time.perf_counter())
+        forward = Forward(plan=self._lessons.plan, began=time.perf_counter())
         packing = Packing(
             self._store,
             forward,
@@ -191,6 +176,11 @@ class OffloadedActivations:
         with self._store.lock:
             return self._store.traffic()
 
+    @property
+    def choice(self) -> Choice | None:
+        """Choice of what is offloaded; None until it was made for forward number FIRST_CHOSEN_FORWARD."""
+        return self._lessons.choice
+
     def take_failure(self) -> SmartInfinityError | None:
         """Return why something could not be written or read, if so, and forget it.
 
@@ -223,126 +213,12 @@ class OffloadedActivations:
         is_training = None if self.module is None else self.module.training
         return (is_training, *((tensor.shape, tensor.dtype) for tensor in batch))
 
-    def _learn(self) -> None:
-        """Learn from the last forward, if its backward has come."""
-        last, self._last = self._last, None
-        if last is None or not last.order or last.ended is None:
-            return
-        is_first = not self._plan.sizes
-        with self._store.lock:
-            if is_first:  # it took longer than those that follow: memory and files were new, and caches cold
-                self._store.update_rates()
-                offloaded, kept = last.plan.offloaded_bytes, last.plan.kept_bytes
-            else:
-                offloaded, kept = self._chosen(last)
-            self._plan = Plan(
-                sizes=tuple(last.sizes),
-                offloaded_bytes=offloaded,
-                kept_bytes=kept,
-                is_chosen=not is_first,
-                order=tuple(last.order),
-                freed_nothing=frozenset(last.freed_nothing),
-            )
-
-    def _chosen(self, last: Forward) -> tuple[int, int]:
-        """Return how many bytes of the oldest entries are to be offloaded, and how many others are to stay."""
-        before, keep, budget = last.plan, self._settings.keep, self._settings.budget_bytes
-        follows_rates = keep == "auto" and budget is None
-        rates = self._store.update_rates()  # each time, since storage may be slower or faster than long ago
-        waits = follows_rates and before.is_chosen and _waits(last)
-        tries_again = self._tries_again(waits)
-        if before.is_chosen and before.fits(last.saved_bytes) and not waits and not tries_again:
-            if self._until_retry == 1 and not before.offloaded_bytes:
-                # The next forward is measured. What has room in the pool is not read, so that backward waits for none.
-                offloaded = min(self._store.pool_bytes, last.saved_bytes)
-                return offloaded, last.saved_bytes - offloaded
-            return before.offloaded_bytes, before.kept_bytes
-        # What was read last may have been read long ago, when storage was slow.
-        read_rate = rates.write if tries_again and not rates.is_reading else rates.read
-        assert not isinstance(budget, str), "a size given as text is kept as bytes"
-        choice = choose(
-            _profile(last, write_rate=rates.write, read_rate=read_rate),
-            keep=keep,
-            budget_bytes=budget,
-            pool_bytes=self._store.pool_bytes,
-            read_ahead_bytes=self._store.read_ahead_bytes,
-        )
-        self.choice = choice
-        _tell(choice, last, rates)
-        offloaded = sum(last.sizes[: choice.num_offloaded])
-        if waits:
-            offloaded = min(offloaded, before.offloaded_bytes - before.offloaded_bytes // _LESS)
-        if follows_rates and not offloaded:
-            self._until_retry = self._until_retry or self._patience
-        kept = keep if isinstance(keep, int) else last.saved_bytes - offloaded
-        return offloaded, kept
-
-    def _tries_again(self, waits: bool) -> bool:
-        """Return whether to choose anew although nothing waits, some time after less was offloaded, or nothing.
-
-        The wait may have been the only one. If it was not, the next try takes twice as long to come.
-        """
-        if waits:
-            self._until_retry = self._patience
-            return False
-        if self._until_retry != 1:
-            self._until_retry -= self._until_retry > 0
-            return False
-        self._until_retry = self._patience = min(2 * self._patience, _MOST_PATIENCE)
-        return True
-
 
 def _remove_hooks(packing: Packing) -> None:
     """Remove hooks that an interrupt left behind as they were entered or left."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and getattr(hooks[0], "__self__", None) is packing:
         torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def _forward_seconds(last: Forward) -> float:
-    assert last.ended is not None
-    return max(last.ended - last.began - last.held_up_seconds, _LEAST_SECONDS)
-
-
-def _backward_seconds(last: Forward) -> float:
-    return max(last.last_use - last.first_use - last.waited_seconds, 0.0)
-
-
-def _waits(last: Forward) -> bool:
-    """Return whether backward has waited for a share of a forward and its backward that is too large."""
-    return _MOST_WAITS * last.waited_seconds > _forward_seconds(last) + _backward_seconds(last)
-
-
-def _profile(last: Forward, *, write_rate: float, read_rate: float) -> Profile:
-    """Return the measurement of a forward and its backward, with rates of storage in bytes per second."""
-    forward_seconds = _forward_seconds(last)
-    return Profile(
-        # Where backward runs within forward, as in manual optimization, more may be packed after it has begun.
-        times=tuple(min(each, forward_seconds) for each in last.times),
-        # Whether those that somebody else holds are written or not, they take no memory here.
-        sizes=tuple(0 if number in last.freed_nothing else size for number, size in enumerate(last.sizes)),
-        forward_seconds=forward_seconds,
-        backward_seconds=_backward_seconds(last),
-        write_rate=max(write_rate, _LEAST_RATE),
-        read_rate=max(read_rate, _LEAST_RATE),
-    )
-
-
-def _tell(choice: Choice, last: Forward, rates: Rates) -> None:
-    """Log what was chosen."""
-    _log.info(
-        "Of %.1f MB that forward saves, %.1f MB are offloaded and %.1f MB are kept. That needs %.1f MB/s of "
-        "writes; storage was seen to write %.1f MB/s and to read %.1f MB/s. Predicted: %.3f s of waits in "
-        "backward, at most %.1f MB held.",
-        (choice.offloaded_bytes + choice.kept_bytes) / 1e6,
-        choice.offloaded_bytes / 1e6,
-        choice.kept_bytes / 1e6,
-        choice.offloaded_bytes / _forward_seconds(last) / 1e6,
-        rates.write / 1e6,
-        rates.read / 1e6,
-        choice.stall_seconds,
-        choice.peak_bytes / 1e6,
-    )
 
 
 @contextmanager

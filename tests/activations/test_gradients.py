@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity import ActivationOffload
-from lightning_smartinfinity.activations import FIRST_CHOSEN_FORWARD, offloading
+from lightning_smartinfinity.activations import FIRST_CHOSEN_FORWARD, lessons
 from lightning_smartinfinity.activations.choice import Choice
 from tests.activations.models import COMPILED, MODELS, everything, gradients, opened
 from tests.helpers.long_cases import long_but
@@ -93,12 +93,12 @@ def offloaded_by_step(
         waits: Whether backward waits for long, after this number of tensors was planned.
     """
     nothing = {"offloaded_bytes": 0, "kept_bytes": 0, "seconds": 0.0, "stall_seconds": 0.0, "peak_bytes": 0}
-    monkeypatch.setattr(offloading, "choose", lambda *args, **others: Choice(num_offloaded=pays, **nothing))
+    monkeypatch.setattr(lessons, "choose", lambda *args, **others: Choice(num_offloaded=pays, **nothing))
     with opened(folder, ActivationOffload(min_bytes=1)) as activations:
         x, offloaded = torch.randn(1024, requires_grad=True), []
         for _ in range(steps):
             with activations.forward(x):  # learns from the step before
-                offloaded.append(activations._plan.offloaded_bytes // x.nbytes)
+                offloaded.append(activations._lessons.plan.offloaded_bytes // x.nbytes)
                 y = x
                 for _ in range(pays + 1):
                     y = y.sin()
@@ -116,6 +116,6 @@ def test_less_is_offloaded_where_backward_waits(tmp_path: Path, monkeypatch: pyt
 
 def test_what_was_lessened_is_chosen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A single wait does not keep memory in use for ever; where waits come back, it is tried ever more rarely."""
-    monkeypatch.setattr(offloading, "_PATIENCE", 3)
+    monkeypatch.setattr(lessons, "_PATIENCE", 3)
     offloaded = offloaded_by_step(tmp_path, monkeypatch, pays=4, steps=19, waits=lambda planned: planned == 4)
     assert offloaded == [0, 0, 4, *3 * [3], 4, *6 * [3], 4, *5 * [3]]
