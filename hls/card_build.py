@@ -22,8 +22,8 @@ def connectivity_config(design: Design) -> str:
     return "\n".join(["[connectivity]", *lines, ""])
 
 
-def compile_line(design: Design, kernel: Kernel, *, target: str, folder: str) -> list[str]:
-    """Return arguments of v++ that compile a kernel to ``folder``, from the root of the repository."""
+def compile_line(design: Design, kernel: Kernel, *, target: str, folder: str, output: str) -> list[str]:
+    """Return arguments of v++ that compile a kernel, whose source is in ``folder``, from the root of the repository."""
     return [
         *_common(design, target),
         "--compile",
@@ -32,7 +32,7 @@ def compile_line(design: Design, kernel: Kernel, *, target: str, folder: str) ->
         *("-I", "hls/kernels"),
         *("-I", f"{folder}/sources"),
         *_leftovers(folder, kernel.name),
-        *("--output", _object(kernel, folder)),
+        *("--output", output),
         f"{folder}/sources/{kernel.name}.cpp",
     ]
 
@@ -45,7 +45,7 @@ def link_line(design: Design, *, target: str, folder: str, output: str) -> list[
         *("--config", f"{folder}/smartssd.cfg"),
         *_leftovers(folder, "link"),
         *("--output", output),
-        *(_object(kernel, folder) for kernel in design.kernels),
+        *(f"{folder}/{kernel.name}.xo" for kernel in design.kernels),
     ]
 
 
@@ -73,7 +73,3 @@ def _common(design: Design, target: str) -> list[str]:
 def _leftovers(folder: str, step: str) -> list[str]:
     """Give the temporary files of each step a folder of their own: steps may run at the same time."""
     return [part for kind in ("temp", "log", "report") for part in (f"--{kind}_dir", f"{folder}/{kind}/{step}")]
-
-
-def _object(kernel: Kernel, folder: str) -> str:
-    return f"{folder}/{kernel.name}.xo"

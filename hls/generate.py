@@ -51,11 +51,11 @@ def _compared(file: Path, name: str) -> dict[str, dict[str, int | None]]:
 def _words(options: argparse.Namespace) -> list[str]:
     if options.what == "kernels":
         return [kernel.name for kernel in design_for(options.optimizer).kernels]
+    where = {name: getattr(options, name) for name in ("target", "folder", "output")}
     if options.what == "link-line":
-        design = design_for(options.optimizer)
-        return link_line(design, target=options.target, folder=options.folder, output=options.output)
+        return link_line(design_for(options.optimizer), **where)
     kernels = {kernel.name: kernel for kernel in KERNELS}
-    return compile_line(SMARTSSD, kernels[options.kernel], target=options.target, folder=options.folder)
+    return compile_line(SMARTSSD, kernels[options.kernel], **where)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,10 +68,10 @@ def _parser() -> argparse.ArgumentParser:
         command[name].add_argument("file", type=Path)
     for name in ("compile-line", "csynth"):
         command[name].add_argument("--kernel", required=True, choices=[kernel.name for kernel in KERNELS])
-    command["link-line"].add_argument("--output", required=True)
     for name in ("kernels", "config", "link-line"):
         command[name].add_argument("--optimizer", default=RULES[0].name, choices=[rule.name for rule in RULES])
     for name in ("compile-line", "link-line"):
+        command[name].add_argument("--output", required=True)
         command[name].add_argument("--target", default="hw", choices=["hw", "hw_emu"])
         command[name].add_argument("--folder", default="build/card")
     return parser

@@ -115,7 +115,8 @@ def write_sources(folder: Path) -> None:
     Files that would not change stay untouched.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    contents = {"card_kernels.hpp": _header(), **{f"{kernel.name}.cpp": _source(kernel) for kernel in KERNELS}}
+    contents = {f"{kernel.name}.cpp": _source(kernel) for kernel in KERNELS}
+    contents["card_kernels.hpp"] = _header()  # last: for make it stands for all of them
     for file in folder.glob("*.cpp"):
         if file.name not in contents and file.read_text().startswith(_SOURCE.partition("\n")[0]):
             file.unlink()

@@ -77,6 +77,9 @@ def _check_form(pragma: Pragma, kind: _Kind, constants: set[str]) -> Iterator[Fi
             yield pragma.finding(f"pragma {pragma.name}: {name}={value} is neither a number nor a constant")
         if name == "impl" and value not in _STORAGE:
             yield pragma.finding(f"pragma {pragma.name}: impl={value} is none of {', '.join(_STORAGE)}")
+    least, most = (pragma.options.get(name, "") for name in ("min", "max"))
+    if least.isdigit() and most.isdigit() and int(least) > int(most):
+        yield pragma.finding(f"pragma {pragma.name}: min={least} is more than max={most}")
 
 
 def _check_place(function: Function, pragma: Pragma) -> Iterator[Finding]:

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 
 from clang.cindex import CursorKind, TypeKind
 
-from hls.lint.source import LOOPS, Cursor, Finding, Function, Source, finding_at, parameters, spans, variables_of
+from hls.lint.source import (
+    LOOPS,
+    Cursor,
+    Finding,
+    Function,
+    Pragma,
+    Source,
+    finding_at,
+    parameters,
+    spans,
+    variables_of,
+)
 from hls.lint.synthesis import reached
+from hls.sources import COMPUTE_INTERVAL
 
 __all__ = ["check_roles"]
 
 _CONSTANT_HOUSES = frozenset({CursorKind.NAMESPACE, CursorKind.TRANSLATION_UNIT, CursorKind.ENUM_DECL})
 _MOST_PARTS = 1024  # Vitis HLS partitions no array into more
+_BEAT_BYTES = 64
 
 
 def check_roles(source: Source, top: Function) -> Iterator[Finding]:
@@ -102,6 +116,11 @@ def _check_loop(source: Source, function: Function, loop: Cursor) -> Iterator[Fi
     has_inner_loop = _has_inner_loop(source, function, body)
     if "PIPELINE" in names and has_inner_loop:
         yield finding_at(loop, f"{function.name}: PIPELINE of a loop in which another one is not unrolled")
+    most = _most_interval(body)
+    for pragma in (each for each in _own_pragmas(function, body) if each.name == "PIPELINE"):
+        interval = pragma.options.get("ii", "1")
+        if not interval.isdigit() or int(interval) > most:
+            yield pragma.finding(f"{function.name}: PIPELINE with II={interval}: the loop has to keep up with {most}")
     if not names & {"PIPELINE", "DATAFLOW"} and not has_inner_loop:
         yield finding_at(loop, f"{function.name}: an innermost loop has neither PIPELINE nor UNROLL")
 
@@ -114,6 +133,27 @@ def _has_inner_loop(source: Source, function: Function, body: Cursor) -> bool:
     places = [(function, body), *((each, each.cursor) for each in written)]
     loops = [(each, c) for each, place in places for c in place.walk_preorder() if c.kind in LOOPS]
     return any("UNROLL" not in _pragmas_of(each, _body(loop)) for each, loop in loops)
+
+
+def _most_interval(body: Cursor) -> int:
+    """Return the cycles that an iteration may take: those of the beats that it moves in any case, or else one."""
+    moved: Counter[tuple[str, str]] = Counter()
+    widths = {}
+    for call in _in_any_case(body):
+        if call.kind == CursorKind.CALL_EXPR and call.spelling in ("read", "write"):
+            stream = next(c for c in call.walk_preorder() if c.kind == CursorKind.DECL_REF_EXPR)
+            moved[end := (stream.spelling, call.spelling)] += 1
+            widths[end] = stream.type.get_canonical().get_template_argument_type(0).get_size()
+    if not moved or min(widths.values()) < _BEAT_BYTES:
+        return 1
+    return COMPUTE_INTERVAL * max(moved.values())
+
+
+def _in_any_case(statement: Cursor) -> Iterator[Cursor]:
+    for child in statement.get_children():
+        if child.kind != CursorKind.IF_STMT:
+            yield child
+            yield from _in_any_case(child)
 
 
 def _body(loop: Cursor) -> Cursor:
@@ -129,10 +169,13 @@ def _has_variable_bound(loop: Cursor) -> bool:
 
 
 def _pragmas_of(function: Function, block: Cursor) -> set[str]:
-    """Return the names of the pragmas in a block that are in no block inside of it."""
+    return {pragma.name for pragma in _own_pragmas(function, block)}
+
+
+def _own_pragmas(function: Function, block: Cursor) -> list[Pragma]:
+    """Return the pragmas in a block that are in no block inside of it."""
     inner = [c for c in block.walk_preorder() if c.kind == CursorKind.COMPOUND_STMT and c != block]
-    own = [p for p in function.pragmas if spans(block, p.line) and not any(spans(c, p.line) for c in inner)]
-    return {pragma.name for pragma in own}
+    return [p for p in function.pragmas if spans(block, p.line) and not any(spans(c, p.line) for c in inner)]
 
 
 def _about(function: Function, name: str, variable: str) -> list[dict[str, str]]:

@@ -5,25 +5,32 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
+import signal
+import stat
 import subprocess
 import sys
+import zipfile
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import lightning_smartinfinity
 from lightning_smartinfinity.cli.report_archive import end_of
+from lightning_smartinfinity.update_rules import RULES
 
-__all__ = ["CHECKOUT", "compare_csynth", "compile_smallest", "link", "logs_in", "unable", "xclbin_in"]
+__all__ = ["CHECKOUT", "compare_csynth", "compile_smallest", "link", "logs_in", "unable", "xclbin_in", "xo_in"]
 
 CHECKOUT = Path(lightning_smartinfinity.__file__).parents[1]
 _SMALLEST = "sgd_update"
 _TOLD_LINES = 40
 _MOST_LOGS = 100
+_FOR_MAKE = re.compile(r"[\w./+@,~-]+")
 
 
-def unable() -> str:
-    """Return why this machine cannot build kernels; empty if it can."""
+def unable(work: Path) -> str:
+    """Return why this machine cannot build kernels in a work folder; empty if it can."""
     if not (CHECKOUT / "hls/Makefile").exists():
         return (
             "the kernels' sources are not in the installed package: run the command from an editable installation of a"
@@ -31,7 +38,14 @@ def unable() -> str:
         )
     if missing := next((tool for tool in ("v++", "make") if not shutil.which(tool)), None):
         return f"there is no {missing} on PATH: source the settings64.sh of Vitis, and install make"
+    if odd := next((str(path) for path in (CHECKOUT, work) if not _FOR_MAKE.fullmatch(str(path))), None):
+        return f"make cannot build in {odd!r}: use a path of letters, digits and . _ - + @ , ~ only"
     return ""
+
+
+def xo_in(work: Path) -> Path:
+    """Return where the smallest kernel of a work folder lies."""
+    return work / f"card/{_SMALLEST}.xo"
 
 
 def xclbin_in(work: Path) -> Path:
@@ -41,18 +55,37 @@ def xclbin_in(work: Path) -> Path:
 
 def logs_in(work: Path) -> dict[str, Path]:
     """Return the logs of make and v++ and the reports of Vitis HLS, the newest first, by their names below a folder."""
-    found = [path for pattern in ("*.log", "*csynth.xml") for path in work.rglob(pattern) if path.is_file()]
-    newest = sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)[:_MOST_LOGS]
+    walked = (Path(folder, name) for folder, _, names in os.walk(work) for name in names)
+    changed = {}
+    for path in walked:
+        with suppress(FileNotFoundError):  # v++ may be linking
+            if path.name.endswith((".log", "csynth.xml")) and stat.S_ISREG((status := path.stat()).st_mode):
+                changed[path] = status.st_mtime_ns
+    newest = sorted(changed, key=lambda path: changed[path], reverse=True)[:_MOST_LOGS]
     return {str(path.relative_to(work)): path for path in newest}
 
 
-def compile_smallest(work: Path) -> dict[str, Any]:
-    """Compile the kernel with the least code; a result that failed holds what v++ said last."""
-    built, log = work / f"card/{_SMALLEST}.xo", work / "xo.log"
+def compile_smallest(work: Path, lock: int) -> dict[str, Any]:
+    """Compile the kernel with the least code; a result that failed holds what v++ said last.
+
+    Args:
+        work: Work folder.
+        lock: Descriptor that the processes inherit: the folder stays locked as long as one of them runs.
+    """
+    built, log = xo_in(work), work / "xo.log"
     with open(log, "w") as output:
-        made = subprocess.run(_make(work, str(built)), env=_environment(), stdout=output, stderr=output)
-    if made.returncode:
+        make = _begun(_make(work, str(built)), output=output, lock=lock)
+        try:
+            failed = make.wait()
+        except BaseException:
+            os.killpg(make.pid, signal.SIGKILL)  # a v++ that hangs may not heed Ctrl-C
+            make.wait()
+            raise
+    if failed:
         return {"status": "failed", "reason": "v++ did not compile the kernel", "output": _last(end_of(log))}
+    if not zipfile.is_zipfile(built):
+        built.unlink()  # or make would keep it
+        return {"status": "failed", "reason": "v++ left a .xo that is not whole", "output": _last(end_of(log))}
     return {"status": "done", "kernel": _SMALLEST, "xo_bytes": built.stat().st_size}
 
 
@@ -82,28 +115,35 @@ def link(work: Path, *, begun: bool) -> dict[str, Any]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return {"status": "running", "reason": "linking takes hours: run the command again later"}
-        if begun and ended.exists() and ended.read_text().strip() == "0":
+        if begun and ended.exists() and ended.read_text().strip() == "0" and xclbin_in(work).exists():
             return {"status": "done", "xclbin_bytes": xclbin_in(work).stat().st_size}
         if begun:
             reason = "linking ended without an xclbin; the next run begins it again"
             return {"status": "failed", "reason": reason, "output": _last(end_of(log))}
         ended.unlink(missing_ok=True)
         with open(log, "w") as output:
-            # The processes inherit the lock, which ends with the last of them, however that ends.
-            subprocess.Popen(
-                ["sh", "-c", '"$@"; echo $? > "$0"', str(ended), *_make(work, "link")],
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[lock.fileno()],
-                start_new_session=True,
-            )
+            linked = ["sh", "-c", '"$@"; echo $? > "$0"', str(ended), *_make(work, "link")]
+            _begun(linked, output=output, lock=lock.fileno())
     return {"status": "running", "reason": "linking has begun and takes hours: run the command again later"}
 
 
+def _begun(command: list[str], *, output: IO[str], lock: int) -> subprocess.Popen[bytes]:
+    """Start a command whose processes inherit a lock, which ends with the last of them, however that ends."""
+    return subprocess.Popen(
+        command,
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=[lock],
+        start_new_session=True,
+    )
+
+
 def _make(work: Path, target: str) -> list[str]:
-    return ["make", "-C", str(CHECKOUT / "hls"), f"CARD={work / 'card'}", target]
+    """Return a command line; what it does not name, make would take from variables of the environment."""
+    named = [f"CARD={work / 'card'}", "TARGET=hw", f"OPTIMIZER={RULES[0].name}"]
+    return ["make", "-C", str(CHECKOUT / "hls"), *named, target]
 
 
 def _environment() -> dict[str, str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import shutil
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lightning_smartinfinity.checks import Rule
 from lightning_smartinfinity.cli import card_build
@@ -17,7 +18,7 @@ from lightning_smartinfinity.cli.card_options import add_cards, cards_of
 from lightning_smartinfinity.cli.option_types import reading
 from lightning_smartinfinity.cli.report_archive import pack
 from lightning_smartinfinity.config import SmartSSDConfig
-from lightning_smartinfinity.errors import SmartInfinityError, StorageError
+from lightning_smartinfinity.errors import SmartInfinityError, StorageError, StorageLockedError
 
 __all__ = ["add_to"]
 
@@ -28,6 +29,7 @@ size), train (twenty steps beside the host, and rates of the kernel by size) and
 Run the command again to go on where it stopped. Exit status 1 if a stage failed.
 """
 _P2P_MIB = (1, 4, 16, 64)
+_STATUSES = ("done", "failed", "running", "skipped")
 _TO_INSTALL = """\
 This machine has neither XRT nor v++, so there is nothing to try. To use a SmartSSD, install:
   1. XRT 2.13 or later with its driver xocl, then `source /opt/xilinx/xrt/setup.sh`. On Debian 12 see
@@ -46,22 +48,26 @@ class _Report:
 
     Args:
         work: Folder for results and builds.
+        lock: Descriptor that locks it.
         folders: Storage folders on the SSDs of the cards.
         settings: Settings, as for training.
         has_runtime: Whether XRT is installed.
     """
 
     work: Path
+    lock: int
     folders: list[str]
     settings: SmartSSDConfig
     has_runtime: bool
 
     def last(self, stage: str) -> dict[str, Any]:
-        """Return the kept result of a stage; empty if there is none, or only a part of one."""
+        """Return the kept result of a stage; empty if there is none, or it is damaged."""
         try:
-            return dict(json.loads(self._file(stage).read_text()))
+            last = json.loads(self._file(stage).read_text())
         except (OSError, ValueError):
             return {}
+        whole = isinstance(last, dict) and last.get("status") in _STATUSES and isinstance(last.get("inputs"), dict)
+        return last if whole else {}
 
     def keep(self, stage: str, result: dict[str, Any]) -> None:
         """Keep the result of a stage."""
@@ -76,6 +82,9 @@ class _Report:
         """Return whether a stage has succeeded with what it depends on now."""
         if stage == "driver":  # it takes a second, and what it looks at changes without a trace
             return False
+        built = {"xo": card_build.xo_in, "link": card_build.xclbin_in}.get(stage)
+        if built and not built(self.work).exists():
+            return False
         last = self.last(stage)
         return last.get("status") == "done" and last.get("inputs") == self.inputs(stage)
 
@@ -83,6 +92,7 @@ class _Report:
         """Return what the result of a stage depends on."""
         if stage in ("xo", "csynth", "link"):
             sources = [path for path in (card_build.CHECKOUT / "hls").rglob("*") if path.suffix in (".py", ".hpp")]
+            sources += (card_build.CHECKOUT / "lightning_smartinfinity").glob("update_rules.py")
             return {
                 "v++": shutil.which("v++"),
                 "sources": max((path.stat().st_mtime_ns for path in sources), default=0),
@@ -116,23 +126,38 @@ def _run(options: argparse.Namespace) -> int:
         print(_TO_INSTALL, end="")
         return 1
     try:
-        return _report(options, has_runtime=has_runtime)
+        options.work.mkdir(parents=True, exist_ok=True)
+        with open(options.work / "report.lock", "a") as lock:
+            _take(lock)
+            return _report(options, lock.fileno(), has_runtime=has_runtime)
     except OSError as error:
+        where = error.filename2 or error.filename or options.work
         raise StorageError(
-            f"The report cannot be written to {options.work}: {error.strerror or error}.",
+            f"The report cannot be written to {where}: {error.strerror or error}.",
             "Make room there, or name another folder by --work.",
         ) from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("run the command again to go on") from None
 
 
-def _report(options: argparse.Namespace, *, has_runtime: bool) -> int:
+def _take(lock: IO[str]) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise StorageLockedError(
+            f"Another card-report, or a v++ that one left behind, works in {Path(lock.name).parent}.",
+            f"Wait for it, end it (`fuser {lock.name}` tells its processes), or name another folder by --work.",
+        ) from None
+
+
+def _report(options: argparse.Namespace, lock: int, *, has_runtime: bool) -> int:
     """Run the stages and pack their results; raises OSError if the work folder cannot be written."""
     work: Path = options.work
-    work.mkdir(parents=True, exist_ok=True)
     built = card_build.xclbin_in(work)
     settings = cards_of(options, xclbin=str(built) if built.exists() else None)
-    report = _Report(work, [str(Path(folder).resolve()) for folder in options.folders], settings, has_runtime)
+    report = _Report(work, lock, [str(Path(folder).resolve()) for folder in options.folders], settings, has_runtime)
     failed = False
-    for stage in options.stage:
+    for stage in (stage for stage in _STAGES if stage in options.stage):
         result = _result_of(report, stage)
         print(f"{stage:<10}{result['status']:<9}{result.get('reason', '')}".rstrip(), flush=True)
         failed |= result["status"] == "failed"
@@ -165,7 +190,8 @@ def _result_of(report: _Report, stage: str) -> dict[str, Any]:
         told = traceback.format_exc().splitlines()
         result = {"status": "failed", "reason": f"{type(error).__name__}: {error}", "output": told}
     result["inputs"] = inputs
-    report.keep(stage, result)
+    if result["status"] != "skipped" or last.get("status", "skipped") == "skipped":  # it found more when it ran
+        report.keep(stage, result)
     return result
 
 
@@ -234,12 +260,15 @@ def _without_work(report: _Report) -> str:
 
 
 def _without_xo(report: _Report) -> str:
-    return card_build.unable() or ("" if report.done("xo") else "the stage xo has not succeeded")
+    return card_build.unable(report.work) or ("" if report.done("xo") else "the stage xo has not succeeded")
 
 
 _STAGES: dict[str, tuple[Callable[[_Report], dict[str, Any]], Callable[[_Report], str]]] = {
     "driver": (_driver, _without_runtime),
-    "xo": (lambda report: card_build.compile_smallest(report.work), lambda report: card_build.unable()),
+    "xo": (
+        lambda report: card_build.compile_smallest(report.work, report.lock),
+        lambda report: card_build.unable(report.work),
+    ),
     "csynth": (lambda report: card_build.compare_csynth(report.work), _without_xo),
     "selftest": (lambda report: _examined(report, report.folders), _without_work),
     "p2p": (_p2p_rates, _without_work),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
+from lightning_smartinfinity.store.jobs import find_job, remove_job
 from lightning_smartinfinity.strategy import SmartInfinityStrategy
 
 __all__ = ["compare_trainings"]
@@ -20,6 +20,7 @@ __all__ = ["compare_trainings"]
 _STEPS = 20
 _WIDTHS = (256, 1024, 2048)
 _BATCH = 4
+_JOB = "smart-infinity-card-report"
 
 
 class _Layer(pl.LightningModule):
@@ -73,11 +74,14 @@ def compare_trainings(folders: list[str], settings: SmartSSDConfig, *, optimizer
     Raises:
         SmartInfinityError: A training failed.
     """
+    for job in filter(None, (find_job(Path(folder), _JOB) for folder in folders)):  # of a run that was interrupted
+        remove_job(job, kept=True)
+    transfer = TransferConfig(job=_JOB)
     rates, different = [], []
     for width in _WIDTHS:
-        on_cards = SmartInfinityStrategy(folders, update_device="smartssd", smartssd=settings, transfer=_transfer())
+        on_cards = SmartInfinityStrategy(folders, update_device="smartssd", smartssd=settings, transfer=transfer)
         cards, traffic = _trained(width, optimizer, on_cards)
-        on_host = SmartInfinityStrategy(folders[0], update_device="host", transfer=_transfer())
+        on_host = SmartInfinityStrategy(folders[0], update_device="host", transfer=transfer)
         host, _ = _trained(width, optimizer, on_host)
         numel = width * width
         different += [f"{name} of {numel} elements" for name in host if cards[name].tobytes() != host[name].tobytes()]
@@ -87,10 +91,6 @@ def compare_trainings(folders: list[str], settings: SmartSSDConfig, *, optimizer
         reason = f"after {_STEPS} steps the cards' state differs from the host's: {', '.join(different)}"
         return {"status": "failed", "reason": reason, **found}
     return {"status": "done", **found}
-
-
-def _transfer() -> TransferConfig:
-    return TransferConfig(job=f"card-report-{uuid.uuid4().hex[:8]}")
 
 
 def _trained(width: int, optimizer: str, strategy: SmartInfinityStrategy) -> tuple[dict[str, Any], Any]:
@@ -111,6 +111,8 @@ def _trained(width: int, optimizer: str, strategy: SmartInfinityStrategy) -> tup
         try:
             trainer.fit(module)
             traffic = strategy.traffic()
+        except SystemExit as ended:  # how Lightning ends after Ctrl-C
+            raise KeyboardInterrupt from ended
         finally:
             strategy.close()
     return module.arrays, traffic

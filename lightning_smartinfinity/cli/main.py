@@ -55,8 +55,9 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> in
     except SmartInfinityError as error:
         print(f"smart-infinity: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("smart-infinity: interrupted; nothing is left of what was begun.", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        told = str(interrupt) or "nothing is left of what was begun"
+        print(f"smart-infinity: interrupted; {told}.", file=sys.stderr)
         return _INTERRUPTED
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import getpass
 import io
 import json
+import os
 import re
 import socket
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ __all__ = ["end_of", "pack", "without_identity"]
 
 _MOST_BYTES = 1 << 20  # of a log
 
-_SERIAL = re.compile(r"(serial(?:[ _-]?(?:number|no))?\W{1,5})[\w.-]+", re.IGNORECASE)
+_SERIAL = re.compile(r"(serial(?:[ _-]?(?:number|no))?[^\w\n]{1,40})[\w.-]+", re.IGNORECASE)
 
 
 def pack(archive: Path, results: Mapping[str, Any], *, logs: Mapping[str, Path], places: Mapping[str, str]) -> None:
@@ -31,7 +33,7 @@ def pack(archive: Path, results: Mapping[str, Any], *, logs: Mapping[str, Path],
         places: Paths that may tell who owns the machine, and the word to write for each.
     """
     texts = {f"{name}.json": json.dumps(without_identity(result, places), indent=2) for name, result in results.items()}
-    texts |= {f"logs/{name}": _anonymous(end_of(path), places) for name, path in logs.items()}
+    texts |= {_anonymous(f"logs/{name}", places): _anonymous(end_of(path), places) for name, path in logs.items()}
     unfinished = archive.with_name(f"{archive.name}.new")
     try:
         with tarfile.open(unfinished, "w:gz") as packed:
@@ -46,10 +48,13 @@ def pack(archive: Path, results: Mapping[str, Any], *, logs: Mapping[str, Path],
 
 
 def end_of(path: Path) -> str:
-    """Return the last mebibyte of a text file, or all of it; bytes that are no text are replaced."""
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - _MOST_BYTES))
-        return file.read(_MOST_BYTES).decode(errors="replace")
+    """Return the last mebibyte of a text file, or why it cannot be read; bytes that are no text are replaced."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_BYTES))
+            return file.read(_MOST_BYTES).decode(errors="replace")
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
 
 
 def without_identity(value: Any, places: Mapping[str, str]) -> Any:
@@ -62,11 +67,21 @@ def without_identity(value: Any, places: Mapping[str, str]) -> Any:
 
 
 def _anonymous(text: str, places: Mapping[str, str]) -> str:
-    for place in sorted(places, key=len, reverse=True):  # a place may lie in another
-        text = text.replace(place, places[place])
-    text = re.sub(r"/(?:home|Users)/[^/\s:'\"]+|/root\b", "HOME", text.replace(str(Path.home()), "HOME"))
-    host = socket.gethostname()
-    for name, word in ((host, "HOST"), (host.partition(".")[0], "HOST"), (getpass.getuser(), "USER")):
-        if name not in ("root", "localhost"):  # these tell nothing
-            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", word, text)
+    known = {**places, os.path.expanduser("~"): "HOME"}
+    for place in sorted(known.keys() - {"/", "~"}, key=len, reverse=True):  # a place may lie in another
+        text = text.replace(place, known[place])
+    text = re.sub(r"/(?:home|Users)/[^/\s:'\"]+|/root\b", "HOME", text)
+    for pattern, word in _names():
+        text = re.sub(rf"(?<!\w){pattern}(?!\w)", word, text, flags=re.IGNORECASE)
     return _SERIAL.sub(r"\1SERIAL", text)
+
+
+def _names() -> Iterator[tuple[str, str]]:
+    """Yield patterns of this machine's name, with its domain or without, and of its users' names, with their words."""
+    host, users = socket.gethostname().partition(".")[0], {os.environ.get("SUDO_USER", "")}
+    with suppress(KeyError, OSError):  # a user without a name
+        users.add(getpass.getuser())
+    if host != "localhost":
+        yield rf"{re.escape(host)}(?:\.[a-z][\w-]*)*", "HOST"
+    for user in users - {"", "root"}:
+        yield re.escape(user), "USER"

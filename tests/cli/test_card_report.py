@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity.cli import card_build, card_report, main, report_archive
-from tests.helpers.waiting import await_that
+from tests.helpers.waiting import LIMIT, await_that
 from tests.training.worker import REPOSITORY
 
 FAKE = f"""#!{sys.executable}
-import json, os, pathlib, sys, time
+import json, os, pathlib, signal, sys, time, zipfile
 arguments = sys.argv[1:]
 here = pathlib.Path(__file__).parent
 with open(here / "calls", "a") as calls:
@@ -29,6 +29,10 @@ with open(here / "calls", "a") as calls:
 step = "link" if "--link" in arguments else "compile"
 if step == "link":
     (here / "group").write_text(str(os.getpgrp()))
+if (here / f"deaf-{{step}}").exists():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(here / f"pid-{{step}}").write_text(str(os.getpid()))
 while (here / f"hold-{{step}}").exists():
     time.sleep(0.01)
 if (here / f"fail-{{step}}").exists():
@@ -41,7 +45,11 @@ if step == "compile" and not (here / "fail-csynth").exists():
                       dict(BRAM_18K=90, URAM=32, FF=7000, LUT=60000, DSP=20).items())
     (folder / f"{{kernel}}_csynth.xml").write_text(
         f"<profile><AreaEstimates><Resources>{{figures}}</Resources></AreaEstimates></profile>")
-pathlib.Path(arguments[arguments.index("--output") + 1]).write_text("built")
+output = pathlib.Path(arguments[arguments.index("--output") + 1])
+if step == "link" or (here / "fail-whole").exists():
+    output.write_text("built")
+else:
+    zipfile.ZipFile(output, "w").close()
 """
 BUILD = ("xo", "csynth", "link")
 
@@ -61,6 +69,17 @@ class Tools:
 
     def run(self, *stages: str) -> int:
         return main(["card-report", "--work", str(self.work), "--stage", *stages])
+
+    def start(self, *stages: str) -> subprocess.Popen[str]:
+        """Start the command as a process of its own."""
+        command = [sys.executable, "-m", "lightning_smartinfinity.cli", "card-report", "--work", str(self.work)]
+        return subprocess.Popen([*command, "--stage", *stages], stderr=subprocess.PIPE, text=True)
+
+    def pid(self, step: str) -> int:
+        """Return the process of v++ that began last, once it has begun."""
+        file = self.bin / f"pid-{step}"
+        await_that(lambda: file.exists() and file.read_text() != "")
+        return int(file.read_text())
 
     def result(self, stage: str) -> dict[str, Any]:
         return dict(json.loads((self.work / f"{stage}.json").read_text()))
@@ -169,6 +188,102 @@ def test_sources_that_change_while_a_link_runs(tools: Tools, monkeypatch: pytest
     assert tools.linked()["inputs"]["sources"] == 2**63
 
 
+def test_an_object_that_is_not_whole(tools: Tools) -> None:
+    """A .xo that is no archive fails the stage, and the next run compiles again."""
+    tools.fail("whole")
+    assert tools.run("xo") == 1 and "not whole" in tools.result("xo")["reason"]
+    tools.fail("whole", wanted=False)
+    assert tools.run("xo") == 0 and len(tools.calls()) == 2
+
+
+def test_what_was_built_is_gone(tools: Tools) -> None:
+    """A stage whose file somebody has deleted is no longer done."""
+    assert tools.run("xo") == 0 and tools.linked()["status"] == "done"
+    card_build.xo_in(tools.work).unlink()
+    card_build.xclbin_in(tools.work).unlink()
+    assert tools.run("xo") == 0 and card_build.xo_in(tools.work).exists()
+    assert tools.run("link") == 0 and tools.result("link")["status"] == "running"
+    assert tools.linked()["status"] == "done"
+
+
+def test_ctrl_c_ends_a_compiler_that_does_not_heed_it(tools: Tools) -> None:
+    """Nothing of v++ goes on behind the command's back, and the next run compiles."""
+    for flag in ("hold-compile", "deaf-compile"):
+        (tools.bin / flag).touch()
+    run = tools.start("xo")
+    compiler = tools.pid("compile")
+    run.send_signal(signal.SIGINT)
+    _, told = run.communicate(timeout=LIMIT)
+    assert run.returncode == 130 and "run the command again to go on" in told
+    await_that(lambda: not Path(f"/proc/{compiler}").exists())
+    (tools.bin / "hold-compile").unlink()
+    assert tools.run("xo") == 0
+
+
+def test_two_runs_in_one_folder(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second one is refused, also where the first was killed and its v++ goes on alone."""
+    hold = tools.bin / "hold-compile"
+    hold.touch()
+    run = tools.start("xo")
+    compiler = tools.pid("compile")
+    assert tools.run("xo") == 1
+    run.kill()
+    run.communicate(timeout=LIMIT)
+    assert tools.run("xo") == 1
+    told = capsys.readouterr().err
+    assert told.count(f"works in {tools.work}") == 2 and "fuser" in told and "--work" in told
+    assert len(tools.calls()) == 1
+    hold.unlink()
+    await_that(lambda: not Path(f"/proc/{compiler}").exists())
+    await_that(lambda: tools.run("xo") == 0)
+    assert len(tools.calls()) == 1
+
+
+def test_a_damaged_result_counts_as_none(tools: Tools) -> None:
+    """Such a stage has not run."""
+    tools.work.mkdir()
+    for kept in ("", "5", "null", "[[1]]", '{"status": "running"}', '{"status": 1, "inputs": {}}'):
+        for stage in BUILD:
+            (tools.work / f"{stage}.json").write_text(kept)
+        assert tools.run("csynth", "link") == 0
+        assert [tools.result(stage)["status"] for stage in ("csynth", "link")] == ["skipped"] * 2
+
+
+def test_stages_run_in_their_order(tools: Tools) -> None:
+    """However they are named."""
+    assert tools.run("csynth", "xo") == 0
+    assert tools.result("csynth")["status"] == "done"
+
+
+def test_a_skipped_stage_keeps_what_it_found(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in a shell without v++ leaves the figures of the run before, which stay in the archive."""
+    assert tools.run("xo", "csynth") == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(card_build, "unable", lambda work: "there is no v++ on PATH")
+        patched.setattr(card_report._Report, "inputs", lambda report, stage: {"v++": None})
+        assert tools.run("xo", "csynth") == 0
+    packed = unpacked(tools.work / "card-report.tar.gz")
+    assert json.loads(packed["card-report/csynth.json"])["figures"]
+    assert tools.run("xo", "csynth") == 0 and len(tools.calls()) == 1
+
+
+def test_variables_of_the_environment(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those by which the Makefile is told something do not change what is built."""
+    monkeypatch.setenv("TARGET", "hw_emu")
+    monkeypatch.setenv("OPTIMIZER", "rmsprop")
+    assert tools.run("xo") == 0 and tools.linked()["status"] == "done"
+    assert {call[call.index("--target") + 1] for call in tools.calls()} == {"hw"}
+    assert not any("rmsprop" in word for call in tools.calls() for word in call)
+
+
+def test_a_folder_that_make_cannot_name(tools: Tools) -> None:
+    """A blank in a path would be two paths for make."""
+    tools.work = tools.work.with_name("my work")
+    assert tools.run("xo") == 0
+    result = tools.result("xo")
+    assert result["status"] == "skipped" and f"cannot build in {str(tools.work)!r}" in result["reason"]
+
+
 def test_make_xo(tools: Tools, tmp_path: Path) -> None:
     """`make xo` compiles every kernel, the smallest one first, and links nothing."""
     command = ["make", "-C", str(REPOSITORY), "xo", "INSTALLED=", f"CARD={tmp_path / 'card'}"]
@@ -191,7 +306,7 @@ def test_what_is_skipped_says_why(tools: Tools, monkeypatch: pytest.MonkeyPatch)
 def test_a_stage_that_breaks_is_reported(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any error of a stage fails that stage alone, and the report says where it came from."""
 
-    def breaks(work: Path) -> dict[str, Any]:
+    def breaks(work: Path, lock: int) -> dict[str, Any]:
         raise ZeroDivisionError("of a new card")
 
     monkeypatch.setattr(card_build, "compile_smallest", breaks)
@@ -208,6 +323,28 @@ def test_a_folder_that_cannot_be_written(tools: Tools, capsys: pytest.CaptureFix
     told = capsys.readouterr().err
     assert f"cannot be written to {tools.work}: File exists" in told and "--work" in told
     assert tools.work.read_text() == "a file"
+
+
+def test_an_archive_that_cannot_be_replaced(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names it."""
+    archive = tools.work / "card-report.tar.gz"
+    archive.mkdir(parents=True)
+    assert tools.run("csynth") == 1
+    assert f"cannot be written to {archive}: Is a directory" in capsys.readouterr().err
+
+
+def test_logs_that_go_while_they_are_packed(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
+    """v++, which may be linking, deletes logs and folders at any moment; the report is packed without them."""
+    assert tools.run("xo") == 0
+    (tools.work / "gone.log").symlink_to("nowhere")
+    logs_in = card_build.logs_in
+    monkeypatch.setattr(
+        card_build, "logs_in", lambda work: logs_in(work) | {name: work / name for name in ("lost.log", "card/x.log")}
+    )
+    assert tools.run("csynth") == 0
+    entries = unpacked(tools.work / "card-report.tar.gz")
+    assert entries["card-report/logs/lost.log"] == "cannot be read: No such file or directory"
+    assert "card-report/logs/gone.log" not in entries and "card-report/logs/xo.log" in entries
 
 
 def test_a_disk_that_is_full(tools: Tools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,6 +390,32 @@ def test_the_archive_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert packed_log.endswith("\N{REPLACEMENT CHARACTER}\n" + wanted) and "first" not in packed_log
     with tarfile.open(tmp_path / "a.tar.gz") as packed:
         assert {(entry.uname, entry.gname, entry.uid, entry.mtime) for entry in packed.getmembers()} == {("", "", 0, 0)}
+
+
+def test_tools_that_name_the_machine_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vivado names folders by the host; a name in capitals, a domain, sudo and wide columns hide nothing."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "lab7")
+    monkeypatch.setenv("SUDO_USER", "ada")
+    log = tmp_path / "x.log"
+    log.write_text("at LAB7 and lab7.example.org, /data/ada/x .Xil/Vivado-12-lab7\nSerial Number          : 12XYZ")
+    logs = {".Xil/Vivado-12-lab7/x.log": log}
+    report_archive.pack(tmp_path / "a.tar.gz", {}, logs=logs, places={})
+    assert unpacked(tmp_path / "a.tar.gz") == {
+        "card-report/logs/.Xil/Vivado-12-HOST/x.log": "at HOST and HOST, /data/USER/x .Xil/Vivado-12-HOST\n"
+        "Serial Number          : SERIAL"
+    }
+
+
+def test_a_user_without_name_and_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers and services have such users; a home of / is not taken out of every path."""
+
+    def nobody() -> str:
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr(getpass, "getuser", nobody)
+    for home in ("/", "~"):
+        monkeypatch.setattr(os.path, "expanduser", lambda path, home=home: home)
+        assert report_archive.without_identity("/dev/xrt ~x", {"/": "FOLDER0"}) == "/dev/xrt ~x"
 
 
 def _no_runtime(system: object) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from itertools import pairwise
@@ -75,8 +76,10 @@ def test_xclbin_compiles_every_kernel_and_links_them(toolchain: Toolchain) -> No
         assert f"void {option['--kernel']}(" in (ROOT / call[-1]).read_text()
         assert (Path(option["-I"]) / "card_kernels.hpp").exists() and {"hls/include", "hls/kernels"} <= set(call)
     assert "--link" in linked and "--compile" not in linked
-    assert _options(linked)["--output"] == str(xclbin)
-    assert sorted(part for part in linked if part.endswith(".xo")) == sorted(option["--output"] for option in options)
+    assert Path(_options(linked)["--output"]).name == xclbin.name
+    objects = sorted(part for part in linked if part.endswith(".xo"))
+    assert objects == sorted(str(toolchain.card / Path(option["--output"]).name) for option in options)
+    assert all(Path(path).read_text() == "built" for path in objects)
     for option in (*options, _options(linked)):
         assert (option["--target"], option["--platform"]) == ("hw", SHELL)
         assert option["--kernel_frequency"] == str(SMARTSSD.platform.clock_mhz)
@@ -141,6 +144,25 @@ def test_a_step_that_fails_leaves_nothing_that_looks_built(toolchain: Toolchain,
     failed = toolchain.make("xclbin")
     assert failed.returncode != 0 and "no licence" in failed.stderr
     assert list(toolchain.card.glob("*.xo")) == []
+
+
+def test_a_build_that_is_killed_leaves_nothing_that_looks_built(toolchain: Toolchain, tmp_path: Path) -> None:
+    """After a crash, too, what v++ had begun to write is built again; make itself cannot remove it then."""
+    fake = tmp_path / "tools/v++"
+    fake.write_text(FAKE + "import os, signal\nos.killpg(0, signal.SIGKILL)\n")
+    command = ["make", "-C", str(ROOT / "hls"), f"CARD={toolchain.card}", "xo"]
+    environment = os.environ | {"PATH": f"{fake.parent}:{Path(sys.executable).parent}:/usr/bin:/bin"}
+    killed = subprocess.run(command, env=environment, capture_output=True, start_new_session=True)
+    assert killed.returncode == -signal.SIGKILL and len(toolchain.calls()) == 1
+    toolchain.install()
+    assert toolchain.make("xo").returncode == 0 and len(toolchain.calls()) == 3
+
+
+def test_a_step_that_writes_nothing(toolchain: Toolchain, tmp_path: Path) -> None:
+    """A v++ that ends well without an object fails the build there."""
+    (tmp_path / "tools/v++").write_text(f"#!{sys.executable}\n")
+    failed = toolchain.make("xclbin")
+    assert failed.returncode != 0 and "adamw_update.xo" in failed.stderr
 
 
 def _options(call: list[str]) -> dict[str, str]:

@@ -19,8 +19,8 @@ EXAMPLE = Path(__file__).parent / "lint_example"
 KERNEL = "kernels/scale.cpp"
 STEPS = "include/steps.hpp"
 ADAMW_FILE = "sources/adamw_update.cpp"
-GRADIENT, PAYLOAD, ARRAYS, NUMBERS = (
-    f"include/{name}.hpp" for name in ("gradient", "payload", "arrays", "number_formats")
+GRADIENT, DECODE, PAYLOAD, ARRAYS, NUMBERS, CRC = (
+    f"include/{name}.hpp" for name in ("gradient", "decode_gradient", "payload", "arrays", "number_formats", "crc32c")
 )
 
 # A function, a stream and a process of the example, as they have to be written.
@@ -97,6 +97,15 @@ def test_the_projects_kernels_are_clean(capsys: pytest.CaptureFixture[str]) -> N
         (GRADIENT, "dim = 2", "dim = 0", "tile is partitioned into 65536 parts"),
         (GRADIENT, "dim = 2", "dim = 3", "tile is partitioned into 1 parts"),
         (GRADIENT, "#pragma HLS DATAFLOW", "#pragma HLS DATAFLOW\n#pragma HLS PIPELINE", "expand_blocks: PIPELINE of"),
+        (ARRAYS, "II = 8", "II = 16", "load_array: PIPELINE with II=16: the loop has to keep up with 8"),
+        (ARRAYS, "II = 16", "II = 32", "store_parameter: PIPELINE with II=32: the loop has to keep up with 16"),
+        (ARRAYS, "II = 1\n", "II = 2\n", "write_status: PIPELINE with II=2: the loop has to keep up with 1"),
+        (CRC, "II = 1\n", "II = 2\n", "PIPELINE with II=2: the loop has to keep up with 1"),
+        (GRADIENT, "II = 1\n", "II = 8\n", "read_burst: PIPELINE with II=8: the loop has to keep up with 1"),
+        (DECODE, "II = 1\n", "II = 8\n", "pair_entries: PIPELINE with II=8: the loop has to keep up with 1"),
+        (ADAMW_FILE, "II = 8", "II = 9", "compute: PIPELINE with II=9: the loop has to keep up with 8"),
+        (ADAMW_FILE, "II = 8", "II = kLanes", "compute: PIPELINE with II=kLanes: the loop has to keep up with 8"),
+        (ARRAYS, "min = 0 max", "min = 262145 max", "pragma LOOP_TRIPCOUNT: min=262145 is more than max=262144"),
         (ARRAYS, "#pragma HLS UNROLL", "// #pragma", "write_status: an innermost loop has neither"),
         (ADAMW_FILE, "variable = counts depth = 8192", "variable = counts depth = 4096", "counts has depth 8192 in"),
         (ADAMW_FILE, "variable = values depth = 32", "variable = values depth = 16", "values has depth 32 in"),

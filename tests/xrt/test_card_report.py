@@ -82,3 +82,27 @@ def test_trainings_are_compared_with_the_host(
     reason = packed(tmp_path / "work/card-report.tar.gz")["train"]["reason"]
     assert "differs from the host's: master of 65536 elements" in reason
     assert [path for name in "ab" for path in (tmp_path / name).rglob("*") if path.is_file()] == []
+
+
+def test_a_training_that_is_interrupted(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C leaves state that the next run removes, as after a kill, and the message says that one can go on."""
+    command = ["card-report", str(tmp_path / "a"), "--work", str(tmp_path / "work")]
+    command += ["--xclbin", str(emulated_cards.build.xclbin), "--stage", "train"]
+    monkeypatch.setattr(card_training, "_WIDTHS", (256,))
+
+    def interrupted(layer: Any, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            raise KeyboardInterrupt
+        return step(layer, batch, batch_idx)
+
+    step = card_training._Layer.training_step
+
+    with monkeypatch.context() as patched:
+        patched.setattr(card_training._Layer, "training_step", interrupted)
+        assert main(command) == 130
+    assert "run the command again to go on" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["smart-infinity-card-report"]
+    assert main(command) == 0
+    assert [path for path in (tmp_path / "a").rglob("*") if path.is_file()] == []
