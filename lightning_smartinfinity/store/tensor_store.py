@@ -40,7 +40,7 @@ class Memory(Protocol):
 
 
 # The memory of transfers that were given up: the kernel may still use it.
-_NEVER_FREED: list[Memory] = []
+_NEVER_FREED: list[dict[int, Memory]] = []
 
 
 class StoredTensor:
@@ -113,7 +113,6 @@ class TensorStore:
         self._calls = LimitedCalls(self._files.files, seconds=io_timeout)
         # The memory of transfers that may be in progress, by ticket; it must stay alive until they have ended.
         self._unfinished: dict[int, Memory] = {}
-        self._perhaps_begun: list[Memory] = []  # that of transfers whose ticket an interrupt has lost
         self._given_up: set[int] = set()  # tickets whose memory the kernel may still use
 
     @property
@@ -215,8 +214,8 @@ class TensorStore:
         """
         self.core.close()
         if self.core.counters().num_given_up:
-            _NEVER_FREED.extend([*self._unfinished.values(), *self._perhaps_begun])
-        self._unfinished, self._perhaps_begun = {}, []
+            _NEVER_FREED.append(self._unfinished)
+        self._unfinished = {}
         self._in_time(self._files.close, doing="Closing")
 
     def _in_time(self, function: Callable[[], T], *, doing: str) -> T:
@@ -227,13 +226,14 @@ class TensorStore:
     ) -> int:
         self.release_ended()
         address, nbytes = memory.data_ptr(), memory.numel()
+        start = partial(begin, offset=offset, address=address, nbytes=nbytes, io_class=io_class)
+        tickets: list[int] = []
         try:
-            ticket = begin(stored.extent, offset=offset, address=address, nbytes=nbytes, io_class=io_class)
-        except BaseException:  # also of a signal handler that runs when the transfer has begun
-            self._perhaps_begun.append(memory)
-            raise
-        self._unfinished[ticket] = memory
-        return ticket
+            # A signal handler may raise behind a call, before its result is assigned. It does not within extend().
+            tickets.extend(map(start, [stored.extent]))
+        finally:
+            self._unfinished.update(dict.fromkeys(tickets, memory))
+        return tickets[0]
 
     def _release(self, ticket: int) -> None:
         self._unfinished.pop(ticket, None)
