@@ -211,6 +211,8 @@ class ActivationStore:
             forward.ended = time.perf_counter()
         self._reap()
         forward.count_kept(self._traffic)
+        if forward.sizes and not self._files.closed:
+            self._files.tensors.keep_length()  # the next forward needs about as much
 
     # ---- backward
 

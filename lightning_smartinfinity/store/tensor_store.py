@@ -141,6 +141,14 @@ class TensorStore:
             problem = f"{self._what} in {error.filename!r}: {error.strerror}."
             raise storage_error(error.errno or 0, problem=problem) from error
 
+    def keep_length(self) -> None:
+        """From now on, keep the files at least as long as the tensors of this moment need.
+
+        What is added and dropped again and again then waits no more for the disk, which makes a file longer and shorter
+        only behind the transfers that it has begun.
+        """
+        self.core.keep_length()
+
     def read(
         self,
         stored: StoredTensor,

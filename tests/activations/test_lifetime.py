@@ -24,7 +24,7 @@ from lightning_smartinfinity.activations.forwards import Plan
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.native import IoClass
 from lightning_smartinfinity.store import StoredTensor, TensorStore
-from tests.activations.models import drop_memory, everything, opened
+from tests.activations.models import drop_memory, everything, finish_writes, opened
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import Hold, inject
 from tests.helpers.unnamed import unnamed_files
@@ -534,6 +534,25 @@ def test_freed_memory_goes_back_twice_in_a_pass(
     assert 1 <= len(calls) <= 2
     loss.backward()
     assert 2 <= len(calls) <= 4
+
+
+def test_files_stay_as_long_as_forwards_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first forward no other one waits until the file system has made room."""
+    grown: list[str] = []
+    with opened(tmp_path, everything()) as activations:
+        x = torch.randn(1 << 18, requires_grad=True)
+        for step in range(4):
+            with activations.forward(x):
+                loss = chain(x, 24)
+            finish_writes(activations)
+            loss.backward()
+            del loss
+            if step == 0:
+                monkeypatch.setattr(
+                    activations._store.files, "_in_time", lambda grow, *, doing: grown.append(doing) or grow()
+                )
+        assert activations._store.files.storage_bytes == 0 and not grown
+        assert activations.traffic().offloaded_bytes == 4 * 23 * x.nbytes  # x itself stays
 
 
 def test_a_forked_child(activations: OffloadedActivations) -> None:

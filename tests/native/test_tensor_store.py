@@ -339,6 +339,23 @@ def test_files_shrink(setup: Setup) -> None:
     assert all(path.stat().st_blocks * 512 >= path.stat().st_size for path in setup.paths)
 
 
+def test_files_keep_the_length_that_is_asked_for(setup: Setup) -> None:
+    """What is freed and allocated again makes no file shorter or longer, until less is asked for."""
+    extents = [setup.store.allocate(8 << 20) for _ in range(4)]
+    setup.store.keep_length()
+    length = setup.store.file_bytes
+    for _ in range(3):
+        del extents[1:]
+        extents += [setup.store.allocate_free(8 << 20) for _ in range(3)]
+        assert None not in extents and setup.store.file_bytes == length == sum(
+            each.stat().st_size for each in setup.paths
+        )
+    del extents[2:]
+    setup.store.keep_length()
+    del extents[1:]
+    await_that(lambda: setup.store.file_bytes <= (16 << 20) + 4 * STEP)
+
+
 def test_a_file_system_without_room(setup: Setup) -> None:
     """If there is no room, the error has path and number, and the extents that exist stay."""
     extent, values = setup.written(BLOCK, seed=1)

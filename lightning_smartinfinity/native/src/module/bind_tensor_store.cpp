@@ -134,6 +134,8 @@ void bind_store(nb::module_& m) {
             "allocate_free",
             [](PythonTensorStore& self, std::uint64_t nbytes) { return self.get()->allocate_free(nbytes); }, "nbytes"_a,
             WithoutGil(), "Do the same, at once, unless the file would have to grow: then return None.")
+        .def("keep_length", method(&TensorStore::keep_length), WithoutGil(),
+             "From now on, keep the files at least as long as the extents of this moment need.")
         .def(
             "read",
             [](PythonTensorStore& self, const std::shared_ptr<TensorExtent>& extent, std::uint64_t offset,

@@ -66,6 +66,12 @@ void TensorFile::free(std::uint64_t offset, std::uint64_t bytes) {
     give_back();
 }
 
+void TensorFile::keep_length() {
+    const std::lock_guard lock(mutex_);
+    kept_ = used_length();
+    give_back();
+}
+
 void TensorFile::close() {
     const std::lock_guard lock(mutex_);
     closed_ = true;
@@ -86,6 +92,8 @@ std::uint64_t TensorFile::file_bytes() const {
     const std::lock_guard lock(mutex_);
     return ranges_.size();
 }
+
+std::uint64_t TensorFile::used_length() const { return ranges_.size() - ranges_.free_tail(); }
 
 std::uint64_t TensorFile::step() const {
     const std::uint64_t eighth = std::max(align_up(ranges_.size() / 8, kBlockBytes), kSmallestStep);
@@ -115,9 +123,9 @@ void TensorFile::grow(std::unique_lock<std::mutex>& lock, std::uint64_t bytes) {
 
 // Keeps as much as the file grows by, so that it does not shrink and grow in turn.
 void TensorFile::give_back() {
-    const std::uint64_t free = ranges_.free_tail();
-    if (closed_ || resizing_ || free <= 2 * step()) return;
-    const std::uint64_t bytes = free - step(), end = ranges_.size();
+    const std::uint64_t end = ranges_.size(), needed = std::max(used_length(), kept_) + step();
+    if (closed_ || resizing_ || end <= needed + step()) return;
+    const std::uint64_t bytes = end - needed;
     // Whoever drops a reference to an extent waits for no device, and may hold Python's lock.
     const auto shrink = [self = shared_from_this(), file = file_, bytes, end] {
         const int error = self->resize_(file.descriptor(), end, end - bytes);

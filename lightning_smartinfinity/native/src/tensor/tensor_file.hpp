@@ -31,6 +31,9 @@ class TensorFile : public std::enable_shared_from_this<TensorFile> {
     std::optional<std::uint64_t> allocate_free(std::uint64_t bytes);
     // Does not wait for the device. In a forked child it does nothing, since the file is the parent's.
     void free(std::uint64_t offset, std::uint64_t bytes);
+    // From now on, gives back what is free behind the end of the last extent of this moment, and nothing before it.
+    // What is allocated and freed again and again then does not wait for the device each time.
+    void keep_length();
     // Closes the file; nothing is allocated later.
     void close();
 
@@ -42,6 +45,7 @@ class TensorFile : public std::enable_shared_from_this<TensorFile> {
     friend struct Seams;  // testing/seams.hpp
 
     std::uint64_t step() const;
+    std::uint64_t used_length() const;
     void grow(std::unique_lock<std::mutex>& lock, std::uint64_t bytes);
     void give_back();
     void end_resizing();
@@ -52,7 +56,8 @@ class TensorFile : public std::enable_shared_from_this<TensorFile> {
     std::function<int(int, std::uint64_t, std::uint64_t)> resize_ = resize_file;
     mutable std::mutex mutex_;  // guards the members below and file_
     RangeAllocator ranges_;
-    bool resizing_ = false;  // by one thread at a time, without the mutex
+    std::uint64_t kept_ = 0;  // length below which the file is not made shorter
+    bool resizing_ = false;   // by one thread at a time, without the mutex
     std::condition_variable resized_;
     bool closed_ = false;
 };

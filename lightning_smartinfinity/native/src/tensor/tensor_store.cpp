@@ -47,6 +47,10 @@ std::optional<std::shared_ptr<TensorExtent>> TensorStore::allocate_free(std::uin
     return std::make_shared<TensorExtent>(file, *offset, whole, checks_);
 }
 
+void TensorStore::keep_length() {
+    for (const std::shared_ptr<TensorFile>& file : files_) file->keep_length();
+}
+
 TensorStore::Ticket TensorStore::submit(Direction direction, const std::shared_ptr<TensorExtent>& extent,
                                         std::uint64_t offset, std::byte* data, std::size_t bytes, IoClass io_class) {
     const auto ended = [extent](const IoRequest& part, std::optional<Failure> failure) {

@@ -33,6 +33,9 @@ class TensorStore {
     // Does the same unless that file would have to grow. It never waits for the device.
     std::optional<std::shared_ptr<TensorExtent>> allocate_free(std::uint64_t bytes);
 
+    // From now on, keeps the files at least as long as the extents of this moment need.
+    void keep_length();
+
     // Transfers whole blocks of an extent, and returns at once. The memory must stay until the request has ended. A
     // request waits for earlier ones on the same blocks if one of them writes. A read fails unless it finds what was
     // written, if there are checks. Throws std::invalid_argument if the bytes are not whole blocks inside the extent.
