@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class Lessons:
-    """What was learnt of one training.
+    """Keeps what was learnt of one training.
 
     Args:
         settings: How much is offloaded.

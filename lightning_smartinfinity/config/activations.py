@@ -1,4 +1,4 @@
-"""What becomes of activations: the setting ``activations``."""
+"""Settings of how activations move to storage: ``activations``."""
 
 from __future__ import annotations
 

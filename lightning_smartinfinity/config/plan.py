@@ -1,4 +1,4 @@
-"""What a plan is made for: the setting ``plan``."""
+"""Settings of what a plan is made for: ``plan``."""
 
 from __future__ import annotations
 

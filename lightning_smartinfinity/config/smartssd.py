@@ -1,4 +1,4 @@
-"""SmartSSDs: the setting ``smartssd``."""
+"""Settings of SmartSSDs: ``smartssd``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How optimizer state moves: the setting ``transfer``."""
+"""Settings of how optimizer state moves: ``transfer``."""
 
 from __future__ import annotations
 

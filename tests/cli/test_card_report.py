@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,10 @@ class Tools:
         return main(["card-report", "--work", str(self.work), "--stage", *stages])
 
     def start(self, *stages: str) -> subprocess.Popen[str]:
-        """Start the command as a process of its own."""
+        """Start the command as a process of its own, which heeds Ctrl-C even if the tests run in the background."""
         command = [sys.executable, "-m", "lightning_smartinfinity.cli", "card-report", "--work", str(self.work)]
-        return subprocess.Popen([*command, "--stage", *stages], stderr=subprocess.PIPE, text=True)
+        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        return subprocess.Popen([*command, "--stage", *stages], stderr=subprocess.PIPE, text=True, preexec_fn=heed)
 
     def pid(self, step: str) -> int:
         """Return the process of v++ that began last, once it has begun."""
