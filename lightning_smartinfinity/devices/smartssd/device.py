@@ -21,7 +21,7 @@ from lightning_smartinfinity.devices.smartssd.ring import CardRing, gradient_fil
 from lightning_smartinfinity.devices.smartssd.unreturned import close_returned, when_written
 from lightning_smartinfinity.devices.smartssd.worker import CardWorker, Terms, Work
 from lightning_smartinfinity.errors import DeviceError, SmartInfinityError
-from lightning_smartinfinity.store.os_errors import in_milliseconds, storage_errors
+from lightning_smartinfinity.store.os_errors import storage_errors
 
 __all__ = ["SmartSSDDevice"]
 
@@ -84,11 +84,14 @@ class SmartSSDDevice(StorageDevice):
     @property
     def description(self) -> str:
         cards = ", ".join(worker.card.label for worker in self._workers)
-        route = "storage" if self._setup.settings.gradient_route == "storage" else "host"
         return (
-            f"Optimizer state: updated on SmartSSD ({cards}; {self._kernel.name}, gradients by way of {route},"
+            f"Optimizer state: updated on SmartSSD ({cards}; {self._kernel.name}, gradients by way of {self._route},"
             f" XRT by {self._setup.binding}), {self._workers[0].pipeline.io_engine} for P2P."
         )
+
+    @property
+    def _route(self) -> str:
+        return "storage" if self._setup.settings.gradient_route == "storage" else "host"
 
     @property
     def ring_bytes(self) -> int:
@@ -145,7 +148,7 @@ class SmartSSDDevice(StorageDevice):
                     kernel=self._kernel.name,
                     gradient_bytes=ring.gradient_bytes,
                     parameter_bytes=ring.parameter_bytes,
-                    timeout_ms=in_milliseconds(self._setup.settings.timeout),
+                    timeout_ms=max(1, int(1000 * self._setup.settings.timeout)),
                     dram_bytes=share_of_memory(self._setup),
                     gradient_file=gradients,
                 ),

@@ -61,9 +61,13 @@ class Finding:
 def examine(
     named: Sequence[str | Path], settings: SmartSSDConfig, system: System, *, p2p_bytes: int = 64 * _MIB
 ) -> Iterator[Finding]:
-    """Check XRT, the xclbin and the cards, then let the card of each named storage folder do work, if there are any.
+    """Check XRT, the xclbin and the cards, then let the card of each folder do work.
 
-    Folders and settings are given as for training. ``p2p_bytes`` move in each direction between a card and its SSD.
+    Args:
+        named: Storage folders, as for training; if there are none, no card does work.
+        settings: Settings, as for training.
+        system: This machine.
+        p2p_bytes: Bytes to move in each direction between a card and its SSD.
 
     Yields:
         Findings, as soon as they are made; a failed check does not end the examination.

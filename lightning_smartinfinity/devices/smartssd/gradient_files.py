@@ -21,7 +21,10 @@ _NAME = "gradients.tmp"
 def open_gradient_file(folder: Path, nbytes: int, resources: ExitStack) -> native.StateFile:
     """Create the file without a name, so that nothing is left behind, and nothing of others is in its way.
 
-    It lies in the rank's folder on the card's SSD, all its bytes are allocated, and ``resources`` closes it.
+    Args:
+        folder: The rank's folder on the card's SSD.
+        nbytes: Size of the file, all of which is allocated.
+        resources: Stack that closes the file.
 
     Raises:
         StorageFullError: There is too little space.

@@ -83,7 +83,13 @@ def memory_group(setup: CardSetup, opened: native.Card) -> int:
 
 
 def require_memory(setup: CardSetup, card: Card, wanted: CardRing, *, extent_bytes: int) -> None:
-    """Allocate the memory of a ring on a card, without buffers that exceed this process's share, and free it again.
+    """Allocate the memory of a ring on a card and free it again.
+
+    Args:
+        setup: How cards are opened, and how many processes share one.
+        card: Card to try.
+        wanted: Ring to allocate; buffers that exceed this process's share are left out.
+        extent_bytes: Size of the largest extent, as for ``CardRing.parts``.
 
     Raises:
         DeviceError: There is too little memory, or the xclbin does not tell how much this process may use.

@@ -97,7 +97,12 @@ def _loaded(pyxrt: Any, device: Any, xclbin: Xclbin) -> Callable[[str], Any]:
 
 
 class PyxrtBinding:
-    """The calls by which the native core works a card, one of ``num_cards`` on this machine's PCI bus.
+    """The calls by which the native core works a card.
+
+    Args:
+        card: Card to open.
+        xclbin: Xclbin to load.
+        num_cards: Number of cards on this machine's PCI bus.
 
     Raises:
         DeviceError: It is not certain that pyxrt opens this card.
@@ -110,8 +115,11 @@ class PyxrtBinding:
 
         self._pyxrt = pyxrt
         self._device = _opened(pyxrt, card, num_cards)
-        self.kernel = _loaded(pyxrt, self._device, xclbin)
-        """Opens one of the xclbin's kernels, which other processes may use as well, by name."""
+        self._open_kernel = _loaded(pyxrt, self._device, xclbin)
+
+    def kernel(self, name: str) -> Any:
+        """Open one of the xclbin's kernels, which other processes may use as well."""
+        return self._open_kernel(name)
 
     def group(self, kernel: Any, argument: int) -> int:
         """Return the memory bank that a kernel reaches through this argument."""

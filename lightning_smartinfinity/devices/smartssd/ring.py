@@ -62,7 +62,10 @@ def share_of_memory(setup: CardSetup) -> int | None:
 def ring_within(setup: CardSetup, wanted: CardRing, *, extent_bytes: int) -> CardRing:
     """Reduce the wanted buffers to this process's share of the card, but not below two, which may then be refused.
 
-    ``extent_bytes`` is that of :meth:`CardRing.parts`.
+    Args:
+        setup: How many processes share a card.
+        wanted: Ring to reduce.
+        extent_bytes: Size of the largest extent, as for ``CardRing.parts``.
 
     Raises:
         DeviceError: The card is shared, and the xclbin does not tell how much memory it has.
@@ -77,7 +80,9 @@ def ring_within(setup: CardSetup, wanted: CardRing, *, extent_bytes: int) -> Car
 def gradient_file_bytes(setup: CardSetup, ring: CardRing) -> int:
     """Return the size of the gradient file on each card's SSD: a place for each buffer, or 0 if there is no such file.
 
-    ``ring`` is what :func:`ring_within` returned.
+    Args:
+        setup: The settings, which name the gradients' route.
+        ring: The ring that :func:`ring_within` returned.
     """
     if setup.settings.gradient_route != "storage":
         return 0

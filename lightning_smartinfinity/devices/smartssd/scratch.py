@@ -73,7 +73,9 @@ class Scratch:
 def scratch_folder(card: Card, storage: Path) -> Iterator[Scratch]:
     """Create a temporary folder on the file system of a storage folder, and remove it at the end.
 
-    The storage folder is absolute and need not exist yet.
+    Args:
+        card: Card that is tested.
+        storage: The storage folder, absolute; it need not exist yet.
 
     Raises:
         StorageError: A file stands where a folder should be, or no folder can be created.

@@ -19,7 +19,6 @@ from lightning_smartinfinity.devices.smartssd.scratch import Scratch, scratch_fo
 from lightning_smartinfinity.devices.smartssd.unreturned import close_or_keep
 from lightning_smartinfinity.errors import DeviceError
 from lightning_smartinfinity.store.extents import extent_bytes
-from lightning_smartinfinity.store.os_errors import in_milliseconds
 
 __all__ = ["Bandwidth", "check_kernel", "check_p2p", "self_test"]
 
@@ -36,16 +35,24 @@ _NO_P2P = (
 
 
 class Bandwidth(NamedTuple):
-    """Bytes per second from a card's SSD to its memory (``read``) and from there to the SSD (``write``)."""
+    """Bandwidth between a card's SSD and its memory.
+
+    Args:
+        read: Bytes per second from the SSD.
+        write: Bytes per second to the SSD.
+    """
 
     read: float
     write: float
 
 
 def self_test(setup: CardSetup, folders: Sequence[Path], kernels: Sequence[Kernel]) -> None:
-    """Check every card of a setup, and the kernels that will be used, with the folder on its SSD; leave no files there.
+    """Check every card of a setup with the folder on its SSD; leave no files there.
 
-    The folders need not exist yet.
+    Args:
+        setup: The cards.
+        folders: Storage folders, which need not exist yet.
+        kernels: Kernels that will be used.
 
     Raises:
         DeviceError: A card does not do what it must.
@@ -59,9 +66,13 @@ def self_test(setup: CardSetup, folders: Sequence[Path], kernels: Sequence[Kerne
 
 
 def check_p2p(setup: CardSetup, card: Card, scratch: Scratch, *, nbytes: int = _P2P_BYTES) -> Bandwidth:
-    """Read a file into the card's memory and write it from there into another file, both in a folder on its SSD.
+    """Read a file into the card's memory and write it from there into another file.
 
-    ``nbytes`` is the size of the file, a multiple of 4096.
+    Args:
+        setup: How cards are opened.
+        card: Card to check.
+        scratch: A folder on its SSD.
+        nbytes: Bytes to move, a multiple of 4096.
 
     Raises:
         DeviceError: The card refuses, or other bytes come back.
@@ -74,7 +85,7 @@ def check_p2p(setup: CardSetup, card: Card, scratch: Scratch, *, nbytes: int = _
         opened = open_card(setup, card)
         try:
             buffer = opened.allocate(nbytes, group=memory_group(setup, opened), p2p=True)
-            bandwidth = _through(card, buffer, scratch, timeout_ms=in_milliseconds(setup.settings.timeout))
+            bandwidth = _through(card, buffer, scratch, timeout_ms=_timeout_ms(setup))
         finally:
             opened.close()
     if scratch.read(_TARGET) != pattern.tobytes():
@@ -83,6 +94,10 @@ def check_p2p(setup: CardSetup, card: Card, scratch: Scratch, *, nbytes: int = _
 
 
 _SOURCE, _TARGET = "p2p-in", "p2p-out"
+
+
+def _timeout_ms(setup: CardSetup) -> int:
+    return max(1, int(1000 * setup.settings.timeout))
 
 
 def _through(card: Card, buffer: native.CardBuffer, scratch: Scratch, *, timeout_ms: int) -> Bandwidth:
@@ -108,6 +123,12 @@ def _through(card: Card, buffer: native.CardBuffer, scratch: Scratch, *, timeout
 def check_kernel(setup: CardSetup, card: Card, kernel: Kernel, scratch: Scratch) -> None:
     """Update a tasklet of each type on the card and on the host, and compare state and parameters bit for bit.
 
+    Args:
+        setup: How cards are opened.
+        card: Card to check.
+        kernel: Kernel to run.
+        scratch: A folder on its SSD.
+
     Raises:
         DeviceError: The card fails, or its result differs from the host's.
         StorageError: A file cannot be created, read or written.
@@ -120,7 +141,7 @@ def check_kernel(setup: CardSetup, card: Card, kernel: Kernel, scratch: Scratch)
                 kernel=kernel.name,
                 gradient_bytes=_NUMEL * _MOST_ITEM_BYTES,
                 parameter_bytes=_NUMEL * _MOST_ITEM_BYTES,
-                timeout_ms=in_milliseconds(setup.settings.timeout),
+                timeout_ms=_timeout_ms(setup),
             )
             different = [
                 dtype.name.lower()
@@ -156,7 +177,9 @@ _MOST_ITEM_BYTES = 4
 class _Tile:
     """A tasklet with reproducible first state and gradient, which contain subnormal numbers.
 
-    Gradient and parameters are of the same type.
+    Args:
+        kernel: Kernel that updates it.
+        dtype: Type of gradient and parameters.
     """
 
     def __init__(self, kernel: Kernel, dtype: native.DType) -> None:
@@ -169,9 +192,12 @@ class _Tile:
         self._gradient = _DTYPES[dtype](generator.standard_normal(_NUMEL, np.float32))
 
     def updated(self, scratch: Scratch, name: str, *, card: native.CardOptions | None) -> tuple[bytes, bytes]:
-        """Return the extent and the parameters after one step on a card, or on the host without one.
+        """Return the extent and the parameters after one step.
 
-        The step's state file is created in the scratch folder, under this name.
+        Args:
+            scratch: Folder for the state file.
+            name: Name of the state file to create.
+            card: Card that updates; ``None`` means the host.
         """
         scratch.fill(name, np.zeros(2 * self._nbytes, np.uint8))
         parameters = np.zeros_like(self._gradient)

@@ -30,7 +30,12 @@ _owner = os.getpid()
 
 
 def close_or_keep(worker: native.Pipeline | native.FileQueue, card: Card) -> None:
-    """Close a pipeline or queue of a card if it is idle; otherwise keep it until its calls have returned."""
+    """Close a pipeline or queue if it is idle; otherwise keep it until its calls have returned.
+
+    Args:
+        worker: Pipeline or queue to close.
+        card: Card that it uses.
+    """
     _kept.append((worker, card))
     close_returned()
 
@@ -58,7 +63,9 @@ def close_returned() -> bool:
 def when_written(pipelines: Iterable[native.Pipeline], then: Callable[[], object]) -> None:
     """Call something once no abandoned write of these pipelines is in progress: now, or in :func:`close_returned`.
 
-    The pipelines were given to :func:`close_or_keep`.
+    Args:
+        pipelines: Pipelines that were given to :func:`close_or_keep`.
+        then: Function to call.
     """
     _waiting.append((tuple(pipelines), then))
     close_returned()

@@ -44,7 +44,13 @@ class Terms(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A tasklet of a batch, with its position there and the settings of the batch."""
+    """A tasklet of a batch.
+
+    Args:
+        position: Position in the batch.
+        tasklet: The tasklet, as in the batch.
+        terms: Settings of the batch.
+    """
 
     position: int
     tasklet: native.Tasklet
@@ -52,7 +58,13 @@ class Work(NamedTuple):
 
 
 class CardWorker:
-    """A native pipeline over one card and the one state file on its SSD, which has this index among the device's."""
+    """A native pipeline over one card and the state file on its SSD.
+
+    Args:
+        card: The card.
+        file: Index of its state file among the device's.
+        pipeline: The card's pipeline, with that one file.
+    """
 
     def __init__(self, card: Card, file: int, pipeline: native.Pipeline) -> None:
         self.card = card
@@ -60,8 +72,7 @@ class CardWorker:
         self.pipeline = pipeline
         self._work: list[Work] = []
         self._failure: native.Failure | None = None
-        self.ending = False
-        """Whether :meth:`finish` was called but not yet :meth:`forget`, because an interrupt came between."""
+        self._ending = False
         self._warned = False
         self._num_failures = 0  # consecutive batches that failed
         self._closed = False
@@ -70,6 +81,11 @@ class CardWorker:
     def active(self) -> bool:
         """Whether the worker has a batch that has not been finished."""
         return bool(self._work)
+
+    @property
+    def ending(self) -> bool:
+        """Whether :meth:`finish` was called but not yet :meth:`forget`, because an interrupt came between."""
+        return self._ending
 
     @property
     def failure(self) -> str:
@@ -98,7 +114,11 @@ class CardWorker:
         return not busy
 
     def add(self, work: Sequence[Work]) -> None:
-        """Start tasklets of one batch behind those that the card already has; return at once."""
+        """Start tasklets behind those that the card already has; return at once.
+
+        Args:
+            work: Works of one batch.
+        """
         batch = work[0].terms.batch([one.tasklet.in_file(0) for one in work])
         first = not self._work
         self._work += work
@@ -107,10 +127,15 @@ class CardWorker:
         else:
             self.pipeline.extend(batch)
 
+    def positions(self, wanted: set[int] | None) -> list[int]:
+        """Return those of these positions (``None`` means all) that the card works, as positions in its own batch."""
+        return [index for index, one in enumerate(self._work) if wanted is None or one.position in wanted]
+
     def prefer(self, positions: Sequence[int]) -> None:
         """Move these tasklets, in this order, ahead of the others that have not started.
 
-        Positions are those in the whole batch; tasklets that others work are skipped.
+        Args:
+            positions: Positions in the whole batch; those that others work are skipped.
         """
         own = {one.position: index for index, one in enumerate(self._work)}
         mine = [own[position] for position in positions if position in own]
@@ -118,12 +143,12 @@ class CardWorker:
             self.pipeline.prefer(mine)
 
     def wait(self, wanted: set[int] | None) -> bool:
-        """Wait until the card's tasklets among these positions (``None`` means all) have delivered their parameters.
+        """Wait until the card's tasklets among these positions have delivered their parameters.
 
         Returns:
             Whether nothing has failed.
         """
-        own = [index for index, one in enumerate(self._work) if wanted is None or one.position in wanted]
+        own = self.positions(wanted)
         if own:
             self._failure = self.pipeline.wait_for(own) or self._failure
         return self._failure is None
@@ -135,7 +160,7 @@ class CardWorker:
             Whether all work is on storage; if not, :meth:`unfinished` tells what is missing. Until :meth:`forget` the
             answer stays the same, although the pipeline reports a failure only once.
         """
-        self.ending = True
+        self._ending = True
         self._failure = self.pipeline.finish() or self._failure
         return not self.unfinished()
 
@@ -181,7 +206,7 @@ class CardWorker:
     def forget(self) -> None:
         """Clear the batch, which is over."""
         self._work = []
-        self._failure, self.ending = None, False
+        self._failure, self._ending = None, False
 
     def stop(self) -> None:
         """End the batch; return when nothing of it is in progress."""

@@ -48,7 +48,12 @@ class CardSetup:
 
 
 def find_cards(folders: Sequence[Path], settings: SmartSSDConfig, system: System) -> CardSetup:
-    """Find the card of every storage folder; a folder need not exist yet.
+    """Find the card of every storage folder.
+
+    Args:
+        folders: Storage folders, which need not exist yet.
+        settings: The user's settings.
+        system: This machine.
 
     Raises:
         ConfigError: No xclbin is named, a card cannot reach a folder, or the pairing is not one to one.

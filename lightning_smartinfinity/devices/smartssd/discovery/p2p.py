@@ -36,7 +36,11 @@ class P2P(NamedTuple):
     expected_bytes: int | None
 
     def remedy(self, card: str) -> str:
-        """Return what the user must do to enable it on the card with this PCI address."""
+        """Return what the user must do to enable it.
+
+        Args:
+            card: PCI address of the card.
+        """
         enable = f"xbutil configure --device {card} --p2p enable"
         if self.state is P2PState.WARM_REBOOT:
             return "Reboot the machine warm (reboot, not power off): the BIOS then gives the card its larger window."
@@ -50,13 +54,18 @@ class P2P(NamedTuple):
 
 
 def p2p_of(card: Path) -> P2P:
-    """Read the P2P state of a card from the sysfs folder of its user function."""
+    """Read the P2P state of a card.
+
+    Args:
+        card: Sysfs folder of the card's user function.
+    """
     folders = [entry for entry in entries_of(card) if entry.name == "p2p" or entry.name.startswith("p2p.")]
     content = next((text for folder in folders if (text := text_of(folder / "config")) is not None), None)
     if content is None:
         return P2P(P2PState.UNKNOWN, None, None)
     numbers = _numbers(content)
-    return P2P(_state(numbers), numbers.get("bar"), numbers.get("exp_bar"))
+    bar, expected = numbers.get("bar"), numbers.get("exp_bar")
+    return P2P(_state(numbers), bar, expected)
 
 
 def _numbers(content: str) -> dict[str, int]:

@@ -34,7 +34,8 @@ class PciPath:
 def path_of(device: Path) -> PciPath | None:
     """Return the path of the last PCI function above or at a device; ``None`` if there is no PCI function.
 
-    The device is a path below ``sysfs/devices``, or a link to one.
+    Args:
+        device: Path below ``sysfs/devices``, or a link to one.
     """
     steps: tuple[str, ...] = ()
     followed: tuple[str, ...] = ()
@@ -65,7 +66,11 @@ def common_ancestors(one: PciPath, other: PciPath) -> int:
 
 
 def drawn(labels: Mapping[PciPath, str]) -> str:
-    """Draw a tree of functions, one line for each step, with a label behind each function's address."""
+    """Draw a tree of functions, one line for each step.
+
+    Args:
+        labels: Text to show behind each function's address.
+    """
     named = {path.steps: label for path, label in labels.items()}
     return "\n".join(_branches(sorted(named), named, depth=0))
 

@@ -65,7 +65,11 @@ def require_runtime(runtime: Runtime) -> None:
 
 
 def choose_binding(wanted: str, runtime: Runtime) -> str:
-    """Choose how XRT is called, ``"native"`` or ``"pyxrt"``, from ``SmartSSDConfig.binding``.
+    """Choose how XRT is called: ``"native"`` or ``"pyxrt"``.
+
+    Args:
+        wanted: ``SmartSSDConfig.binding``.
+        runtime: The installation.
 
     Raises:
         ConfigError: The wanted binding is unavailable.

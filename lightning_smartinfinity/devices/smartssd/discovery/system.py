@@ -43,7 +43,9 @@ class System:
 def text_of(path: Path, *, errors: str = "replace") -> str | None:
     """Return a small file's text without surrounding white space; ``None`` if it cannot be read.
 
-    ``errors`` says what becomes of bytes that are no text, as in :func:`open`.
+    Args:
+        path: Path of the file.
+        errors: What becomes of bytes that are no text, as in :func:`open`.
     """
     try:
         return path.read_text(errors=errors).strip()
