@@ -216,7 +216,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Step:
-    """What happens between two updates.
+    """Draws what happens between two updates.
 
     Args:
         kind: The function of ``KINDS`` that is called.

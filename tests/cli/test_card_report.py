@@ -270,7 +270,7 @@ def test_a_skipped_stage_keeps_what_it_found(tools: Tools, monkeypatch: pytest.M
 
 
 def test_variables_of_the_environment(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those by which the Makefile is told something do not change what is built."""
+    """The variables by which the Makefile is told something do not change what is built."""
     monkeypatch.setenv("TARGET", "hw_emu")
     monkeypatch.setenv("OPTIMIZER", "rmsprop")
     assert tools.run("xo") == 0 and tools.linked()["status"] == "done"

@@ -340,7 +340,7 @@ def test_files_shrink(setup: Setup) -> None:
 
 
 def test_files_keep_the_length_that_is_asked_for(setup: Setup) -> None:
-    """What is freed and allocated again makes no file shorter or longer, until less is asked for."""
+    """Extents that are freed and allocated again make no file shorter or longer, until less is asked for."""
     extents = [setup.store.allocate(8 << 20) for _ in range(4)]
     setup.store.keep_length()
     length = setup.store.file_bytes

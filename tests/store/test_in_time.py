@@ -64,7 +64,7 @@ def ends_by_an_interrupt(path: Path) -> weakref.ref[Held]:
 
 @pytest.mark.parametrize("call", [ends_in_an_error, ends_by_an_interrupt])
 def test_what_raises_keeps_nothing(tmp_path: Path, call: Callable[[Path], weakref.ref[Held]]) -> None:
-    """What callers referred to is gone without the garbage collector."""
+    """Objects to which callers referred are gone without the garbage collector."""
     gc.disable()
     try:
         assert call(tmp_path / "file")() is None

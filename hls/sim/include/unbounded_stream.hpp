@@ -40,7 +40,7 @@ class stream<T, 0> {
     }
 
  private:
-    static constexpr std::size_t kPerChunk = 1024;  // a plain deque has so small chunks that a run takes twice as long
+    static constexpr std::size_t kPerChunk = 1024;  // those of a plain deque are so small that a run takes 35 to 50 % longer
 
     const char* name_;
     std::deque<std::unique_ptr<T[]>> chunks_;

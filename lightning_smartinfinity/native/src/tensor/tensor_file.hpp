@@ -32,7 +32,7 @@ class TensorFile : public std::enable_shared_from_this<TensorFile> {
     // Does not wait for the device. In a forked child it does nothing, since the file is the parent's.
     void free(std::uint64_t offset, std::uint64_t bytes);
     // From now on, gives back what is free behind the end of the last extent of this moment, and nothing before it.
-    // What is allocated and freed again and again then does not wait for the device each time.
+    // Extents that are allocated and freed again and again then do not wait for the device each time.
     void keep_length();
     // Closes the file; nothing is allocated later.
     void close();
