@@ -15,10 +15,11 @@ of 256 tokens at a time under torch.utils.checkpoint, so that no more logits liv
 - `save_on_cpu` is torch.autograd.graph.save_on_cpu(pin_memory=True), only on a CUDA device.
 
 Each system runs in a process of its own for its memory. Another process runs all of them in turns for the times,
-because the speed of a shared machine drifts. "Held" is the most that autograd keeps at once, apart from parameters and
-the batch: what is saved, the pool, and what is read back. Hooks do not see what a checkpoint recomputes in backward.
-"VmHWM above" is beside the same system's run on 32 tokens. CPU seconds are those of all threads; where other work runs
-beside the benchmark, they say more than the clock about what a system adds.
+because the speed of a shared machine drifts. `ours` and `both` first run until it is settled what they offload. "Held"
+is the most that autograd keeps at once, apart from parameters and the batch: what is saved, the pool, and what is read
+back. Hooks do not see what a checkpoint recomputes in backward. "VmHWM above" is beside the same system's run on 32
+tokens. CPU seconds are those of all threads; where other work runs beside the benchmark, they say more than the clock
+about what a system adds.
 
 With `--throttle`, requests to storage take turns at these rates, reads and writes together, and `keep="auto"` has to
 find out what pays. Only a core that was built with SMART_INFINITY_TESTING can do that.
@@ -92,6 +93,7 @@ def run(options: argparse.Namespace) -> Figures:
     """Run a child: the memory of one system, or the times of several in turns."""
     systems = options.child.split(",")
     with running(options, systems) as runner:
+        runner.settle()
         if options.rate:
             return throttled(runner, options.steps)
         if len(systems) > 1:
@@ -125,7 +127,7 @@ def throttled(runner: Runner, steps: int) -> Figures:
     take_turns(runner, steps)
     ours = runner.ours["ours"]
     choice = ours.activations.choice
-    assert choice is not None, "the third step chooses"
+    assert choice is not None, "it was settled"
     ours.restart_peak()
     before = ours.activations.traffic().offloaded_bytes
     runner.step("ours", steps)

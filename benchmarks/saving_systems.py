@@ -29,6 +29,7 @@ from lightning_smartinfinity.activations import OffloadedActivations
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CHUNK = 256  # tokens
+SETTLING = 7  # steps: the third keeps everything, the fourth chooses, and three are compared with the third
 LEAST_NUMEL = 1000  # of a tensor that torch's tutorial writes to a file
 
 
@@ -207,6 +208,13 @@ class Runner:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
         self.model.zero_grad(set_to_none=True)
+
+    def settle(self) -> None:
+        """Run steps, which do not count, until it is settled what is offloaded."""
+        for system in self.ours:
+            for number in range(SETTLING):
+                self.step(system, number)
+        self.clock = Clock(list(self.clock.seconds))
 
     def held(self, system: str) -> Figures:
         """Return what the system held after a step, and what a hook of each saved tensor would have saved."""

@@ -30,7 +30,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tests.helpers.native_testing import Throttle
 
 PRECISIONS = {"bf16": "bf16-mixed", "fp32": "32-true"}
-WARMUP = 5  # steps: what is offloaded is chosen in the third, and less of it in those after it if backward waits
+WARMUP = 7  # steps: what is offloaded is chosen in the fourth, and less of it in those after it if that takes too long
 UNLIMITED, STATE, BOTH = "unlimited", "state", "state and activations"
 COLUMNS = {
     "disk GB/s": ("rate_gb", 3),

@@ -63,7 +63,13 @@ class Choice:
 
 
 def choose(
-    profile: Profile, *, keep: int | str, budget_bytes: int | None, pool_bytes: int, read_ahead_bytes: int
+    profile: Profile,
+    *,
+    keep: int | str,
+    budget_bytes: int | None,
+    pool_bytes: int,
+    read_ahead_bytes: int,
+    most_bytes: int | None = None,
 ) -> Choice:
     """Choose how many of the oldest entries are offloaded.
 
@@ -74,6 +80,7 @@ def choose(
         budget_bytes: Most bytes to hold for backward; None: there is no limit.
         pool_bytes: Size of the pool. What was written stays there until others need the room, or the budget does.
         read_ahead_bytes: Most bytes that are read before they are wanted.
+        most_bytes: Most bytes to offload; None: there is no limit.
     """
     sums = list(accumulate(profile.sizes, initial=0))
     if isinstance(keep, int):
@@ -82,6 +89,8 @@ def choose(
         num = fitting(profile, budget_bytes=budget_bytes, read_ahead_bytes=read_ahead_bytes)
     else:
         num = without_stall(profile, read_ahead_bytes=read_ahead_bytes)
+    if most_bytes is not None:
+        num = min(num, bisect_right(sums, most_bytes) - 1)
     peak = peak_of(profile, num, read_ahead_bytes=read_ahead_bytes)
     with_pool = sums[-1] - sums[num] + min(pool_bytes, sums[num])
     stall = stall_of(profile, num, read_ahead_bytes=read_ahead_bytes)

@@ -12,6 +12,7 @@ from lightning_smartinfinity.activations.traffic import ActivationTraffic
 
 __all__ = ["Forward", "Plan"]
 
+_LEAST_SECONDS = 1e-9
 _TENTH = 10  # one over the share by which the bytes of two forwards may differ
 
 
@@ -97,6 +98,27 @@ class Forward:
     def limit(self) -> int:
         """Entries up to this many bytes leave. A forward that is larger than the one before keeps no more."""
         return max(self.plan.offloaded_bytes, self.saved_bytes - self.plan.kept_bytes)
+
+    @property
+    def forward_seconds(self) -> float:
+        """Time of forward, without waits for storage; above zero."""
+        assert self.ended is not None
+        return max(self.ended - self.began - self.held_up_seconds, _LEAST_SECONDS)
+
+    @property
+    def backward_seconds(self) -> float:
+        """Time of backward, without waits for storage."""
+        return max(self.last_use - self.first_use - self.waited_seconds, 0.0)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time of forward and backward, without waits for storage."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def seconds(self) -> float:
+        """Time of forward and backward, with waits for storage."""
+        return self.busy_seconds + self.held_up_seconds + self.waited_seconds
 
     def oldest(self) -> Entry | None:
         """Return the oldest entry that may still leave."""

@@ -6,19 +6,23 @@ import logging
 
 from lightning_smartinfinity.activations.choice import Choice, Profile, choose
 from lightning_smartinfinity.activations.forwards import Forward, Plan
+from lightning_smartinfinity.activations.pace import Pace
 from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.activations.store import ActivationStore
 from lightning_smartinfinity.config import ActivationOffload
 
 __all__ = ["FIRST_CHOSEN_FORWARD", "Lessons"]
 
-FIRST_CHOSEN_FORWARD = 3
-"""Number of the first forward whose offloading is chosen: the first one warms up, and the second one is measured."""
+FIRST_CHOSEN_FORWARD = 4
+"""Number of the first forward whose offloading is chosen, at the latest.
 
-_MOST_WAITS = 20  # one over the share of a forward and its backward that waits for storage may take
-_LESS = 4  # one over the share by which less is offloaded after more waits
+The first one warms up, and the second one is measured. On a processor the third one keeps everything, for comparison.
+"""
+
+_MOST_LOST = 20  # one over the share of its time that a forward and its backward may take longer than without
+_LESS = 0.75  # most of what was offloaded that is offloaded again after more than that
+_AIM = 0.5  # share of the time that may be lost that is aimed at
 _PATIENCE, _MOST_PATIENCE = 20, 640  # forwards after which it is chosen again what was lessened
-_LEAST_SECONDS = 1e-9
 _LEAST_RATE = 1.0  # bytes per second, where nothing was written or read
 
 _log = logging.getLogger(__name__)
@@ -42,6 +46,7 @@ class Lessons:
         # With "auto", micro-batches offload everything until one was measured: how much they save is not known.
         self.plan = Plan(kept_bytes=keep if isinstance(keep, int) else 0)
         self.choice: Choice | None = None
+        self._pace = Pace()
         self._patience = _PATIENCE  # forwards without waits until a try
         self._until_retry = 0  # those that are left; 0 if there is no try to come
 
@@ -49,54 +54,75 @@ class Lessons:
         """Learn from a forward, if its backward has come."""
         if not last.order or last.ended is None:
             return
-        is_first = not self.plan.sizes
+        is_first, is_chosen = not self.plan.sizes, False
         with self._store.lock:
+            rates = self._store.update_rates()  # each time, since storage may be slower or faster than long ago
             if is_first:  # it took longer than those that follow: memory and files were new, and caches cold
-                self._store.update_rates()
                 offloaded, kept = last.plan.offloaded_bytes, last.plan.kept_bytes
+            elif self._compares and not last.plan.is_chosen and self._pace.wants_all_kept(last):
+                offloaded, kept = 0, last.saved_bytes
             else:
-                offloaded, kept = self._chosen(last)
+                offloaded, kept = self._chosen(last, rates)
+                is_chosen = True
             self.plan = Plan(
                 sizes=tuple(last.sizes),
                 offloaded_bytes=offloaded,
                 kept_bytes=kept,
-                is_chosen=not is_first,
+                is_chosen=is_chosen,
                 order=tuple(last.order),
                 freed_nothing=frozenset(last.freed_nothing),
             )
 
-    def _chosen(self, last: Forward) -> tuple[int, int]:
+    @property
+    def _follows_rates(self) -> bool:
+        """Whether what is offloaded is to cost no time."""
+        return self._settings.keep == "auto" and self._settings.budget_bytes is None
+
+    @property
+    def _compares(self) -> bool:
+        return self._follows_rates and self._store.is_on_processor
+
+    def _chosen(self, last: Forward, rates: Rates) -> tuple[int, int]:
         """Return how many bytes of the oldest entries are to be offloaded, and how many others are to stay."""
-        before, keep, budget = last.plan, self._settings.keep, self._settings.budget_bytes
-        follows_rates = keep == "auto" and budget is None
-        rates = self._store.update_rates()  # each time, since storage may be slower or faster than long ago
-        waits = follows_rates and before.is_chosen and _waits(last)
-        tries_again = self._tries_again(waits)
-        if before.is_chosen and before.fits(last.saved_bytes) and not waits and not tries_again:
+        before, keep = last.plan, self._settings.keep
+        share = self._share_that_pays(last)
+        tries_again = self._tries_again(share < 1)
+        if before.is_chosen and before.fits(last.saved_bytes) and share == 1 and not tries_again:
             if self._until_retry == 1 and not before.offloaded_bytes:
                 # The next forward is measured. What has room in the pool is not read, so that backward waits for none.
                 offloaded = min(self._store.pool_bytes, last.saved_bytes)
                 return offloaded, last.saved_bytes - offloaded
             return before.offloaded_bytes, before.kept_bytes
+        self._pace.forget()
+        budget = self._settings.budget_bytes
+        assert not isinstance(budget, str), "a size given as text is kept as bytes"
         # What was read last may have been read long ago, when storage was slow.
         read_rate = rates.write if tries_again and not rates.is_reading else rates.read
-        assert not isinstance(budget, str), "a size given as text is kept as bytes"
         choice = choose(
             _profile(last, write_rate=rates.write, read_rate=read_rate),
             keep=keep,
             budget_bytes=budget,
             pool_bytes=self._store.pool_bytes,
             read_ahead_bytes=self._store.read_ahead_bytes,
+            most_bytes=int(share * before.offloaded_bytes) if share < 1 else None,
         )
         self.choice = choice
         _tell(choice, last, rates)
         offloaded = sum(last.sizes[: choice.num_offloaded])
-        if waits:
-            offloaded = min(offloaded, before.offloaded_bytes - before.offloaded_bytes // _LESS)
-        if follows_rates and not offloaded:
+        if self._follows_rates and not offloaded:
             self._until_retry = self._until_retry or self._patience
         kept = keep if isinstance(keep, int) else last.saved_bytes - offloaded
         return offloaded, kept
+
+    def _share_that_pays(self, last: Forward) -> float:
+        """Return which share of what was offloaded is to leave again: 1.0, if that took no more time than it may."""
+        excess = self._pace.excess(last) if self._compares else 0.0
+        if not self._follows_rates or not last.plan.is_chosen:
+            return 1.0
+        if _MOST_LOST * excess > 1:
+            return min(_LESS, _AIM / (_MOST_LOST * excess))
+        waits = _MOST_LOST * last.waited_seconds > last.busy_seconds
+        return _LESS if waits else 1.0
 
     def _tries_again(self, waits: bool) -> bool:
         """Return whether to choose anew although nothing waits, some time after less was offloaded, or nothing.
@@ -113,30 +139,15 @@ class Lessons:
         return True
 
 
-def _forward_seconds(last: Forward) -> float:
-    assert last.ended is not None
-    return max(last.ended - last.began - last.held_up_seconds, _LEAST_SECONDS)
-
-
-def _backward_seconds(last: Forward) -> float:
-    return max(last.last_use - last.first_use - last.waited_seconds, 0.0)
-
-
-def _waits(last: Forward) -> bool:
-    """Return whether backward has waited for a share of a forward and its backward that is too large."""
-    return _MOST_WAITS * last.waited_seconds > _forward_seconds(last) + _backward_seconds(last)
-
-
 def _profile(last: Forward, *, write_rate: float, read_rate: float) -> Profile:
     """Return the measurement of a forward and its backward, with rates of storage in bytes per second."""
-    forward_seconds = _forward_seconds(last)
     return Profile(
         # Where backward runs within forward, as in manual optimization, more may be packed after it has begun.
-        times=tuple(min(each, forward_seconds) for each in last.times),
+        times=tuple(min(each, last.forward_seconds) for each in last.times),
         # Whether those that somebody else holds are written or not, they take no memory here.
         sizes=tuple(0 if number in last.freed_nothing else size for number, size in enumerate(last.sizes)),
-        forward_seconds=forward_seconds,
-        backward_seconds=_backward_seconds(last),
+        forward_seconds=last.forward_seconds,
+        backward_seconds=last.backward_seconds,
         write_rate=max(write_rate, _LEAST_RATE),
         read_rate=max(read_rate, _LEAST_RATE),
     )
@@ -151,7 +162,7 @@ def _tell(choice: Choice, last: Forward, rates: Rates) -> None:
         (choice.offloaded_bytes + choice.kept_bytes) / 1e6,
         choice.offloaded_bytes / 1e6,
         choice.kept_bytes / 1e6,
-        choice.offloaded_bytes / _forward_seconds(last) / 1e6,
+        choice.offloaded_bytes / last.forward_seconds / 1e6,
         rates.write / 1e6,
         rates.read / 1e6,
         choice.stall_seconds,

@@ -123,6 +123,11 @@ class ActivationStore:
         return self._writes.stopped
 
     @property
+    def is_on_processor(self) -> bool:
+        """Whether no entry lies on a device."""
+        return not self._devices
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of host memory that the pool takes."""
         return self._pool.nbytes

@@ -101,6 +101,11 @@ def test_against_every_possibility(seed: int) -> None:
         least = min(num for num in everything if sum(profile.sizes[num:]) <= keep)
         explicit = choose(profile, keep=keep, budget_bytes=None, pool_bytes=pool, read_ahead_bytes=read_ahead)
         assert explicit.num_offloaded == least
+        most = chosen.randint(0, sum(profile.sizes))
+        fewer = choose(
+            profile, keep="auto", budget_bytes=None, pool_bytes=pool, read_ahead_bytes=read_ahead, most_bytes=most
+        )
+        assert fewer.num_offloaded == max(num for num in everything if num <= free and sum(profile.sizes[:num]) <= most)
 
 
 def test_a_fast_device_offloads_all_that_it_can_write() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_smartinfinity import ActivationOffload
-from lightning_smartinfinity.activations import FIRST_CHOSEN_FORWARD, lessons
+from lightning_smartinfinity.activations import lessons, pace
 from lightning_smartinfinity.activations.choice import Choice
+from lightning_smartinfinity.transfer.free_memory import MemoryLimit, MemoryReport
 from tests.activations.models import COMPILED, MODELS, everything, gradients, opened
 from tests.helpers.long_cases import long_but
 
@@ -75,13 +78,19 @@ def test_the_choice_follows_the_sizes_of_batches(tmp_path: Path) -> None:
                 for _ in range(length):
                     y = y.sin()
             y.sum().backward()
-        assert choices[: FIRST_CHOSEN_FORWARD - 1] == [None, None] and choices[FIRST_CHOSEN_FORWARD - 1] is not None
+        assert choices[:2] == [None, None] and choices[2] is not None
         made = [choice is not before for choice, before in zip(choices[1:], choices, strict=False)]
         assert made == [False, True, False, False, True, False, True]
 
 
 def offloaded_by_step(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, pays: int, steps: int, waits: Callable[[int], bool]
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    pays: int,
+    steps: int,
+    waits: Callable[[int], bool] = lambda planned: False,
+    seconds: Callable[[int], float] | None = None,
 ) -> list[int]:
     """Return how many tensors each step plans to offload.
 
@@ -91,11 +100,19 @@ def offloaded_by_step(
         pays: Number of tensors that the choice always finds to pay; forward saves one more.
         steps: Number of steps.
         waits: Whether backward waits for long, after this number of tensors was planned.
+        seconds: Returns how long forward and backward seem to take if this number of tensors leaves; None: as long as
+            they do. They are compared if that is at least 0.1.
     """
     nothing = {"offloaded_bytes": 0, "kept_bytes": 0, "seconds": 0.0, "stall_seconds": 0.0, "peak_bytes": 0}
-    monkeypatch.setattr(lessons, "choose", lambda *args, **others: Choice(num_offloaded=pays, **nothing))
+    if seconds is not None:
+        monkeypatch.setattr(pace, "_LEAST_SECONDS", 0.1)
+    x, offloaded = torch.randn(1024, requires_grad=True), list[int]()
+
+    def choose(*_: Any, most_bytes: int | None, **__: Any) -> Choice:
+        return Choice(num_offloaded=pays if most_bytes is None else min(pays, most_bytes // x.nbytes), **nothing)
+
+    monkeypatch.setattr(lessons, "choose", choose)
     with opened(folder, ActivationOffload(min_bytes=1)) as activations:
-        x, offloaded = torch.randn(1024, requires_grad=True), []
         for _ in range(steps):
             with activations.forward(x):  # learns from the step before
                 offloaded.append(activations._lessons.plan.offloaded_bytes // x.nbytes)
@@ -103,8 +120,12 @@ def offloaded_by_step(
                 for _ in range(pays + 1):
                     y = y.sin()
             y.sum().backward()
-            assert activations._last is not None
-            activations._last.waited_seconds = 1e3 * waits(offloaded[-1])
+            last = activations._last
+            assert last is not None
+            if seconds is not None:
+                last.began = last.first_use = last.held_up_seconds = 0.0
+                last.ended = last.last_use = seconds(last.limit // x.nbytes) / 2
+            last.waited_seconds = 1e3 * waits(offloaded[-1])
         return offloaded
 
 
@@ -119,3 +140,42 @@ def test_what_was_lessened_is_chosen_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(lessons, "_PATIENCE", 3)
     offloaded = offloaded_by_step(tmp_path, monkeypatch, pays=4, steps=19, waits=lambda planned: planned == 4)
     assert offloaded == [0, 0, 4, *3 * [3], 4, *6 * [3], 4, *5 * [3]]
+
+
+def seconds_on_a_busy_processor(planned: int) -> float:
+    """Each tensor that leaves costs a hundredth of the time."""
+    return 1 + planned / 100
+
+
+def test_less_is_offloaded_where_it_slows_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a step that keeps everything, three in a row take 12 % longer; then so much leaves as costs 2.5 %.
+
+    It is chosen again as after waits.
+    """
+    monkeypatch.setattr(lessons, "_PATIENCE", 4)
+    offloaded = offloaded_by_step(tmp_path, monkeypatch, pays=12, steps=15, seconds=seconds_on_a_busy_processor)
+    assert offloaded == [0, 0, 0, *3 * [12], *4 * [2], *3 * [12], 2, 2]
+
+
+@pytest.mark.parametrize("slow", [{4}, {4, 5}, {4, 5, 7, 8}])
+def test_single_slow_steps_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: set[int]) -> None:
+    """Any step may be slow, for reasons that have nothing to do with what leaves."""
+    steps = count()
+    offloaded = offloaded_by_step(
+        tmp_path, monkeypatch, pays=12, steps=11, seconds=lambda planned: 1 + (next(steps) in slow)
+    )
+    assert offloaded == [0, 0, 0, *8 * [12]]
+
+
+@pytest.mark.parametrize("reason", ["no memory", "short steps"])
+def test_steps_that_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """No step keeps everything where that could take more than an eighth of free memory, or would tell nothing."""
+    free, factor = (8 * 12 * 4096 - 1, 1.0) if reason == "no memory" else (1 << 40, 0.08)
+    report = MemoryReport(
+        machine="", limits={"": MemoryLimit(free, 1 << 50), "group": MemoryLimit(0, free)}, reserved=0
+    )
+    monkeypatch.setattr(pace, "measure_memory", lambda *, reserved: report)
+    offloaded = offloaded_by_step(
+        tmp_path, monkeypatch, pays=12, steps=8, seconds=lambda planned: factor * seconds_on_a_busy_processor(planned)
+    )
+    assert offloaded == [0, 0, *6 * [12]]

@@ -199,9 +199,9 @@ def test_checkpoints(name: str, tmp_path: Path) -> None:
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize(("keep", "unmeasured"), [("auto", 3), (0, 0)])
+@pytest.mark.parametrize(("keep", "unmeasured"), [("auto", 4), (0, 0)])
 def test_overlaps_are_measured_when_it_is_chosen_what_leaves(keep: int | str, unmeasured: int, tmp_path: Path) -> None:
-    """With overlap="auto", the three steps in which that is chosen are not measured, unless the user has chosen."""
+    """With overlap="auto", the four steps in which that is chosen are not measured, unless the user has chosen."""
     modes: list[str] = []
 
     class Note(pl.Callback):

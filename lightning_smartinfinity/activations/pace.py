@@ -1,0 +1,54 @@
+"""Compares how long forwards that offload take with one that kept everything."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from lightning_smartinfinity.activations.forwards import Forward
+from lightning_smartinfinity.transfer.free_memory import measure_memory
+
+__all__ = ["Pace"]
+
+_NUM_COMPARED = 3  # forwards in a row: a single one may be slow for any reason
+_LEAST_SECONDS = 0.1  # of a forward and its backward: shorter ones vary too much
+_SHARE_OF_MEMORY = 8  # one over the share of free memory that keeping everything may take
+
+
+class Pace:
+    """Time per saved byte of forwards, together with their backwards, on a processor that runs both.
+
+    There, copies, checksums and interrupts of a drive take time from the computation. How much that is depends on the
+    machine: the processor time of the transfers is the smallest part, because all threads of an operation wait for the
+    one that was interrupted, and because a virtual machine's host may run its drives on the same cores.
+    """
+
+    def __init__(self) -> None:
+        self._kept: float | None = None  # seconds per byte of the last forward that kept everything
+        self._excesses: deque[float] = deque(maxlen=_NUM_COMPARED)
+        self._has_asked = False
+
+    def wants_all_kept(self, last: Forward) -> bool:
+        """Return whether the next forward is to keep everything. It is asked for once, if there is memory for it."""
+        if self._has_asked or last.busy_seconds < _LEAST_SECONDS:
+            return False
+        self._has_asked = True
+        free = min(limit.available for limit in measure_memory(reserved=0).limits.values())
+        return _SHARE_OF_MEMORY * last.saved_bytes <= free
+
+    def excess(self, last: Forward) -> float:
+        """Return by what share of its time each of the last forwards was slower than one that kept everything.
+
+        It is 0 where that is not known, or if one of them was not slower.
+        """
+        pace = last.seconds / last.saved_bytes
+        if not last.limit:
+            self._kept = pace
+        if not last.limit or self._kept is None or last.busy_seconds < _LEAST_SECONDS:
+            self.forget()
+            return 0.0
+        self._excesses.append(pace / self._kept - 1)
+        return max(0.0, min(self._excesses)) if len(self._excesses) == _NUM_COMPARED else 0.0
+
+    def forget(self) -> None:
+        """Forget the forwards that were compared, since those that follow offload more or less."""
+        self._excesses.clear()
