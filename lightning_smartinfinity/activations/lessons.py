@@ -6,7 +6,7 @@ import logging
 
 from lightning_smartinfinity.activations.choice import Choice, Profile, choose
 from lightning_smartinfinity.activations.forwards import Forward, Plan
-from lightning_smartinfinity.activations.pace import Pace
+from lightning_smartinfinity.activations.slowdown import Slowdown
 from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.activations.store import ActivationStore
 from lightning_smartinfinity.config import ActivationOffload
@@ -46,7 +46,7 @@ class Lessons:
         # With "auto", micro-batches offload everything until one was measured: how much they save is not known.
         self.plan = Plan(kept_bytes=keep if isinstance(keep, int) else 0)
         self.choice: Choice | None = None
-        self._pace = Pace()
+        self._slowdown = Slowdown()
         self._patience = _PATIENCE  # forwards without waits until a try
         self._until_retry = 0  # those that are left; 0 if there is no try to come
 
@@ -59,7 +59,7 @@ class Lessons:
             rates = self._store.update_rates()  # each time, since storage may be slower or faster than long ago
             if is_first:  # it took longer than those that follow: memory and files were new, and caches cold
                 offloaded, kept = last.plan.offloaded_bytes, last.plan.kept_bytes
-            elif self._compares and not last.plan.is_chosen and self._pace.wants_all_kept(last):
+            elif self._compares and not last.plan.is_chosen and self._slowdown.wants_all_kept(last):
                 offloaded, kept = 0, last.saved_bytes
             else:
                 offloaded, kept = self._chosen(last, rates)
@@ -93,7 +93,7 @@ class Lessons:
                 offloaded = min(self._store.pool_bytes, last.saved_bytes)
                 return offloaded, last.saved_bytes - offloaded
             return before.offloaded_bytes, before.kept_bytes
-        self._pace.forget()
+        self._slowdown.forget()
         budget = self._settings.budget_bytes
         assert not isinstance(budget, str), "a size given as text is kept as bytes"
         # What was read last may have been read long ago, when storage was slow.
@@ -116,7 +116,7 @@ class Lessons:
 
     def _share_that_pays(self, last: Forward) -> float:
         """Return which share of what was offloaded is to leave again: 1.0, if that took no more time than it may."""
-        excess = self._pace.excess(last) if self._compares else 0.0
+        excess = self._slowdown.excess(last) if self._compares else 0.0
         if not self._follows_rates or not last.plan.is_chosen:
             return 1.0
         if _MOST_LOST * excess > 1:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity import ActivationOffload
-from lightning_smartinfinity.activations import lessons, pace
+from lightning_smartinfinity.activations import lessons, slowdown
 from lightning_smartinfinity.activations.choice import Choice
 from lightning_smartinfinity.transfer.free_memory import MemoryLimit, MemoryReport
 from tests.activations.models import COMPILED, MODELS, everything, gradients, opened
@@ -105,7 +105,7 @@ def offloaded_by_step(
     """
     nothing = {"offloaded_bytes": 0, "kept_bytes": 0, "seconds": 0.0, "stall_seconds": 0.0, "peak_bytes": 0}
     if seconds is not None:
-        monkeypatch.setattr(pace, "_LEAST_SECONDS", 0.1)
+        monkeypatch.setattr(slowdown, "_LEAST_SECONDS", 0.1)
     x, offloaded = torch.randn(1024, requires_grad=True), list[int]()
 
     def choose(*_: Any, most_bytes: int | None, **__: Any) -> Choice:
@@ -174,7 +174,7 @@ def test_steps_that_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyP
     report = MemoryReport(
         machine="", limits={"": MemoryLimit(free, 1 << 50), "group": MemoryLimit(0, free)}, reserved=0
     )
-    monkeypatch.setattr(pace, "measure_memory", lambda *, reserved: report)
+    monkeypatch.setattr(slowdown, "measure_memory", lambda *, reserved: report)
     offloaded = offloaded_by_step(
         tmp_path, monkeypatch, pays=12, steps=8, seconds=lambda planned: factor * seconds_on_a_busy_processor(planned)
     )

@@ -7,14 +7,14 @@ from collections import deque
 from lightning_smartinfinity.activations.forwards import Forward
 from lightning_smartinfinity.transfer.free_memory import measure_memory
 
-__all__ = ["Pace"]
+__all__ = ["Slowdown"]
 
 _NUM_COMPARED = 3  # forwards in a row: a single one may be slow for any reason
 _LEAST_SECONDS = 0.1  # of a forward and its backward: shorter ones vary too much
 _SHARE_OF_MEMORY = 8  # one over the share of free memory that keeping everything may take
 
 
-class Pace:
+class Slowdown:
     """Time per saved byte of forwards, together with their backwards, on a processor that runs both.
 
     There, copies, checksums and interrupts of a drive take time from the computation. How much that is depends on the
