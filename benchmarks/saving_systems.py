@@ -25,11 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from training import WARMUP, tokens
 
 from lightning_smartinfinity import ActivationOffload
-from lightning_smartinfinity.activations import OffloadedActivations
+from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD, OffloadedActivations
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CHUNK = 256  # tokens
-SETTLING = 7  # steps: the third keeps everything, the fourth chooses, and three are compared with the third
 LEAST_NUMEL = 1000  # of a tensor that torch's tutorial writes to a file
 
 
@@ -212,7 +211,7 @@ class Runner:
     def settle(self) -> None:
         """Run steps, which do not count, until it is settled what is offloaded."""
         for system in self.ours:
-            for number in range(SETTLING):
+            for number in range(FIRST_SETTLED_FORWARD):
                 self.step(system, number)
         self.clock = Clock(list(self.clock.seconds))
 

@@ -26,11 +26,13 @@ from gpt2 import CONTEXT
 from machine import describe
 from training import Probe, tokens, train_near_storage
 
+from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD
+
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.helpers.native_testing import Throttle
 
 PRECISIONS = {"bf16": "bf16-mixed", "fp32": "32-true"}
-WARMUP = 7  # steps: what is offloaded is chosen in the fourth, and less of it in those after it if that takes too long
+WARMUP = FIRST_SETTLED_FORWARD  # steps: one forward each
 UNLIMITED, STATE, BOTH = "unlimited", "state", "state and activations"
 COLUMNS = {
     "disk GB/s": ("rate_gb", 3),

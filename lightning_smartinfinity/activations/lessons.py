@@ -6,17 +6,18 @@ import logging
 
 from lightning_smartinfinity.activations.choice import Choice, Profile, choose
 from lightning_smartinfinity.activations.forwards import Forward, Plan
-from lightning_smartinfinity.activations.slowdown import Slowdown
 from lightning_smartinfinity.activations.rates import Rates
+from lightning_smartinfinity.activations.slowdown import Slowdown
 from lightning_smartinfinity.activations.store import ActivationStore
 from lightning_smartinfinity.config import ActivationOffload
 
-__all__ = ["FIRST_CHOSEN_FORWARD", "Lessons"]
+__all__ = ["FIRST_SETTLED_FORWARD", "Lessons"]
 
-FIRST_CHOSEN_FORWARD = 4
-"""Number of the first forward whose offloading is chosen, at the latest.
+FIRST_SETTLED_FORWARD = 7
+"""Number of the first forward that offloads as those that follow, if nothing changes.
 
-The first one warms up, and the second one is measured. On a processor the third one keeps everything, for comparison.
+The first one warms up, and the second one is measured. On a processor the third one keeps everything, and the three
+that follow are compared with it.
 """
 
 _MOST_LOST = 20  # one over the share of its time that a forward and its backward may take longer than without
@@ -37,7 +38,7 @@ class Lessons:
 
     Attributes:
         plan: Plan of the next forward.
-        choice: Choice of what is offloaded; None until it was made for forward number FIRST_CHOSEN_FORWARD.
+        choice: Choice of what is offloaded; None until it was made, after the second or third forward.
     """
 
     def __init__(self, settings: ActivationOffload, store: ActivationStore) -> None:
@@ -93,7 +94,7 @@ class Lessons:
                 offloaded = min(self._store.pool_bytes, last.saved_bytes)
                 return offloaded, last.saved_bytes - offloaded
             return before.offloaded_bytes, before.kept_bytes
-        self._slowdown.forget()
+        self._slowdown.restart()
         budget = self._settings.budget_bytes
         assert not isinstance(budget, str), "a size given as text is kept as bytes"
         # What was read last may have been read long ago, when storage was slow.

@@ -178,7 +178,7 @@ class OffloadedActivations:
 
     @property
     def choice(self) -> Choice | None:
-        """Choice of what is offloaded; None until it was made for forward number FIRST_CHOSEN_FORWARD."""
+        """Choice of what is offloaded; None until it was made, after the second or third forward."""
         return self._lessons.choice
 
     def take_failure(self) -> SmartInfinityError | None:

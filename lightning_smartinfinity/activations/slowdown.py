@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from lightning_smartinfinity.activations.forwards import Forward
 from lightning_smartinfinity.transfer.free_memory import measure_memory
 
 __all__ = ["Slowdown"]
 
-_NUM_COMPARED = 3  # forwards in a row: a single one may be slow for any reason
+_NUM_COMPARED = 3  # forwards: a single one may be slow for any reason
 _LEAST_SECONDS = 0.1  # of a forward and its backward: shorter ones vary too much
 _SHARE_OF_MEMORY = 8  # one over the share of free memory that keeping everything may take
 
@@ -24,7 +22,7 @@ class Slowdown:
 
     def __init__(self) -> None:
         self._kept: float | None = None  # seconds per byte of the last forward that kept everything
-        self._excesses: deque[float] = deque(maxlen=_NUM_COMPARED)
+        self._excesses: list[float] = []
         self._has_asked = False
 
     def wants_all_kept(self, last: Forward) -> bool:
@@ -36,19 +34,20 @@ class Slowdown:
         return _SHARE_OF_MEMORY * last.saved_bytes <= free
 
     def excess(self, last: Forward) -> float:
-        """Return by what share of its time each of the last forwards was slower than one that kept everything.
+        """Return by what share of its time each of three forwards was slower than one that kept everything.
 
-        It is 0 where that is not known, or if one of them was not slower.
+        These are the first three since :meth:`restart`. What later ones take depends on more than what they offload,
+        for instance on what else is overlapped with them. It is 0 for these, or if one of the three was not slower.
         """
         pace = last.seconds / last.saved_bytes
         if not last.limit:
             self._kept = pace
-        if not last.limit or self._kept is None or last.busy_seconds < _LEAST_SECONDS:
-            self.forget()
-            return 0.0
-        self._excesses.append(pace / self._kept - 1)
-        return max(0.0, min(self._excesses)) if len(self._excesses) == _NUM_COMPARED else 0.0
+        elif self._kept is not None and last.busy_seconds >= _LEAST_SECONDS and len(self._excesses) < _NUM_COMPARED:
+            self._excesses.append(pace / self._kept - 1)
+            if len(self._excesses) == _NUM_COMPARED:
+                return max(0.0, min(self._excesses))
+        return 0.0
 
-    def forget(self) -> None:
-        """Forget the forwards that were compared, since those that follow offload more or less."""
+    def restart(self) -> None:
+        """Compare the next forwards, which offload more or less than those before."""
         self._excesses.clear()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from numpy.typing import NDArray
 
-from lightning_smartinfinity.activations import FIRST_CHOSEN_FORWARD
+from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.freed_memory import return_freed_memory
 from lightning_smartinfinity.transfer.arena import GradientArena
@@ -95,7 +95,7 @@ class StorageOptimizer(GradientPath):
             raise
         # Steps are compared when it is chosen what of the activations leaves.
         is_chosen = offload.activations is not None and offload.activations.keep == "auto"
-        unmeasured = FIRST_CHOSEN_FORWARD if is_chosen else 0
+        unmeasured = FIRST_SETTLED_FORWARD if is_chosen else 0
         obstacle = self._obstacle_to_speculation()
         self.overlap = OverlapChoice(offload.overlap, obstacle=obstacle, unmeasured=unmeasured)
         self.speculation = Speculation(rank_state)
