@@ -92,7 +92,8 @@ def compile_smallest(work: Path, lock: int) -> dict[str, Any]:
 def compare_csynth(work: Path) -> dict[str, Any]:
     """Set the figures of Vitis HLS's report on the smallest kernel beside the computed ones."""
     folder = work / "card/temp" / _SMALLEST
-    reports = sorted(folder.rglob(f"{_SMALLEST}_csynth.xml")) or sorted(folder.rglob("csynth.xml"))
+    # <kernel>_csynth.xml has no loops: Vitis HLS puts each process with its loops into a module of csynth.xml.
+    reports = sorted(folder.rglob("csynth.xml")) or sorted(folder.rglob(f"{_SMALLEST}_csynth.xml"))
     if not reports:
         return {"status": "failed", "reason": f"v++ left no csynth.xml below {folder}"}
     command = [sys.executable, "-m", "hls.generate", "csynth", str(reports[0]), "--kernel", _SMALLEST]
