@@ -9,6 +9,7 @@ from lightning_smartinfinity.devices.smartssd import System
 
 GIB = 1 << 30
 SHELL = "xilinx_u2_gen3x4_xdma_gc_base_2"
+XOCL = "2.13.466,f5505e402c2ca1ffe45eb6d3a9399b23a0dc8776"
 
 
 @dataclass
@@ -62,6 +63,8 @@ class Machine:
         drivers = self.sysfs / "bus/pci/drivers/xocl"
         _link(drivers / folder.name, folder)
         (drivers / "bind").touch()
+        (drivers / "module").mkdir(exist_ok=True)
+        (drivers / "module/version").write_text(f"{XOCL}\n")
         _link(folder / "driver", drivers)
         (folder / "rom.u.4194304").mkdir()
         (folder / "rom.u.4194304/VBNV").write_text(f"{shell}\n")

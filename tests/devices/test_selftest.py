@@ -19,7 +19,7 @@ from lightning_smartinfinity.devices.smartssd.discovery.runtime import Runtime
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import XCLBIN_VARIABLE
 from lightning_smartinfinity.devices.smartssd.examination import examine
 from lightning_smartinfinity.devices.smartssd.scratch import scratch_folder
-from tests.devices.fake_machine import GIB, SHELL, Machine, smartssd
+from tests.devices.fake_machine import GIB, SHELL, XOCL, Machine, smartssd
 
 # The package has a function of that name.
 self_test_module = importlib.import_module("lightning_smartinfinity.devices.smartssd.self_test")
@@ -43,7 +43,7 @@ def findings(machine: Machine, *folders: str) -> dict[tuple[str, str], examinati
 
 
 def test_what_sysfs_tells_of_cards(machine: Machine) -> None:
-    """The shell, the device node and the P2P window of each card are reported. Without folders no card is run."""
+    """The driver, and each card's shell, device node and P2P window are told. Without folders no card is run."""
     smartssd(machine, 0)
     machine.card("pci0000:00/0000:00:01.0/0000:01:00.1", minor=140, p2p=f"bar:{1 << 25}\nexp_bar:{4 * GIB}\n")
     machine.locked.add(machine.root / "dev/dri/renderD140")
@@ -54,7 +54,8 @@ def test_what_sysfs_tells_of_cards(machine: Machine) -> None:
     assert "xbutil configure --device 0000:01:00.1 --p2p enable" in found[bad, "P2P"].remedy
     assert found[good, "shell"].value == SHELL and found[good, "device node"].ok
     assert found[bad, "device node"].ok is False and "render" in found[bad, "device node"].value
-    assert found["XRT", "version"].value == "2.13.466" and found["xclbin", "file"].ok
+    assert found["XRT", "version"].value == "2.13.466" and found["cards", "xocl version"].value == XOCL
+    assert found["xclbin", "file"].ok
     assert found["folders", "named"].ok is None
 
 
@@ -84,8 +85,10 @@ def test_no_card_names_the_driver(machine: Machine) -> None:
     assert (found.ok, found.value) == (False, "none: XRT's driver xocl is not loaded")
     assert "modprobe xocl" in found.remedy and "lspci" in found.remedy
     (machine.sysfs / "bus/pci/drivers/xocl").mkdir(parents=True)
-    found = findings(machine)["cards", "found"]
+    all_found = findings(machine)
+    found = all_found["cards", "found"]
     assert (found.ok, found.value) == (False, "none: XRT's driver xocl holds no card")
+    assert all_found["cards", "xocl version"].value == "not told"
     assert "modprobe" not in found.remedy and "lspci" in found.remedy
 
 

@@ -12,7 +12,7 @@ from lightning_smartinfinity.devices.smartssd.discovery.card_setup import CardSe
 from lightning_smartinfinity.devices.smartssd.discovery.cards import (
     Card,
     cards_of,
-    driver_loaded,
+    driver_version,
     unusable_node,
     without_driver,
 )
@@ -129,16 +129,18 @@ def _cards_found(system: System) -> Iterator[Finding]:
     if system.emulated:
         return
     cards = cards_of(system)
-    silent = without_driver(system)
+    silent, version = without_driver(system), driver_version(system)
+    if version is not None:
+        yield Finding("cards", "xocl version", None, version or "not told")
     if silent:
         yield Finding("cards", "driver", False, f"xocl does not hold {', '.join(silent)}", "Load it: modprobe xocl.")
     if not cards and not silent:
         remedy = "Check lspci -d 10ee: and, in a virtual machine, that the card is passed through."
-        if driver_loaded(system):
-            yield Finding("cards", "found", False, "none: XRT's driver xocl holds no card", remedy)
-        else:
+        if version is None:
             remedy = f"Install XRT's drivers, or load: modprobe xocl. {remedy}"
             yield Finding("cards", "found", False, "none: XRT's driver xocl is not loaded", remedy)
+        else:
+            yield Finding("cards", "found", False, "none: XRT's driver xocl holds no card", remedy)
     for card in cards:
         yield from _card_findings(system, card)
 

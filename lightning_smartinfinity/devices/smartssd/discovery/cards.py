@@ -9,7 +9,7 @@ from lightning_smartinfinity.devices.smartssd.discovery.p2p import P2P, P2PState
 from lightning_smartinfinity.devices.smartssd.discovery.pci import PciPath, functions_of_class, path_of
 from lightning_smartinfinity.devices.smartssd.discovery.system import System, entries_of, text_of
 
-__all__ = ["Card", "cards_of", "driver_loaded", "emulated_card", "unusable_node", "without_driver"]
+__all__ = ["Card", "cards_of", "driver_version", "emulated_card", "unusable_node", "without_driver"]
 
 _XILINX = "0x10ee"
 _ACCELERATOR_CLASS = "0x1200"
@@ -58,9 +58,10 @@ def cards_of(system: System) -> list[Card]:
     ]
 
 
-def driver_loaded(system: System) -> bool:
-    """Return whether XRT's driver xocl is loaded."""
-    return (system.sysfs / _DRIVER).is_dir()
+def driver_version(system: System) -> str | None:
+    """Return the version of XRT's driver xocl, empty if it does not tell; ``None`` if it is not loaded."""
+    driver = system.sysfs / _DRIVER
+    return text_of(driver / "module/version") or "" if driver.is_dir() else None
 
 
 def emulated_card(number: int) -> Card:
