@@ -82,7 +82,8 @@ def compile_smallest(work: Path, lock: int) -> dict[str, Any]:
             make.wait()
             raise
     if failed:
-        return {"status": "failed", "reason": "v++ did not compile the kernel", "output": _last(end_of(log))}
+        reason = f"v++ did not compile the kernel: see {log}"
+        return {"status": "failed", "reason": reason, "output": _last(end_of(log))}
     if not zipfile.is_zipfile(built):
         built.unlink()  # or make would keep it
         return {"status": "failed", "reason": "v++ left a .xo that is not whole", "output": _last(end_of(log))}
@@ -119,7 +120,7 @@ def link(work: Path, *, begun: bool) -> dict[str, Any]:
         if begun and ended.exists() and ended.read_text().strip() == "0" and xclbin_in(work).exists():
             return {"status": "done", "xclbin_bytes": xclbin_in(work).stat().st_size}
         if begun:
-            reason = "linking ended without an xclbin; the next run begins it again"
+            reason = f"linking ended without an xclbin: see {log}; the next run begins it again"
             return {"status": "failed", "reason": reason, "output": _last(end_of(log))}
         ended.unlink(missing_ok=True)
         with open(log, "w") as output:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import os
 import shutil
 import traceback
 from collections.abc import Callable, Collection
@@ -25,13 +26,14 @@ __all__ = ["add_to"]
 _DESCRIPTION = """\
 Try a SmartSSD for the first time, and pack what is found into one archive without the machine's identity. The stages
 are: driver, xo (compiles the smallest kernel), csynth (its resources beside those expected), selftest, p2p (rates by
-size), train (twenty steps beside the host, and rates of the kernel by size) and link (in the background, for hours).
+size), train (twenty steps beside the host, and rates of updates by size) and link (in the background, for hours).
 Run the command again to go on where it stopped. Exit status 1 if a stage failed.
 """
 _P2P_MIB = (1, 4, 16, 64)
 _STATUSES = ("done", "failed", "running", "skipped")
 _TO_INSTALL = """\
-This machine has neither XRT nor v++, so there is nothing to try. To use a SmartSSD, install:
+There is nothing to try: XILINX_XRT is not set, and no v++ is on PATH. If XRT or Vitis is installed, only its settings
+are missing: `source` them as below. To use a SmartSSD, install:
   1. XRT 2.13 or later with its driver xocl, then `source /opt/xilinx/xrt/setup.sh`. On Debian 12 see
      `smart-infinity selftest`.
   2. The shell of the card, xilinx_u2_gen3x4_xdma_gc_2_202110_1, and `xbutil configure --p2p enable`.
@@ -106,7 +108,7 @@ class _Report:
 def add_to(commands: Any) -> None:
     """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
     parser = commands.add_parser("card-report", help="try a new SmartSSD, and pack a report", description=_DESCRIPTION)
-    add_cards(parser, xclbin_default="what the stage link built")
+    add_cards(parser, xclbin_default="what the stage link built, else SMART_INFINITY_XCLBIN")
     parser.add_argument(
         "--work", type=_path, default="card_report", help="folder for results and builds (default: %(default)s)"
     )
@@ -152,9 +154,12 @@ def _take(lock: IO[str]) -> None:
 
 def _report(options: argparse.Namespace, lock: int, *, has_runtime: bool) -> int:
     """Run the stages and pack their results; raises OSError if the work folder cannot be written."""
+    from lightning_smartinfinity.devices.smartssd.discovery.xclbin import XCLBIN_VARIABLE
+
     work: Path = options.work
     built = card_build.xclbin_in(work)
-    settings = cards_of(options, xclbin=str(built) if built.exists() else None)
+    xclbin = str(built) if built.exists() else os.environ.get(XCLBIN_VARIABLE) or None
+    settings = cards_of(options, xclbin=xclbin)
     report = _Report(work, lock, [str(Path(folder).resolve()) for folder in options.folders], settings, has_runtime)
     failed = False
     for stage in (stage for stage in _STAGES if stage in options.stage):
@@ -204,11 +209,12 @@ def _examined(report: _Report, folders: list[str], *, without: Collection[str] =
     from lightning_smartinfinity.devices.smartssd.discovery.system import System
     from lightning_smartinfinity.devices.smartssd.examination import examine
 
-    found = examine(folders, report.settings, System())
-    findings = [asdict(finding) for finding in found if finding.subject not in without]
-    wrong = [f"{one['subject']}, {one['name']}: {one['value']}" for one in findings if one["ok"] is False]
+    found = [each for each in examine(folders, report.settings, System()) if each.subject not in without]
+    findings = [asdict(finding) for finding in found]
+    wrong = [finding for finding in found if finding.ok is False]
     if wrong:
-        return {"status": "failed", "reason": "; ".join(wrong), "findings": findings}
+        told = (f"{one.subject}, {one.name}: {one.value.removesuffix('.')}. {one.remedy}".rstrip() for one in wrong)
+        return {"status": "failed", "reason": " ".join(told), "findings": findings}
     return {"status": "done", "findings": findings}
 
 
@@ -248,14 +254,14 @@ def _trained(report: _Report) -> dict[str, Any]:
 
 
 def _without_runtime(report: _Report) -> str:
-    return "" if report.has_runtime else "there is no XRT here: install it and set XILINX_XRT"
+    return "" if report.has_runtime else "XILINX_XRT is not set: install XRT, or source its setup.sh"
 
 
 def _without_work(report: _Report) -> str:
     if reason := _without_runtime(report):
         return reason
     if not report.settings.xclbin:
-        return "there is no xclbin: pass --xclbin, or run the stage link until it is done"
+        return "there is no xclbin: pass --xclbin, set SMART_INFINITY_XCLBIN, or run the stage link until it is done"
     return "" if report.folders else "no folders are named: name one on the SSD of each card"
 
 

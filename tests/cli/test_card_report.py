@@ -17,7 +17,12 @@ from typing import Any
 
 import pytest
 
+from hls.description import SMARTSSD
 from lightning_smartinfinity.cli import card_build, card_report, main, report_archive
+from lightning_smartinfinity.devices.smartssd import examination
+from lightning_smartinfinity.devices.smartssd.discovery.runtime import Runtime
+from lightning_smartinfinity.devices.smartssd.discovery.xclbin import XCLBIN_VARIABLE
+from lightning_smartinfinity.devices.smartssd.examination import Finding
 from tests.helpers.waiting import LIMIT, await_that
 from tests.training.worker import REPOSITORY
 
@@ -57,6 +62,7 @@ else:
     zipfile.ZipFile(output, "w").close()
 """
 BUILD = ("xo", "csynth", "link")
+RUNTIME_OF = "lightning_smartinfinity.devices.smartssd.discovery.runtime.runtime_of"
 
 
 class Tools:
@@ -72,8 +78,8 @@ class Tools:
     def fail(self, step: str, *, wanted: bool = True) -> None:
         (self.bin / f"fail-{step}").touch() if wanted else (self.bin / f"fail-{step}").unlink()
 
-    def run(self, *stages: str) -> int:
-        return main(["card-report", "--work", str(self.work), "--stage", *stages])
+    def run(self, *stages: str, cards: tuple[str, ...] = ()) -> int:
+        return main(["card-report", *cards, "--work", str(self.work), "--stage", *stages])
 
     def start(self, *stages: str) -> subprocess.Popen[str]:
         """Start the command as a process of its own, which heeds Ctrl-C even if the tests run in the background."""
@@ -108,6 +114,8 @@ class Tools:
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
     tools = Tools(tmp_path)
+    for name in ("XILINX_XRT", XCLBIN_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", f"{tools.bin}:{Path(sys.executable).parent}:/usr/bin:/bin")
     monkeypatch.delenv("MAKEFLAGS", raising=False)
     return tools
@@ -144,7 +152,8 @@ def test_it_stops_at_the_first_error_of_hls(tools: Tools) -> None:
     tools.fail("compile")
     assert tools.run(*BUILD) == 1
     assert len(tools.calls()) == 1
-    assert "HLS 200-70" in "".join(tools.result("xo")["output"])
+    failed = tools.result("xo")
+    assert "HLS 200-70" in "".join(failed["output"]) and failed["reason"].endswith(f"see {tools.work}/xo.log")
     assert [tools.result(stage)["status"] for stage in BUILD] == ["failed", "skipped", "skipped"]
     assert "xo has not succeeded" in tools.result("link")["reason"]
     tools.fail("compile", wanted=False)
@@ -164,6 +173,7 @@ def test_linking_runs_in_the_background(tools: Tools) -> None:
     assert tools.run("xo", "link") == 0 and tools.result("link")["status"] == "running"
     failed = tools.linked()
     assert failed["status"] == "failed" and "no link" in "".join(failed["output"])
+    assert f"see {tools.work}/link.log" in failed["reason"]
     tools.fail("link", wanted=False)
     assert tools.linked()["status"] == "done"
     assert card_build.xclbin_in(tools.work).read_text() == "built"
@@ -306,10 +316,50 @@ def test_make_xo(tools: Tools, tmp_path: Path) -> None:
 def test_what_is_skipped_says_why(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages that need XRT, or the kernels' sources, name what is missing."""
     monkeypatch.setattr(card_build, "CHECKOUT", tools.work)
-    monkeypatch.setattr("lightning_smartinfinity.devices.smartssd.discovery.runtime.runtime_of", _no_runtime)
+    monkeypatch.setattr(RUNTIME_OF, _no_runtime)
     assert tools.run("driver", "selftest", "xo") == 0
-    assert "no XRT" in tools.result("driver")["reason"] and "no XRT" in tools.result("selftest")["reason"]
+    assert all("XILINX_XRT is not set" in tools.result(stage)["reason"] for stage in ("driver", "selftest"))
     assert "not in the installed package" in tools.result("xo")["reason"]
+
+
+def test_which_xclbin_is_worked(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the one that is named, else the one that was linked, else that of the environment, as in training."""
+    monkeypatch.setattr(RUNTIME_OF, lambda system: Runtime(tools.work, None, None, False))
+    stages = ("selftest", "p2p", "train")
+    assert tools.run(*stages) == 0
+    assert all("there is no xclbin" in tools.result(stage)["reason"] for stage in stages)
+    monkeypatch.setenv(XCLBIN_VARIABLE, "told.xclbin")
+    wanted = ["told.xclbin", str(card_build.xclbin_in(tools.work)), "named.xclbin"]
+    worked = []
+    for prepare, cards in ((None, ()), (tools.linked, ()), (None, ("--xclbin", "named.xclbin"))):
+        if prepare:
+            assert tools.run("xo") == 0 and prepare()["status"] == "done"
+        assert tools.run(*stages, cards=cards) == 0
+        assert all("no folders are named" in tools.result(stage)["reason"] for stage in stages)
+        worked.append(tools.result("selftest")["inputs"]["xclbin"])
+    assert worked == wanted
+
+
+def test_a_stage_that_fails_says_what_to_do(
+    tools: Tools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The remedies of what selftest finds are shown, not only packed."""
+    monkeypatch.setattr(RUNTIME_OF, lambda system: Runtime(tools.work, None, None, False))
+    found = [Finding("card 0", "P2P", False, "disabled", "Run xbutil."), Finding("card 0", "run", False, "It failed.")]
+    monkeypatch.setattr(examination, "examine", lambda *_: found)
+    assert tools.run("driver") == 1
+    told = "card 0, P2P: disabled. Run xbutil. card 0, run: It failed."
+    assert tools.result("driver")["reason"] == told and told in capsys.readouterr().out
+
+
+def test_an_archive_has_no_paths_of_the_machine(tools: Tools, tmp_path: Path) -> None:
+    """Those of the work folder, the checkout, the xclbin and the storage folders are replaced by words."""
+    tools.fail("compile")
+    cards = (str(tmp_path / "a"), str(tmp_path / "b"), "--xclbin", str(tmp_path / "mine.xclbin"))
+    assert tools.run("xo", "selftest", cards=cards) == 1
+    packed = "".join(unpacked(tools.work / "card-report.tar.gz").values())
+    assert str(tmp_path) not in packed and str(REPOSITORY) not in packed
+    assert all(word in packed for word in ("WORK/xo.log", "CHECKOUT/hls", '"FOLDER1"', '"XCLBIN"'))
 
 
 def test_a_stage_that_breaks_is_reported(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,10 +426,11 @@ def test_nothing_is_installed(
 ) -> None:
     """One page tells what to install, and nothing is written."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("lightning_smartinfinity.devices.smartssd.discovery.runtime.runtime_of", _no_runtime)
+    monkeypatch.setattr(RUNTIME_OF, _no_runtime)
     assert main(["card-report", "--work", str(tmp_path / "work")]) == 1
     told = capsys.readouterr().out
     assert told == card_report._TO_INSTALL and len(told.splitlines()) < 40
+    assert SMARTSSD.platform.shell in told and "XILINX_XRT is not set, and no v++ is on PATH" in told
     assert not (tmp_path / "work").exists()
 
 
@@ -427,7 +478,5 @@ def test_a_user_without_name_and_home(monkeypatch: pytest.MonkeyPatch) -> None:
         assert report_archive.without_identity("/dev/xrt ~x", {"/": "FOLDER0"}) == "/dev/xrt ~x"
 
 
-def _no_runtime(system: object) -> Any:
-    from lightning_smartinfinity.devices.smartssd.discovery.runtime import Runtime
-
+def _no_runtime(system: object) -> Runtime:
     return Runtime(None, None, None, False)
