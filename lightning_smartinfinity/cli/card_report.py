@@ -219,7 +219,10 @@ def _examined(report: _Report, folders: list[str], *, without: Collection[str] =
 
 
 def _p2p_rates(report: _Report) -> dict[str, Any]:
-    """Measure P2P of every card in both directions; each size is also checked for the right bytes."""
+    """Measure P2P of every card in both directions; each size is also checked for the right bytes.
+
+    The rates from before a card failed, and those of other cards, are kept.
+    """
     from lightning_smartinfinity.devices.smartssd.discovery.card_setup import find_cards
     from lightning_smartinfinity.devices.smartssd.discovery.system import System
     from lightning_smartinfinity.devices.smartssd.scratch import scratch_folder
@@ -227,12 +230,17 @@ def _p2p_rates(report: _Report) -> dict[str, Any]:
 
     folders = [Path(folder) for folder in report.folders]
     setup = find_cards(folders, report.settings, System())
-    rates = []
+    rates, failures = [], []
     for card, folder in zip(setup.cards, folders, strict=True):
-        with scratch_folder(card, folder) as scratch:
-            for mib in _P2P_MIB:
-                moved = check_p2p(setup, card, scratch, nbytes=mib << 20)
-                rates.append({"card": card.label, "nbytes": mib << 20, "read": moved.read, "write": moved.write})
+        try:
+            with scratch_folder(card, folder) as scratch:
+                for mib in _P2P_MIB:
+                    moved = check_p2p(setup, card, scratch, nbytes=mib << 20)
+                    rates.append({"card": card.label, "nbytes": mib << 20, "read": moved.read, "write": moved.write})
+        except SmartInfinityError as error:
+            failures.append(str(error))
+    if failures:
+        return {"status": "failed", "reason": " ".join(failures), "bytes_per_second": rates}
     return {"status": "done", "bytes_per_second": rates}
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,9 @@ _STEPS = 20
 _WIDTHS = (256, 1024, 2048)
 _BATCH = 4
 _JOB = "smart-infinity-card-report"
+_TAKES_OVER = (
+    "lightning_smartinfinity.devices.smartssd.device"  # logger that warns when the host finishes a card's work
+)
 
 
 class _Layer(pl.LightningModule):
@@ -78,19 +84,39 @@ def compare_trainings(folders: list[str], settings: SmartSSDConfig, *, optimizer
         remove_job(job, kept=True)
     transfer = TransferConfig(job=_JOB)
     rates, different = [], []
+    failures: list[str] = []
     for width in _WIDTHS:
         on_cards = SmartInfinityStrategy(folders, update_device="smartssd", smartssd=settings, transfer=transfer)
-        cards, traffic = _trained(width, optimizer, on_cards)
+        with _taken_over(failures):
+            cards, traffic = _trained(width, optimizer, on_cards)
         on_host = SmartInfinityStrategy(folders[0], update_device="host", transfer=transfer)
         host, _ = _trained(width, optimizer, on_host)
         numel = width * width
         different += [f"{name} of {numel} elements" for name in host if cards[name].tobytes() != host[name].tobytes()]
         rates.append({"numel": numel, "rate": traffic.numel / max(traffic.compute_seconds, 1e-9)})
     found = {"steps": _STEPS, "optimizer": optimizer, "elements_per_second": rates}
+    if failures:  # the host gives the same bits in a card's place
+        return {"status": "failed", "reason": " ".join(failures), **found}
     if different:
         reason = f"after {_STEPS} steps the cards' state differs from the host's: {', '.join(different)}"
         return {"status": "failed", "reason": reason, **found}
     return {"status": "done", **found}
+
+
+@contextmanager
+def _taken_over(failures: list[str]) -> Iterator[None]:
+    """Add each warning that the host has finished what a card left to a list."""
+
+    class Noted(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            failures.append(record.getMessage())
+
+    logger, handler = logging.getLogger(_TAKES_OVER), Noted()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def _trained(width: int, optimizer: str, strategy: SmartInfinityStrategy) -> tuple[dict[str, Any], Any]:

@@ -54,6 +54,31 @@ def test_a_card_that_fails_fails_its_stage(tmp_path: Path, emulated_cards: Emula
     assert main(command) == 0
 
 
+def test_p2p_that_fails_at_one_size(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """The card's smaller sizes and the other card's rates are kept."""
+    emulated_cards.inject("alloc", card=0, skipped=2)
+    command = ["card-report", str(tmp_path / "a"), str(tmp_path / "b"), "--work", str(tmp_path / "work")]
+    assert main([*command, "--xclbin", str(emulated_cards.build.xclbin), "--stage", "p2p"]) == 1
+    found = packed(tmp_path / "work/card-report.tar.gz")["p2p"]
+    assert found["status"] == "failed" and "The emulated card 0: " in found["reason"]
+    assert [rate["nbytes"] >> 20 for rate in found["bytes_per_second"]] == [1, 4, 1, 4, 16, 64]
+
+
+def test_a_card_that_fails_in_training(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host finishes the step with the same bits; the stage fails all the same, and says why the host had to."""
+    monkeypatch.setattr(card_training, "_WIDTHS", (256,))
+    emulated_cards.inject("error", card=0, skipped=9 + 5)  # after the runs of the self-test
+    command = ["card-report", str(tmp_path / "a"), "--work", str(tmp_path / "work"), "--stage", "train"]
+    command += ["--xclbin", str(emulated_cards.build.xclbin)]
+    assert main(command) == 1
+    found = packed(tmp_path / "work/card-report.tar.gz")["train"]
+    assert found["reason"].startswith("The emulated card 0 failed: ") and "ERROR" in found["reason"]
+    assert "The host updates" in found["reason"] and found["elements_per_second"]
+    assert main(command) == 0
+
+
 def test_trainings_are_compared_with_the_host(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
