@@ -24,9 +24,8 @@ _STEPS = 20
 _WIDTHS = (256, 1024, 2048)
 _BATCH = 4
 _JOB = "smart-infinity-card-report"
-_TAKES_OVER = (
-    "lightning_smartinfinity.devices.smartssd.device"  # logger that warns when the host finishes a card's work
-)
+# Warns when the host finishes a card's work.
+_TAKES_OVER = "lightning_smartinfinity.devices.smartssd.device"
 
 
 class _Layer(pl.LightningModule):
@@ -71,6 +70,8 @@ class _Layer(pl.LightningModule):
 
 def compare_trainings(folders: list[str], settings: SmartSSDConfig, *, optimizer: str) -> dict[str, Any]:
     """Train layers of several sizes for twenty steps on the cards and on the host, and compare every bit of the state.
+
+    The result has also failed if the host had to finish what a card left.
 
     Args:
         folders: Storage folders on the SSDs of the cards.
