@@ -132,6 +132,16 @@ def test_xclbin_holds_bank_connections_and_units() -> None:
     assert b'name="beta2"' in contents[SectionKind.EMBEDDED_METADATA]
 
 
+def test_an_xclbin_has_the_protocol_of_the_sources(tmp_path: Path) -> None:
+    """XRT takes the protocol from the xclbin, and v++ from the pragma, which differs from its default."""
+    contents = {part.kind: part.content.decode(errors="replace") for part in sections(EMULATED)}
+    told = re.findall(r'hwControlProtocol="(\w+)"', contents[SectionKind.EMBEDDED_METADATA])
+    write_sources(tmp_path)
+    sources = [(tmp_path / f"{kernel.name}.cpp").read_text() for kernel in EMULATED.kernels]
+    written = [re.findall(r"#pragma HLS INTERFACE (ap_ctrl_\w+) port=return", source) for source in sources]
+    assert written == [[protocol] for protocol in told] == [["ap_ctrl_hs"]] * len(EMULATED.kernels)
+
+
 def test_command_writes_files_and_prints_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The commands that the Makefile calls write files and print lines."""
     main(["test-xclbin", str(tmp_path / "x.xclbin")])
