@@ -36,7 +36,7 @@ There is nothing to try: XILINX_XRT is not set, and no v++ is on PATH. If XRT or
 are missing: `source` them as below. To use a SmartSSD, install:
   1. XRT 2.13 or later with its driver xocl, then `source /opt/xilinx/xrt/setup.sh`. On Debian 12 see
      `smart-infinity selftest`.
-  2. The shell of the card, xilinx_u2_gen3x4_xdma_gc_2_202110_1, and `xbutil configure --p2p enable`.
+  2. The shell of the card, xilinx_u2_gen3x4_xdma_gc_2_202110_1, and `xbutil configure --device ADDRESS --p2p enable`.
 To build the kernels, with or without a card, install:
   3. Vitis, then source its settings64.sh. Add the development package of the shell.
   4. A checkout or source distribution of lightning-smartinfinity, installed with `pip install --editable`.

@@ -150,7 +150,7 @@ def test_an_ssd_that_fails(tmp_path: Path, emulated_cards: EmulatedCards, monkey
 def test_p2p_that_is_off(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Where sysfs does not tell that P2P is off, only the allocation of a buffer on the card can."""
     emulated_cards.set("p2p", 0)
-    with pytest.raises(DeviceError, match="xbutil configure --p2p enable"):
+    with pytest.raises(DeviceError, match="xbutil configure --device ADDRESS --p2p enable"):
         self_test(setup_of(1, emulated_cards.build.xclbin), [tmp_path], KERNELS[:1])
 
 

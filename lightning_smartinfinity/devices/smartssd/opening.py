@@ -40,7 +40,9 @@ _REMEDIES = {
     "xrtDeviceOpen": _UNFOUND,
     "open device": _UNFOUND,
     os.strerror(errno.ENODEV): _GONE,
-    "peer to peer": f"If P2P is off, run `xbutil configure --p2p enable` as root and reboot warm. Else: {_SMALLER}",
+    "peer to peer": (
+        f"If P2P is off, run `xbutil configure --device ADDRESS --p2p enable` as root and reboot warm. Else: {_SMALLER}"
+    ),
     "too small": _SMALLER,
     "xrtBOAlloc": _SMALLER,
     "bad_alloc": _SMALLER,
