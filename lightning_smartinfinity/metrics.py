@@ -62,6 +62,7 @@ _SECONDS = (
     "read_seconds",
     "write_seconds",
     "compute_seconds",
+    "kernel_seconds",
     "wait_seconds",
     "io_cpu_seconds",
     "activation_wait_seconds",

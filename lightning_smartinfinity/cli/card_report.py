@@ -26,7 +26,7 @@ __all__ = ["add_to"]
 _DESCRIPTION = """\
 Try a SmartSSD for the first time, and pack what is found into one archive without the machine's identity. The stages
 are: driver, xo (compiles the smallest kernel), csynth (its resources beside those expected), selftest, p2p (rates by
-size), train (twenty steps beside the host, and rates of updates by size) and link (in the background, for hours).
+size), train (twenty steps beside the host, and rates of its kernel by size) and link (in the background, for hours).
 Run the command again to go on where it stopped. Exit status 1 if a stage failed.
 """
 _P2P_MIB = (1, 4, 16, 64)

@@ -94,7 +94,7 @@ def compare_trainings(folders: list[str], settings: SmartSSDConfig, *, optimizer
         host, _ = _trained(width, optimizer, on_host)
         numel = width * width
         different += [f"{name} of {numel} elements" for name in host if cards[name].tobytes() != host[name].tobytes()]
-        rates.append({"numel": numel, "rate": traffic.numel / max(traffic.compute_seconds, 1e-9)})
+        rates.append({"numel": numel, "rate": traffic.numel / max(traffic.kernel_seconds, 1e-9)})
     found = {"steps": _STEPS, "optimizer": optimizer, "elements_per_second": rates}
     if failures:  # the host gives the same bits in a card's place
         return {"status": "failed", "reason": " ".join(failures), **found}

@@ -69,6 +69,7 @@ class Traffic(_Counters):
         read_seconds: Time in reads, summed over threads.
         write_seconds: Time in writes, summed over threads.
         compute_seconds: Time in updates, summed over threads.
+        kernel_seconds: Time from the start to the end of a card's runs, summed over cards.
         wait_seconds: Time callers spent waiting.
         system_calls: System calls made for I/O.
         io_cpu_seconds: CPU time of the threads that do I/O.
@@ -98,6 +99,7 @@ class Traffic(_Counters):
     read_seconds: float = 0.0
     write_seconds: float = 0.0
     compute_seconds: float = 0.0
+    kernel_seconds: float = 0.0
     wait_seconds: float = 0.0
     system_calls: int = 0
     io_cpu_seconds: float = 0.0

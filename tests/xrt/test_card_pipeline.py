@@ -148,6 +148,20 @@ def test_counters(
     assert emulated_cards.counter("bytes_from") == received * numel + parameter_beats + 3 * 64
 
 
+def test_time_of_kernels(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """It is that of the runs, without the transfers before and after them."""
+    step, numel, num_runs, run_seconds = STEPS["adamw"], 6_100, 3, 0.02
+    emulated_cards.set("latency_us", int(run_seconds * 1e6))
+    emulated_cards.set("dma_mib_per_s", 1)
+    with card_state(tmp_path, emulated_cards, step, numel, CardCase(tasklet_numel=3_000)) as state:
+        gradient, *arrays = random_arrays(step, numel, 0, special=False)
+        state.write(*arrays)
+        update_both(state, lambda parameter: [Run(0, numel, 0, gradient, DType.FLOAT32, parameter)], [step], numel)
+        counters = state.pipeline.counters()
+    assert counters.kernel_seconds >= num_runs * run_seconds
+    assert counters.compute_seconds - counters.kernel_seconds >= 4 * numel / (1 << 20)
+
+
 def align_to(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <string>
 
+#include "base/stopwatch.hpp"
 #include "checksum/crc32c.hpp"
 #include "gradient/payload_header.hpp"
 
@@ -108,6 +109,7 @@ void CardJob::clear_status() {
 
 // A started run is in progress until its state says otherwise, whatever fails.
 void CardJob::execute(const std::shared_ptr<CardRun>& call) {
+    const Stopwatch stopwatch;
     start(call);
     int state = 0;
     try {
@@ -116,7 +118,10 @@ void CardJob::execute(const std::shared_ptr<CardRun>& call) {
         abandoned_ = call;
         throw;
     }
-    if (state == kRunCompleted) return;
+    if (state == kRunCompleted) {
+        traffic_.kernel_seconds += stopwatch.seconds();
+        return;
+    }
     if (is_over(state)) {
         throw CardError("a run of kernel " + options_.kernel + " ended with " + name_of_state(state) + " (" +
                         std::to_string(state) + ")");

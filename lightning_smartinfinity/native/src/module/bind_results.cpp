@@ -52,6 +52,7 @@ void bind_counters(nb::module_& m) {
         .def_ro("write_busy_seconds", &PythonCounters::write_busy_seconds,
                 "Time with at least one write of a queue in progress.")
         .def_ro("compute_seconds", &PythonCounters::compute_seconds)
+        .def_ro("kernel_seconds", &PythonCounters::kernel_seconds, "Time from the start of a card's runs to their end.")
         .def_ro("wait_seconds", &PythonCounters::wait_seconds)
         .def_ro("system_calls", &PythonCounters::system_calls, "System calls of the I/O engine.")
         .def_ro("io_cpu_seconds", &PythonCounters::io_cpu_seconds, "CPU time of the I/O engine's threads.")

@@ -13,6 +13,7 @@ struct DeviceTraffic {
     std::uint64_t padding_bytes = 0;
     std::uint64_t control_bytes = 0;        // trailers and status beats
     std::uint64_t gradient_file_bytes = 0;  // whole blocks, written to the gradient file and read from it
+    double kernel_seconds = 0;              // from the start of each run that completed to its end
 
     DeviceTraffic& operator+=(const DeviceTraffic& other) {
         shared_read_bytes += other.shared_read_bytes;
@@ -22,6 +23,7 @@ struct DeviceTraffic {
         padding_bytes += other.padding_bytes;
         control_bytes += other.control_bytes;
         gradient_file_bytes += other.gradient_file_bytes;
+        kernel_seconds += other.kernel_seconds;
         return *this;
     }
 };
