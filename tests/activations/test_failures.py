@@ -18,8 +18,8 @@ import torch
 from lightning_smartinfinity.activations import OffloadedActivations
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
 from lightning_smartinfinity.store import tensor_files
+from tests.activations.chains import assert_nothing_is_left
 from tests.activations.models import drop_memory, everything, opened
-from tests.activations.test_lifetime import assert_nothing_is_left
 
 BLOCK = 4096
 ENTRIES = 9

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_smartinfinity import ActivationOffload, ConfigError
 from lightning_smartinfinity.activations import ActivationTraffic, OffloadedActivations, paused
+from tests.activations.chains import assert_nothing_is_left
 from tests.activations.models import Block, opened
-from tests.activations.test_lifetime import assert_nothing_is_left
 from tests.helpers.long_cases import long_but
 from tests.helpers.waiting import join
 

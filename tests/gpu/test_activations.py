@@ -12,25 +12,24 @@ import pytest
 import torch
 
 from lightning_smartinfinity.activations.forwards import Plan
+from tests.activations.chains import activations, chain
 from tests.activations.models import everything, opened
-from tests.activations.test_gradients import test_everything_offloaded
-from tests.activations.test_lifetime import (
-    activations,
-    chain,
-    test_a_dropped_graph_frees_everything,
+from tests.activations.test_bounds import (
     test_a_full_pool_stops_nothing,
-    test_a_gradient_of_a_gradient,
-    test_a_retained_graph_is_read_again,
     test_a_tensor_that_is_larger_than_the_pool,
-    test_an_interrupt_in_backward,
-    test_backward_frees_everything,
-    test_each_entry_is_read_once,
-    test_forward_frees_what_is_offloaded,
     test_storage_is_bounded,
     test_the_file_does_not_grow_without_end,
     test_the_newest_stay,
+)
+from tests.activations.test_gradients import test_everything_offloaded
+from tests.activations.test_lifetime import (
+    test_a_dropped_graph_frees_everything,
+    test_a_gradient_of_a_gradient,
+    test_a_retained_graph_is_read_again,
+    test_an_interrupt_in_backward,
+    test_backward_frees_everything,
+    test_forward_frees_what_is_offloaded,
     test_two_forwards_before_a_backward,
-    test_what_is_wanted_early_is_forwarded,
     test_what_somebody_holds_is_not_written_again,
 )
 from tests.activations.test_peers import (
@@ -38,6 +37,7 @@ from tests.activations.test_peers import (
     test_an_exception_in_forward_leaves_nothing,
     test_ours_is_exact,
 )
+from tests.activations.test_transfers import test_each_entry_is_read_once, test_what_is_wanted_early_is_forwarded
 from tests.helpers.runif import RunIf
 
 __all__ = [

@@ -1,0 +1,157 @@
+"""Budget, pool and storage hold no more than they may, and what has no room stays in memory."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_smartinfinity.activations import OffloadedActivations
+from tests.activations.chains import BLOCK, activations, assert_nothing_is_left, chain, expected, saved
+from tests.activations.models import everything, finish_writes, opened
+from tests.helpers.native_testing import Hold
+from tests.helpers.waiting import await_that
+
+__all__ = ["activations"]
+
+
+def test_backward_stays_below_the_budget(tmp_path: Path) -> None:
+    """Where much stays in memory, less is read back at once than the pool has room for."""
+    with opened(tmp_path, everything(keep=8 * BLOCK, host_bytes=5 * BLOCK, budget_bytes=10 * BLOCK)) as activations:
+        for _ in range(2):
+            x, held = torch.randn(BLOCK // 4, requires_grad=True), list[int]()
+            with activations.forward(x):
+                y = x
+                for _ in range(30):
+                    y = y.sin()
+                    y.register_hook(lambda _, held=held: held.append(activations.held_bytes))
+            y.sum().backward()
+            assert len(held) == 30 and max(held) <= 10 * BLOCK
+            assert torch.equal(x.grad, expected(x, 30))
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_budget_that_cannot_be_kept(tmp_path: Path, is_kept: bool) -> None:
+    """Where tensors cannot leave, because they are larger than the pool, one warning says so and what to raise."""
+    settings = everything(host_bytes=2 * BLOCK, budget_bytes=(30 if is_kept else 3) * BLOCK)
+    with opened(tmp_path, settings) as activations, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            x = torch.randn(BLOCK, requires_grad=True)
+            with activations.forward(x):
+                loss = chain(x, 4)
+            loss.backward()
+        assert len(told) == (0 if is_kept else 1)
+        for each in told:
+            assert "16384 bytes are held for backward, because a tensor of 16384" in str(each.message)
+            assert "Raise host_bytes" in str(each.message)
+
+
+def test_a_full_pool_stops_nothing(tmp_path: Path) -> None:
+    """Without a budget, forward goes on while storage writes nothing: tensors are kept and counted."""
+    with opened(tmp_path, everything(host_bytes=2 * BLOCK)) as activations:
+        hold = Hold(activations._store.files.core, write_at=0, count=1000)
+        x, loss = saved(activations)
+        traffic = activations.traffic()
+        assert (traffic.offloaded_bytes, traffic.kept_for_room_bytes) == (2 * BLOCK, 9 * BLOCK)
+        hold.release()
+        loss.backward()
+        assert torch.equal(x.grad, expected(x))
+
+
+def test_a_tensor_that_is_larger_than_the_pool(tmp_path: Path) -> None:
+    """It stays in memory and is counted, and those behind it leave. A warning says that the budget is not kept."""
+    with opened(tmp_path, everything(host_bytes=2 * BLOCK, budget_bytes=2 * BLOCK)) as activations:
+        x = torch.randn(BLOCK, requires_grad=True)
+        too_large = f"budget_bytes={2 * BLOCK}.* a tensor of {4 * BLOCK} bytes does not fit into the pool"
+        with pytest.warns(UserWarning, match=too_large) as told, activations.forward(x):
+            loss = chain(x, 2) + chain(x[: BLOCK // 4] * 2, 6)
+        traffic = activations.traffic()
+        assert len(told) == 1
+        assert (traffic.offloaded_bytes, traffic.kept_for_room_bytes) == (6 * BLOCK, 4 * BLOCK)
+        loss.backward()
+        y = x.detach().requires_grad_()
+        (chain(y, 2) + chain(y[: BLOCK // 4] * 2, 6)).backward()
+        assert torch.equal(x.grad, y.grad)
+
+
+def test_storage_is_bounded(tmp_path: Path) -> None:
+    """An entry for which storage_bytes leaves no room is kept and counted."""
+    with opened(tmp_path, everything(storage_bytes=3 * BLOCK)) as activations:
+        x, loss = saved(activations)
+        traffic = activations.traffic()
+        assert (traffic.offloaded_bytes, traffic.kept_for_room_bytes) == (3 * BLOCK, 8 * BLOCK)
+        loss.backward()
+        assert torch.equal(x.grad, expected(x))
+
+
+def test_storage_leaves_no_room_for_a_budget(tmp_path: Path) -> None:
+    """A warning says that the budget is not kept."""
+    settings = everything(host_bytes=BLOCK, budget_bytes=2 * BLOCK, storage_bytes=3 * BLOCK)
+    with opened(tmp_path, settings) as activations:
+        with pytest.warns(UserWarning, match=f"budget_bytes={2 * BLOCK}.* storage_bytes={3 * BLOCK} leaves no room"):
+            x, loss = saved(activations)
+        loss.backward()
+        assert torch.equal(x.grad, expected(x))
+
+
+def test_the_newest_stay(tmp_path: Path) -> None:
+    """With a size as `keep`, what was saved last is neither copied nor written, in every step."""
+    with opened(tmp_path, everything(keep=5 * BLOCK)) as activations:
+        for step in range(1, 4):
+            x, loss = saved(activations)
+            assert activations.traffic().kept_bytes == step * 5 * BLOCK
+            loss.backward()
+            assert torch.equal(x.grad, expected(x))
+
+
+def test_the_file_does_not_grow_without_end(tmp_path: Path) -> None:
+    """Over a hundred steps of random lengths the file stays as long as a few steps need, and the pool is whole."""
+    choose = random.Random(0)
+    with opened(tmp_path, everything(host_bytes=16 * BLOCK, budget_bytes=16 * BLOCK)) as activations:
+        for _ in range(100):
+            x = torch.randn(choose.randint(1, 4 * BLOCK), requires_grad=True)
+            with activations.forward(x):
+                loss = chain(x, choose.randint(1, 8))
+            loss.backward()
+        largest = 8 * 16 * BLOCK
+        await_that(lambda: activations._store.files.core.file_bytes <= 2 * largest + (2 << 20))
+        assert_nothing_is_left(activations)
+        assert activations.host_bytes <= 16 * BLOCK
+
+
+def test_files_stay_as_long_as_forwards_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first forward no other one waits until the file system has made room."""
+    grown: list[str] = []
+    with opened(tmp_path, everything()) as activations:
+        x = torch.randn(1 << 18, requires_grad=True)
+        for step in range(4):
+            with activations.forward(x):
+                loss = chain(x, 24)
+            finish_writes(activations)
+            loss.backward()
+            del loss
+            if step == 0:
+                monkeypatch.setattr(
+                    activations._store.files, "_in_time", lambda grow, *, doing: grown.append(doing) or grow()
+                )
+        assert activations._store.files.storage_bytes == 0 and not grown
+        assert activations.traffic().offloaded_bytes == 4 * 23 * x.nbytes  # x itself stays
+
+
+def test_freed_memory_goes_back_twice_in_a_pass(
+    activations: OffloadedActivations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is returned to the system together, in halves of what forward saves, and in backward alike."""
+    calls: list[int] = []
+    monkeypatch.setattr("lightning_smartinfinity.activations.departures.LEAST_FREED", 0)
+    monkeypatch.setattr("lightning_smartinfinity.freed_memory.return_freed_memory", lambda: calls.append(1))
+    saved(activations)
+    calls.clear()
+    _, loss = saved(activations)
+    assert 1 <= len(calls) <= 2
+    loss.backward()
+    assert 2 <= len(calls) <= 4

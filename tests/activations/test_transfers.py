@@ -1,0 +1,162 @@
+"""Tensors are written and read once, in the order in which they are wanted, in files without names."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_smartinfinity.activations import OffloadedActivations
+from lightning_smartinfinity.native import IoClass
+from lightning_smartinfinity.store import StoredTensor, TensorStore
+from tests.activations.chains import BLOCK, activations, assert_nothing_is_left, chain, expected, inject_now, saved
+from tests.activations.models import drop_memory, everything, opened
+from tests.helpers.long_cases import long_but
+from tests.helpers.native_testing import Hold
+from tests.helpers.unnamed import unnamed_files
+from tests.helpers.waiting import await_that, join
+
+__all__ = ["activations"]
+
+
+def test_each_entry_is_read_once(tmp_path: Path) -> None:
+    """However many nodes want an entry, it is written once and read once."""
+    with opened(tmp_path, everything(host_bytes=64 << 20)) as activations:
+        x = torch.randn(3, BLOCK, requires_grad=True)
+        with activations.forward(x):
+            y = x * 2
+            loss = (y * y.t().exp().t() * y.flatten().sin().view(3, -1)).sum()
+            del y
+        drop_memory(activations)
+        loss.backward()
+        traffic = activations.traffic()
+        assert traffic.deduplicated == 2 and traffic.read_bytes == traffic.written_bytes
+
+
+def test_what_is_wanted_early_is_forwarded(tmp_path: Path) -> None:
+    """A tensor whose write has not begun is handed out from the pool, and its write is cancelled."""
+    with opened(tmp_path) as activations:
+        hold = Hold(activations._store.files.core, write_at=0, count=1000)
+        x, loss = saved(activations)
+        loss.backward()
+        assert torch.equal(x.grad, expected(x))
+        hold.release()
+        assert_nothing_is_left(activations)
+        traffic = activations.traffic()
+        assert traffic.forwarded_bytes == traffic.offloaded_bytes > 0 and traffic.read_bytes == 0
+
+
+def test_files_have_no_names(tmp_path: Path) -> None:
+    """Nothing is left to be found while it runs, and the file is gone when it is closed."""
+    with opened(tmp_path) as activations:
+        saved(activations)
+        assert len(unnamed_files(tmp_path)) == 1
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert unnamed_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("kills", long_but([5], [5, 50]))
+def test_a_process_that_is_killed(kills: int, tmp_path: Path) -> None:
+    """Nothing of it is left on storage, whenever it is killed."""
+    for seed in range(kills):
+        child = os.fork()
+        if child == 0:
+            try:
+                with opened(tmp_path, everything(host_bytes=4 * BLOCK, budget_bytes=4 * BLOCK)) as activations:
+                    (tmp_path / "begun").touch()
+                    while True:
+                        saved(activations)
+            finally:
+                os._exit(1)
+        await_that((tmp_path / "begun").exists)
+        time.sleep(seed % 10 / 100)
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        (tmp_path / "begun").unlink()
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_what_is_wanted_next_is_read_ahead(tmp_path: Path) -> None:
+    """While backward waits for an entry, those behind it are read, within half of the pool."""
+    with opened(tmp_path, everything(host_bytes=8 * BLOCK, budget_bytes=8 * BLOCK)) as activations:
+        for _ in range(2):  # in reversed order of packing, and in the order of the step before
+            x, loss = saved(activations, 40)
+            inject_now(activations)  # nothing is in flight
+            hold = Hold(activations._store.files.core, read_at=0, count=1000)
+            backward = threading.Thread(target=loss.backward)
+            backward.start()
+            await_that(lambda hold=hold: hold.count >= 4)
+            assert hold.count <= 5
+            hold.release()
+            join(backward)
+            assert torch.equal(x.grad, expected(x, 40))
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, IoClass]]:
+    """Return the list of all transfers to come: direction, number of the tensor on storage, class."""
+    added, started = list[StoredTensor](), list[tuple[str, int, IoClass]]()
+    add, read, write = TensorStore.add, TensorStore.read, TensorStore.write
+
+    def note(kind: str, begin: Any, self: TensorStore, stored: StoredTensor, memory: Any, **others: Any) -> int:
+        started.append((kind, next(n for n, each in enumerate(added) if each is stored), others["io_class"]))
+        ticket: int = begin(self, stored, memory, **others)
+        return ticket
+
+    def note_added(self: TensorStore, nbytes: int) -> StoredTensor:
+        added.append(add(self, nbytes))
+        return added[-1]
+
+    monkeypatch.setattr(TensorStore, "add", note_added)
+    monkeypatch.setattr(TensorStore, "read", lambda *args, **others: note("read", read, *args, **others))
+    monkeypatch.setattr(TensorStore, "write", lambda *args, **others: note("write", write, *args, **others))
+    return started
+
+
+def test_classes_of_transfers(activations: OffloadedActivations, requests: list[tuple[str, int, IoClass]]) -> None:
+    """Writes go last, and reads that backward waits for go before read-ahead, of which a second backward has none."""
+    x, loss = saved(activations, 40)
+    assert {(kind, io_class) for kind, _, io_class in requests} == {("write", IoClass.WRITE_BEHIND)}
+    drop_memory(activations)
+    requests.clear()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    assert ("read", IoClass.GATHER) in {(kind, io_class) for kind, _, io_class in requests}
+    requests.clear()
+    torch.autograd.grad(loss, x)
+    assert {(kind, io_class) for kind, _, io_class in requests} == {("read", IoClass.AWAITED)}
+
+
+def test_read_ahead_follows_the_backward_before(tmp_path: Path, requests: list[tuple[str, int, IoClass]]) -> None:
+    """The first backward is expected to want the newest first, the next one what the first one has wanted."""
+    with opened(tmp_path, everything(host_bytes=8 * BLOCK, budget_bytes=8 * BLOCK)) as activations:
+        for expected_next in (1, 0):
+            x = torch.randn(BLOCK // 4, requires_grad=True)
+            with activations.forward(x):
+                losses = [chain(x, 10) for _ in range(3)]  # each saves nine tensors besides the batch
+            first = min(number for kind, number, _ in requests if kind == "write")
+            drop_memory(activations)
+            requests.clear()
+            torch.autograd.grad(losses[2], x)
+            ahead = [number - first for _, number, io_class in requests if io_class == IoClass.GATHER]
+            assert ahead and ahead[-1] // 9 == expected_next
+            for each in (0, 1):
+                torch.autograd.grad(losses[each], x)
+            requests.clear()
+
+
+def test_several_folders(tmp_path: Path) -> None:
+    """Tensors are dealt to the files of all folders."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    activations = OffloadedActivations(folders, settings=everything(host_bytes=4 * BLOCK, budget_bytes=4 * BLOCK))
+    x, loss = saved(activations, 40)
+    await_that(lambda: activations.traffic().written_bytes >= 32 * BLOCK)
+    assert [len(unnamed_files(folder)) for folder in folders] == [1, 1]
+    loss.backward()
+    assert torch.equal(x.grad, expected(x, 40))
+    activations.close()
