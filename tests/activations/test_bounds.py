@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity.activations import OffloadedActivations
+from lightning_smartinfinity.activations import OffloadedActivations, pool
 from tests.activations.chains import BLOCK, activations, assert_nothing_is_left, chain, expected, saved
 from tests.activations.models import everything, finish_writes, opened
 from tests.helpers.native_testing import Hold
@@ -18,7 +18,8 @@ from tests.helpers.waiting import await_that
 __all__ = ["activations"]
 
 
-def test_backward_stays_below_the_budget(tmp_path: Path) -> None:
+@pytest.mark.parametrize("retains", [False, True])
+def test_backward_stays_below_the_budget(tmp_path: Path, retains: bool) -> None:
     """Where much stays in memory, less is read back at once than the pool has room for."""
     with opened(tmp_path, everything(keep=8 * BLOCK, host_bytes=5 * BLOCK, budget_bytes=10 * BLOCK)) as activations:
         for _ in range(2):
@@ -28,7 +29,9 @@ def test_backward_stays_below_the_budget(tmp_path: Path) -> None:
                 for _ in range(30):
                     y = y.sin()
                     y.register_hook(lambda _, held=held: held.append(activations.held_bytes))
-            y.sum().backward()
+            if retains:
+                finish_writes(activations)  # what is forwarded would stay in memory until the graph goes
+            y.sum().backward(retain_graph=retains)
             assert len(held) == 30 and max(held) <= 10 * BLOCK
             assert torch.equal(x.grad, expected(x, 30))
 
@@ -48,6 +51,18 @@ def test_a_budget_that_cannot_be_kept(tmp_path: Path, is_kept: bool) -> None:
         for each in told:
             assert "16384 bytes are held for backward, because a tensor of 16384" in str(each.message)
             assert "Raise host_bytes" in str(each.message)
+
+
+@pytest.mark.parametrize(("budget", "num_blocks"), [(None, 10), (12 * BLOCK, 6)])
+def test_the_size_of_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int | None, num_blocks: int
+) -> None:
+    """It is an eighth of what a forward saves, at least 64 MiB, and at most half of the budget."""
+    with opened(tmp_path, everything(host_bytes="auto", budget_bytes=budget)) as activations:
+        assert activations._store.pool_bytes == (64 << 20 if budget is None else 6 * BLOCK)
+        monkeypatch.setattr(pool, "_LEAST_BYTES", 2 * BLOCK)
+        saved(activations, 81)  # eighty blocks
+        assert activations._store.pool_bytes == num_blocks * BLOCK >= activations.host_bytes
 
 
 def test_a_full_pool_stops_nothing(tmp_path: Path) -> None:
@@ -104,6 +119,10 @@ def test_the_newest_stay(tmp_path: Path) -> None:
         for step in range(1, 4):
             x, loss = saved(activations)
             assert activations.traffic().kept_bytes == step * 5 * BLOCK
+            assert activations._last is not None
+            entries = [entry for found in activations._last.entries if (entry := found()) is not None]
+            assert [entry.is_original for entry in entries] == 6 * [False] + 5 * [True]
+            del entries
             loss.backward()
             assert torch.equal(x.grad, expected(x))
 

@@ -131,11 +131,34 @@ def test_everything_is_restored(tmp_path: Path, settings: Any) -> None:
             assert torch.equal(copy, tensor)
 
 
-def test_little_of_a_storage_is_stored_compactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("width", "stored"), [(10, 10), (49, 49), (50, 100)])
+def test_little_of_a_storage_is_stored_compactly(tmp_path: Path, width: int, stored: int) -> None:
     """What covers less than half of its storage is stored without the rest."""
     with opened(tmp_path) as activations:
-        copies, _, found = through(activations, lambda: [torch.randn(1000, 100)[:, :10]])
-        assert torch.equal(copies[0], found[0]) and activations.traffic().saved_bytes == 1000 * 10 * 4
+        copies, _, found = through(activations, lambda: [torch.randn(1000, 100)[:, :width]])
+        assert torch.equal(copies[0], found[0]) and activations.traffic().saved_bytes == 1000 * stored * 4
+
+
+def test_many_parts_of_a_storage(tmp_path: Path) -> None:
+    """The first two are stored compactly. With the third they would be more than all, which is stored once instead."""
+    with opened(tmp_path) as activations:
+
+        def make() -> list[torch.Tensor]:
+            whole = torch.randn(100, 100)
+            return [whole[:, start : start + 40] for start in range(10)]
+
+        copies, _, found = through(activations, make)
+        assert all(map(torch.equal, copies, found))
+        assert activations.traffic().saved_bytes == 100 * (40 + 40 + 100) * 4
+
+
+def test_parameters_that_nobody_names(tmp_path: Path) -> None:
+    """They and their views are known by their type, as ZeRO-3 has taken their memory before forward begins."""
+    weight = nn.Parameter(torch.randn(40, 50))
+    with opened(tmp_path) as activations:
+        copies, described, found = through(activations, lambda: [weight, weight.t(), weight[3:]])
+        assert all(map(torch.equal, copies, found)) and list(map(geometry_of, found)) == described
+        assert activations.traffic().saved_bytes == 0
 
 
 def test_parts_of_a_projection_are_stored_once(tmp_path: Path) -> None:

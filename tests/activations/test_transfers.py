@@ -16,7 +16,7 @@ from lightning_smartinfinity.activations import OffloadedActivations
 from lightning_smartinfinity.native import IoClass
 from lightning_smartinfinity.store import StoredTensor, TensorStore
 from tests.activations.chains import BLOCK, activations, assert_nothing_is_left, chain, expected, inject_now, saved
-from tests.activations.models import drop_memory, everything, opened
+from tests.activations.models import drop_memory, everything, finish_writes, opened
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import Hold
 from tests.helpers.unnamed import unnamed_files
@@ -37,6 +37,22 @@ def test_each_entry_is_read_once(tmp_path: Path) -> None:
         loss.backward()
         traffic = activations.traffic()
         assert traffic.deduplicated == 2 and traffic.read_bytes == traffic.written_bytes
+
+
+def test_what_is_read_back_is_handed_out_without_a_copy(tmp_path: Path) -> None:
+    """Backward gets memory of the pool, which is in use as long as the tensor is."""
+    with opened(tmp_path) as activations:
+        x = torch.randn(BLOCK // 4, requires_grad=True)
+        with activations.forward(x):
+            node: Any = (x * 2).exp().grad_fn  # which saves its result
+        drop_memory(activations)
+        found = node._saved_result.detach()
+        assert torch.equal(found, (x * 2).exp())
+        del node
+        await_that(lambda: activations.storage_bytes == 0)
+        assert activations.held_bytes == BLOCK
+        del found
+        assert activations.held_bytes == 0
 
 
 def test_what_is_wanted_early_is_forwarded(tmp_path: Path) -> None:
@@ -117,6 +133,19 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, IoClass]]:
     monkeypatch.setattr(TensorStore, "read", lambda *args, **others: note("read", read, *args, **others))
     monkeypatch.setattr(TensorStore, "write", lambda *args, **others: note("write", write, *args, **others))
     return started
+
+
+def test_the_pool_keeps_the_newest(activations: OffloadedActivations, requests: list[tuple[str, int, IoClass]]) -> None:
+    """Forward leaves the newest tensors in the pool, and backward reads each of the others once."""
+    x, loss = saved(activations)
+    finish_writes(activations)
+    assert activations._last is not None
+    entries = [entry for found in activations._last.entries if (entry := found()) is not None]
+    are_in_memory = [entry.memory is not None for entry in entries]
+    assert are_in_memory == sorted(are_in_memory) and 0 < sum(are_in_memory) < len(entries) == 11
+    requests.clear()
+    (found,) = torch.autograd.grad(loss, x, retain_graph=True)
+    assert torch.equal(found, expected(x)) and len(requests) == 11 - sum(are_in_memory)
 
 
 def test_classes_of_transfers(activations: OffloadedActivations, requests: list[tuple[str, int, IoClass]]) -> None:
