@@ -57,9 +57,11 @@ def test_a_write_that_fails(tmp_path: Path, at: int, number: int, error: type[St
     with failing(tmp_path, fail_write_at=at, errno=number) as activations, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(2):
+            before, was_stopped = activations.traffic(), activations._store.stopped
             x, loss = saved(activations)
             loss.backward()
             assert torch.equal(x.grad, expected())
+            assert not was_stopped or activations.traffic().saved_bytes == before.saved_bytes
         failure = activations.take_failure()
         if activations._store.stopped:
             assert isinstance(failure, error) and "unnamed file" in str(failure) and failure.remedy

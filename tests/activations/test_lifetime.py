@@ -44,6 +44,8 @@ def test_backward_frees_everything(activations: OffloadedActivations) -> None:
         loss.backward()
         assert torch.equal(x.grad, expected(x))
         assert_nothing_is_left(activations)
+        traffic = activations.traffic()
+        assert traffic.held_up_seconds > 0 and traffic.waited_seconds > 0
     finally:
         gc.enable()
 
@@ -113,6 +115,21 @@ def test_what_nobody_holds_any_more_is_written_again(tmp_path: Path) -> None:
                     del held
             loss.backward()
             assert activations.traffic().offloaded_bytes - before == num_offloaded * 4 * BLOCK
+
+
+def test_another_tensor_in_the_place_of_one_that_was_held(tmp_path: Path) -> None:
+    """It is offloaded, as it has another size than the one that the caller has kept."""
+    with opened(tmp_path) as activations:
+        for blocks, is_kept, offloaded in ((4, True, 4), (5, False, 5)):
+            x = torch.randn(blocks * BLOCK // 4, requires_grad=True)
+            before = activations.traffic().offloaded_bytes
+            with activations.forward(x):
+                held = (x * 2).exp()
+                loss = held.sin().sum()
+                if not is_kept:
+                    del held
+            loss.backward()
+            assert activations.traffic().offloaded_bytes - before == offloaded * BLOCK
 
 
 def test_ten_thousand_tiny_tensors(tmp_path: Path) -> None:

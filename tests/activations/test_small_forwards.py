@@ -45,6 +45,18 @@ def test_hooks_are_left_out_until_a_batch_has_another_shape(tmp_path: Path) -> N
         assert [step(activations, 8) for _ in range(2)] == [True, False]
 
 
+def test_hooks_are_back_when_the_batch_or_the_module_is_another(tmp_path: Path) -> None:
+    """A batch of another dtype, and training after evaluation, may save other tensors."""
+    module = torch.nn.Dropout()
+    with opened(tmp_path, everything(min_bytes=1024), module=module) as activations:
+        assert [step(activations, 8) for _ in range(2)] == [True, False]
+        with activations.forward(torch.ones(8, dtype=torch.float64)):
+            assert has_hooks()
+        assert [step(activations, 8) for _ in range(2)] == [True, False]
+        module.eval()
+        assert [step(activations, 8) for _ in range(2)] == [True, False]
+
+
 def test_forwards_are_looked_at_again(tmp_path: Path) -> None:
     """One forward in 32 has hooks, so that a model that saves more of an equal batch is offloaded again."""
     with opened(tmp_path, everything(min_bytes=1024)) as activations:
