@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -205,7 +206,7 @@ class TensorStore:
 
     def release_ended(self) -> None:
         """Keep the memory of the oldest transfers no longer if they have ended. An interrupt may have lost tickets."""
-        while (oldest := next(iter(self._unfinished), None)) is not None and self.core.done(oldest):
+        while (oldest := self._oldest()) is not None and self.core.done(oldest):
             if self.core.counters().num_given_up:  # what was given up has ended, too, but its memory is not free
                 return
             self._release(oldest)
@@ -242,6 +243,11 @@ class TensorStore:
         finally:
             self._unfinished.update(dict.fromkeys(tickets, memory))
         return tickets[0]
+
+    def _oldest(self) -> int | None:
+        while True:
+            with suppress(RuntimeError):  # another thread has begun or released a transfer meanwhile
+                return next(iter(self._unfinished), None)
 
     def _release(self, ticket: int) -> None:
         self._unfinished.pop(ticket, None)
