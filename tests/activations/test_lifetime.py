@@ -35,6 +35,17 @@ def test_forward_frees_what_is_offloaded(tmp_path: Path) -> None:
         loss.backward()
 
 
+def test_a_dropped_graph_frees_what_passed_through(tmp_path: Path) -> None:
+    """A tensor that is too small to move, and that the node which computes it saves, is gone with that node."""
+    with opened(tmp_path, everything(min_bytes=BLOCK)) as activations:
+        x = torch.randn(10, requires_grad=True)
+        with activations.forward(x):
+            y = x.exp()
+        alive = StorageWeakRef(y.untyped_storage())
+        del y
+        assert alive.expired() and activations.traffic().saved_bytes == 0
+
+
 def test_backward_frees_everything(activations: OffloadedActivations) -> None:
     """After backward no memory of the pool and no place on storage is taken, without a call of ours."""
     gc.disable()

@@ -149,6 +149,26 @@ def test_code_that_refuses_hooks(tmp_path: Path) -> None:
     loop.close()
 
 
+class Passing(torch.nn.Module):
+    """A model that saves its batch and a buffer, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(64, 1)
+        self.register_buffer("scale", torch.ones(16, 1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return (self.words(tokens) * self.scale).sum()
+
+
+def test_the_batch_and_buffers_stay(tmp_path: Path) -> None:
+    """They are not offloaded, as that would free nothing."""
+    loop = Loop(tmp_path, model=Passing())
+    loop.step()
+    assert loop.activations.traffic().saved_bytes == 0
+    loop.close()
+
+
 def test_a_released_parameter_is_gathered(tmp_path: Path) -> None:
     """Backward gets the values of a parameter that was saved and then released. The end of the step releases it."""
     loop = Loop(tmp_path)
