@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -92,6 +93,7 @@ class OffloadedActivations:
         self.hidden_bytes = 0
         """Bytes so far that somebody else was seen to keep for backward, where no hook sees them."""
         self._small_forwards = SmallForwards()
+        _stay_uncompiled()
 
     def open(self) -> None:
         """Open the files, which the first forward does otherwise.
@@ -212,6 +214,14 @@ class OffloadedActivations:
     def _kind_of(self, batch: list[torch.Tensor]) -> tuple[object, ...]:
         is_training = None if self.module is None else self.module.training
         return (is_training, *((tensor.shape, tensor.dtype) for tensor in batch))
+
+
+@functools.cache
+def _stay_uncompiled() -> None:
+    """Let torch.compile leave the hooks alone. It would compile them where compiled code runs between two graphs."""
+    from torch._dynamo import trace_rules  # takes a second, and every optimizer of torch imports it, too
+
+    trace_rules.add("lightning_smartinfinity")  # with all that the hooks call
 
 
 def _remove_hooks(packing: Packing) -> None:
