@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as Xml
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hls.sources import COMPUTE_INTERVAL
 from lightning_smartinfinity.errors import DeviceError
 
 __all__ = ["CsynthReport", "read_csynth"]
@@ -32,9 +34,17 @@ class CsynthReport:
     dsp: int
 
     @property
-    def ii(self) -> int | None:
-        """The largest initiation interval; ``None`` if the report has no pipelined loop."""
-        return max(self.loops.values(), default=None)
+    def ii(self) -> dict[str, int | str | None]:
+        """The initiation interval of the loop that is furthest behind the interval of its pragma, or nearest to it.
+
+        Without a pipelined loop nothing is reported.
+        """
+        written = _written_intervals()
+        expected = {loop: written[label] for loop in self.loops if (label := loop.rpartition("/")[2]) in written}
+        if not expected:
+            return {"reported": None, "expected": COMPUTE_INTERVAL}
+        loop = max(expected, key=lambda loop: (self.loops[loop] / expected[loop], expected[loop]))
+        return {"reported": self.loops[loop], "expected": expected[loop], "loop": loop}
 
 
 def read_csynth(path: Path) -> CsynthReport:
@@ -53,6 +63,14 @@ def read_csynth(path: Path) -> CsynthReport:
             "Pass the csynth.xml that v++ --compile --save-temps leaves below --temp_dir.",
         ) from error
     return CsynthReport(loops=loops, **figures | {"bram": -(-figures["bram"] // 2)})
+
+
+def _written_intervals() -> dict[str, int]:
+    """Return the interval in the pragma of each pipelined loop, by the loop's label."""
+    loop = re.compile(r"^ *(\w+):\n *for .*\n#pragma HLS PIPELINE II = (\d+)", re.MULTILINE)
+    headers = (path.read_text() for path in (Path(__file__).parent / "include").glob("*.hpp"))
+    in_headers = {label: int(interval) for text in headers for label, interval in loop.findall(text)}
+    return {"beats": COMPUTE_INTERVAL, **in_headers}  # beats is the loop of the generated sources
 
 
 def _figure(root: Xml.Element, *tags: str) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
+from hls import csynth
 from hls.csynth import CsynthReport, read_csynth
+from hls.sources import write_sources
 from lightning_smartinfinity.errors import DeviceError
 
 REPORT = """\
@@ -54,11 +58,45 @@ def test_figures_are_those_of_the_whole_kernel(report: Path) -> None:
     )
 
 
-def test_the_interval_is_the_largest(report: Path) -> None:
-    """One loop that missed its interval slows the whole kernel; a kernel without pipelined loops has none."""
-    assert read_csynth(report).ii == 9
+@pytest.mark.parametrize(
+    ("beats", "groups", "expected"),
+    [
+        (8, 16, {"reported": 16, "expected": 16, "loop": "store_parameter/groups"}),
+        (9, 16, {"reported": 9, "expected": 8, "loop": "compute/beats"}),
+        (9, 19, {"reported": 19, "expected": 16, "loop": "store_parameter/groups"}),
+    ],
+)
+def test_the_interval_is_of_the_loop_that_is_furthest_behind(
+    report: Path, beats: int, groups: int, expected: dict[str, object]
+) -> None:
+    """Each loop is compared with its own pragma: a loop of two beats may take twice as long as others."""
+    module = "<Module><Name>store_parameter</Name><PerformanceEstimates><SummaryOfLoopLatency><groups><PipelineII>"
+    module += (
+        f"{groups}</PipelineII></groups></SummaryOfLoopLatency></PerformanceEstimates></Module></ModuleInformation>"
+    )
+    text = REPORT.replace("</ModuleInformation>", module)
+    report.write_text(text.replace("<PipelineII>9", f"<PipelineII>{beats}"))
+    assert read_csynth(report).ii == expected
+
+
+def test_a_kernel_without_pipelined_loops_has_no_interval(report: Path) -> None:
     report.write_text(REPORT.replace("PipelineII", "Other"))
-    assert read_csynth(report).ii is None
+    assert read_csynth(report).ii == {"reported": None, "expected": 8}
+
+
+def test_every_pipelined_loop_has_a_label_that_tells_its_interval(tmp_path: Path) -> None:
+    """One label stands for one interval, and the sources that are generated have one pipelined loop each."""
+    found: dict[str, set[str]] = {}
+    loop = re.compile(r"\n( *(\w+):)?\n *for .*\n#pragma HLS PIPELINE II = (\d+)")
+    headers = Path(csynth.__file__).parent / "include"
+    texts = [path.read_text() for path in headers.glob("*.hpp")]
+    for _, label, interval in chain.from_iterable(map(loop.findall, texts)):
+        found.setdefault(label, set()).add(interval)
+    assert sum(text.count("HLS PIPELINE") for text in texts) == sum(len(loop.findall(text)) for text in texts)
+    assert "" not in found and {len(intervals) for intervals in found.values()} == {1}
+    write_sources(tmp_path)
+    for source in tmp_path.glob("*.cpp"):
+        assert [label for _, label, _ in loop.findall(source.read_text())] == ["beats"] and "beats" not in found
 
 
 def test_an_older_release_names_dsps_otherwise(report: Path) -> None:
