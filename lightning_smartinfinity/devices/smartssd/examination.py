@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from lightning_smartinfinity.config import SmartSSDConfig, storage_folders
 from lightning_smartinfinity.devices.smartssd.discovery.card_setup import CardSetup, paired_cards
@@ -24,7 +25,7 @@ from lightning_smartinfinity.devices.smartssd.discovery.runtime import (
     runtime_of,
 )
 from lightning_smartinfinity.devices.smartssd.discovery.system import System
-from lightning_smartinfinity.devices.smartssd.discovery.xclbin import Xclbin, read_xclbin
+from lightning_smartinfinity.devices.smartssd.discovery.xclbin import read_xclbin
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS, Kernel
 from lightning_smartinfinity.devices.smartssd.opening import SELF_TEST_ADVICE, open_card
 from lightning_smartinfinity.devices.smartssd.scratch import scratch_folder
@@ -33,7 +34,7 @@ from lightning_smartinfinity.errors import SmartInfinityError
 
 __all__ = ["Finding", "examine"]
 
-_BINDING = "called by"
+_T = TypeVar("_T")
 _UNFORESEEN = "This is an error of lightning-smartinfinity: please report it, with what is shown here."
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -73,56 +74,44 @@ def examine(
         Findings, as soon as they are made; a failed check does not end the examination.
     """
     runtime = runtime_of(system)
-    runtime_findings = _runtime_findings(runtime, settings, system)
-    yield from runtime_findings
-    xclbins: list[Xclbin] = []
-    yield from _findings_of("xclbin", "file", lambda: _xclbin_findings(settings, system, xclbins))
-    yield from _findings_of("cards", "found", lambda: list(_cards_found(system)))
+    binding = yield from _runtime_findings(runtime, settings, system)
+    xclbin = yield from _tried("xclbin", "file", lambda: read_xclbin(settings, system))
+    if xclbin is not None:
+        yield Finding("xclbin", "file", True, str(xclbin.path))
+        yield Finding("xclbin", "built for", None, xclbin.platform or "not told")
+        yield Finding("xclbin", "uuid", None, xclbin.uuid)
+    found = yield from _tried("cards", "found", lambda: list(_cards_found(system)))
+    yield from found or ()
     if not named:
         yield Finding("folders", "named", None, "none: P2P and kernels are not tried. Name folders on the cards' SSDs.")
         return
-    folders: list[Path] = []
-    yield from _findings_of("folders", "named", lambda: _folder_findings(named, folders))
-    paired: list[Card] = []
-    if folders:
-        yield from _findings_of("folders", "pairing", lambda: _pairing_findings(folders, settings, system, paired))
-    if paired and xclbins and all(found.ok is not False for found in runtime_findings):
+    resolve = partial(storage_folders, list(named), owner="smart-infinity selftest")
+    folders = yield from _tried("folders", "named", resolve)
+    if not folders:
+        return
+    paired = yield from _tried("folders", "pairing", lambda: paired_cards(folders, settings, system))
+    for card, folder in zip(paired or (), folders, strict=False):
+        yield Finding(str(folder), "card", True, card.label)
+    if paired and xclbin is not None and binding is not None:
         setup = CardSetup(
-            xclbin=xclbins[0],
-            cards=tuple(paired),
-            settings=settings,
-            binding=next(found.value for found in runtime_findings if found.name == _BINDING),
-            library=runtime.library,
+            xclbin=xclbin, cards=tuple(paired), settings=settings, binding=binding, library=runtime.library
         )
         for card, folder in zip(paired, folders, strict=True):
             if unusable_node(system, card) is None:  # else the card's device node is a finding already
                 yield from _at_work(setup, card, folder, p2p_bytes)
 
 
-def _runtime_findings(runtime: Runtime, settings: SmartSSDConfig, system: System) -> list[Finding]:
-    def root() -> list[Finding]:
-        require_runtime(runtime)
-        return [Finding("XRT", "XILINX_XRT", True, str(runtime.root))]
-
-    def binding() -> list[Finding]:
-        return [Finding("XRT", _BINDING, True, choose_binding(settings.binding, runtime))]
-
-    version = Finding("XRT", "version", None, runtime.version or "not told")
-    found = [*_findings_of("XRT", "XILINX_XRT", root), version, *_findings_of("XRT", _BINDING, binding)]
+def _runtime_findings(
+    runtime: Runtime, settings: SmartSSDConfig, system: System
+) -> Generator[Finding, None, str | None]:
+    """Examine XRT; return how it is called, ``None`` if it cannot be called."""
+    root = yield from _checked("XRT", "XILINX_XRT", lambda: str(require_runtime(runtime)))
+    yield Finding("XRT", "version", None, runtime.version or "not told")
+    binding = yield from _checked("XRT", "called by", lambda: choose_binding(settings.binding, runtime))
     if system.emulated:
         mode = system.environment["XCL_EMULATION_MODE"]
-        found.append(Finding("XRT", "emulation", None, f"XCL_EMULATION_MODE={mode}: no real card is used"))
-    return found
-
-
-def _xclbin_findings(settings: SmartSSDConfig, system: System, found: list[Xclbin]) -> list[Finding]:
-    xclbin = read_xclbin(settings, system)
-    found.append(xclbin)
-    return [
-        Finding("xclbin", "file", True, str(xclbin.path)),
-        Finding("xclbin", "built for", None, xclbin.platform or "not told"),
-        Finding("xclbin", "uuid", None, xclbin.uuid),
-    ]
+        yield Finding("XRT", "emulation", None, f"XCL_EMULATION_MODE={mode}: no real card is used")
+    return binding if root is not None else None
 
 
 def _cards_found(system: System) -> Iterator[Finding]:
@@ -161,55 +150,50 @@ def _card_findings(system: System, card: Card) -> Iterator[Finding]:
     yield Finding(card.label, "P2P", usable, f"{p2p.state.value}{sizes}", "" if usable else p2p.remedy(card.address))
 
 
-def _folder_findings(named: Sequence[str | Path], found: list[Path]) -> list[Finding]:
-    """Resolve the folders as training does; add no finding if that succeeds."""
-    found += storage_folders(list(named), owner="smart-infinity selftest") or ()
-    return []
-
-
-def _pairing_findings(
-    folders: Sequence[Path], settings: SmartSSDConfig, system: System, found: list[Card]
-) -> list[Finding]:
-    found += paired_cards(folders, settings, system)
-    return [Finding(str(folder), "card", True, card.label) for folder, card in zip(folders, found, strict=True)]
-
-
 def _at_work(setup: CardSetup, card: Card, folder: Path, p2p_bytes: int) -> Iterator[Finding]:
-    opened = _findings_of(card.label, "opened", partial(_opened, setup, card))
-    yield from opened
-    if any(finding.ok is False for finding in opened):
+    if (yield from _checked(card.label, "opened", partial(_opened, setup, card))) is None:
         return
-    yield from _findings_of(card.label, "P2P at work", partial(_p2p_at_work, setup, card, folder, p2p_bytes))
+    yield from _checked(card.label, "P2P at work", partial(_p2p_at_work, setup, card, folder, p2p_bytes))
     for kernel in (kernel for kernel in KERNELS if kernel.name in setup.xclbin.kernels):
-        yield from _findings_of(card.label, kernel.name, partial(_kernel_at_work, setup, card, folder, kernel))
+        yield from _checked(card.label, kernel.name, partial(_kernel_at_work, setup, card, folder, kernel))
 
 
-def _opened(setup: CardSetup, card: Card) -> list[Finding]:
+def _opened(setup: CardSetup, card: Card) -> str:
     open_card(setup, card).close()
-    return [Finding(card.label, "opened", True, "the xclbin is loaded")]
+    return "the xclbin is loaded"
 
 
-def _p2p_at_work(setup: CardSetup, card: Card, folder: Path, nbytes: int) -> list[Finding]:
+def _p2p_at_work(setup: CardSetup, card: Card, folder: Path, nbytes: int) -> str:
     with scratch_folder(card, folder) as scratch:
         moved = check_p2p(setup, card, scratch, nbytes=nbytes)
     speed = f"{moved.read / 1e9:.2f} GB/s from the SSD, {moved.write / 1e9:.2f} GB/s to it"
-    return [Finding(card.label, "P2P at work", True, f"{_size(nbytes)} written back unchanged; {speed}")]
+    return f"{_size(nbytes)} written back unchanged; {speed}"
 
 
-def _kernel_at_work(setup: CardSetup, card: Card, folder: Path, kernel: Kernel) -> list[Finding]:
+def _kernel_at_work(setup: CardSetup, card: Card, folder: Path, kernel: Kernel) -> str:
     with scratch_folder(card, folder) as scratch:
         check_kernel(setup, card, kernel, scratch)
-    return [Finding(card.label, kernel.name, True, "one tasklet, bit for bit as on the host")]
+    return "one tasklet, bit for bit as on the host"
 
 
-def _findings_of(subject: str, name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
-    """Return the findings of a check, or its error as a finding."""
+def _checked(subject: str, name: str, check: Callable[[], str]) -> Generator[Finding, None, str | None]:
+    """Yield what a check finds, or its error; return what it finds, ``None`` if it fails."""
+    value = yield from _tried(subject, name, check)
+    if value is not None:
+        yield Finding(subject, name, True, value)
+    return value
+
+
+def _tried(subject: str, name: str, call: Callable[[], _T]) -> Generator[Finding, None, _T | None]:
+    """Return what a call returns; if it fails, yield its error as a finding and return ``None``."""
     try:
-        return look()
+        return call()
     except SmartInfinityError as error:
-        return [Finding(subject, name, False, error.problem, error.remedy.removesuffix(SELF_TEST_ADVICE))]
+        failed = Finding(subject, name, False, error.problem, error.remedy.removesuffix(SELF_TEST_ADVICE))
     except Exception as error:  # an unforeseen error must not keep the other checks from running
-        return [Finding(subject, name, False, f"{type(error).__name__}: {error}", _UNFORESEEN)]
+        failed = Finding(subject, name, False, f"{type(error).__name__}: {error}", _UNFORESEEN)
+    yield failed
+    return None
 
 
 def _size(nbytes: int) -> str:

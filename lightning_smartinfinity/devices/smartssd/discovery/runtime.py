@@ -52,8 +52,8 @@ def runtime_of(system: System) -> Runtime:
     return Runtime(root, version, library, importlib.util.find_spec("pyxrt") is not None)
 
 
-def require_runtime(runtime: Runtime) -> None:
-    """Refuse a machine on which XRT can find no card.
+def require_runtime(runtime: Runtime) -> Path:
+    """Return XRT's folder; refuse a machine on which XRT can find no card.
 
     Raises:
         DeviceError: XILINX_XRT is not set or is not a folder.
@@ -62,6 +62,7 @@ def require_runtime(runtime: Runtime) -> None:
         raise DeviceError("The environment variable XILINX_XRT is not set: XRT finds no card without it.", _INSTALL)
     if not runtime.root.is_dir():
         raise DeviceError(f"XILINX_XRT={str(runtime.root)!r} is no folder.", _INSTALL)
+    return runtime.root
 
 
 def choose_binding(wanted: str, runtime: Runtime) -> str:

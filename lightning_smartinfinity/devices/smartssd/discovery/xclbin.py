@@ -79,19 +79,15 @@ class NamedXclbin(NamedTuple):
 
 def is_xclbin_named(settings: SmartSSDConfig | None, system: System) -> bool:
     """Return whether the settings or the environment name a file."""
-    return bool(_name(settings, system))
+    name, _ = _name_and_setting(settings, system)
+    return bool(name)
 
 
-def _name(settings: SmartSSDConfig | None, system: System) -> str | Path | None:
+def _name_and_setting(settings: SmartSSDConfig | None, system: System) -> tuple[str | Path | None, str]:
+    """Return the file's name, and the setting that names it, with a place for the name."""
     if settings is not None and settings.xclbin:
-        return settings.xclbin
-    return system.environment.get(XCLBIN_VARIABLE)
-
-
-def _setting(settings: SmartSSDConfig | None, path: str | Path) -> str:
-    if settings is not None and settings.xclbin:
-        return f"SmartSSDConfig(xclbin={str(path)!r})"
-    return f"{XCLBIN_VARIABLE}={str(path)!r}"
+        return settings.xclbin, "SmartSSDConfig(xclbin={!r})"
+    return system.environment.get(XCLBIN_VARIABLE), f"{XCLBIN_VARIABLE}={{!r}}"
 
 
 def read_xclbin(settings: SmartSSDConfig | None, system: System) -> Xclbin:
@@ -149,16 +145,16 @@ def require_xclbin_named(settings: SmartSSDConfig | None, system: System | None 
     Raises:
         ConfigError: Neither names a file, or the name cannot be a path.
     """
-    name = _name(settings, system or System())
+    name, setting = _name_and_setting(settings, system or System())
     if not name:
         problem = "update_device='smartssd' needs the kernels' xclbin, and none is named."
         raise ConfigError(problem, BUILD_REMEDY)
     try:
         path = Path(name).expanduser().absolute()
     except (OSError, RuntimeError, ValueError) as error:  # such as an unknown user or no current folder
-        problem = f"{_setting(settings, name)} names no file: {error}"
+        problem = f"{setting.format(str(name))} names no file: {error}"
         raise ConfigError(problem, "Pass the path of an xclbin.") from error
-    return NamedXclbin(path, _setting(settings, path))
+    return NamedXclbin(path, setting.format(str(path)))
 
 
 def _sections(file: BinaryIO, count: int) -> list[_Section]:
