@@ -2,7 +2,8 @@
 
 #include <cerrno>
 #include <cstring>
-#include <system_error>
+
+#include "base/system_error.hpp"
 
 namespace smart_infinity::emulator {
 
@@ -10,7 +11,7 @@ Buffer::Buffer(BufferKind kind, std::size_t bytes, unsigned flags, void* user_me
                std::shared_ptr<CardMemory> memory, std::uint64_t limit_bytes)
     : kind_(kind), bytes_(bytes), flags_(flags), host_(static_cast<std::byte*>(user_memory)) {
     if (host_ == nullptr && (kind == BufferKind::kNormal || kind == BufferKind::kCommand)) {
-        own_host_memory_ = Mapping::anonymous(round_up(bytes, kPageBytes));
+        own_host_memory_ = Mapping(round_up(bytes, kPageBytes));
         host_ = own_host_memory_.data();
     }
     if (kind == BufferKind::kCommand) return;  // XRT relies on zeros in it
@@ -38,7 +39,7 @@ void Buffers::remove(unsigned handle) {
 std::shared_ptr<Buffer> Buffers::get(unsigned handle) const {
     const std::scoped_lock lock(mutex_);
     const auto found = buffers_.find(handle);
-    if (found == buffers_.end()) throw std::system_error(ENOENT, std::generic_category(), "no such buffer");
+    if (found == buffers_.end()) throw SystemError(ENOENT, "no such buffer");
     return found->second;
 }
 

@@ -48,7 +48,7 @@ class Buffers {
  public:
     unsigned add(std::shared_ptr<Buffer> buffer);
     void remove(unsigned handle);
-    // Throws std::system_error (ENOENT) if there is no such buffer.
+    // Throws SystemError (ENOENT) if there is no such buffer.
     std::shared_ptr<Buffer> get(unsigned handle) const;
     // The buffer on the card whose allocation holds an address; null if there is none.
     std::shared_ptr<Buffer> at(std::uint64_t address) const;

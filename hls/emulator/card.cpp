@@ -6,8 +6,8 @@
 #include <cerrno>
 #include <cstring>
 #include <new>
-#include <system_error>
 
+#include "base/system_error.hpp"
 #include "journal.hpp"
 #include "xclbin_reader.hpp"
 
@@ -17,10 +17,8 @@ namespace {
 constexpr unsigned kBankMask = 0xff'ffff;
 constexpr std::int64_t kMiB = 1 << 20;
 
-[[noreturn]] void fail(int code, const char* what) { throw std::system_error(code, std::generic_category(), what); }
-
 void check_within(const Buffer& buffer, std::size_t bytes, std::size_t offset) {
-    if (offset > buffer.bytes() || bytes > buffer.bytes() - offset) fail(EINVAL, "outside of the buffer");
+    if (offset > buffer.bytes() || bytes > buffer.bytes() - offset) throw SystemError(EINVAL, "outside of the buffer");
 }
 
 }  // namespace
@@ -29,7 +27,7 @@ void Card::load(const axlf& file) {
     check_present();
     const Xclbin xclbin(file);
     if (xclbin.uuid == uuid_) return;
-    if (buffers_.num_buffers() > 0) fail(EBUSY, "the card holds buffers of another xclbin");
+    if (buffers_.num_buffers() > 0) throw SystemError(EBUSY, "the card holds buffers of another xclbin");
     std::vector<std::unique_ptr<ComputeUnit>> units;  // made first: if one cannot be, the card stays as it was
     for (const std::string& name : xclbin.compute_units) {
         units.push_back(std::make_unique<ComputeUnit>(
@@ -45,15 +43,15 @@ void Card::load(const axlf& file) {
 }
 
 void Card::check_present() const {
-    if (lost_) fail(ENODEV, "the card is lost");
+    if (lost_) throw SystemError(ENODEV, "the card is lost");
 }
 
 BufferKind Card::kind_of(unsigned flags) const {
     if ((flags & XCL_BO_FLAGS_EXECBUF) != 0) return BufferKind::kCommand;
     if ((flags & (XCL_BO_FLAGS_HOST_ONLY | XCL_BO_FLAGS_SVM)) != 0)
-        fail(EOPNOTSUPP, "the card cannot reach host memory");
+        throw SystemError(EOPNOTSUPP, "the card cannot reach host memory");
     if ((flags & XCL_BO_FLAGS_P2P) != 0) {
-        if (settings_.p2p == 0) fail(EINVAL, "P2P is not enabled");
+        if (settings_.p2p == 0) throw SystemError(EINVAL, "P2P is not enabled");
         return BufferKind::kP2p;
     }
     return (flags & XCL_BO_FLAGS_DEV_ONLY) != 0 ? BufferKind::kDeviceOnly : BufferKind::kNormal;
@@ -62,11 +60,13 @@ BufferKind Card::kind_of(unsigned flags) const {
 unsigned Card::allocate(std::size_t bytes, unsigned flags, void* user_memory) {
     check_present();
     const BufferKind kind = kind_of(flags);
-    if (bytes == 0 || reinterpret_cast<std::uintptr_t>(user_memory) % kPageBytes != 0) fail(EINVAL, "buffer");
+    if (bytes == 0 || reinterpret_cast<std::uintptr_t>(user_memory) % kPageBytes != 0)
+        throw SystemError(EINVAL, "buffer");
     std::shared_ptr<CardMemory> bank;
     if (kind != BufferKind::kCommand) {
         const std::size_t index = flags & kBankMask;
-        if (index >= banks_.size() || banks_[index] == nullptr) fail(EINVAL, "the card has no such memory bank");
+        if (index >= banks_.size() || banks_[index] == nullptr)
+            throw SystemError(EINVAL, "the card has no such memory bank");
         if (strikes(FaultKind::kAlloc)) throw std::bad_alloc();
         bank = banks_[index];
     }
@@ -89,7 +89,7 @@ void Card::free(unsigned handle) {
 
 void* Card::map(unsigned handle) const {
     const auto buffer = buffers_.get(handle);
-    if (buffer->host() == nullptr) fail(EINVAL, "the buffer has no host memory");
+    if (buffer->host() == nullptr) throw SystemError(EINVAL, "the buffer has no host memory");
     return buffer->host();
 }
 
@@ -98,8 +98,8 @@ void Card::sync(unsigned handle, Direction direction, std::size_t bytes, std::si
     const auto buffer = buffers_.get(handle);
     check_within(*buffer, bytes, offset);
     if (buffer->kind() == BufferKind::kP2p) return;  // host and device memory are the same
-    if (buffer->host() == nullptr || !buffer->on_card()) fail(EOPNOTSUPP, "the buffer cannot be synced");
-    if (strikes(FaultKind::kSync)) fail(EIO, "injected failure of a sync");
+    if (buffer->host() == nullptr || !buffer->on_card()) throw SystemError(EOPNOTSUPP, "the buffer cannot be synced");
+    if (strikes(FaultKind::kSync)) throw SystemError(EIO, "injected failure of a sync");
 
     const bool to_card = direction == Direction::kToCard;
     const std::uint64_t address = buffer->address() + offset;
@@ -171,7 +171,7 @@ void Card::copy(unsigned to, unsigned from, std::size_t bytes, std::size_t to_of
     const auto target = buffers_.get(to), source = buffers_.get(from);
     check_within(*target, bytes, to_offset);
     check_within(*source, bytes, from_offset);
-    if (!target->on_card() || !source->on_card()) fail(EINVAL, "not on the card");
+    if (!target->on_card() || !source->on_card()) throw SystemError(EINVAL, "not on the card");
     std::memmove(target->device() + to_offset, source->device() + from_offset, bytes);
     counters_.bytes_copied += static_cast<std::int64_t>(bytes);
 }

@@ -22,7 +22,7 @@ namespace smart_infinity::emulator {
 enum class Direction { kToCard, kFromCard };
 
 // An emulated card: the functions of its driver for XRT, and those that tests call. It raises the errors of the driver,
-// std::system_error and std::bad_alloc.
+// SystemError and std::bad_alloc.
 class Card {
  public:
     explicit Card(unsigned index) : index_(index), faults_(index) {}

@@ -1,14 +1,14 @@
 #include "card_memory.hpp"
 
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <new>
-#include <system_error>
+
+#include "base/system_error.hpp"
 
 namespace smart_infinity::emulator {
 namespace {
@@ -16,7 +16,7 @@ namespace {
 int make_file(std::uint64_t bytes) {
     const int file = memfd_create("smart-infinity-card", MFD_CLOEXEC);
     if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) {
-        throw std::system_error(errno, std::generic_category(), "emulated card: memory");
+        throw SystemError(errno, "emulated card: memory");
     }
     return file;
 }
@@ -24,7 +24,7 @@ int make_file(std::uint64_t bytes) {
 }  // namespace
 
 CardMemory::CardMemory(std::uint64_t base, std::uint64_t bytes)
-    : base_(base), bytes_(bytes), file_(make_file(bytes)), mapping_(Mapping::of_file(file_, bytes)) {}
+    : base_(base), bytes_(bytes), file_(make_file(bytes)), mapping_(bytes, PROT_READ | PROT_WRITE, file_) {}
 
 CardMemory::~CardMemory() { close(file_); }
 

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <system_error>
 
+#include "base/system_error.hpp"
 #include "card.hpp"
 #include "journal.hpp"
 #include "run_memory.hpp"
@@ -26,9 +26,7 @@ std::span<const std::uint32_t> payload_of(const ert_packet& packet) { return {pa
 
 void Card::submit(unsigned handle) {
     check_present();
-    if (strikes(FaultKind::kSubmit)) {
-        throw std::system_error(EIO, std::generic_category(), "injected failure of a start");
-    }
+    if (strikes(FaultKind::kSubmit)) throw SystemError(EIO, "injected failure of a start");
     const auto buffer = buffers_.get(handle);
     // XRT reuses a packet as soon as it sees there that its run has ended.
     const std::scoped_lock lock(mutex_);
@@ -54,7 +52,7 @@ ComputeUnit& Card::unit_for(std::span<const std::uint32_t> masks) {
         ComputeUnit* unit = units_[index].get();
         if (least_busy == nullptr || unit->num_waiting() < least_busy->num_waiting()) least_busy = unit;
     }
-    if (least_busy == nullptr) throw std::system_error(EINVAL, std::generic_category(), "no such compute unit");
+    if (least_busy == nullptr) throw SystemError(EINVAL, "no such compute unit");
     return *least_busy;
 }
 

@@ -5,10 +5,10 @@
 #include <cerrno>
 #include <cstdlib>
 #include <stdexcept>
-#include <system_error>
 #include <utility>
 
 #include "base/flush_subnormals.hpp"
+#include "base/system_error.hpp"
 
 namespace smart_infinity::emulator {
 namespace {
@@ -29,8 +29,8 @@ RunComputeUnit* find_kernel(const std::string& name) {
     const std::string kernel = name.substr(0, name.find(':'));
     void* found = dlsym(kernel_library(), ("smart_infinity_compute_unit_" + kernel).c_str());
     if (found == nullptr) {
-        throw std::system_error(EINVAL, std::generic_category(),
-                                "emulated card: the library of kernels has no " + kernel + ", which the xclbin names");
+        throw SystemError(EINVAL,
+                          "emulated card: the library of kernels has no " + kernel + ", which the xclbin names");
     }
     return reinterpret_cast<RunComputeUnit*>(found);
 }
@@ -41,44 +41,19 @@ ComputeUnit::ComputeUnit(const std::string& name, Execute execute)
     : name_(name.substr(name.find(':') + 1)),
       kernel_(find_kernel(name)),
       execute_(std::move(execute)),
-      thread_([this] { serve(); }) {}
+      thread_("compute-unit", 1, [this](const Run& run) { begin(run); }) {}
 
-ComputeUnit::~ComputeUnit() {
-    {
-        const std::scoped_lock lock(mutex_);
-        stopped_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-}
-
-void ComputeUnit::submit(Run run) {
-    {
-        const std::scoped_lock lock(mutex_);
-        waiting_.push_back(std::move(run));
-    }
-    changed_.notify_all();
-}
-
-std::size_t ComputeUnit::num_waiting() const {
-    const std::scoped_lock lock(mutex_);
-    return waiting_.size();
+void ComputeUnit::submit(const Run& run) {
+    ++num_waiting_;
+    thread_.push(run);
 }
 
 void ComputeUnit::compute(const Run& run, DeviceMemory& memory) const { kernel_(run.registers, memory); }
 
-void ComputeUnit::serve() {
+void ComputeUnit::begin(const Run& run) {
+    --num_waiting_;
     const FlushSubnormals flush;
-    std::unique_lock lock(mutex_);
-    while (true) {
-        changed_.wait(lock, [this] { return stopped_ || !waiting_.empty(); });
-        if (stopped_) return;
-        const Run run = std::move(waiting_.front());
-        waiting_.pop_front();
-        lock.unlock();
-        execute_(*this, run);
-        lock.lock();
-    }
+    if (!stopped_) execute_(*this, run);
 }
 
 }  // namespace smart_infinity::emulator

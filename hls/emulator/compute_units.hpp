@@ -1,14 +1,12 @@
 #pragma once
 
-#include <condition_variable>
-#include <deque>
+#include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "base/worker_pool.hpp"
 #include "buffers.hpp"
 #include "compute_unit.hpp"
 
@@ -27,28 +25,26 @@ class ComputeUnit {
     using Execute = std::function<void(const ComputeUnit& unit, const Run& run)>;
 
     // name: "<kernel>:<instance>", as in the xclbin.
-    // Throws std::system_error if the library of kernels lacks the kernel.
+    // Throws SystemError if the library of kernels lacks the kernel.
     ComputeUnit(const std::string& name, Execute execute);
-    ~ComputeUnit();
+    ~ComputeUnit() { stopped_ = true; }
     ComputeUnit(const ComputeUnit&) = delete;
     ComputeUnit& operator=(const ComputeUnit&) = delete;
 
     const std::string& name() const { return name_; }
-    void submit(Run run);
-    std::size_t num_waiting() const;
+    void submit(const Run& run);
+    std::size_t num_waiting() const { return num_waiting_; }
     void compute(const Run& run, DeviceMemory& memory) const;
 
  private:
-    void serve();
+    void begin(const Run& run);
 
     const std::string name_;
     RunComputeUnit* const kernel_;
     const Execute execute_;
-    mutable std::mutex mutex_;
-    std::condition_variable changed_;
-    std::deque<Run> waiting_;
-    bool stopped_ = false;
-    std::thread thread_;  // last, because it uses the other members
+    std::atomic<std::size_t> num_waiting_ = 0;
+    std::atomic<bool> stopped_ = false;  // runs that wait at the end do not begin
+    WorkerPool<Run> thread_;             // last, because it uses the other members
 };
 
 }  // namespace smart_infinity::emulator

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -14,6 +16,8 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t to) { return
 class Mapping {
  public:
     Mapping() = default;
+    // protection: PROT_NONE reserves addresses only. file: a descriptor; without one the memory is zeros.
+    explicit Mapping(std::size_t bytes, int protection = PROT_READ | PROT_WRITE, int file = -1);
     Mapping(Mapping&& other) noexcept
         : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
     Mapping& operator=(Mapping&& other) noexcept {
@@ -23,16 +27,10 @@ class Mapping {
     }
     ~Mapping();
 
-    static Mapping of_file(int file, std::size_t bytes);
-    static Mapping anonymous(std::size_t bytes);
-    static Mapping inaccessible(std::size_t bytes);  // reserves addresses only
-
     std::byte* data() const { return data_; }
     std::size_t bytes() const { return bytes_; }
 
  private:
-    Mapping(std::size_t bytes, int protection, int flags, int file);
-
     std::byte* data_ = nullptr;
     std::size_t bytes_ = 0;
 };

@@ -1,14 +1,13 @@
 #include "run_memory.hpp"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <limits>
 #include <sstream>
 #include <stdexcept>
-#include <system_error>
+
+#include "base/system_error.hpp"
 
 namespace smart_infinity::emulator {
 namespace {
@@ -62,7 +61,7 @@ void RunMemory::find_ranges(std::span<const PointerArgument> pointers) {
 void RunMemory::place_views() {
     std::uint64_t bytes = kGuardBytes;
     for (const View& view : views_) bytes += round_up(bytes_of(view.range), kPageBytes) + kGuardBytes;
-    addresses_ = Mapping::inaccessible(bytes);
+    addresses_ = Mapping(bytes, PROT_NONE);
     std::byte* next = addresses_.data() + kGuardBytes;
     for (View& view : views_) {
         place(view, next);
@@ -78,7 +77,7 @@ void RunMemory::place(View& view, std::byte* begin) {
     const auto offset = view.is_copy ? 0 : static_cast<off_t>(memory_.file_offset(view.range.begin));
     const int file = view.is_copy ? -1 : memory_.file();
     if (mmap(begin, whole, PROT_READ | PROT_WRITE, flags | MAP_FIXED, file, offset) == MAP_FAILED) {
-        throw std::system_error(errno, std::generic_category(), "emulated card: a run's memory");
+        throw SystemError(errno, "emulated card: a run's memory");
     }
     view.memory = begin + (whole - bytes);
     const std::byte* device = memory_.at(view.range.begin);

@@ -4,7 +4,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <system_error>
+
+#include "base/system_error.hpp"
 
 namespace smart_infinity::emulator {
 namespace {
@@ -13,7 +14,7 @@ template <class Section>
 const Section& section(const axlf& file, axlf_section_kind kind, const char* name) {
     const axlf_section_header* header = xclbin::get_axlf_section(&file, kind);
     if (header == nullptr) {
-        throw std::system_error(EINVAL, std::generic_category(), std::string("the xclbin has no section ") + name);
+        throw SystemError(EINVAL, std::string("the xclbin has no section ") + name);
     }
     return *reinterpret_cast<const Section*>(reinterpret_cast<const char*>(&file) + header->m_sectionOffset);
 }

@@ -19,7 +19,7 @@ struct Xclbin {
     std::vector<Bank> banks;
     std::vector<std::string> compute_units;  // "<kernel>:<name>", in the order in which XRT numbers them
 
-    // Throws std::system_error (EINVAL) if a section is missing.
+    // Throws SystemError (EINVAL) if a section is missing.
     explicit Xclbin(const axlf& file);
 };
 
