@@ -1,17 +1,13 @@
 #include "csim.hpp"
 
+#include <hls_stream.h>
 #include <xmmintrin.h>
 
 #include <card_kernels.hpp>
-#include <leftovers.hpp>
 #include <stdexcept>
 #include <tuple>
 #include <type_traits>
 #include <utility>
-
-#ifdef SMART_INFINITY_THREADED_SIMULATION
-#include <dataflow.hpp>
-#endif
 
 namespace sim {
 namespace {

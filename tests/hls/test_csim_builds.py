@@ -107,8 +107,10 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Library:
     """The threaded simulation of a kernel with two streams too shallow, and one that nobody reads."""
     folder = shutil.copytree(ROOT / "hls", tmp_path_factory.mktemp("broken") / "hls")
     (folder.parent / "lightning_smartinfinity").symlink_to(ROOT / "lightning_smartinfinity")
-    _replace(folder / "sources.py", '("indices", "Words", 32)', '("indices", "Words", 4)')
-    _replace(folder / "sources.py", '("counts", "std::uint32_t", 8192)', '("counts", "std::uint32_t", 4)')
+    _replace(folder / "sources.py", '("indices", "Words, 2 * kIndexBurst", 32)', '("indices", "Words, 4", 4)')
+    _replace(
+        folder / "sources.py", '("counts", "std::uint32_t, kMostBlocks", 8192)', '("counts", "std::uint32_t, 4", 4)'
+    )
     _replace(folder / "include" / "arrays.hpp", "? order.num_blocks : 0;", "? 0u : 0u;")
     make = ["make", "-C", str(folder), f"BUILD={folder}", f"{folder}/threaded.so"]
     subprocess.run(make, check=True, capture_output=True, timeout=PROCESS_LIMIT)

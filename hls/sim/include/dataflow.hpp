@@ -3,6 +3,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <functional>
 #include <mutex>
 #include <set>
 #include <stdexcept>
@@ -22,13 +23,6 @@ inline std::string& process_name() {
 
 class Dataflow {
  public:
-    // A process that waits for a stream until the stream's other process serves it.
-    struct Waiter {
-        std::string what;
-        bool served = false;
-        std::condition_variable wake;
-    };
-
     // The dataflow of the calling thread; nullptr outside of a simulation.
     static Dataflow*& current() {
         thread_local Dataflow* dataflow = nullptr;
@@ -57,38 +51,42 @@ class Dataflow {
         look_for_deadlock();
     }
 
-    // Requires the mutex. `link` is where the other process finds the waiter to serve it.
-    void wait(std::unique_lock<std::mutex>& lock, Waiter*& link, const std::string& what) {
+    // Requires the mutex. Lets the calling process wait for a stream that is not ready.
+    void wait(std::unique_lock<std::mutex>& lock, const std::string& what, const std::function<bool()>& ready) {
         Waiter waiter;
         waiter.what = process_name() + " waits to " + what;
-        link = &waiter;
+        waiter.ready = ready;
         waiters_.insert(&waiter);
         --num_running_;
         look_for_deadlock();
-        waiter.wake.wait(lock, [&] { return waiter.served || deadlocked_; });
-        if (waiter.served) return;
-        link = nullptr;
+        waiter.wake.wait(lock, [&] { return ready() || deadlocked_; });
         waiters_.erase(&waiter);
         ++num_running_;
-        throw Deadlock(failure_);
+        if (!ready()) throw Deadlock(failure_);
     }
 
-    // Requires the mutex.
-    void serve(Waiter*& link) {
-        if (link == nullptr) return;
-        link->served = true;
-        waiters_.erase(link);
-        ++num_running_;
-        link->wake.notify_one();
-        link = nullptr;
+    // Requires the mutex. Called when a stream has changed.
+    void wake_ready() {
+        for (Waiter* waiter : waiters_) {
+            if (waiter->ready()) waiter->wake.notify_one();
+        }
     }
 
     // Why the first process failed; empty if none did. Read it when all have ended.
     const std::string& failure() const { return failure_; }
 
  private:
+    struct Waiter {
+        std::string what;
+        std::function<bool()> ready;
+        std::condition_variable wake;
+    };
+
     void look_for_deadlock() {
         if (num_running_ > 0 || waiters_.empty() || deadlocked_) return;
+        for (const Waiter* waiter : waiters_) {
+            if (waiter->ready()) return;  // it was woken and will run
+        }
         deadlocked_ = true;
         std::set<std::string> lines;  // sorted, so that the order does not depend on addresses
         for (const Waiter* waiter : waiters_) lines.insert(waiter->what);
