@@ -26,7 +26,7 @@ _HEADER = """\
 
 #include "beats.hpp"
 
-// Lists every kernel: its function, its number and how many arrays it has.
+// Lists every kernel: its function and its number.
 #define CARD_KERNELS(X) {listed}
 
 namespace card {{
@@ -128,7 +128,7 @@ def write_sources(folder: Path) -> None:
 
 def _header() -> str:
     return _HEADER.format(
-        listed=" ".join(f"X({kernel.name}, {kernel.number}, {len(kernel.arrays)})" for kernel in KERNELS),
+        listed=" ".join(f"X({kernel.name}, {kernel.number})" for kernel in KERNELS),
         numbers=", ".join(f"k_{kernel.name} = {kernel.number}" for kernel in KERNELS),
         scalars="\n".join(map(_scalars, KERNELS)),
         signatures="\n".join(f"void {kernel.name}(\n    {_parameters(kernel)});" for kernel in KERNELS),

@@ -3,5 +3,5 @@
 
 #include "dispatch.hpp"
 
-#define COMPUTE_UNIT(function, number, arrays) SMART_INFINITY_COMPUTE_UNIT(function);
+#define COMPUTE_UNIT(function, number) SMART_INFINITY_COMPUTE_UNIT(function);
 CARD_KERNELS(COMPUTE_UNIT)

@@ -7,11 +7,9 @@
 
 namespace sim {
 
-// Kernels are identified by the number in their status beat.
-std::size_t num_arrays(std::uint32_t kernel);
-
-// `buffers` are gradient, the arrays, parameter and status, aligned to 64 bytes; arrays are updated in place. `words`
-// are the kernel's scalars. Returns the simulation's failure; empty if there was none.
+// `kernel` is the number in its status beat. `buffers` are gradient, the arrays, parameter and status, aligned to 64
+// bytes; arrays are updated in place. `words` are the kernel's scalars. Returns the simulation's failure; empty if
+// there was none.
 std::string simulate(std::uint32_t kernel, void* const* buffers, const std::uint32_t* words);
 
 }  // namespace sim

@@ -1,8 +1,8 @@
 // Runs kernels for another process. It serves builds with a sanitizer, which Python cannot load.
 //
-// For each run it reads from stdin: uint32 kernel; for each buffer uint64 size and its bytes (gradient, arrays,
-// parameter, status); uint32 number of words, and the words. It answers on stdout: uint64 size of the message, the
-// message, and the bytes of the buffers.
+// For each run it reads from stdin: uint32 kernel; uint32 number of buffers, and for each its uint64 size and its bytes
+// (gradient, arrays, parameter, status); uint32 number of words, and the words. It answers on stdout: uint64 size of
+// the message, the message, and the bytes of the buffers.
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -37,7 +37,7 @@ struct Buffer {
 };
 
 void serve(std::uint32_t kernel) {
-    std::vector<Buffer> buffers(sim::num_arrays(kernel) + 3);
+    std::vector<Buffer> buffers(received<std::uint32_t>());
     std::vector<std::uint32_t> words(received<std::uint32_t>());
     receive(words.data(), words.size() * sizeof words[0]);
 

@@ -102,7 +102,7 @@ class Program:
         assert self._process.returncode == 0 and not report, report.decode()
 
     def run(self, kernel: Kernel, buffers: Sequence[Buffer], words: Sequence[int]) -> str:
-        request = [struct.pack("=I", kernel.number)]
+        request = [struct.pack("=II", kernel.number, len(buffers))]
         for buffer in buffers:
             request += [struct.pack("=Q", buffer.nbytes), buffer.tobytes()]
         request += [struct.pack("=I", len(words)), np.array(words, np.uint32).tobytes()]

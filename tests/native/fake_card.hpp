@@ -166,7 +166,7 @@ inline void compute(const Started& run) {
     if (run.fault == CardFault::kOtherArray) flip(run.pointers[1], 2 * first);
     if (run.fault == CardFault::kOtherGradient) flip(run.pointers[0], first);
     const FlushSubnormals flush;
-#define CALL(function, number, arrays) \
+#define CALL(function, number) \
     if (run.kernel == #function) call(function, run.pointers, run.words);
     CARD_KERNELS(CALL)
 #undef CALL
