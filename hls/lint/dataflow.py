@@ -1,64 +1,100 @@
-"""Checks DATAFLOW: one producer and consumer per stream, one process per pointer, one reader and writer per master."""
+"""Checks DATAFLOW: where it has to be, the pragmas of its processes and channels, and who uses what.
+
+A stream has one producer and one consumer, a pointer one process, a master one reader and one writer.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
 from clang.cindex import CursorKind, TypeKind
 
-from hls.lint.source import FUNCTIONS, Cursor, Finding, Function, Source, parameters, variables_of
+from hls.lint.source import (
+    FUNCTIONS,
+    Cursor,
+    Finding,
+    Function,
+    Source,
+    definition_of,
+    end_of,
+    finding_at,
+    parameters,
+    spans,
+    variables_of,
+)
 
 __all__ = ["check_dataflow"]
 
 
-@dataclass(frozen=True)
-class _Process:
+_MOST_PARTS = 1024  # Vitis HLS partitions no array into more
+
+
+class _Process(NamedTuple):
     """A call in a DATAFLOW region."""
 
     name: str
     function: Cursor
     arguments: tuple[Cursor, ...]
 
-    @property
-    def variables(self) -> set[str]:
-        return {name for argument in self.arguments for name in _variables(argument)}
-
 
 @dataclass(frozen=True)
 class _Region:
     """A DATAFLOW region."""
 
-    function: Cursor
+    function: Function
+    body: Cursor
     line: int
     processes: tuple[_Process, ...]
     bundles: Mapping[str, str]
     """The AXI master of each pointer."""
 
     def finding(self, message: str) -> Finding:
-        return Finding(str(self.function.location.file), self.line, message)
+        return Finding(str(self.body.location.file), self.line, message)
 
 
 def check_dataflow(source: Source, top: Function) -> Iterator[Finding]:
-    """Check every DATAFLOW region that a kernel's top reaches."""
+    """Check every DATAFLOW region that a kernel's top reaches, and that every block that takes one is one."""
     ports = {p.options.get("port", ""): p.options.get("bundle", "") for p in top.named("INTERFACE")}
-    yield from _check_function(source, top.cursor, ports)
+    yield from _check_function(source, top, ports)
 
 
-def _check_function(source: Source, function: Cursor, bundles: Mapping[str, str]) -> Iterator[Finding]:
-    written = source.written(function)
-    for pragma in written.named("DATAFLOW") if written else []:
-        blocks = [c for c in Function(function).around(pragma.line) if c.kind == CursorKind.COMPOUND_STMT]
-        body = blocks[-1]
-        yield from _check_form(source, function, body)
-        region = _Region(function, pragma.line, tuple(_processes(body)), bundles)
-        yield from _check_streams(source, region, body)
-        yield from _check_arrays(region, body)
-        yield from _check_pointers(region)
-    for call, called in source.calls(function):
-        if source.owns(called):
-            yield from _check_function(source, called, _passed_on(call, called, bundles))
+def _check_function(source: Source, function: Function, bundles: Mapping[str, str]) -> Iterator[Finding]:
+    for block in function.inside(CursorKind.COMPOUND_STMT):
+        lines = [pragma.line for pragma in function.pragmas_of(block) if pragma.name == "DATAFLOW"]
+        if lines:
+            yield from _check_region(source, _Region(function, block, lines[0], tuple(_processes(block)), bundles))
+        else:
+            yield from _check_other_block(source, function, block)
+    for call, called in source.calls(function.cursor):
+        if (written := source.written(called)) is not None:
+            yield from _check_function(source, written, _passed_on(call, called, bundles))
+
+
+def _check_region(source: Source, region: _Region) -> Iterator[Finding]:
+    yield from _check_form(source, region)
+    yield from _check_processes(source, region)
+    for variable in variables_of(region.body):
+        yield from _check_channel(region.function, variable)
+    yield from _check_streams(source, region)
+    yield from _check_arrays(region)
+    yield from _check_pointers(region)
+
+
+def _check_other_block(source: Source, function: Function, block: Cursor) -> Iterator[Finding]:
+    """Check that no two statements of a block call processes: functions that are kept apart."""
+    processes = [call for call, called in source.calls(block) if _is_kept_apart(source.written(called))]
+    # A block around a region has the region's calls in it, too.
+    if len(processes) > 1 and not any(spans(block, p.line) for p in function.named("DATAFLOW")):
+        yield finding_at(block, f"{function.name}: a block that calls {len(processes)} processes has no DATAFLOW")
+
+
+def _is_kept_apart(function: Function | None) -> bool:
+    return function is not None and any("off" in pragma.words for pragma in function.named("INLINE"))
 
 
 def _passed_on(call: Cursor, called: Cursor, bundles: Mapping[str, str]) -> dict[str, str]:
@@ -68,14 +104,55 @@ def _passed_on(call: Cursor, called: Cursor, bundles: Mapping[str, str]) -> dict
     return {parameter: bundles[next(iter(names))] for parameter, names in passed.items() if names}
 
 
-def _check_form(source: Source, function: Cursor, body: Cursor) -> Iterator[Finding]:
+def _check_form(source: Source, region: _Region) -> Iterator[Finding]:
     """Check that a region has the form that tools accept: declarations and calls only."""
-    for statement in body.get_children():
-        calls = (c.referenced for c in statement.walk_preorder() if c.kind == CursorKind.CALL_EXPR and c.referenced)
-        is_declaration = statement.kind == CursorKind.DECL_STMT and not any(map(source.owns, calls))
-        if not is_declaration and _call_in(statement) is None:
-            message = f"{function.spelling}: a DATAFLOW region may hold declarations and calls of functions only"
-            yield Finding(str(statement.location.file), statement.location.line, message)
+    for statement in region.body.get_children():
+        calls_own = any(source.owns(called) for _, called in source.calls(statement))
+        if _call_in(statement) is None and (calls_own or statement.kind != CursorKind.DECL_STMT):
+            name = region.function.name
+            yield finding_at(statement, f"{name}: a DATAFLOW region may hold declarations and calls of functions only")
+
+
+def _check_processes(source: Source, region: _Region) -> Iterator[Finding]:
+    for _, called in source.calls(region.body):
+        function = source.written(called) if called.kind == CursorKind.FUNCTION_DECL else None
+        if function is not None and not _is_kept_apart(function):
+            yield finding_at(called, f"the process {function.name} has no INLINE off")
+
+
+def _check_channel(function: Function, variable: Cursor) -> Iterator[Finding]:
+    """Check the pragmas of a stream, whose depth stands in its type, too, or of an array between two processes."""
+    name, kind = str(variable.spelling), variable.type.get_canonical()
+    is_array = _is_plain_array(variable)
+    for needed in ("ARRAY_PARTITION" if is_array else "STREAM", "BIND_STORAGE"):
+        if not _about(function, needed, name):
+            yield finding_at(variable, f"{name} has no pragma {needed}")
+    kind_of_storage = "ram_2p" if is_array else "fifo"
+    for options in _about(function, "BIND_STORAGE", name):
+        if options.get("type") != kind_of_storage:
+            yield finding_at(variable, f"{name} is bound to type={options.get('type')}: it takes {kind_of_storage}")
+    for options in _about(function, "ARRAY_PARTITION", name):
+        if not 1 < (parts := _parts(kind, options.get("dim", "1"))) <= _MOST_PARTS:
+            yield finding_at(variable, f"{name} is partitioned into {parts} parts: 2 to {_MOST_PARTS} may be")
+    depth = re.search(r", (\d+)>$", kind.spelling)
+    for options in _about(function, "STREAM", name):
+        if depth and options.get("depth") != depth[1]:
+            yield finding_at(
+                variable, f"{name} has depth {depth[1]} in its type and {options.get('depth')} in its pragma"
+            )
+
+
+def _about(function: Function, name: str, variable: str) -> list[dict[str, str]]:
+    return [p.options for p in function.named(name) if p.options.get("variable") == variable]
+
+
+def _parts(array: Cursor, dimension: str) -> int:
+    """Return into how many arrays a complete partition splits one; dimension 0 stands for all."""
+    extents = []
+    while array.kind == TypeKind.CONSTANTARRAY:
+        extents.append(int(array.element_count))
+        array = array.element_type
+    return {"0": prod(extents), **{str(n): extent for n, extent in enumerate(extents, 1)}}.get(dimension, 1)
 
 
 def _call_in(statement: Cursor) -> Cursor | None:
@@ -89,11 +166,11 @@ def _call_in(statement: Cursor) -> Cursor | None:
 def _processes(body: Cursor) -> Iterator[_Process]:
     for statement in body.get_children():
         if (call := _call_in(statement)) is not None:
-            function = call.referenced.get_definition() or call.referenced
-            yield _Process(f"{call.spelling} (line {call.location.line})", function, tuple(call.get_arguments()))
+            name = f"{call.spelling} (line {call.location.line})"
+            yield _Process(name, definition_of(call), tuple(call.get_arguments()))
 
 
-def _check_streams(source: Source, region: _Region, body: Cursor) -> Iterator[Finding]:
+def _check_streams(source: Source, region: _Region) -> Iterator[Finding]:
     readers: dict[str, list[str]] = defaultdict(list)
     writers: dict[str, list[str]] = defaultdict(list)
     for process in region.processes:
@@ -104,10 +181,10 @@ def _check_streams(source: Source, region: _Region, body: Cursor) -> Iterator[Fi
                 readers[stream].append(process.name)
             if writes:
                 writers[stream].append(process.name)
-    for stream in _streams(body):
+    for stream in _streams(region.body):
         yield from _check_ends(region, f"stream {stream}", writers[stream], readers[stream])
     # A stream that the region is given has its other end outside of the region.
-    for stream in (str(p.spelling) for p in parameters(region.function) if _is_stream(p.type.get_pointee())):
+    for stream in (str(p.spelling) for p in parameters(region.function.cursor) if _is_stream(p.type.get_pointee())):
         users = [*writers[stream], *readers[stream]]
         if len(users) > 1:
             yield region.finding(f"stream {stream} is used by {len(users)} processes{_listed(users)}: one may")
@@ -119,9 +196,9 @@ def _check_ends(region: _Region, channel: str, producers: list[str], consumers: 
             yield region.finding(f"{channel} has {len(users)} {what}s{_listed(users)}: it takes one")
 
 
-def _check_arrays(region: _Region, body: Cursor) -> Iterator[Finding]:
+def _check_arrays(region: _Region) -> Iterator[Finding]:
     """Check ping-pong buffers: one process fills an array, the next one takes it as const."""
-    for array in (v for v in variables_of(body) if v.type.kind == TypeKind.CONSTANTARRAY and not _num_streams(v)):
+    for array in filter(_is_plain_array, variables_of(region.body)):
         users: dict[bool, list[str]] = {True: [], False: []}
         for process in region.processes:
             for parameter, argument in zip(parameters(process.function), process.arguments, strict=False):
@@ -155,6 +232,10 @@ def _num_streams(variable: Cursor) -> int:
     return int(kind.element_count) if is_array else 0
 
 
+def _is_plain_array(variable: Cursor) -> bool:
+    return variable.type.kind == TypeKind.CONSTANTARRAY and not _num_streams(variable)
+
+
 def _is_stream(kind: Cursor) -> bool:
     spelling = str(kind.get_canonical().spelling).removeprefix("const ")
     return spelling.startswith("hls::stream<") and spelling.endswith(">")
@@ -172,10 +253,9 @@ def _directions(source: Source, function: Cursor, position: int) -> tuple[bool, 
     stream = str(parameters(function)[position].spelling)
     reads = writes = False
     for call, called in source.calls(function):
-        if _receiver(call) == stream:
+        if (end := end_of(call)) is not None and end.spelling == stream:
             reads |= called.spelling == "read"
             writes |= called.spelling == "write"
-            continue
         for index, argument in enumerate(call.get_arguments()):
             if _stream(argument) == stream and index < len(parameters(called)):
                 further = _directions(source, called, index)
@@ -183,23 +263,14 @@ def _directions(source: Source, function: Cursor, position: int) -> tuple[bool, 
     return reads, writes
 
 
-def _receiver(call: Cursor) -> str:
-    """Return the variable whose method is called."""
-    first = next(call.get_children(), None)
-    if first is None or call.referenced.kind != CursorKind.CXX_METHOD:
-        return ""
-    owner = next(first.get_children(), None) if first.kind == CursorKind.MEMBER_REF_EXPR else first
-    return str(owner.spelling) if owner is not None else ""
-
-
 def _check_pointers(region: _Region) -> Iterator[Finding]:
     """Check pointers and masters. A master has one channel per direction: two processes on it wait for each other."""
     by_direction: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for parameter in parameters(region.function):
+    for parameter in parameters(region.function.cursor):
         name, kind = str(parameter.spelling), parameter.type.get_canonical()
         if kind.kind != TypeKind.POINTER:
             continue
-        users = [process.name for process in region.processes if name in process.variables]
+        users = [p.name for p in region.processes if any(name in _variables(each) for each in p.arguments)]
         if len(users) != 1:
             yield region.finding(f"pointer {name} is used by {len(users)} processes{_listed(users)}: one may")
         if name in region.bundles:

@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from clang.cindex import CursorKind, TypeKind
 
-from hls.lint.source import LOOPS, Cursor, Finding, Function, Pragma, Source, parameters
+from hls.lint.source import LOOPS, Cursor, Finding, Function, Pragma, Source, body_of, parameters
 
 __all__ = ["check_pragmas"]
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """The options and words that a pragma may have.
+class _Kind(NamedTuple):
+    """The options and words that a pragma may have, apart by blanks.
 
     Attributes:
         needs_loop: Whether it describes a loop and so must stand in the loop's body.
     """
 
-    options: frozenset[str] = frozenset()
-    words: frozenset[str] = frozenset()
+    options: str = ""
+    words: str = ""
     needs_loop: bool = False
-
-
-def _kind(options: str = "", words: str = "", *, needs_loop: bool = False) -> _Kind:
-    return _Kind(frozenset(options.split()), frozenset(words.split()), needs_loop)
 
 
 # The pragmas that the kernels use; another one is added here with the words and options that v++ knows for it.
 _KNOWN = {
-    "ARRAY_PARTITION": _kind("variable dim", "complete"),
-    "BIND_STORAGE": _kind("variable type impl"),
-    "DATAFLOW": _kind(),
-    "INLINE": _kind("", "off"),
-    "INTERFACE": _kind(
+    "ARRAY_PARTITION": _Kind("variable dim", "complete"),
+    "BIND_STORAGE": _Kind("variable type impl"),
+    "DATAFLOW": _Kind(),
+    "INLINE": _Kind(words="off"),
+    "INTERFACE": _Kind(
         "port bundle offset max_read_burst_length max_write_burst_length num_read_outstanding num_write_outstanding",
         "m_axi s_axilite ap_ctrl_hs",
     ),
-    "LOOP_TRIPCOUNT": _kind("min max", needs_loop=True),
-    "PIPELINE": _kind("ii", needs_loop=True),
-    "STREAM": _kind("variable depth"),
-    "UNROLL": _kind("factor", needs_loop=True),
+    "LOOP_TRIPCOUNT": _Kind("min max", needs_loop=True),
+    "PIPELINE": _Kind("ii", needs_loop=True),
+    "STREAM": _Kind("variable depth"),
+    "UNROLL": _Kind("factor", needs_loop=True),
 }
 _STORAGE = ("bram", "srl", "uram")
 _NUMBERS = frozenset(["ii", "factor", "dim", "depth", "min", "max", "num_read_outstanding", "num_write_outstanding"])
@@ -56,20 +51,22 @@ def check_pragmas(source: Source) -> Iterator[Finding]:
         yield pragma.finding(f"pragma {pragma.name} stands outside of every function")
     constants = source.constants()
     for function in source.functions:
+        in_loops = [pragma for loop in function.inside(*LOOPS) for pragma in function.pragmas_of(body_of(loop))]
         for pragma in function.pragmas:
             if pragma.name not in _KNOWN:
                 yield pragma.finding(f"unknown pragma {pragma.name}")
                 continue
             yield from _check_form(pragma, _KNOWN[pragma.name], constants)
-            yield from _check_place(function, pragma)
+            if _KNOWN[pragma.name].needs_loop and pragma not in in_loops:
+                yield pragma.finding(f"pragma {pragma.name} does not stand in a loop's body")
             yield from _check_variable(function, pragma)
             if pragma.name == "INTERFACE":
                 yield from _check_port(function, pragma)
 
 
 def _check_form(pragma: Pragma, kind: _Kind, constants: set[str]) -> Iterator[Finding]:
-    unknown = [f"{name}=" for name in pragma.options if name not in kind.options]
-    unknown += [word for word in pragma.words if word.lower() not in kind.words]
+    unknown = [f"{name}=" for name in pragma.options if name not in kind.options.split()]
+    unknown += [word for word in pragma.words if word.lower() not in kind.words.split()]
     if unknown:
         yield pragma.finding(f"pragma {pragma.name} has no {', '.join(unknown)}")
     for name, value in pragma.options.items():
@@ -82,26 +79,14 @@ def _check_form(pragma: Pragma, kind: _Kind, constants: set[str]) -> Iterator[Fi
         yield pragma.finding(f"pragma {pragma.name}: min={least} is more than max={most}")
 
 
-def _check_place(function: Function, pragma: Pragma) -> Iterator[Finding]:
-    if _KNOWN[pragma.name].needs_loop and not _is_in_loop_body(function, pragma.line):
-        yield pragma.finding(f"pragma {pragma.name} does not stand in a loop's body")
-
-
-def _is_in_loop_body(function: Function, line: int) -> bool:
-    around = function.around(line)
-    blocks = [index for index, cursor in enumerate(around) if cursor.kind == CursorKind.COMPOUND_STMT]
-    return bool(blocks) and blocks[-1] > 0 and around[blocks[-1] - 1].kind in LOOPS
-
-
 def _check_variable(function: Function, pragma: Pragma) -> Iterator[Finding]:
-    if "variable" not in _KNOWN[pragma.name].options:
+    if "variable" not in _KNOWN[pragma.name].options.split():
         return
     name = pragma.options.get("variable")
     if name is None:
         yield pragma.finding(f"pragma {pragma.name} names no variable")
         return
-    known = (c for c in function.cursor.walk_preorder() if c.kind in (CursorKind.PARM_DECL, CursorKind.VAR_DECL))
-    if name not in {c.spelling for c in known}:
+    if name not in {c.spelling for c in function.inside(CursorKind.PARM_DECL, CursorKind.VAR_DECL)}:
         yield pragma.finding(f"pragma {pragma.name}: there is no variable {name} in {function.name}")
 
 

@@ -21,6 +21,9 @@ __all__ = [
     "Function",
     "Pragma",
     "Source",
+    "body_of",
+    "definition_of",
+    "end_of",
     "finding_at",
     "parameters",
     "spans",
@@ -42,17 +45,6 @@ FUNCTIONS = frozenset(
 )
 LOOPS = frozenset({CursorKind.FOR_STMT, CursorKind.WHILE_STMT, CursorKind.DO_STMT, CursorKind.CXX_FOR_RANGE_STMT})
 
-_HOUSES = frozenset(
-    {
-        CursorKind.NAMESPACE,
-        CursorKind.LINKAGE_SPEC,
-        CursorKind.UNEXPOSED_DECL,  # extern "C" in some versions
-        CursorKind.CLASS_DECL,
-        CursorKind.STRUCT_DECL,
-        CursorKind.CLASS_TEMPLATE,
-        CursorKind.CLASS_TEMPLATE_PARTIAL_SPECIALIZATION,
-    }
-)
 _STANDARD = "-std=c++14"  # the default of v++
 _COMPILER = os.environ.get("CXX", "c++")
 _ERROR = 3  # clang's severity
@@ -97,7 +89,7 @@ class Pragma:
 
 @dataclass(frozen=True)
 class Function:
-    """A function or template of the project, with the pragmas in its body."""
+    """A function, template or instance of a template of the project, with the pragmas that are written in its body."""
 
     cursor: Cursor
     pragmas: list[Pragma] = field(default_factory=list)
@@ -110,9 +102,14 @@ class Function:
         """Return the pragmas of this name."""
         return [pragma for pragma in self.pragmas if pragma.name == name]
 
-    def around(self, line: int) -> list[Cursor]:
-        """Return everything in the function that spans a line, outermost first."""
-        return [c for c in self.cursor.walk_preorder() if c != self.cursor and spans(c, line)]
+    def inside(self, *kinds: CursorKind) -> list[Cursor]:
+        """Return everything in the function that is of these kinds."""
+        return [cursor for cursor in self.cursor.walk_preorder() if cursor.kind in kinds]
+
+    def pragmas_of(self, block: Cursor) -> list[Pragma]:
+        """Return the pragmas in a block that are in no block inside of it."""
+        inner = [c for c in block.walk_preorder() if c.kind == CursorKind.COMPOUND_STMT and c != block]
+        return [p for p in self.pragmas if spans(block, p.line) and not any(spans(c, p.line) for c in inner)]
 
 
 class Source:
@@ -132,11 +129,12 @@ class Source:
             *(f"-I{folder}" for folder in include),
             *("-isystem", str(stand_ins)),
         ]
-        self._calls: dict[str, list[tuple[Cursor, Cursor]]] = {}
-        self._files, self._pragmas = _preprocessed(self.path, arguments)
+        self._calls: dict[Cursor, list[tuple[Cursor, Cursor]]] = {}
         self._unit = Index.create().parse(self.path, args=[*arguments, "-isystem", _compiler_headers()])
-        self.functions = [Function(cursor) for cursor in _functions(self._unit.cursor, self._files)]
-        self.homeless = [pragma for pragma in self._pragmas if not self._house(pragma)]
+        own = filter(self.owns, self._unit.cursor.get_children())
+        self._cursors = [cursor for each in own for cursor in each.walk_preorder()]
+        self.functions = [Function(c) for c in self._cursors if c.kind in FUNCTIONS and c.is_definition()]
+        self.homeless = [pragma for pragma in _pragmas(self.path, arguments) if not self._house(pragma)]
 
     @property
     def errors(self) -> list[Finding]:
@@ -161,36 +159,27 @@ class Source:
     def constants(self) -> set[str]:
         """Return names that may stand for a number in a pragma: variables, enumerators and template parameters."""
         kinds = (CursorKind.VAR_DECL, CursorKind.ENUM_CONSTANT_DECL, CursorKind.TEMPLATE_NON_TYPE_PARAMETER)
-        return {
-            str(cursor.spelling)
-            for top in self._unit.cursor.get_children()
-            if self.owns(top)
-            for cursor in top.walk_preorder()
-            if cursor.kind in kinds
-        }
+        return {str(cursor.spelling) for cursor in self._cursors if cursor.kind in kinds}
 
     def owns(self, cursor: Cursor) -> bool:
         """Return whether a cursor stands in one of the project's files."""
-        return _file(cursor) in self._files
+        return cursor.location.file is not None and not cursor.location.is_in_system_header
 
     def is_toolchain(self, cursor: Cursor) -> bool:
         """Return whether a cursor stands in a header of the toolchain, or in a replacement for one."""
         return Path(_file(cursor)).parent == self._stand_ins
 
-    def calls(self, function: Cursor) -> list[tuple[Cursor, Cursor]]:
-        """Return every call in a function, with the function that it calls (an instance if that is a template)."""
-        name = function.get_usr()
-        if name not in self._calls:
-            found = (c for c in function.walk_preorder() if c.kind == CursorKind.CALL_EXPR and c.referenced)
-            known = (c for c in found if c.referenced.kind in FUNCTIONS)
-            self._calls[name] = [(c, c.referenced.get_definition() or c.referenced) for c in known]
-        return self._calls[name]
+    def calls(self, cursor: Cursor) -> list[tuple[Cursor, Cursor]]:
+        """Return every call in a function or statement, with the function that is called."""
+        if cursor not in self._calls:
+            found = (c for c in cursor.walk_preorder() if c.kind == CursorKind.CALL_EXPR and c.referenced)
+            self._calls[cursor] = [(c, definition_of(c)) for c in found if c.referenced.kind in FUNCTIONS]
+        return self._calls[cursor]
 
     def written(self, cursor: Cursor) -> Function | None:
-        """Return the function as it was written; ``cursor`` may be an instance of it."""
-        place = (_file(cursor), cursor.location.line)
-        matches = (f for f in self.functions if (_file(f.cursor), f.cursor.location.line) == place)
-        return next((f for f in matches if f.name == cursor.spelling), None)
+        """Return a function with its pragmas, ``None`` if it is not the project's; for an instance, the template's."""
+        place = _place(cursor)
+        return next((Function(cursor, f.pragmas) for f in self.functions if _place(f.cursor) == place), None)
 
     def _house(self, pragma: Pragma) -> bool:
         """Assign a pragma to the innermost function around it; return whether there is one."""
@@ -200,9 +189,26 @@ class Source:
         return bool(around)
 
 
+def definition_of(call: Cursor) -> Cursor:
+    """Return the function that is called: its definition, if the source has it."""
+    return call.referenced.get_definition() or call.referenced
+
+
 def parameters(function: Cursor) -> list[Cursor]:
     """Return the parameters of a function, of an instance of a template, or of a template."""
     return [child for child in function.get_children() if child.kind == CursorKind.PARM_DECL]
+
+
+def end_of(call: Cursor) -> Cursor | None:
+    """Return the stream that a cursor reads from or writes to; ``None`` if the cursor is no such call."""
+    if call.kind != CursorKind.CALL_EXPR or call.spelling not in ("read", "write"):
+        return None
+    return next((c for c in call.walk_preorder() if c.kind == CursorKind.DECL_REF_EXPR), None)
+
+
+def body_of(loop: Cursor) -> Cursor:
+    """Return what a loop repeats."""
+    return list(loop.get_children())[-1]
 
 
 def variables_of(block: Cursor) -> Iterator[Cursor]:
@@ -222,22 +228,17 @@ def finding_at(cursor: Cursor, message: str) -> Finding:
     return Finding(str(cursor.location.file), cursor.location.line, message)
 
 
-def _preprocessed(path: str, arguments: Sequence[str]) -> tuple[set[str], list[Pragma]]:
-    """Return the project's files that the source includes, and the pragmas that no condition removed."""
-    command = [_COMPILER, "-E", *arguments, path]
-    completed = subprocess.run(command, capture_output=True, text=True)
-    files, pragmas = {path}, []
+def _pragmas(path: str, arguments: Sequence[str]) -> Iterator[Pragma]:
+    """Yield the pragmas of the project's files that no condition removed; libclang does not show them."""
+    completed = subprocess.run([_COMPILER, "-E", *arguments, path], capture_output=True, text=True)
     file, line, is_system = path, 0, False
     for text in completed.stdout.splitlines():
         if marker := re.match(r'# (\d+) "([^"]*)"(.*)', text):
             file, line, is_system = marker[2], int(marker[1]), "3" in marker[3].split()
-            if not is_system and not file.startswith("<"):
-                files.add(file)
             continue
         if not is_system and (pragma := re.match(r"\s*#\s*pragma\s+(\w+)\s*(.*)", text)):
-            pragmas.append(_pragma(file, line, pragma[1], pragma[2]))
+            yield _pragma(file, line, pragma[1], pragma[2])
         line += 1
-    return files, pragmas
 
 
 def _pragma(path: str, line: int, family: str, text: str) -> Pragma:
@@ -257,15 +258,9 @@ def _compiler_headers() -> str:
     return found.stdout.strip()
 
 
-def _functions(cursor: Cursor, files: set[str]) -> Iterator[Cursor]:
-    for child in cursor.get_children():
-        if _file(child) not in files:
-            continue
-        if child.kind in FUNCTIONS and child.is_definition():
-            yield child
-        elif child.kind in _HOUSES:
-            yield from _functions(child, files)
-
-
 def _file(cursor: Cursor) -> str:
     return str(cursor.location.file) if cursor.location.file else ""
+
+
+def _place(cursor: Cursor) -> tuple[str, int, str]:
+    return _file(cursor), cursor.location.line, cursor.spelling

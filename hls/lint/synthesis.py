@@ -28,30 +28,26 @@ _DOUBLES = (TypeKind.DOUBLE, TypeKind.LONGDOUBLE)
 
 def check_synthesis(source: Source, top: Function) -> Iterator[Finding]:
     """Find heap, exceptions, goto, recursion, double precision, and calls of code of neither project nor toolchain."""
-    for function in reached(source, top.cursor).values():
+    for function in reached(source, top.cursor):
         if function.kind == CursorKind.CXX_METHOD and function.is_virtual_method():
             yield finding_at(function, f"{function.spelling} is virtual, which cannot be synthesised")
         for cursor in function.walk_preorder():
             yield from _check_construct(cursor)
             yield from _check_call(source, cursor)
-        if function.get_usr() in _reachable_names(source, function):
+        if any(function in reached(source, called) for _, called in source.calls(function)):
             yield finding_at(function, f"{function.spelling} calls itself, which cannot be synthesised")
 
 
-def reached(source: Source, top: Cursor) -> dict[str, Cursor]:
-    """Return ``top`` and the project's functions that it calls, directly or not, by their unique names."""
-    found, waiting = {}, [top]
+def reached(source: Source, top: Cursor) -> set[Cursor]:
+    """Return ``top`` and the project's functions that it calls, directly or not."""
+    found: set[Cursor] = set()
+    waiting = [top]
     while waiting:
         function = waiting.pop()
-        if function.get_usr() not in found and source.owns(function):
-            found[function.get_usr()] = function
+        if function not in found and source.owns(function):
+            found.add(function)
             waiting.extend(called for _, called in source.calls(function))
     return found
-
-
-def _reachable_names(source: Source, function: Cursor) -> set[str]:
-    """Return the unique names of the functions that a function calls, directly or not."""
-    return {name for _, called in source.calls(function) for name in reached(source, called)}
 
 
 def _check_construct(cursor: Cursor) -> Iterator[Finding]:
