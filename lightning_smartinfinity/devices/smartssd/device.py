@@ -21,7 +21,7 @@ from lightning_smartinfinity.devices.smartssd.ring import CardRing, gradient_fil
 from lightning_smartinfinity.devices.smartssd.unreturned import close_returned, when_written
 from lightning_smartinfinity.devices.smartssd.worker import CardWorker, Terms, Work
 from lightning_smartinfinity.errors import DeviceError, SmartInfinityError
-from lightning_smartinfinity.store.os_errors import storage_errors
+from lightning_smartinfinity.store.os_errors import in_milliseconds, storage_errors
 
 __all__ = ["SmartSSDDevice"]
 
@@ -148,7 +148,7 @@ class SmartSSDDevice(StorageDevice):
                     kernel=self._kernel.name,
                     gradient_bytes=ring.gradient_bytes,
                     parameter_bytes=ring.parameter_bytes,
-                    timeout_ms=max(1, int(1000 * self._setup.settings.timeout)),
+                    timeout_ms=in_milliseconds(self._setup.settings.timeout),
                     dram_bytes=share_of_memory(self._setup),
                     gradient_file=gradients,
                 ),

@@ -19,6 +19,7 @@ from lightning_smartinfinity.devices.smartssd.scratch import Scratch, scratch_fo
 from lightning_smartinfinity.devices.smartssd.unreturned import close_or_keep
 from lightning_smartinfinity.errors import DeviceError
 from lightning_smartinfinity.store.extents import extent_bytes
+from lightning_smartinfinity.store.os_errors import in_milliseconds
 
 __all__ = ["Bandwidth", "check_kernel", "check_p2p", "self_test"]
 
@@ -85,7 +86,7 @@ def check_p2p(setup: CardSetup, card: Card, scratch: Scratch, *, nbytes: int = _
         opened = open_card(setup, card)
         try:
             buffer = opened.allocate(nbytes, group=memory_group(setup, opened), p2p=True)
-            bandwidth = _through(card, buffer, scratch, timeout_ms=_timeout_ms(setup))
+            bandwidth = _through(card, buffer, scratch, timeout_ms=in_milliseconds(setup.settings.timeout))
         finally:
             opened.close()
     if scratch.read(_TARGET) != pattern.tobytes():
@@ -94,10 +95,6 @@ def check_p2p(setup: CardSetup, card: Card, scratch: Scratch, *, nbytes: int = _
 
 
 _SOURCE, _TARGET = "p2p-in", "p2p-out"
-
-
-def _timeout_ms(setup: CardSetup) -> int:
-    return max(1, int(1000 * setup.settings.timeout))
 
 
 def _through(card: Card, buffer: native.CardBuffer, scratch: Scratch, *, timeout_ms: int) -> Bandwidth:
@@ -141,7 +138,7 @@ def check_kernel(setup: CardSetup, card: Card, kernel: Kernel, scratch: Scratch)
                 kernel=kernel.name,
                 gradient_bytes=_NUMEL * _MOST_ITEM_BYTES,
                 parameter_bytes=_NUMEL * _MOST_ITEM_BYTES,
-                timeout_ms=_timeout_ms(setup),
+                timeout_ms=in_milliseconds(setup.settings.timeout),
             )
             different = [
                 dtype.name.lower()
