@@ -131,6 +131,8 @@ def _check_channel(function: Function, variable: Cursor) -> Iterator[Finding]:
     for options in _about(function, "BIND_STORAGE", name):
         if options.get("type") != kind_of_storage:
             yield finding_at(variable, f"{name} is bound to type={options.get('type')}: it takes {kind_of_storage}")
+        if "impl" not in options:
+            yield finding_at(variable, f"{name} is bound without impl=")
     for options in _about(function, "ARRAY_PARTITION", name):
         if not 1 < (parts := _parts(kind, options.get("dim", "1"))) <= _MOST_PARTS:
             yield finding_at(variable, f"{name} is partitioned into {parts} parts: 2 to {_MOST_PARTS} may be")

@@ -72,6 +72,8 @@ def _check_form(pragma: Pragma, kind: _Kind, constants: set[str]) -> Iterator[Fi
     for name, value in pragma.options.items():
         if name in _NUMBERS and not value.isdigit() and value not in constants:
             yield pragma.finding(f"pragma {pragma.name}: {name}={value} is neither a number nor a constant")
+        if name in _NUMBERS - {"min", "dim"} and value == "0":
+            yield pragma.finding(f"pragma {pragma.name}: {name}=0 is less than 1")
         if name == "impl" and value not in _STORAGE:
             yield pragma.finding(f"pragma {pragma.name}: impl={value} is none of {', '.join(_STORAGE)}")
     least, most = (pragma.options.get(name, "") for name in ("min", "max"))

@@ -22,6 +22,7 @@ _CONSTRUCTS = {
     CursorKind.CXX_TYPEID_EXPR: "typeid",
     CursorKind.ASM_STMT: "assembler",
 }
+_SELECTION = CursorKind.CONDITIONAL_OPERATOR
 _GLOBAL = (CursorKind.NAMESPACE, CursorKind.TRANSLATION_UNIT)
 _DOUBLES = (TypeKind.DOUBLE, TypeKind.LONGDOUBLE)
 
@@ -59,6 +60,8 @@ def _check_construct(cursor: Cursor) -> Iterator[Finding]:
         yield finding_at(cursor, f"the size of {cursor.spelling} is no constant")
     elif cursor.kind == CursorKind.VAR_DECL and cursor.storage_class == StorageClass.STATIC:
         yield finding_at(cursor, f"{cursor.spelling} is static: it would keep its value from one run to the next")
+    elif cursor.type.kind == TypeKind.LVALUEREFERENCE and _SELECTION in {c.kind for c in cursor.get_children()}:
+        yield finding_at(cursor, f"{cursor.spelling} refers to one of two variables: select the value")
     elif cursor.kind == CursorKind.DECL_REF_EXPR and _is_global_variable(cursor.referenced):
         yield finding_at(cursor, f"{cursor.spelling} belongs to no function: it would keep its value between runs")
 

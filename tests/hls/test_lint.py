@@ -130,6 +130,21 @@ def test_the_projects_kernels_are_clean(capsys: pytest.CaptureFixture[str]) -> N
         (ADAMW_FILE, "INTERFACE ap_ctrl_hs", "INTERFACE ap_ctrl_chain", "pragma INTERFACE has no ap_ctrl_chain"),
         (ADAMW_FILE, "m_axi port=status", "s_axilite port=status", "has no pragma INTERFACE m_axi port=status"),
         (ARRAYS, "std::uint32_t errors = 0;", "static std::uint32_t errors = 0;", "errors is static"),
+        (
+            NUMBERS,
+            "const float even = word < kLanes / 2 ? lower[lane] : upper[lane];",
+            "const Floats& half = word < kLanes / 2 ? lower : upper; const float even = half[lane];",
+            "half refers to one of two variables: select the value",
+        ),
+        (GRADIENT, " impl = uram", "", "tile is bound without impl="),
+        (
+            ADAMW_FILE,
+            "variable = dense type = fifo impl = srl",
+            "variable = dense type = fifo",
+            "dense is bound without",
+        ),
+        (ARRAYS, "max = 262144", "max = 0", "pragma LOOP_TRIPCOUNT: max=0 is less than 1"),
+        (ADAMW_FILE, "num_read_outstanding=", "num_read_outstanding=0 //", "num_read_outstanding=0 is less than 1"),
         (ARRAYS, "Words beat;", "Words beat; __builtin_malloc(4);", "call of __builtin_malloc, which is neither"),
     ],
 )
