@@ -13,6 +13,8 @@ import torch
 from lightning_smartinfinity import ActivationOffload
 from lightning_smartinfinity.activations import lessons, slowdown
 from lightning_smartinfinity.activations.choice import Choice
+from lightning_smartinfinity.activations.forwards import Forward, Plan
+from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.transfer.free_memory import MemoryLimit, MemoryReport
 from tests.activations.models import COMPILED, MODELS, everything, gradients, opened
 from tests.helpers.long_cases import long_but
@@ -61,6 +63,26 @@ def test_automatic_settings(tmp_path: Path, verify: bool, caplog: pytest.LogCapt
         assert choice is not None and choice.offloaded_bytes + choice.kept_bytes > 0
     told = [record.getMessage() for record in caplog.records if "that forward saves" in record.getMessage()]
     assert told and "MB are kept" in told[0] and "storage was seen to write" in told[0]
+
+
+def test_the_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """It tells bytes of the forward that follows, rates, and what is predicted."""
+    last, rates = Forward(plan=Plan(), began=1.0), Rates()
+    last.ended, rates.write, rates.read = 3.0, 3e6, 4e6
+    choice = Choice(
+        num_offloaded=1,
+        offloaded_bytes=5_000_000,
+        kept_bytes=6_000_000,
+        seconds=9.0,
+        stall_seconds=0.125,
+        peak_bytes=7_000_000,
+    )
+    with caplog.at_level("INFO", logger="lightning_smartinfinity.activations"):
+        lessons._tell(choice, last, rates)
+    assert caplog.messages == [
+        "Of 11.0 MB that forward saves, 5.0 MB are offloaded and 6.0 MB are kept. That needs 2.5 MB/s of writes; storage "
+        "was seen to write 3.0 MB/s and to read 4.0 MB/s. Predicted: 0.125 s of waits in backward, at most 7.0 MB held."
+    ]
 
 
 def test_the_choice_follows_the_sizes_of_batches(tmp_path: Path) -> None:
