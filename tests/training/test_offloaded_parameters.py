@@ -384,8 +384,13 @@ class Spoiling(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         trainer.strategy.drain()  # type: ignore[attr-defined]  # the update of the step before writes, too
         absent = [param for param in pl_module.parameters() if param.ds_tensor.numel() == 0 and param.requires_grad]
-        extent = max((param.smart_infinity_stored for param in absent), key=lambda stored: stored.nbytes).extent
-        with unnamed_files(Path(extent.path).parent)[0].open("r+b") as file:
+        param = max(absent, key=lambda param: param.smart_infinity_stored.nbytes)
+        extent = param.smart_infinity_stored.extent
+        values = param.nvme_swapper.read_partition(param).view(torch.uint8).numpy().tobytes()
+        # Activations that are offloaded, too, have a file without a name in the same folder.
+        files = unnamed_files(Path(extent.path).parent)
+        (path,) = (each for each in files if each.read_bytes()[extent.offset :].startswith(values))
+        with path.open("r+b") as file:
             file.seek(extent.offset)
             content = bytearray(file.read(extent.nbytes))
             if trainer.global_step == 1:
