@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from lightning_smartinfinity.activations.forwards import Forward
-from lightning_smartinfinity.transfer.free_memory import measure_memory
+from lightning_smartinfinity.transfer.free_memory import measure_memory, share_of_memory
 
 __all__ = ["Slowdown"]
 
 _NUM_COMPARED = 3  # forwards: a single one may be slow for any reason
 _LEAST_SECONDS = 0.1  # of a forward and its backward: shorter ones vary too much
-_SHARE_OF_MEMORY = 8  # one over the share of free memory that keeping everything may take
+_SHARE_OF_MEMORY = 8  # one over the share of free memory that may be taken, since other ranks take some, too
 
 
 class Slowdown:
-    """Time per saved byte of forwards, together with their backwards, on a processor that runs both.
+    """Compares the time per saved byte of forwards, together with their backwards, on a processor that runs both.
 
     There, copies, checksums and interrupts of a drive take time from the computation. How much that is depends on the
     machine: the processor time of the transfers is the smallest part, because all threads of an operation wait for the
@@ -30,8 +30,8 @@ class Slowdown:
         if self._has_asked or last.busy_seconds < _LEAST_SECONDS:
             return False
         self._has_asked = True
-        free = min(limit.available for limit in measure_memory(reserved=0).limits.values())
-        return _SHARE_OF_MEMORY * last.saved_bytes <= free
+        report = measure_memory(reserved=0)
+        return _SHARE_OF_MEMORY * last.saved_bytes <= share_of_memory([report], report)
 
     def excess(self, last: Forward) -> float:
         """Return by what share of its time each of three forwards was slower than one that kept everything.

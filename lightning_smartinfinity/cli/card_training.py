@@ -112,7 +112,7 @@ def _taken_over(failures: list[str]) -> Iterator[None]:
         def emit(self, record: logging.LogRecord) -> None:
             failures.append(record.getMessage())
 
-    logger, handler = logging.getLogger(_TAKES_OVER), Noted()
+    logger, handler = logging.getLogger(_TAKES_OVER), Noted(logging.WARNING)
     logger.addHandler(handler)
     try:
         yield

@@ -11,5 +11,5 @@ from lightning_smartinfinity.activations import slowdown
 
 @pytest.fixture(autouse=True)
 def nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What leaves does not depend on how busy the machine is: all forwards are too short to be compared."""
+    """Take all forwards for too short to be compared, so that no test depends on how busy the machine is."""
     monkeypatch.setattr(slowdown, "_LEAST_SECONDS", math.inf)

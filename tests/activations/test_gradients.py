@@ -194,9 +194,9 @@ def test_other_slow_steps_change_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 def test_steps_that_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     """No step keeps everything where that could take more than an eighth of free memory, or would tell nothing."""
     free, factor = (8 * 12 * 4096 - 1, 1.0) if reason == "no memory" else (1 << 40, 0.08)
-    report = MemoryReport(
-        machine="", limits={"": MemoryLimit(free, 1 << 50), "group": MemoryLimit(0, free)}, reserved=0
-    )
+    total = 1 << 42  # of which a quarter stays free
+    limits = {"machine": MemoryLimit(total, total), "group": MemoryLimit(total, total // 4 + free)}
+    report = MemoryReport(machine="", limits=limits, reserved=0)
     monkeypatch.setattr(slowdown, "measure_memory", lambda *, reserved: report)
     offloaded = offloaded_by_step(
         tmp_path, monkeypatch, pays=12, steps=8, seconds=lambda planned: factor * seconds_on_a_busy_processor(planned)

@@ -354,7 +354,7 @@ def test_a_stage_that_fails_says_what_to_do(
 
 
 def test_an_archive_has_no_paths_of_the_machine(tools: Tools, tmp_path: Path) -> None:
-    """Those of the work folder, the checkout, the xclbin and the storage folders are replaced by words."""
+    """The archive has words in place of work folder, checkout, xclbin and storage folders."""
     tools.fail("compile")
     cards = (str(tmp_path / "a"), str(tmp_path / "b"), "--xclbin", str(tmp_path / "mine.xclbin"))
     assert tools.run("xo", "selftest", cards=cards) == 1
