@@ -28,6 +28,7 @@ find out what pays. Only a core that was built with SMART_INFINITY_TESTING can d
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
@@ -66,6 +67,11 @@ COLUMNS = {  # key of a system's figures, digits
     "x plain   ": ("cpu_ratio", 3),
     "written GB": ("written_gb", 2),
     "of saved": ("written_ratio", 2),
+    "of predicted s": ("of_predicted", 3),
+    "tokens/s": ("tokens_per_second", 0),
+    "device GB": ("device_gb", 2),
+    "device GB of activations": ("device_above_gb", 2),
+    "x plain    ": ("device_ratio", 2),
 }
 THROTTLED_COLUMNS = {
     "plain s": ("plain", 3),
@@ -98,7 +104,7 @@ def run(options: argparse.Namespace) -> Figures:
             return throttled(runner, options.steps)
         if len(systems) > 1:
             take_turns(runner, options.steps)
-            return {name: runner.clock.medians(name) for name in systems}
+            return {name: runner.clock.medians(name) | predicted(runner, name) for name in systems}
         return memory(runner, systems[0])
 
 
@@ -109,17 +115,26 @@ def take_turns(runner: Runner, steps: int) -> None:
             runner.step(name, number)
 
 
+def predicted(runner: Runner, system: str) -> Figures:
+    """Return the time that the choice of a system predicts, if it makes one."""
+    choice = runner.ours[system].activations.choice if system in runner.ours else None
+    return {} if choice is None else {"predicted": choice.seconds}
+
+
 def memory(runner: Runner, system: str) -> Figures:
     """Return the memory of a system, and what it wrote in a step, after the warm-up."""
     for number in range(MEMORY_STEPS):
         if number == WARMUP:
             restart_peak()
+            before = runner.restart_device_peak()
             for each in runner.ours.values():
                 each.restart_peak()
         written = runner.written_bytes(system)
         runner.step(system, number)
     peak, written = resident("VmHWM"), runner.written_bytes(system) - written
-    return {"peak_gb": peak / 1e9, "written_gb": written / 1e9, **runner.held(system)}
+    device = runner.device_peak()
+    on_device = {"device_gb": device / 1e9, "device_above_gb": (device - before) / 1e9} if device else {}
+    return {"peak_gb": peak / 1e9, "written_gb": written / 1e9, **on_device, **runner.held(system)}
 
 
 def throttled(runner: Runner, steps: int) -> Figures:
@@ -150,7 +165,8 @@ def throttled(runner: Runner, steps: int) -> Figures:
 
 def child_options(options: argparse.Namespace, *, size: str, loss: str, rate: float) -> argparse.Namespace:
     """Return the options of a child that runs one size and loss, with storage at a rate; 0: as fast as it is."""
-    shared = {name: getattr(options, name) for name in ("storage", "shape", "steps", "precision")}
+    names = ("storage", "shape", "steps", "precision", "keep", "host_bytes")
+    shared = {name: getattr(options, name) for name in names}
     return argparse.Namespace(**shared, size=size, loss=loss, rate=rate)
 
 
@@ -160,12 +176,15 @@ def compare_systems(options: argparse.Namespace) -> dict[str, Figures]:
     for size, loss in ((size, loss) for size in options.size for loss in options.loss):
         common = child_options(options, size=size, loss=loss, rate=0.0)
         found = {name: in_child(__file__, common, name) for name in options.systems}
-        small = {name: in_child(__file__, common, name, shape=[1, 32]) for name in options.systems}
+        # On a GPU, what counts is the device's memory, of which torch keeps the books.
+        measured_small = () if torch.cuda.is_available() else options.systems
+        small = {name: in_child(__file__, common, name, shape=[1, 32]) for name in measured_small}
         seconds = in_child(__file__, common, ",".join(options.systems)) if len(found) > 1 else None
         for name, figures in found.items():
             if figures is not None:
-                figures |= {"above_gb": figures["peak_gb"] - small[name]["peak_gb"]} if small[name] else {}
+                figures |= {"above_gb": figures["peak_gb"] - small[name]["peak_gb"]} if small.get(name) else {}
                 figures |= seconds[name] if seconds else {}
+                figures |= {"tokens_per_second": math.prod(options.shape) / figures["seconds"]} if seconds else {}
                 rows[f"{size}, {loss}, {name}"] = beside(figures, found.get("plain"))
     return rows
 
@@ -175,9 +194,12 @@ def beside(figures: Figures, plain: Figures | None) -> Figures:
     if plain is None:
         return figures
     names = {"held_ratio": "held_gb", "above_ratio": "above_gb", "seconds_ratio": "seconds", "cpu_ratio": "cpu"}
+    names["device_ratio"] = "device_above_gb"
     ratios = {ratio: figures[name] / plain[name] for ratio, name in names.items() if plain.get(name)}
     if "seconds" in figures:
         ratios["overhead"] = figures["seconds"] - plain["seconds"]
+    if "predicted" in figures:
+        ratios["of_predicted"] = figures["seconds"] / figures["predicted"]
     return {**figures, **ratios, "written_ratio": figures["written_gb"] / plain["saved_gb"]}
 
 
@@ -280,6 +302,11 @@ def compare_bytes(options: argparse.Namespace) -> dict[str, Figures]:
     return rows
 
 
+def size_or_auto(text: str) -> int | str:
+    """Return a number of bytes, or text such as 8GB or auto as it is."""
+    return int(text) if text.isdecimal() else text
+
+
 def main() -> int:
     """Measure what was asked for, and print a table below the machine.
 
@@ -294,6 +321,8 @@ def main() -> int:
         loss={"nargs": "+", "choices": ("whole", "chunked"), "default": ["whole"]},
         systems=several(SYSTEMS, default=SYSTEMS if torch.cuda.is_available() else SYSTEMS[:-1]),
         precision={"choices": PRECISIONS, "default": "bf16"},
+        keep={"type": size_or_auto, "default": "auto", "help": "bytes of the newest tensors that ours keeps"},
+        host_bytes={"type": size_or_auto, "default": "auto", "help": "bytes of host memory of ours"},
         throttle={"nargs": "+", "type": float, "metavar": "GBPS", "help": "measure keep='auto' on slow storage"},
         tiny={"action": "store_true", "help": "measure ten thousand tiny tensors"},
         ratios={"action": "store_true", "help": "measure what is written of models of transformers"},

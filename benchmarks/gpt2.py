@@ -1,4 +1,4 @@
-"""GPT-2 in its published sizes, for benchmarks: 16-bit activations, tied head, no dropout."""
+"""GPT-2 for benchmarks, without dropout and with a tied head: in published sizes, and shallow and wide."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-SIZES = {"tiny": (2, 64, 2), "124m": (12, 768, 12), "355m": (24, 1024, 16)}
+SIZES = {"tiny": (2, 64, 2), "124m": (12, 768, 12), "355m": (24, 1024, 16), "3.6b": (4, 8192, 64)}
 VOCAB, CONTEXT = 50257, 1024
 
 

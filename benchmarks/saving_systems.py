@@ -175,11 +175,21 @@ class Runner:
     def __init__(self, options: argparse.Namespace, systems: Sequence[str], folder: Path) -> None:
         torch.manual_seed(0)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = Trained(options.size, options.loss).to(self.device, PRECISIONS[options.precision])
+        with self.device:
+            model = Trained(options.size, options.loss)
+        self.model = model.to(PRECISIONS[options.precision])
+        if self.device.type == "cuda":
+            # As in training, where each gradient leaves as soon as it is there: all of them would take more memory.
+            for param in self.model.parameters():
+                param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
         self.batches = partial(tokens, size=options.size, shape=tuple(options.shape))
         self.hooks = Hooks(folder)
         self.ours = {
-            name: Ours(folder / name, self.model, throttle=options.rate) for name in systems if name in ("ours", "both")
+            name: Ours(
+                folder / name, self.model, throttle=options.rate, keep=options.keep, host_bytes=options.host_bytes
+            )
+            for name in systems
+            if name in ("ours", "both")
         }
         self.clock = Clock(systems)
 
@@ -219,13 +229,31 @@ class Runner:
         """Return what the system held after a step, and what a hook of each saved tensor would have saved."""
         meter = Meter([*self.model.parameters(), *self.model.buffers(), self.batches(0)])
         self.step(system, 0, meter.forward)
-        if system in self.ours:
+        if system in self.ours and self.ours[system].peak:  # otherwise hooks do not pay
             held = self.ours[system].peak + meter.held_bytes(below=ActivationOffload().min_bytes)
         elif system == "hooks":
             held = self.hooks.passed_bytes + self.hooks.most_loaded_bytes
         else:
             held = meter.held_bytes() if system != "save_on_cpu" else 0
         return {"held_gb": held / 1e9, "saved_gb": meter.saved_bytes / 1e9}
+
+    def restart_device_peak(self) -> int:
+        """Watch the device's memory from now on, and return how many bytes of it are in use; 0 without a device.
+
+        That includes what torch was given back, and cannot lend again before copies from it have run.
+        """
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats()
+        used: int = torch.cuda.memory_stats()["active_bytes.all.current"]
+        return used
+
+    def device_peak(self) -> int:
+        """Return the most bytes of the device that were in use since then; 0 without a device."""
+        if self.device.type != "cuda":
+            return 0
+        most: int = torch.cuda.memory_stats()["active_bytes.all.peak"]
+        return most
 
     def written_bytes(self, system: str) -> int:
         if system in self.ours:

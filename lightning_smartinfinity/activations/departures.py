@@ -23,6 +23,7 @@ __all__ = ["LEAST_FREED", "Departures"]
 LEAST_FREED = 256 << 20
 """Least bytes of host memory that are returned to the system together: less is not worth the time."""
 
+_SHARE_SPARE = 8  # one over the share of the pool that is to be free of what is not written
 _SHARE_FREED = 2  # one over the share of what a forward saves that is returned together
 
 
@@ -77,6 +78,7 @@ class Departures:
         entry.forward = forward
         forward.add(entry, time.perf_counter())
         self._pool.most_saved = max(self._pool.most_saved, forward.saved_bytes)
+        self._pool.largest = max(self._pool.largest, entry.nbytes)
         self._freed_memory.batch_bytes = max(LEAST_FREED, self._pool.most_saved // _SHARE_FREED)
         self._pool.apply_limit()
 
@@ -92,6 +94,9 @@ class Departures:
             forward: The forward.
             held_bytes: Returns how many bytes are held for backward.
         """
+        resting = self._writes.oldest_resting()
+        while resting is not None and not self._rests(resting) and self._writes.write_resting(resting):
+            resting = self._writes.oldest_resting()
         oldest = self._oldest_of(forward)
         while oldest is not None and oldest.end <= forward.limit and self._leaves(oldest):
             oldest = self._oldest_of(forward)
@@ -107,8 +112,18 @@ class Departures:
             forward.window.popleft()
         return oldest
 
+    def _rests(self, entry: Entry) -> bool:
+        """Return whether the pool has room for an entry from a device until backward wants it.
+
+        Then it need not be written. With a budget it is, because the pool counts towards that.
+        """
+        forward: Forward = entry.forward
+        if entry.copies is None or self._settings.budget_bytes is not None or not forward.plan.is_chosen:
+            return False
+        return entry.end > forward.limit - self._pool.limit + self._pool.limit // _SHARE_SPARE
+
     def _leaves(self, entry: Entry) -> bool:
-        if not self._writes.begin(entry):
+        if not self._writes.begin(entry, rests=self._rests(entry)):
             return False
         self._nbytes -= entry.nbytes
         if entry.copies is None:

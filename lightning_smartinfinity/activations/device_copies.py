@@ -28,15 +28,16 @@ class Loaded:
     Args:
         memory: The memory, of torch's allocator.
         event: Point behind the copy.
+        stream: Handle of the stream from which the allocator lent the memory.
 
     Attributes:
         was_taken: Whether a stream of torch's waits for the copy, so that the allocator may have the memory back.
     """
 
-    __slots__ = ("event", "memory", "was_taken")
+    __slots__ = ("event", "memory", "stream", "was_taken")
 
-    def __init__(self, memory: torch.Tensor, event: native.CudaEvent) -> None:
-        self.memory, self.event = memory, event
+    def __init__(self, memory: torch.Tensor, event: native.CudaEvent, *, stream: int) -> None:
+        self.memory, self.event, self.stream = memory, event, stream
         self.was_taken = False
 
 
@@ -96,6 +97,41 @@ class _Direction:
         return True
 
 
+class _Points:
+    """Points that the device reaches one after the other, each behind so many bytes of work more."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[list[native.CudaEvent], int]] = deque()
+        self.nbytes = 0  # of the work that the device was not seen to have done
+
+    def add(self, points: list[native.CudaEvent], nbytes: int) -> None:
+        """Add work."""
+        self._points.append((points, nbytes))
+        self.nbytes += nbytes
+
+    def reap(self) -> None:
+        """Forget the work that is done. Raises CudaError if some has failed."""
+        while self._points:
+            try:
+                if not all(point.done() for point in self._points[0][0]):
+                    return
+            except CudaError:
+                self._forget_first()
+                raise
+            self._forget_first()
+
+    def wait(self, nbytes: int) -> None:
+        """Wait until the device has at most so many bytes of work left. Raises CudaError if some has failed."""
+        while self.nbytes > nbytes:
+            for point in self._forget_first():
+                point.synchronize()
+
+    def _forget_first(self) -> list[native.CudaEvent]:
+        points, nbytes = self._points.popleft()
+        self.nbytes -= nbytes
+        return points
+
+
 class DeviceCopies:
     """Copies of one process between the pool and one CUDA device.
 
@@ -111,6 +147,8 @@ class DeviceCopies:
         self._device = torch.device("cuda", link.device.index)
         streams = _streams(link)
         self._out, self._in = map(_Direction, streams)
+        # What leaves, in the same order: until it is computed, and until it is copied.
+        self._computed, self._copied = _Points(), _Points()
         self._out_of_torch = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
             streams[0].handle, device=self._device
         )
@@ -154,7 +192,24 @@ class DeviceCopies:
             stream=self._out.stream.handle,
         )
         self._out.record(event, memory, tensor)
+        self._computed.add(list(after.values()), tensor.nbytes)
+        self._copied.add([event], tensor.nbytes)
         return event
+
+    def may_copy_out(self, nbytes: int, *, most: int) -> bool:
+        """Return whether a copy of so many bytes may start, and first let the device catch up.
+
+        The host waits until of all that leaves, at most ``most`` bytes are still to be computed. Otherwise it could be
+        ahead of the device by a whole forward, and what forward saves would be in device memory all at once. For copies
+        it does not wait: if more than ``most`` bytes are computed and not copied, forward is faster than the copies.
+
+        Raises:
+            CudaError: A copy, or what the device computed before it, has failed.
+        """
+        self._computed.wait(max(0, most - nbytes))
+        self._copied.reap()
+        self._computed.reap()
+        return self._copied.nbytes - self._computed.nbytes <= most
 
     def copy_in(self, memory: torch.Tensor, nbytes: int, *, after: native.CudaEvent | None) -> Loaded:
         """Start to copy memory of the pool into new memory of the device.
@@ -171,9 +226,10 @@ class DeviceCopies:
         if after is not None and not after.done():
             after.hold(self._in.stream.handle)
         event = native.CudaEvent(self.link.device)
-        loaded = Loaded(torch.empty(nbytes, dtype=torch.uint8, device=self._device), event)
+        current = self.link.torch_stream()
+        loaded = Loaded(torch.empty(nbytes, dtype=torch.uint8, device=self._device), event, stream=current)
         # The allocator may have lent what earlier work of the current stream still uses.
-        self._in.stream.follow(self.link.torch_stream())
+        self._in.stream.follow(current)
         self.link.device.copy_to_device(
             device=loaded.memory.data_ptr(), host=memory.data_ptr(), nbytes=nbytes, stream=self._in.stream.handle
         )
@@ -182,8 +238,10 @@ class DeviceCopies:
 
     def take(self, loaded: Loaded) -> torch.Tensor:
         """Return device memory that torch's current stream may use: it waits for the copy, and the host does not."""
-        loaded.event.hold(self.link.torch_stream())
-        self.link.keep(loaded.memory)  # it may be of another stream's memory
+        current = self.link.torch_stream()
+        loaded.event.hold(current)
+        if current != loaded.stream:
+            self.link.keep(loaded.memory)
         loaded.was_taken = True
         return loaded.memory
 

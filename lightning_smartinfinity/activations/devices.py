@@ -46,6 +46,18 @@ class Devices:
             except CudaError as error:
                 self._stop(error)
 
+    def names(self) -> list[torch.device]:
+        """Return the devices from which entries can leave."""
+        return [device for device, copies in self._copies.items() if copies is not None]
+
+    def wait(self) -> None:
+        """Wait until all work is done that torch's current streams were given so far."""
+        for copies in self._all():
+            try:
+                copies.wait_for_current()
+            except CudaError as error:
+                self._stop(error)
+
     def close(self) -> None:
         """Wait for all copies."""
         for copies in self._all():

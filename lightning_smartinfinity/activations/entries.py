@@ -119,7 +119,13 @@ class Source:
         return None
 
     def new_entry(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, home: Any, *, copies: DeviceCopies | None = None
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        home: Any,
+        *,
+        changes: torch.Tensor,
+        copies: DeviceCopies | None = None,
     ) -> Entry:
         """Return a new entry for a tensor, which later tensors may share.
 
@@ -127,18 +133,19 @@ class Source:
             tensor: The tensor.
             storage: Its storage.
             home: What is told when the entry is gone.
+            changes: What counts the tensor's changes.
             copies: What copies it, unless it lies in host memory.
         """
         least = _distinct(tensor)
         nbytes = least.numel() * least.itemsize
         too_much = _SHARE_TO_COMPACT * nbytes >= self.nbytes or self.compact_bytes + nbytes > self.nbytes
         if too_much or _overlaps(least.shape, least.stride()):
-            entry = Entry(self, storage, self.nbytes, tensor=tensor, compact=None, home=home, copies=copies)
+            entry = Entry(self, storage, self.nbytes, changes=changes, compact=None, home=home, copies=copies)
             self.whole = weakref.ref(entry)
         else:
             self.compact_bytes += nbytes
             geometry = geometry_of(tensor)
-            entry = Entry(self, storage, nbytes, tensor=tensor, compact=geometry, home=home, copies=copies)
+            entry = Entry(self, storage, nbytes, changes=changes, compact=geometry, home=home, copies=copies)
             self.compact[geometry] = weakref.ref(entry)
         return entry
 
@@ -152,7 +159,7 @@ class Entry:
         source: Where the tensors came from.
         storage: The storage, which is kept alive until :meth:`copy_out`.
         nbytes: Bytes to store.
-        tensor: The first tensor.
+        changes: What counts the changes of the first tensor.
         compact: How that lies in the storage, if the entry is a compact copy of it.
         home: What is told when the entry is gone.
         copies: What copies it to its device and back, unless it lies in host memory.
@@ -202,12 +209,12 @@ class Entry:
         storage: torch.UntypedStorage,
         nbytes: int,
         *,
-        tensor: torch.Tensor,
+        changes: torch.Tensor,
         compact: Geometry | None,
         home: Any,
         copies: DeviceCopies | None,
     ) -> None:
-        self._counter = changes_of(tensor)
+        self._counter = changes
         self._packed_version = self._copied_version = -1
         self._points: Points = {}
         self.copies = copies

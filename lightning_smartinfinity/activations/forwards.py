@@ -56,7 +56,7 @@ class Forward:
 
     Attributes:
         window: Entries that may still leave, oldest first.
-        times: When each entry was packed.
+        times: When each entry was packed, in seconds since the forward began, without waits for storage.
         ended: When it ended, or when a backward within it first wanted an entry.
         order: Numbers of the entries in the order in which backward first wanted them.
         first_use: When backward first wanted an entry.
@@ -89,7 +89,7 @@ class Forward:
         self.saved_bytes += entry.nbytes
         entry.end = self.saved_bytes
         self.sizes.append(entry.nbytes)
-        self.times.append(now - self.began)
+        self.times.append(now - self.began - self.held_up_seconds)
         self.entries.append(weakref.ref(entry))
         if not self.plan.frees_nothing(entry.number, entry.nbytes):
             self.window.append(weakref.ref(entry))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from lightning_smartinfinity.activations.choice import Choice, Profile, choose
+from lightning_smartinfinity.activations.choice import Choice, Copies, Profile, choose
 from lightning_smartinfinity.activations.forwards import Forward, Plan
 from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.activations.slowdown import Slowdown
@@ -75,13 +75,13 @@ class Lessons:
             )
 
     @property
-    def _follows_rates(self) -> bool:
+    def follows_rates(self) -> bool:
         """Whether what is offloaded is to cost no time."""
         return self._settings.keep == "auto" and self._settings.budget_bytes is None
 
     @property
     def _compares(self) -> bool:
-        return self._follows_rates and self._store.is_on_processor
+        return self.follows_rates and self._store.is_on_processor
 
     def _chosen(self, last: Forward, rates: Rates) -> tuple[int, int]:
         """Return how many bytes of the oldest entries are to be offloaded, and how many others are to stay."""
@@ -98,9 +98,11 @@ class Lessons:
         budget = self._settings.budget_bytes
         assert not isinstance(budget, str), "a size given as text is kept as bytes"
         # What was read last may have been read long ago, when storage was slow.
-        read_rate = rates.write if tries_again and not rates.is_reading else rates.read
+        # Nothing was read at all if the pool has room for everything.
+        is_known = rates.read and (rates.is_reading or not tries_again)
+        read_rate = rates.read if is_known else rates.write
         choice = choose(
-            _profile(last, write_rate=rates.write, read_rate=read_rate),
+            _profile(last, write_rate=rates.write, read_rate=read_rate, copies=self._copies(rates)),
             keep=keep,
             budget_bytes=budget,
             pool_bytes=self._store.pool_bytes,
@@ -110,15 +112,21 @@ class Lessons:
         self.choice = choice
         _tell(choice, last, rates)
         offloaded = sum(last.sizes[: choice.num_offloaded])
-        if self._follows_rates and not offloaded:
+        if self.follows_rates and not offloaded:
             self._until_retry = self._until_retry or self._patience
         kept = keep if isinstance(keep, int) else last.saved_bytes - offloaded
         return offloaded, kept
 
+    def _copies(self, rates: Rates) -> Copies | None:
+        """Return the measurement of copies between a device and the pool, if entries lie on one."""
+        if not (rates.copied_out and rates.copied_in):
+            return None
+        return Copies(out_rate=rates.copied_out, in_rate=rates.copied_in, ahead_bytes=self._store.load_ahead_bytes)
+
     def _share_that_pays(self, last: Forward) -> float:
         """Return which share of what was offloaded is to leave again: 1.0, if that took no more time than it may."""
         excess = self._slowdown.excess(last) if self._compares else 0.0
-        if not self._follows_rates or not last.plan.is_chosen:
+        if not self.follows_rates or not last.plan.is_chosen:
             return 1.0
         if _MOST_LOST * excess > 1:
             return min(_LESS, _AIM / (_MOST_LOST * excess))
@@ -140,7 +148,7 @@ class Lessons:
         return True
 
 
-def _profile(last: Forward, *, write_rate: float, read_rate: float) -> Profile:
+def _profile(last: Forward, *, write_rate: float, read_rate: float, copies: Copies | None) -> Profile:
     """Return the measurement of a forward and its backward, with rates of storage in bytes per second."""
     return Profile(
         # Where backward runs within forward, as in manual optimization, more may be packed after it has begun.
@@ -151,6 +159,7 @@ def _profile(last: Forward, *, write_rate: float, read_rate: float) -> Profile:
         backward_seconds=last.backward_seconds,
         write_rate=max(write_rate, _LEAST_RATE),
         read_rate=max(read_rate, _LEAST_RATE),
+        copies=copies,
     )
 
 

@@ -11,18 +11,21 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 
 from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.activations.forwards import Forward
 from lightning_smartinfinity.activations.pool import Pool
+from lightning_smartinfinity.activations.rates import CopyTimes
 from lightning_smartinfinity.activations.reads import Reads
 from lightning_smartinfinity.errors import CudaError
 
 __all__ = ["Loads"]
 
 _SHARE_OF_POOL = 4  # one over the size of the pool, in bytes of entries that this keeps on devices
+_MOST_AHEAD = 8  # entries: looking at more takes longer than it saves
 
 
 class Loads:
@@ -31,10 +34,11 @@ class Loads:
     Args:
         pool: Where they lie before.
         reads: Reads in progress into the pool.
+        copy_times: Copies for which the host waits, because a forward and its backward are measured.
     """
 
-    def __init__(self, pool: Pool, reads: Reads) -> None:
-        self._pool, self._reads = pool, reads
+    def __init__(self, pool: Pool, reads: Reads, *, copy_times: CopyTimes) -> None:
+        self._pool, self._reads, self._copy_times = pool, reads, copy_times
         self._loaded: deque[weakref.ref[Entry]] = deque()  # oldest first
 
     @property
@@ -45,7 +49,7 @@ class Loads:
     @property
     def limit(self) -> int:
         """Most bytes on devices, unless one entry that is used and the next one are larger."""
-        return self._pool.limit // _SHARE_OF_POOL
+        return min(self._pool.limit // _SHARE_OF_POOL, self._pool.under_way_bytes)
 
     def load(self, entry: Entry) -> None:
         """Start to copy an entry onto its device, unless it is there.
@@ -56,16 +60,23 @@ class Loads:
         """
         if entry.loaded is None:
             self._start(entry, wanted=entry)
+            assert entry.loaded is not None
+            if not entry.forward.plan.is_chosen:
+                self._copy_times.wait(entry.loaded.event, entry.nbytes)
 
     def load_ahead(self, entry: Entry) -> None:
         """Load what backward is expected to want behind an entry: the next one, and more within the limit.
+
+        While a backward is measured, nothing is loaded ahead.
 
         Raises:
             CudaError: A call, or an earlier copy of an entry, failed.
         """
         forward: Forward = entry.forward
+        if not forward.plan.is_chosen:
+            return
         ahead = 0
-        for following in forward.behind(entry):
+        for following in islice(forward.behind(entry), _MOST_AHEAD):
             if following.copies is None or following.is_original:
                 continue
             ahead += following.nbytes

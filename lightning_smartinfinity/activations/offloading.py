@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_smartinfinity.activations.choice import Choice
 from lightning_smartinfinity.activations.forwards import Forward
+from lightning_smartinfinity.activations.hook_costs import HookCosts
 from lightning_smartinfinity.activations.lessons import Lessons
 from lightning_smartinfinity.activations.packing import Packing, tensors_in
 from lightning_smartinfinity.activations.small_forwards import SmallForwards
@@ -55,7 +56,8 @@ class OffloadedActivations:
     Tensors on the CPU and on CUDA devices are offloaded. What is not offloaded passes through: parameters, buffers, the
     batch, small tensors, subclasses, and everything that is saved while backward runs or a CUDA graph is captured. If
     thousands of tensors pass through and nothing is offloaded, most of the forwards that follow with batches of the
-    same shapes have no hooks.
+    same shapes have no hooks. Neither have those on a device that computes faster with everything there, if neither
+    ``keep`` nor ``budget_bytes`` was set.
 
     Args:
         folders: Storage folder, or list of folders.
@@ -93,6 +95,7 @@ class OffloadedActivations:
         self.hidden_bytes = 0
         """Bytes so far that somebody else was seen to keep for backward, where no hook sees them."""
         self._small_forwards = SmallForwards()
+        self._hook_costs = HookCosts(self._lessons, self._store)
         _stay_uncompiled()
 
     def open(self) -> None:
@@ -125,7 +128,7 @@ class OffloadedActivations:
         settings, tensors = self._settings, tensors_in(batch)
         assert not isinstance(settings.min_bytes, str), "a size given as text is kept as bytes"
         kind = self._kind_of(tensors)
-        if not self._small_forwards.want_hooks(kind):
+        if not (self._small_forwards.want_hooks(kind) and self._hook_costs.want_hooks(kind)):
             yield
             return
         forward = Forward(plan=self._lessons.plan, began=time.perf_counter())

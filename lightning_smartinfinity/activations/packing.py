@@ -47,9 +47,9 @@ class _SavedTensor:
 
     __slots__ = ("changes", "entry", "geometry", "version")
 
-    def __init__(self, entry: Entry, tensor: torch.Tensor) -> None:
+    def __init__(self, entry: Entry, tensor: torch.Tensor, *, changes: torch.Tensor) -> None:
         self.entry, self.geometry = entry, geometry_of(tensor)
-        self.changes, self.version = changes_of(tensor), tensor._version
+        self.changes, self.version = changes, tensor._version
 
 
 class Packing:
@@ -162,14 +162,15 @@ class Packing:
         entry = None if source is None else source.entry_for(tensor)
         if entry is not None:
             self._store.share(entry, tensor)
-            return _SavedTensor(entry, tensor)
+            return _SavedTensor(entry, tensor, changes=changes_of(tensor))
         if stored_bytes(tensor) < self._min_bytes:
             return None
         if source is None:
             source = self._sources[storage._cdata] = Source(storage)
         copies = None if tensor.device.type == "cpu" else self._store.copies_of(tensor.device)
-        entry = source.new_entry(tensor, storage, self._store, copies=copies)
-        saved = _SavedTensor(entry, tensor)
+        changes = changes_of(tensor)
+        entry = source.new_entry(tensor, storage, self._store, changes=changes, copies=copies)
+        saved = _SavedTensor(entry, tensor, changes=changes)
         self._store.admit(entry, tensor, self._forward)
         return saved
 

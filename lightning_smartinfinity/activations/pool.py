@@ -21,6 +21,9 @@ __all__ = ["Pool"]
 _LEAST_BYTES = 64 << 20
 _SHARE_OF_SAVED = 8  # one over the share of what a forward saves that the pool takes
 _SHARE_OF_BUDGET = 2  # one over the share of the budget that the pool takes
+_SHARE_UNDER_WAY = 16  # one over the share of what a forward saves that is under way from or to a device
+_NUM_UNDER_WAY = 2  # of the largest entry
+_LEAST_UNDER_WAY_BYTES = 64 << 20
 
 
 class Pool:
@@ -32,6 +35,7 @@ class Pool:
 
     Attributes:
         most_saved: Bytes of the largest forward.
+        largest: Bytes of the largest entry.
     """
 
     def __init__(self, settings: ActivationOffload, files: ActivationFiles) -> None:
@@ -42,7 +46,7 @@ class Pool:
         # used.
         self._written: deque[weakref.ref[Entry]] = deque()
         self._used: deque[weakref.ref[Entry]] = deque()
-        self.most_saved = 0
+        self.most_saved = self.largest = 0
 
     @property
     def nbytes(self) -> int:
@@ -62,6 +66,16 @@ class Pool:
             return host_bytes
         automatic = max(_LEAST_BYTES, self.most_saved // _SHARE_OF_SAVED)
         return min(automatic, budget // _SHARE_OF_BUDGET) if isinstance(budget, int) else automatic
+
+    @property
+    def under_way_bytes(self) -> int:
+        """Most bytes of entries that are to be under way between a device and the pool, for each direction.
+
+        With as many, copies go on without a break. They take up memory of the device, and so do entries that the device
+        has not reached yet because the host is ahead of it.
+        """
+        share = self.most_saved // _SHARE_UNDER_WAY
+        return max(_LEAST_UNDER_WAY_BYTES, _NUM_UNDER_WAY * self.largest, share)
 
     def apply_limit(self) -> None:
         """Give memory above the limit back to the system as soon as it is idle."""

@@ -52,16 +52,16 @@ class ActivationStore:
         self._settings = settings
         self._files = ActivationFiles(settings, folders, transfer=transfer)
         self._pool = Pool(settings, self._files)
-        self._writes = Writes(settings, self._files, self._pool)
+        self._rates = Rates()
+        self._writes = Writes(settings, self._files, self._pool, copy_times=self._rates.copies_out)
         self._reads = Reads(self._files, self._pool, spare_bytes=self._spare_bytes)
-        self._loads = Loads(self._pool, self._reads)
+        self._loads = Loads(self._pool, self._reads, copy_times=self._rates.copies_in)
         self._devices = Devices(stop=self._writes.stop)
         self._freed_memory = FreedMemory(LEAST_FREED)
         self._traffic = ActivationTraffic()
         self._departures = Departures(
             settings, self._pool, self._writes, traffic=self._traffic, freed_memory=self._freed_memory
         )
-        self._rates = Rates()
         self.lock = threading.RLock()
 
     # ---- life
@@ -128,6 +128,15 @@ class ActivationStore:
         return not self._devices
 
     @property
+    def devices(self) -> list[torch.device]:
+        """Devices on which entries were."""
+        return self._devices.names()
+
+    def wait_for_devices(self) -> None:
+        """Wait until all devices have done what torch's current streams were given. What failed is told later."""
+        self._devices.wait()
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of host memory that the pool takes."""
         return self._pool.nbytes
@@ -161,6 +170,11 @@ class ActivationStore:
     def read_ahead_bytes(self) -> int:
         """Most bytes that are read before they are wanted."""
         return self._reads.ahead_bytes
+
+    @property
+    def load_ahead_bytes(self) -> int:
+        """Most bytes that are copied to devices before they are wanted."""
+        return self._loads.limit
 
     def traffic(self) -> ActivationTraffic:
         """Return the cumulative counters."""

@@ -13,6 +13,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.activations.files import ActivationFiles
 from lightning_smartinfinity.activations.pool import Pool
+from lightning_smartinfinity.activations.rates import CopyTimes
 from lightning_smartinfinity.config import ActivationOffload
 from lightning_smartinfinity.errors import CudaError, SmartInfinityError, StorageError
 from lightning_smartinfinity.store.tensor_files import whole_blocks
@@ -27,13 +28,17 @@ class Writes:
         settings: How much is offloaded.
         files: Where they are written.
         pool: Where they lie meanwhile.
+        copy_times: Copies from devices for which the host waits, because a forward is measured.
 
     Attributes:
         stopped: Whether a write or a copy has failed, so that nothing more is offloaded.
     """
 
-    def __init__(self, settings: ActivationOffload, files: ActivationFiles, pool: Pool) -> None:
-        self._settings, self._files, self._pool = settings, files, pool
+    def __init__(
+        self, settings: ActivationOffload, files: ActivationFiles, pool: Pool, *, copy_times: CopyTimes
+    ) -> None:
+        self._settings, self._files, self._pool, self._copy_times = settings, files, pool, copy_times
+        self._resting: deque[weakref.ref[Entry]] = deque()  # in the pool only, for the time being, oldest first
         self._copying: deque[weakref.ref[Entry]] = deque()  # being copied from devices into the pool, oldest first
         self._leaving: deque[weakref.ref[Entry]] = deque()  # being written, oldest first
         self.stopped = False
@@ -57,17 +62,23 @@ class Writes:
         except CudaError as error:  # nobody knows when the tensor is computed, so it may not leave
             self.stop(entry.failure(error))
 
-    def begin(self, entry: Entry) -> bool:
+    def begin(self, entry: Entry, *, rests: bool = False) -> bool:
         """Copy an entry into the pool and start to write it; return whether there was room for it.
 
         From a device the copy is only started, and the write starts when the copy has run.
+
+        Args:
+            entry: The entry.
+            rests: Whether it is to stay in the pool, and is not written for the time being.
         """
         try:
-            if not self._has_room(entry):
+            if not self._has_room(entry, rests=rests):
                 return False
-            stored = self._files.tensors.add(entry.nbytes)
+            stored = None if rests else self._files.tensors.add(entry.nbytes)
             memory = self._pool.take(entry)
             entry.copy_out(memory)
+            if entry.copied is not None and not entry.forward.plan.is_chosen:
+                entry.forward.held_up_seconds += self._copy_times.wait(entry.copied, entry.nbytes)
         except (StorageError, CudaError) as error:
             self.stop(entry.failure(error))
             return False
@@ -76,11 +87,35 @@ class Writes:
         # From here on others find the entry by its key and its bytes in the pool. Only then is it written, and only
         # then may its storage go, whose address a new one may take.
         entry.stored = stored
-        if entry.copied is None:
+        if rests:
+            self._resting.append(weakref.ref(entry))
+        elif entry.copied is None:
             self._start(entry)
         else:
             self._copying.append(weakref.ref(entry))
         entry.let_go()
+        return True
+
+    def oldest_resting(self) -> Entry | None:
+        """Return the oldest entry that rests in the pool, and that backward has still to use."""
+        while self._resting:
+            entry = self._resting[0]()
+            if entry is not None and entry.memory is not None and entry.stored is None and not entry.was_used:
+                return entry
+            self._resting.popleft()
+        return None
+
+    def write_resting(self, entry: Entry) -> bool:
+        """Start to write the oldest entry that rests in the pool; return whether storage has a place for it."""
+        if self.stopped or not self.has_place(whole_blocks(entry.nbytes)):
+            return False
+        try:
+            entry.stored = self._files.tensors.add(entry.nbytes)
+        except StorageError as error:
+            self.stop(entry.failure(error))
+            return False
+        self._resting.popleft()
+        self._copying.append(weakref.ref(entry))
         return True
 
     def reap(self) -> None:
@@ -119,9 +154,11 @@ class Writes:
             self._files.note_unwritable(failure)
             warnings.warn(f"{failure} What forward saves stays in memory from now on.", stacklevel=2)
 
-    def _has_room(self, entry: Entry) -> bool:
+    def _has_room(self, entry: Entry, *, rests: bool) -> bool:
         nbytes = whole_blocks(entry.nbytes)
-        if self.stopped or not self.has_place(nbytes):
+        if self.stopped or not (rests or self.has_place(nbytes)):
+            return False
+        if entry.copies is not None and not entry.copies.may_copy_out(nbytes, most=self._pool.under_way_bytes):
             return False
         if self._pool.make_room(nbytes):
             return True
@@ -130,7 +167,12 @@ class Writes:
         if not entry.wait_until_computed():
             return False
         self.reap()
-        return self._pool.make_room(nbytes)
+        if self._pool.make_room(nbytes):
+            return True
+        oldest = self.oldest_resting()
+        if oldest is not None:
+            self.write_resting(oldest)
+        return False
 
     def _start(self, entry: Entry) -> None:
         assert entry.stored is not None and entry.memory is not None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 
-from lightning_smartinfinity.activations.choice import Profile, choose, peak_of, stall_of
+from lightning_smartinfinity.activations.choice import Copies, Profile, choose, peak_of, stall_of
 
 MOST_RATIO = 1e-9
 
@@ -36,8 +37,12 @@ def written_entries(profile: Profile, num: int) -> list[tuple[int, float]]:
 
 
 def simulated_stall(profile: Profile, num: int, read_ahead: int) -> float:
-    """Backward one entry after the other: each waits until it is read, and every read waits for room."""
     waiting = [index for index, _ in reversed(written_entries(profile, num))]
+    return simulated_reads(profile, waiting, rate=profile.read_rate, read_ahead=read_ahead)
+
+
+def simulated_reads(profile: Profile, waiting: list[int], *, rate: float, read_ahead: int) -> float:
+    """Backward one entry after the other: each waits until it is read, and every read waits for room."""
     reading_until, now_late = profile.forward_seconds, 0.0
     read: list[int] = []  # in order
     used_at: dict[int, float] = {}
@@ -48,7 +53,7 @@ def simulated_stall(profile: Profile, num: int, read_ahead: int) -> float:
             unused = sum(profile.sizes[each] for each in read if used_at[each] > begin)
             if unused and unused + profile.sizes[index] > read_ahead:
                 begin = max(begin, used_at[other])
-        reading_until = begin + profile.sizes[index] / profile.read_rate
+        reading_until = begin + profile.sizes[index] / rate
         part = (profile.forward_seconds - profile.times[index]) / profile.forward_seconds
         planned = profile.forward_seconds + part * profile.backward_seconds
         now_late += max(0.0, reading_until - (planned + now_late))
@@ -78,8 +83,10 @@ def test_against_every_possibility(seed: int) -> None:
         stalls = [simulated_stall(profile, num, read_ahead) for num in everything]
         peaks = [simulated_peak(profile, num, read_ahead) for num in everything]
         for num in everything:
-            assert stall_of(profile, num, read_ahead_bytes=read_ahead) == pytest.approx(stalls[num], abs=MOST_RATIO)
-            assert peak_of(profile, num, read_ahead_bytes=read_ahead) == peaks[num]
+            assert stall_of(profile, num, pool_bytes=0, read_ahead_bytes=read_ahead) == pytest.approx(
+                stalls[num], abs=MOST_RATIO
+            )
+            assert peak_of(profile, num, pool_bytes=0, read_ahead_bytes=read_ahead) == peaks[num]
         written = len(written_entries(profile, len(profile.sizes)))
         free = max(num for num in everything if num <= written and stalls[num] == 0)
         pool = 2 * read_ahead
@@ -106,6 +113,86 @@ def test_against_every_possibility(seed: int) -> None:
             profile, keep="auto", budget_bytes=None, pool_bytes=pool, read_ahead_bytes=read_ahead, most_bytes=most
         )
         assert fewer.num_offloaded == max(num for num in everything if num <= free and sum(profile.sizes[:num]) <= most)
+
+
+def left_entries(profile: Profile, num: int, pool: int) -> list[tuple[int, float]]:
+    """Return the entries that are copied from a device before backward begins, with the times at which they are."""
+    assert profile.copies is not None
+    sizes, copied, left = profile.sizes, 0.0, []
+    written_until, written = 0.0, {}
+    for index in range(num):
+        begin = max(copied, profile.times[index])
+        # The pool has what was copied and is not written yet.
+        for other in range(index):
+            in_pool = sum(sizes[each] for each in range(index) if written[each] > begin)
+            if in_pool + sizes[index] > pool:
+                begin = max(begin, written[other])
+        if sizes[index] > pool:
+            break
+        copied = begin + sizes[index] / profile.copies.out_rate
+        if copied > profile.forward_seconds:
+            break
+        written_until = max(written_until, copied) + sizes[index] / profile.write_rate
+        written[index] = written_until
+        left.append((index, copied))
+    return left
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_devices_against_every_possibility(seed: int) -> None:
+    """From a device, what the pool has room for need not be written, and what is read is copied, too."""
+    chosen = random.Random(seed)
+    for _ in range(1000):
+        rates = [chosen.choice([1.0, 10.0, 1e6]) * chosen.uniform(0.5, 2) for _ in range(2)]
+        copies = Copies(out_rate=rates[0], in_rate=rates[1], ahead_bytes=chosen.randint(1, 30))
+        profile = dataclasses.replace(random_profile(chosen), copies=copies)
+        pool, sizes = chosen.choice([chosen.randint(1, 60), 10**6]), profile.sizes
+        ahead, everything = max(1, pool // 2), range(len(sizes) + 1)
+        all_left = left_entries(profile, len(sizes), pool)
+        stalls, peaks = [], []
+        for num in everything:
+            left = [(index, end) for index, end in all_left if index < num]
+            in_pool = [index for index, _ in left if sum(sizes[each] for each, _ in left if each >= index) <= pool]
+            waiting = [index for index, _ in reversed(left)]
+            on_storage = [index for index in waiting if index not in in_pool]
+            copied = simulated_reads(profile, waiting, rate=copies.in_rate, read_ahead=copies.ahead_bytes)
+            read = simulated_reads(profile, on_storage, rate=profile.read_rate, read_ahead=ahead)
+            stalls.append(max(copied, read))
+            gone = [
+                sum(sizes[index] for index, end in left if end <= now and index < count)
+                for count, now in enumerate(profile.times)
+            ]
+            held = [sum(sizes[: count + 1]) - gone[count] for count in range(len(sizes))]
+            away = sum(sizes[index] for index, _ in left)
+            peaks.append(max(*held, sum(sizes) - away + min(away, copies.ahead_bytes)))
+            found = stall_of(profile, num, pool_bytes=pool, read_ahead_bytes=ahead)
+            assert found == pytest.approx(stalls[num], abs=MOST_RATIO)
+            assert peak_of(profile, num, pool_bytes=pool, read_ahead_bytes=ahead) == peaks[num]
+        free = max(num for num in everything if num <= len(all_left) and stalls[num] == 0)
+        automatic = choose(profile, keep="auto", budget_bytes=None, pool_bytes=pool, read_ahead_bytes=ahead)
+        assert (automatic.num_offloaded, automatic.stall_seconds) == (free, 0)
+        assert automatic.peak_bytes == peaks[free]
+        # A budget counts the pool, too, so that it is kept as where there is no device.
+        budget = chosen.randint(1, sum(sizes))
+        without = dataclasses.replace(profile, copies=None)
+        for each in (choose(without, keep=0, budget_bytes=budget, pool_bytes=pool, read_ahead_bytes=ahead),):
+            within = choose(profile, keep=0, budget_bytes=budget, pool_bytes=pool, read_ahead_bytes=ahead)
+            assert (within.num_offloaded, within.peak_bytes) == (each.num_offloaded, each.peak_bytes)
+
+
+def test_a_large_pool_needs_no_storage() -> None:
+    """Where the pool has room for everything, what leaves a device depends on copies only."""
+    profile = Profile(
+        times=(0.1, 0.2, 0.9),
+        sizes=(10, 20, 30),
+        forward_seconds=1.0,
+        backward_seconds=2.0,
+        write_rate=1e-9,
+        read_rate=1e-9,
+        copies=Copies(out_rate=100.0, in_rate=100.0, ahead_bytes=30),
+    )
+    choice = choose(profile, keep="auto", budget_bytes=None, pool_bytes=60, read_ahead_bytes=30)
+    assert (choice.num_offloaded, choice.kept_bytes, choice.peak_bytes) == (2, 30, 60)
 
 
 def test_a_fast_device_offloads_all_that_it_can_write() -> None:

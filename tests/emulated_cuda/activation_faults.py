@@ -228,12 +228,12 @@ def test_memory_that_earlier_work_uses(tmp_path: Path, driver: FakeCuda) -> None
 def test_what_was_loaded_ahead_and_dropped(tmp_path: Path, driver: FakeCuda, streams: tuple[int, int]) -> None:
     """The memory of a load that was dropped is given to others only after the copy into it."""
     with opened(tmp_path) as offloaded:
+        choose_first(offloaded)
         x = torch.linspace(0, 1, BLOCK // 4, requires_grad=True)
         with offloaded.forward(x):
             y = x.sin().sin().sin().sin()
             graph = [y, y.sin().sum()]
         del y
-        drop_memory(offloaded)
         gradient(*graph, retain=True)  # and reads others ahead
         gate = driver.gate(streams[1])
 

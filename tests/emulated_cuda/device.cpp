@@ -150,11 +150,12 @@ class Memory final : public c10::Allocator {
     }
     std::vector<std::int64_t> used() {
         const std::lock_guard lock(mutex_);
-        return {used_, most_used_, static_cast<std::int64_t>(reserved_)};
+        return {used_, most_used_, used_ + waiting_bytes_, most_active_, static_cast<std::int64_t>(reserved_)};
     }
     void forget_most() {
         const std::lock_guard lock(mutex_);
         most_used_ = used_;
+        most_active_ = used_ + waiting_bytes_;
     }
 
  private:
@@ -177,6 +178,7 @@ class Memory final : public c10::Allocator {
                 if (!point->reached) return false;
             }
             free_[{waiting.block.owner, waiting.block.size}].push_back(waiting.data);
+            waiting_bytes_ -= static_cast<std::int64_t>(waiting.block.size);
             return true;
         });
         auto& free = free_[{&stream, size}];
@@ -192,6 +194,7 @@ class Memory final : public c10::Allocator {
         blocks_[data] = {size, &stream, {}};
         used_ += static_cast<std::int64_t>(size);
         most_used_ = std::max(most_used_, used_);
+        most_active_ = std::max(most_active_, used_ + waiting_bytes_);
         return data;
     }
     static void free(void* data);
@@ -206,6 +209,7 @@ class Memory final : public c10::Allocator {
         }
         Waiting waiting{data, block, {}};
         for (Stream* const user : block.users) waiting.points.push_back(user->point());
+        waiting_bytes_ += static_cast<std::int64_t>(block.size);
         waiting_.push_back(std::move(waiting));
     }
 
@@ -213,6 +217,7 @@ class Memory final : public c10::Allocator {
     std::uintptr_t begin_ = 0;
     std::size_t reserved_ = 0;
     std::int64_t used_ = 0, most_used_ = 0;
+    std::int64_t waiting_bytes_ = 0, most_active_ = 0;  // with what was freed, and other streams may use still
     std::unordered_map<void*, Block> blocks_;
     std::map<std::pair<Stream*, std::size_t>, std::vector<void*>> free_;
     std::vector<Waiting> waiting_;

@@ -79,9 +79,10 @@ def install() -> None:
         return int(device.stream(index)), index, _CUDA
 
     def statistics(index: int) -> dict[str, Any]:
-        now, most, reserved = device.used()
+        now, most, active, most_active, reserved = device.used()
         return {
             "allocated_bytes": {"all": {"current": now, "peak": most}},
+            "active_bytes": {"all": {"current": active, "peak": most_active}},
             "reserved_bytes": {"all": {"current": reserved, "peak": reserved}},
         }
 

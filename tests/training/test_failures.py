@@ -49,7 +49,8 @@ def fail_io(**faults: Any) -> Any:
 
 
 def flip_a_byte(optimizer: Any) -> None:
-    """Damage both places of every tasklet on storage."""
+    """Damage both places of every tasklet on storage, once no update is under way that would write them again."""
+    optimizer.update.drained_handler()
     (state,) = Path(optimizer._offload.storage[0]).rglob("state.bin")
     with state.open("r+b") as file:
         for offset in range(64, state.stat().st_size, 4096):
