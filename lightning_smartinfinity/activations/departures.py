@@ -70,8 +70,7 @@ class Departures:
 
     def add(self, entry: Entry, tensor: torch.Tensor, forward: Forward) -> None:
         """Take a new entry, which was made for a tensor."""
-        # Only a forward whose times are measured waits for the device.
-        self._writes.note_packed(entry, tensor, waits=not forward.plan.is_chosen)
+        self._writes.note_packed(entry, tensor)
         self._traffic.saved_bytes += entry.nbytes
         # Between these two no interrupt comes. An entry with a forward is taken off again when it is gone.
         self._nbytes += entry.nbytes

@@ -11,6 +11,9 @@ from contextlib import suppress
 import torch
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.activations.device_clock import now_on
+from lightning_smartinfinity.activations.rates import Rates
+from lightning_smartinfinity.activations.under_way import UnderWay
 from lightning_smartinfinity.errors import CudaError
 from lightning_smartinfinity.transfer.cuda import CudaLink
 
@@ -97,41 +100,6 @@ class _Direction:
         return True
 
 
-class _Points:
-    """Points that the device reaches one after the other, each behind so many bytes of work more."""
-
-    def __init__(self) -> None:
-        self._points: deque[tuple[list[native.CudaEvent], int]] = deque()
-        self.nbytes = 0  # of the work that the device was not seen to have done
-
-    def add(self, points: list[native.CudaEvent], nbytes: int) -> None:
-        """Add work."""
-        self._points.append((points, nbytes))
-        self.nbytes += nbytes
-
-    def reap(self) -> None:
-        """Forget the work that is done. Raises CudaError if some has failed."""
-        while self._points:
-            try:
-                if not all(point.done() for point in self._points[0][0]):
-                    return
-            except CudaError:
-                self._forget_first()
-                raise
-            self._forget_first()
-
-    def wait(self, nbytes: int) -> None:
-        """Wait until the device has at most so many bytes of work left. Raises CudaError if some has failed."""
-        while self.nbytes > nbytes:
-            for point in self._forget_first():
-                point.synchronize()
-
-    def _forget_first(self) -> list[native.CudaEvent]:
-        points, nbytes = self._points.popleft()
-        self.nbytes -= nbytes
-        return points
-
-
 class DeviceCopies:
     """Copies of one process between the pool and one CUDA device.
 
@@ -140,17 +108,20 @@ class DeviceCopies:
 
     Args:
         link: Link to the device.
+        rates: What takes the times of copies.
     """
 
-    def __init__(self, link: CudaLink) -> None:
-        self.link = link
+    def __init__(self, link: CudaLink, rates: Rates) -> None:
+        self.link, self._rates = link, rates
         self._device = torch.device("cuda", link.device.index)
         streams = _streams(link)
         self._out, self._in = map(_Direction, streams)
         # What leaves, in the same order: until it is computed, and until it is copied.
-        self._computed, self._copied = _Points(), _Points()
-        self._out_of_torch = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
-            streams[0].handle, device=self._device
+        self._computed, self._copied = UnderWay(), UnderWay()
+        # The same streams, as torch knows them.
+        self._torch_out, self._torch_in = (
+            torch.cuda.ExternalStream(stream.handle, device=self._device)  # type: ignore[no-untyped-call]
+            for stream in streams
         )
         weakref.finalize(self, _finish_in, os.getpid(), self._out, self._in)
 
@@ -161,7 +132,9 @@ class DeviceCopies:
             points[stream] = native.CudaEvent(self.link.device)
         points[stream].record(stream)
 
-    def copy_out(self, tensor: torch.Tensor, memory: torch.Tensor, *, after: Points) -> native.CudaEvent:
+    def copy_out(
+        self, tensor: torch.Tensor, memory: torch.Tensor, *, after: Points, is_timed: bool
+    ) -> native.CudaEvent:
         """Start to copy a tensor into memory of the pool, and return the point behind the copy.
 
         The caller may drop the tensor at once: the allocator waits for the copy before it lends its memory to others.
@@ -170,6 +143,7 @@ class DeviceCopies:
             tensor: Tensor on the device. If it is not contiguous, it is cloned on torch's current stream first.
             memory: Memory of the pool, kept until the copy has run.
             after: Points behind the work that computes the tensor.
+            is_timed: Whether its time is taken.
 
         Raises:
             CudaError: A call failed.
@@ -184,7 +158,8 @@ class DeviceCopies:
         event = native.CudaEvent(self.link.device)
         for point in after.values():
             point.hold(self._out.stream.handle)
-        tensor.record_stream(self._out_of_torch)
+        tensor.record_stream(self._torch_out)
+        began = now_on(self._torch_out) if is_timed else None
         self.link.device.copy_to_host(
             host=memory.data_ptr(),
             device=tensor.data_ptr(),
@@ -192,6 +167,8 @@ class DeviceCopies:
             stream=self._out.stream.handle,
         )
         self._out.record(event, memory, tensor)
+        if began is not None:
+            self._rates.copies_out.add(began, now_on(self._torch_out), tensor.nbytes)
         self._computed.add(list(after.values()), tensor.nbytes)
         self._copied.add([event], tensor.nbytes)
         return event
@@ -211,13 +188,14 @@ class DeviceCopies:
         self._computed.reap()
         return self._copied.nbytes - self._computed.nbytes <= most
 
-    def copy_in(self, memory: torch.Tensor, nbytes: int, *, after: native.CudaEvent | None) -> Loaded:
+    def copy_in(self, memory: torch.Tensor, nbytes: int, *, after: native.CudaEvent | None, is_timed: bool) -> Loaded:
         """Start to copy memory of the pool into new memory of the device.
 
         Args:
             memory: Memory of the pool, kept until the copy has run.
             nbytes: Bytes to copy.
             after: Point behind the copy that fills the memory, if that may be in progress.
+            is_timed: Whether its time is taken.
 
         Raises:
             CudaError: A call, or the copy that fills the memory, failed.
@@ -230,10 +208,13 @@ class DeviceCopies:
         loaded = Loaded(torch.empty(nbytes, dtype=torch.uint8, device=self._device), event, stream=current)
         # The allocator may have lent what earlier work of the current stream still uses.
         self._in.stream.follow(current)
+        began = now_on(self._torch_in) if is_timed else None
         self.link.device.copy_to_device(
             device=loaded.memory.data_ptr(), host=memory.data_ptr(), nbytes=nbytes, stream=self._in.stream.handle
         )
         self._in.record(event, memory, loaded.memory)
+        if began is not None:
+            self._rates.copies_in.add(began, now_on(self._torch_in), nbytes)
         return loaded
 
     def take(self, loaded: Loaded) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from lightning_smartinfinity.activations.device_copies import DeviceCopies
+from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.errors import CudaError
 from lightning_smartinfinity.transfer.cuda import link_to
 
@@ -17,11 +18,12 @@ class Devices:
     """Copies for each device from which an entry was offloaded.
 
     Args:
+        rates: What takes the times of copies.
         stop: Is called with a failure after which nothing more is offloaded.
     """
 
-    def __init__(self, *, stop: Callable[[CudaError], None]) -> None:
-        self._stop = stop
+    def __init__(self, rates: Rates, *, stop: Callable[[CudaError], None]) -> None:
+        self._rates, self._stop = rates, stop
         self._copies: dict[torch.device, DeviceCopies | None] = {}
 
     def __len__(self) -> int:
@@ -33,7 +35,7 @@ class Devices:
             self._copies[device] = None
             try:
                 link = link_to(device)
-                self._copies[device] = None if link is None else DeviceCopies(link)
+                self._copies[device] = None if link is None else DeviceCopies(link, self._rates)
             except CudaError as error:
                 self._stop(error)
         return self._copies[device]

@@ -253,6 +253,11 @@ class Entry:
         return self.writing is not None or (self.copied is not None and self.stored is not None)
 
     @property
+    def is_timed(self) -> bool:
+        """Whether the device's times of the forward and its backward are taken."""
+        return self.forward is not None and self.forward.clock is not None
+
+    @property
     def is_original(self) -> bool:
         """Whether the storage itself is kept alive."""
         return self._storage is not None
@@ -303,7 +308,7 @@ class Entry:
         if self.copies is None:
             target.copy_(source)
         else:
-            self.copied = self.copies.copy_out(source, memory, after=self._points)
+            self.copied = self.copies.copy_out(source, memory, after=self._points, is_timed=self.is_timed)
         self._copied_version = self._packed_version
         self.memory = memory
 

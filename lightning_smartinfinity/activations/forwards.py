@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from lightning_smartinfinity.activations.device_clock import DeviceClock
 from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
 
@@ -53,6 +54,7 @@ class Forward:
     Args:
         plan: What was learnt before.
         began: When it began, in seconds of a monotonic clock.
+        clock: Clock of the device, if this is measured there. The times below are the host's until :meth:`take_times`.
 
     Attributes:
         window: Entries that may still leave, oldest first.
@@ -67,6 +69,7 @@ class Forward:
 
     plan: Plan
     began: float
+    clock: DeviceClock | None = None
     window: deque[weakref.ref[Entry]] = field(default_factory=deque)
     entries: list[weakref.ref[Entry]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -90,6 +93,8 @@ class Forward:
         entry.end = self.saved_bytes
         self.sizes.append(entry.nbytes)
         self.times.append(now - self.began - self.held_up_seconds)
+        if self.clock is not None:
+            self.clock.pack()
         self.entries.append(weakref.ref(entry))
         if not self.plan.frees_nothing(entry.number, entry.nbytes):
             self.window.append(weakref.ref(entry))
@@ -153,6 +158,18 @@ class Forward:
             self.ended = now if self.ended is None else self.ended
         self.last_use = now
         self.order.append(entry.number)
+        if self.clock is not None:
+            self.clock.use()
+
+    def take_times(self) -> None:
+        """Let all times be those of the device, if it has a clock, and wait until it has reached the last one."""
+        if self.clock is None or self.ended is None:
+            return
+        clock, self.clock = self.clock, None
+        clock.wait()
+        self.times = clock.times
+        self.ended = self.began + clock.forward_seconds + self.held_up_seconds
+        self.last_use = self.first_use + clock.backward_seconds
 
     def expect_after(self, entry: Entry) -> None:
         """Expect what backward wants next behind an entry, unless it was expected earlier."""

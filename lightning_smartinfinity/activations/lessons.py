@@ -55,9 +55,14 @@ class Lessons:
         """Learn from a forward, if its backward has come."""
         if not last.order or last.ended is None:
             return
+        try:
+            last.take_times()
+            with self._store.lock:
+                rates = self._store.update_rates()  # each time, since storage may be slower or faster than long ago
+        except RuntimeError:  # a device has failed, of which whoever uses its tensors is told
+            return
         is_first, is_chosen = not self.plan.sizes, False
         with self._store.lock:
-            rates = self._store.update_rates()  # each time, since storage may be slower or faster than long ago
             if is_first:  # it took longer than those that follow: memory and files were new, and caches cold
                 offloaded, kept = last.plan.offloaded_bytes, last.plan.kept_bytes
             elif self._compares and not last.plan.is_chosen and self._slowdown.wants_all_kept(last):

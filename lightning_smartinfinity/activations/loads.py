@@ -18,7 +18,6 @@ import torch
 from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.activations.forwards import Forward
 from lightning_smartinfinity.activations.pool import Pool
-from lightning_smartinfinity.activations.rates import CopyTimes
 from lightning_smartinfinity.activations.reads import Reads
 from lightning_smartinfinity.errors import CudaError
 
@@ -34,11 +33,10 @@ class Loads:
     Args:
         pool: Where they lie before.
         reads: Reads in progress into the pool.
-        copy_times: Copies for which the host waits, because a forward and its backward are measured.
     """
 
-    def __init__(self, pool: Pool, reads: Reads, *, copy_times: CopyTimes) -> None:
-        self._pool, self._reads, self._copy_times = pool, reads, copy_times
+    def __init__(self, pool: Pool, reads: Reads) -> None:
+        self._pool, self._reads = pool, reads
         self._loaded: deque[weakref.ref[Entry]] = deque()  # oldest first
 
     @property
@@ -60,21 +58,14 @@ class Loads:
         """
         if entry.loaded is None:
             self._start(entry, wanted=entry)
-            assert entry.loaded is not None
-            if not entry.forward.plan.is_chosen:
-                self._copy_times.wait(entry.loaded.event, entry.nbytes)
 
     def load_ahead(self, entry: Entry) -> None:
         """Load what backward is expected to want behind an entry: the next one, and more within the limit.
-
-        While a backward is measured, nothing is loaded ahead.
 
         Raises:
             CudaError: A call, or an earlier copy of an entry, failed.
         """
         forward: Forward = entry.forward
-        if not forward.plan.is_chosen:
-            return
         ahead = 0
         for following in islice(forward.behind(entry), _MOST_AHEAD):
             if following.copies is None or following.is_original:
@@ -94,7 +85,7 @@ class Loads:
 
     def _start(self, entry: Entry, *, wanted: Entry) -> None:
         assert entry.copies is not None and entry.memory is not None
-        entry.loaded = entry.copies.copy_in(entry.memory, entry.nbytes, after=entry.copied)
+        entry.loaded = entry.copies.copy_in(entry.memory, entry.nbytes, after=entry.copied, is_timed=entry.is_timed)
         self._loaded.append(weakref.ref(entry))
         if self.nbytes > self.limit:
             for other in self._entries():

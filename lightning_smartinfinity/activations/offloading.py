@@ -131,7 +131,9 @@ class OffloadedActivations:
         if not (self._small_forwards.want_hooks(kind) and self._hook_costs.want_hooks(kind)):
             yield
             return
-        forward = Forward(plan=self._lessons.plan, began=time.perf_counter())
+        plan = self._lessons.plan
+        clock = self._store.start_clock() if plan.sizes and not plan.is_chosen else None
+        forward = Forward(plan=plan, began=time.perf_counter(), clock=clock)
         packing = Packing(
             self._store,
             forward,

@@ -22,7 +22,6 @@ _LEAST_BYTES = 64 << 20
 _SHARE_OF_SAVED = 8  # one over the share of what a forward saves that the pool takes
 _SHARE_OF_BUDGET = 2  # one over the share of the budget that the pool takes
 _SHARE_UNDER_WAY = 16  # one over the share of what a forward saves that is under way from or to a device
-_NUM_UNDER_WAY = 2  # of the largest entry
 _LEAST_UNDER_WAY_BYTES = 64 << 20
 
 
@@ -74,8 +73,7 @@ class Pool:
         With as many, copies go on without a break. They take up memory of the device, and so do entries that the device
         has not reached yet because the host is ahead of it.
         """
-        share = self.most_saved // _SHARE_UNDER_WAY
-        return max(_LEAST_UNDER_WAY_BYTES, _NUM_UNDER_WAY * self.largest, share)
+        return max(_LEAST_UNDER_WAY_BYTES, self.largest, self.most_saved // _SHARE_UNDER_WAY)
 
     def apply_limit(self) -> None:
         """Give memory above the limit back to the system as soon as it is idle."""

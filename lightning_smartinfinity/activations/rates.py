@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 from lightning_smartinfinity import native
+from lightning_smartinfinity.activations.device_clock import CopyTimes
 
-__all__ = ["CopyTimes", "Rates"]
-
-
-class CopyTimes:
-    """Bytes and seconds of copies for which the host has waited, while the device did nothing else."""
-
-    def __init__(self) -> None:
-        self.nbytes, self.seconds = 0, 0.0
-
-    def wait(self, copied: native.CudaEvent, nbytes: int) -> float:
-        """Wait for a copy that was started just now, count it, and return for how many seconds it was waited.
-
-        Raises:
-            CudaError: The copy has failed.
-        """
-        began = time.perf_counter()
-        copied.synchronize()
-        seconds = time.perf_counter() - began
-        self.nbytes += nbytes
-        self.seconds += seconds
-        return seconds
+__all__ = ["Rates"]
 
 
 class Rates:
@@ -56,6 +35,8 @@ class Rates:
         read = _rate(self._was_read, was_read)
         self.read, self.is_reading = read or self.read, read > 0
         self._written, self._was_read = written, was_read
+        for times in (self.copies_out, self.copies_in):
+            times.look()
         was_out, was_in = ((times.nbytes, times.seconds) for times in (self.copies_out, self.copies_in))
         self.copied_out = _rate(self._was_out, was_out) or self.copied_out
         self.copied_in = _rate(self._was_in, was_in) or self.copied_in

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from lightning_smartinfinity.activations.departures import LEAST_FREED, Departures
+from lightning_smartinfinity.activations.device_clock import DeviceClock
 from lightning_smartinfinity.activations.device_copies import DeviceCopies
 from lightning_smartinfinity.activations.devices import Devices
 from lightning_smartinfinity.activations.entries import Entry, Geometry
@@ -53,10 +54,10 @@ class ActivationStore:
         self._files = ActivationFiles(settings, folders, transfer=transfer)
         self._pool = Pool(settings, self._files)
         self._rates = Rates()
-        self._writes = Writes(settings, self._files, self._pool, copy_times=self._rates.copies_out)
+        self._writes = Writes(settings, self._files, self._pool)
         self._reads = Reads(self._files, self._pool, spare_bytes=self._spare_bytes)
-        self._loads = Loads(self._pool, self._reads, copy_times=self._rates.copies_in)
-        self._devices = Devices(stop=self._writes.stop)
+        self._loads = Loads(self._pool, self._reads)
+        self._devices = Devices(self._rates, stop=self._writes.stop)
         self._freed_memory = FreedMemory(LEAST_FREED)
         self._traffic = ActivationTraffic()
         self._departures = Departures(
@@ -131,6 +132,10 @@ class ActivationStore:
     def devices(self) -> list[torch.device]:
         """Devices on which entries were."""
         return self._devices.names()
+
+    def start_clock(self) -> DeviceClock | None:
+        """Return a clock of the device on which entries were, or of the first one; None if all were in host memory."""
+        return next(map(DeviceClock, self._devices.names()), None)
 
     def wait_for_devices(self) -> None:
         """Wait until all devices have done what torch's current streams were given. What failed is told later."""
@@ -228,6 +233,8 @@ class ActivationStore:
         """Count what stays in memory, as the forward has ended."""
         if forward.ended is None:
             forward.ended = time.perf_counter()
+            if forward.clock is not None:
+                forward.clock.end()
         self._reap()
         forward.count_kept(self._traffic)
         if forward.sizes and not self._files.closed:
@@ -251,11 +258,8 @@ class ActivationStore:
 
     def _fetch(self, entry: Entry, geometry: Geometry) -> torch.Tensor:
         is_first_use = not entry.was_used
-        if is_first_use and entry.copies is not None and not entry.forward.plan.is_chosen:
-            entry.copies.wait_for_current()  # the times are measured, and are to be the device's
-        began = time.perf_counter()
         if is_first_use:
-            entry.forward.use(entry, began)
+            entry.forward.use(entry, time.perf_counter())
             if entry.copies is None and entry.stored is not None:
                 # Backward frees about as much as it uses. Without offloading, that is as it is in autograd alone.
                 self._freed_memory.add(entry.nbytes)
@@ -266,13 +270,16 @@ class ActivationStore:
                 self._writes.give_up(entry)
                 self._traffic.forwarded_bytes += entry.nbytes
             if entry.loaded is None:
+                began = time.perf_counter()
                 self._reads.have_in_memory(entry)
+                waited = time.perf_counter() - began
+                self._traffic.waited_seconds += waited
+                entry.forward.waited_seconds += waited
             if entry.copies is not None:
                 self._loads.load(entry)
-            waited = time.perf_counter() - began
-            self._traffic.waited_seconds += waited
-            entry.forward.waited_seconds += waited
-        tensor = entry.tensor(geometry)
+        clock: DeviceClock | None = entry.forward.clock
+        with nullcontext() if clock is None else clock.waiting():
+            tensor = entry.tensor(geometry)
         self._reads.read_ahead(entry)
         if entry.copies is not None:
             self._load_ahead(entry)

@@ -13,7 +13,6 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.activations.files import ActivationFiles
 from lightning_smartinfinity.activations.pool import Pool
-from lightning_smartinfinity.activations.rates import CopyTimes
 from lightning_smartinfinity.config import ActivationOffload
 from lightning_smartinfinity.errors import CudaError, SmartInfinityError, StorageError
 from lightning_smartinfinity.store.tensor_files import whole_blocks
@@ -28,16 +27,13 @@ class Writes:
         settings: How much is offloaded.
         files: Where they are written.
         pool: Where they lie meanwhile.
-        copy_times: Copies from devices for which the host waits, because a forward is measured.
 
     Attributes:
         stopped: Whether a write or a copy has failed, so that nothing more is offloaded.
     """
 
-    def __init__(
-        self, settings: ActivationOffload, files: ActivationFiles, pool: Pool, *, copy_times: CopyTimes
-    ) -> None:
-        self._settings, self._files, self._pool, self._copy_times = settings, files, pool, copy_times
+    def __init__(self, settings: ActivationOffload, files: ActivationFiles, pool: Pool) -> None:
+        self._settings, self._files, self._pool = settings, files, pool
         self._resting: deque[weakref.ref[Entry]] = deque()  # in the pool only, for the time being, oldest first
         self._copying: deque[weakref.ref[Entry]] = deque()  # being copied from devices into the pool, oldest first
         self._leaving: deque[weakref.ref[Entry]] = deque()  # being written, oldest first
@@ -47,18 +43,10 @@ class Writes:
         """Yield the entries that may be being written, oldest first."""
         return (entry for found in self._leaving if (entry := found()) is not None)
 
-    def note_packed(self, entry: Entry, tensor: torch.Tensor, *, waits: bool = False) -> None:
-        """Note that a tensor was packed whose bytes are those of an entry.
-
-        Args:
-            entry: The entry.
-            tensor: The tensor.
-            waits: Whether to wait until the device has computed the tensor, if it lies on one.
-        """
+    def note_packed(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """Note that a tensor was packed whose bytes are those of an entry."""
         try:
             entry.note_packed(tensor)
-            if waits and entry.copies is not None:
-                entry.copies.wait_for_current()
         except CudaError as error:  # nobody knows when the tensor is computed, so it may not leave
             self.stop(entry.failure(error))
 
@@ -77,8 +65,6 @@ class Writes:
             stored = None if rests else self._files.tensors.add(entry.nbytes)
             memory = self._pool.take(entry)
             entry.copy_out(memory)
-            if entry.copied is not None and not entry.forward.plan.is_chosen:
-                entry.forward.held_up_seconds += self._copy_times.wait(entry.copied, entry.nbytes)
         except (StorageError, CudaError) as error:
             self.stop(entry.failure(error))
             return False

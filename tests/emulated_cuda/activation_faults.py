@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,8 @@ import pytest
 import torch
 
 from lightning_smartinfinity import ActivationOffload
-from lightning_smartinfinity.activations import OffloadedActivations
+from lightning_smartinfinity.activations import OffloadedActivations, lessons
+from lightning_smartinfinity.activations.choice import Choice, Profile
 from lightning_smartinfinity.activations.device_copies import _streams
 from lightning_smartinfinity.errors import CudaError
 from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
@@ -27,6 +30,8 @@ from tests.native.fake_cuda import SYNCHRONOUS, FakeCuda
 BLOCK = 4096
 ENTRIES = 8
 TIGHT = everything(host_bytes=3 * BLOCK, budget_bytes=4 * BLOCK)
+NOTHING = Choice(num_offloaded=0, offloaded_bytes=0, kept_bytes=0, seconds=0.0, stall_seconds=0.0, peak_bytes=0)
+LATE = 0.5  # seconds
 CALLS = [
     "cuEventCreate",
     "cuEventRecord",
@@ -113,6 +118,7 @@ def test_a_call_that_fails(tmp_path: Path, driver: FakeCuda, call: str) -> None:
         with opened(tmp_path, TIGHT) as offloaded, warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             driver.fail(call, skipped=skipped)
+            torch.cuda._sleep(10**8)  # so that copies are late, and the host has to wait
             x, loss = saved(offloaded)
             try:
                 found = gradient(x, loss, retain=True)
@@ -128,7 +134,7 @@ def test_a_call_that_fails(tmp_path: Path, driver: FakeCuda, call: str) -> None:
                 break  # there were not so many calls
             assert isinstance(failure, CudaError) and "stays in memory from now on" in str(told[0].message)
         num_failures, skipped = num_failures + 1, skipped + 1
-    assert num_failures >= ENTRIES // 2
+    assert num_failures >= (1 if call == "cuEventSynchronize" else ENTRIES // 2)
 
 
 @pytest.mark.parametrize("at", range(ENTRIES))
@@ -305,3 +311,40 @@ def test_the_order_of_one_tensor(tmp_path: Path, driver: FakeCuda, streams: tupl
         "EventRecord in",
         "StreamWaitEvent torch's",
     ]
+
+
+def test_copies_that_are_slower_than_forward(
+    tmp_path: Path, driver: FakeCuda, streams: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward does not wait for them. What would leave stays, so that little of it is neither here nor there."""
+    monkeypatch.setattr("lightning_smartinfinity.activations.pool._LEAST_UNDER_WAY_BYTES", 0)
+    with opened(tmp_path, everything()) as offloaded:
+        choose_first(offloaded)
+        gate = driver.gate(streams[0])
+        before = offloaded.traffic()
+        x, loss = saved(offloaded)
+        after = offloaded.traffic()
+        driver.open(gate)
+        assert after.offloaded_bytes - before.offloaded_bytes == 2 * BLOCK
+        assert after.kept_for_room_bytes - before.kept_for_room_bytes == (ENTRIES - 2) * BLOCK
+        assert torch.equal(gradient(x, loss), expected())
+
+
+def test_waits_for_copies_are_left_out(
+    tmp_path: Path, driver: FakeCuda, streams: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward is not measured to be slow because copies were late, and the host waits for none of them."""
+    profiles: list[Profile] = []
+    monkeypatch.setattr(lessons, "choose", lambda profile, **_: profiles.append(profile) or NOTHING)
+    with opened(tmp_path, everything()) as offloaded:
+        gradient(*saved(offloaded))
+        x, loss = saved(offloaded)
+        gate = driver.gate(streams[1])
+        began = time.monotonic()
+        found = gradient(x, loss)
+        assert time.monotonic() - began < LATE
+        threading.Timer(LATE, driver.open, [gate]).start()
+        saved(offloaded)
+        assert torch.equal(found, expected())
+    (profile,) = profiles
+    assert 0 < profile.backward_seconds < LATE and profile.copies is not None

@@ -325,6 +325,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
+double elapsed_ms(const int64_t begin, const int64_t end) {
+    const auto reached_at = [](const int64_t event) {
+        Point& point = *reinterpret_cast<Event*>(event)->point;
+        const std::lock_guard lock(point.mutex);
+        TORCH_CHECK(point.reached && point.result == kSuccess, "CUDA error: ", point.reached ? point.result : 600);
+        return point.reached_at;
+    };
+    return std::chrono::duration<double, std::milli>(reached_at(end) - reached_at(begin)).count();
+}
+
 }  // namespace
 
 namespace at {
@@ -681,6 +691,7 @@ TORCH_LIBRARY(emulated_cuda, m) {
         });
     });
     m.def("used", []() -> std::vector<int64_t> { return memory().used(); });
+    m.def("elapsed_ms", [](int64_t begin, int64_t end) { return elapsed_ms(begin, end); });
     m.def("forget_most", []() { memory().forget_most(); });
     m.def("delay", [](int64_t seed, int64_t most_us) { fake_delay(seed, static_cast<int>(most_us)); });
 }

@@ -44,13 +44,17 @@ class _ExternalStream(_Stream):
 
 
 class _Event(torch.Event):
-    """Torch's Event, as torch.cuda has it: it measures no time."""
+    """Torch's Event, as torch.cuda has it."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> _Event:
-        return super().__new__(cls, device=torch.device("cuda", torch.cuda.current_device()))
+        device = torch.device("cuda", torch.cuda.current_device())
+        return super().__new__(cls, device=device, enable_timing=enable_timing)
 
     def record(self, stream: torch.Stream | None = None) -> None:
         super().record(torch.cuda.current_stream() if stream is None else stream)
+
+    def elapsed_time(self, end_event: torch.Event) -> float:
+        return float(torch.ops.emulated_cuda.elapsed_ms(self.event_id, end_event.event_id))
 
     def wait(self, stream: torch.Stream | None = None) -> None:
         super().wait(torch.cuda.current_stream() if stream is None else stream)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD, OffloadedActivations
+from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD, OffloadedActivations, lessons
+from lightning_smartinfinity.activations.choice import Choice, Profile
 from tests.activations.chains import chain
 from tests.activations.models import everything, opened
 from tests.helpers.native_testing import Throttle
@@ -110,11 +111,39 @@ def test_storage_that_is_slow(tmp_path: Path) -> None:
     with opened(tmp_path, everything(keep="auto", host_bytes=2 * LENGTH * NBYTES)) as offloaded:
         throttle = Throttle(offloaded._store.files.core, offloaded._store.files._files.files)
         throttle.bytes_per_second = 1e6
-        torch.cuda._sleep(10**7)
-        choose_first(offloaded)
+        for _ in range(FIRST_SETTLED_FORWARD):
+            x = torch.randn(NUMEL, requires_grad=True)
+            with offloaded.forward(x):
+                loss = slow_chain(x)
+            loss.backward()
         choice = offloaded.choice
         assert choice is not None and choice.num_offloaded > 0
         throttle.bytes_per_second = 0
+
+
+def test_times_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured is how long the device takes, however far the host is ahead of it."""
+    profiles: list[Profile] = []
+    nothing = {"offloaded_bytes": 0, "kept_bytes": 0, "seconds": 0.0, "stall_seconds": 0.0, "peak_bytes": 0}
+    monkeypatch.setattr(
+        lessons, "choose", lambda profile, **_: profiles.append(profile) or Choice(num_offloaded=0, **nothing)
+    )
+    with opened(tmp_path, everything(host_bytes=2 * LENGTH * NBYTES)) as offloaded:
+        for _ in range(3):
+            x = torch.randn(NUMEL, requires_grad=True)
+            with offloaded.forward(x):
+                loss = slow_chain(x)
+            loss.backward()
+    (profile,) = profiles
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    Slow.apply(x)  # type: ignore[no-untyped-call]
+    end.record()
+    end.synchronize()
+    seconds = 0.9e-3 * begin.elapsed_time(end)
+    assert [time > (number + 1) * seconds for number, time in enumerate(profile.times)] == LENGTH * [True]
+    assert profile.forward_seconds > (LENGTH + 1) * seconds and profile.backward_seconds > (LENGTH - 1) * seconds
+    assert profile.copies is not None and profile.copies.out_rate > 1e6 and profile.copies.in_rate > 1e6
 
 
 @pytest.mark.parametrize("keep", [0, LENGTH // 2 * NBYTES])
@@ -196,6 +225,9 @@ def test_hooks_that_do_not_pay(
     if not room:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1 << 40))
         monkeypatch.setattr(torch.cuda, "memory_reserved", torch.cuda.max_memory_allocated)
+    costs = {"offloaded_bytes": 0, "kept_bytes": 0, "seconds": 0.0, "stall_seconds": 0.0, "peak_bytes": 0}
+    all_but_one = Choice(num_offloaded=LENGTH - 1, **costs)
+    monkeypatch.setattr(lessons, "choose", lambda *_, **__: all_but_one)
     with opened(tmp_path, everything(keep="auto", host_bytes="64MiB")) as offloaded:
         had_hooks = []
         for _ in range(FIRST_SETTLED_FORWARD + 2):

@@ -45,11 +45,13 @@ struct Point {
     std::mutex mutex;
     std::condition_variable changed;
     bool reached = false;
+    std::chrono::steady_clock::time_point reached_at;
     int result = kSuccess;
 
     void reach(int outcome) {
         const std::lock_guard lock(mutex);
         reached = true;
+        reached_at = std::chrono::steady_clock::now();
         result = outcome;
         changed.notify_all();
     }

@@ -1,0 +1,113 @@
+"""Times on a CUDA device, which the host need not wait for: points in the order of torch's streams, looked at later."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["CopyTimes", "DeviceClock", "now_on"]
+
+_MS = 1e-3
+
+
+def now_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Return the point behind all work that a stream was given so far, whose time is taken when the device is there."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    return _MS * float(begin.elapsed_time(end))
+
+
+class CopyTimes:
+    """Bytes and seconds of copies.
+
+    Attributes:
+        nbytes: Bytes of those that were seen to have ended.
+        seconds: Seconds that these took.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes, self.seconds = 0, 0.0
+        self._copies: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
+
+    def add(self, begin: torch.cuda.Event, end: torch.cuda.Event, nbytes: int) -> None:
+        """Take the time of a copy between two points."""
+        self._copies.append((begin, end, nbytes))
+
+    def look(self) -> None:
+        """Count the copies that have ended."""
+        while self._copies and self._copies[0][1].query():  # type: ignore[no-untyped-call]
+            begin, end, nbytes = self._copies.popleft()
+            self.nbytes += nbytes
+            self.seconds += _seconds(begin, end)
+
+
+class DeviceClock:
+    """Times of one forward and its backward on a device, in seconds since this was made.
+
+    Args:
+        device: The device. Other work of torch's current streams there counts, too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._began = self._now()
+        self._packed: list[torch.cuda.Event] = []
+        self._ended: torch.cuda.Event | None = None
+        self._used: list[torch.cuda.Event] = []
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._num_waits = 0  # of them before backward wanted its last entry
+
+    def pack(self) -> None:
+        """Take the time of an entry that was packed."""
+        self._packed.append(self._now())
+
+    def end(self) -> None:
+        """Take the time of the end of forward, unless it was taken."""
+        self._ended = self._ended or self._now()
+
+    def use(self) -> None:
+        """Take the time at which backward wants an entry for the first time."""
+        self.end()
+        self._used.append(self._now())
+        self._num_waits = len(self._waits)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Take the time for which the device waits for a copy because of what is done in this context."""
+        begin = self._now()
+        yield
+        self._waits.append((begin, self._now()))
+
+    def wait(self) -> None:
+        """Wait until the device has reached all points."""
+        for event in (*self._packed[-1:], self._ended, *self._used[-1:]):
+            if event is not None:
+                event.synchronize()
+
+    @property
+    def times(self) -> list[float]:
+        """When each entry was packed."""
+        return [_seconds(self._began, event) for event in self._packed]
+
+    @property
+    def forward_seconds(self) -> float:
+        """When forward ended."""
+        assert self._ended is not None
+        return _seconds(self._began, self._ended)
+
+    @property
+    def backward_seconds(self) -> float:
+        """How long backward took from the first entry to the last one, without the waits for copies."""
+        if not self._used:
+            return 0.0
+        return _seconds(self._used[0], self._used[-1]) - sum(_seconds(*wait) for wait in self._waits[: self._num_waits])
+
+    def _now(self) -> torch.cuda.Event:
+        return now_on(torch.cuda.current_stream(self._device))
