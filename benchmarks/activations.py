@@ -1,6 +1,7 @@
 """Measures offloading what forward saves for backward: memory, time and bytes, beside recomputation and other hooks.
 
     python benchmarks/activations.py --size 124m 355m --shape 4 1024 --loss whole chunked --storage /mnt/nvme0
+    python benchmarks/activations.py --size 3.6b --shape 4 1024 --loss chunked --host-bytes 16GB    # on a GPU
     python benchmarks/activations.py --throttle 0.1 0.3 1 --size 124m --storage /mnt/nvme0
     python benchmarks/activations.py --tiny
     python benchmarks/activations.py --ratios
@@ -20,6 +21,9 @@ is the most that autograd keeps at once, apart from parameters and the batch: wh
 back. Hooks do not see what a checkpoint recomputes in backward. "VmHWM above" is beside the same system's run on 32
 tokens. CPU seconds are those of all threads; where other work runs beside the benchmark, they say more than the clock
 about what a system adds.
+
+On a GPU gradients are dropped as they come, and the memory of the device is what its allocator holds, with what copies
+still use: all of it, and above the parameters. "Of predicted" is beside the time that `keep="auto"` has predicted.
 
 With `--throttle`, requests to storage take turns at these rates, reads and writes together, and `keep="auto"` has to
 find out what pays. Only a core that was built with SMART_INFINITY_TESTING can do that.

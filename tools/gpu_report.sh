@@ -79,7 +79,7 @@ cp -r tests benchmarks hls docs pyproject.toml "$results/sources"
 stage tests 200 bash -c 'outside "$python" -m pytest tests/gpu -q -rs -n "${PYTEST_WORKERS:-4}" --import-mode=importlib -p no:cacheprovider'
 stage step 150 bash -c 'outside "$python" benchmarks/gpu_step.py --size 355M --storage "$storage" --json "$results/step.json"'
 stage budgets 90 bash -c 'outside "$python" benchmarks/gpu_step.py --size 355M --systems smart_infinity_budgets smart_infinity_storage zero_infinity_parameters --storage "$storage" --json "$results/budgets.json"'
-stage activations 90 bash -c 'outside "$python" benchmarks/activations.py --size 355m --shape 4 1024 --storage "$storage" --json "$results/activations.json"'
+stage activations 110 bash -c 'outside "$python" benchmarks/activations.py --size 3.6b --shape 4 1024 --loss chunked --systems plain ours checkpoint save_on_cpu --host-bytes 16GB --steps 8 --storage "$storage" --json "$results/activations.json"'
 rm -rf "$results/site" "$results/sources"
 [[ $storage == "$results/storage" ]] && rm -rf "$storage"
 exit $failed

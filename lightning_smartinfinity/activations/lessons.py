@@ -17,7 +17,7 @@ FIRST_SETTLED_FORWARD = 7
 """Number of the first forward that offloads as those that follow, if nothing changes.
 
 The first one warms up, and the second one is measured. On a processor the third one keeps everything, and the three
-that follow are compared with it.
+that follow are compared with it. On a device two with hooks are compared with two without.
 """
 
 _MOST_LOST = 20  # one over the share of its time that a forward and its backward may take longer than without

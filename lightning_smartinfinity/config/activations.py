@@ -23,14 +23,15 @@ class ActivationOffload:
 
     Args:
         keep: Bytes of what forward saved last that stay in memory, because backward wants them first. ``"auto"``: one
-            micro-batch is measured. Without ``budget_bytes`` as little stays as costs no wait in backward, with it as
-            much as fits.
+            micro-batch is measured. Without ``budget_bytes`` as little stays as costs no wait in backward, or all if
+            steps take longer otherwise; with it as much as fits.
         budget_bytes: Most bytes that are held for backward at once: what stays, the pool, and what is read back.
             Forward waits for storage where it would hold more, and a warning says if that is not enough. None: no
             limit, and forward never waits.
         host_bytes: Size of the pool of host memory through which tensors move, in both directions. A tensor for which
-            it has no room stays where it is. ``"auto"``: an eighth of what a forward saves, at least 64 MiB, and at
-            most half of ``budget_bytes``.
+            it has no room stays where it is. From a GPU, only what the pool has no room for is written, unless there is
+            a budget. ``"auto"``: an eighth of what a forward saves, at least 64 MiB, and at most half of
+            ``budget_bytes``.
         storage_bytes: Most bytes on storage at once; what has no room there stays in memory. None: no limit.
         min_bytes: Size of the smallest tensor that is moved.
         verify: Whether what is read back is compared with the checksum of what was written.
