@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 from lightning_smartinfinity.activations.device_clock import DeviceClock
@@ -53,6 +53,7 @@ class Forward:
 
     Args:
         plan: What was learnt before.
+        kind: What determines the sizes of saved tensors, as far as that is known.
         began: When it began, in seconds of a monotonic clock.
         clock: Clock of the device, if this is measured there. The times below are the host's until :meth:`take_times`.
 
@@ -65,10 +66,12 @@ class Forward:
         last_use: When backward first wanted another entry for the last time.
         waited_seconds: Time for which backward waited for storage.
         held_up_seconds: Time for which this forward waited for storage.
+        hook_seconds: Time of the hooks of forward and backward, if it was taken.
     """
 
     plan: Plan
     began: float
+    kind: Hashable = None
     clock: DeviceClock | None = None
     window: deque[weakref.ref[Entry]] = field(default_factory=deque)
     entries: list[weakref.ref[Entry]] = field(default_factory=list)
@@ -81,6 +84,7 @@ class Forward:
     last_use: float = 0.0
     waited_seconds: float = 0.0
     held_up_seconds: float = 0.0
+    hook_seconds: float = 0.0
     freed_nothing: set[int] = field(default_factory=set)
     _expected: tuple[int, ...] | None = None  # numbers of the entries, in the order in which backward wants them
     _places: dict[int, int] = field(default_factory=dict)  # in that order, by number

@@ -1,4 +1,4 @@
-"""Compares steps with hooks and steps without, on a device that the host may hold up."""
+"""Finds out whether the hooks themselves take too much time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Hashable
 
 import torch
 
+from lightning_smartinfinity.activations.forwards import Forward
 from lightning_smartinfinity.activations.lessons import Lessons
 from lightning_smartinfinity.activations.store import ActivationStore
 
@@ -23,6 +24,8 @@ _log = logging.getLogger(__name__)
 
 class HookCosts:
     """Finds out for each kind of forward whether it is to have hooks, where offloading is to cost no time.
+
+    On a processor their time is taken in the forward that keeps everything, and in its backward.
 
     A device computes while the host is ahead of it. If its work takes less time than the host needs to give it that
     work, as with small models, each hook makes a step longer, whether its tensor leaves or stays. So steps are timed
@@ -40,6 +43,13 @@ class HookCosts:
         self._kind: Hashable = None
         self._seconds: list[float] = []
         self._began: float | None = None
+
+    def learn(self, last: Forward) -> None:
+        """Learn from a forward that kept everything on a processor, if its backward has come."""
+        if last.limit or not (last.order and last.hook_seconds and self._lessons.follows_rates):
+            return
+        if self._store.is_on_processor and last.ended is not None:
+            self._compare(last.kind, last.seconds, last.seconds - last.hook_seconds)
 
     def want_hooks(self, kind: Hashable) -> bool:
         """Return whether a forward that begins now is to have hooks.
@@ -66,12 +76,14 @@ class HookCosts:
             return self._decide(kind, wants_hooks=True)
         if len(self._seconds) < 2 * _NUM_COMPARED:
             return len(self._seconds) < _NUM_COMPARED
-        with_hooks, without = min(self._seconds[:_NUM_COMPARED]), min(self._seconds[_NUM_COMPARED:])
+        return self._compare(kind, min(self._seconds[:_NUM_COMPARED]), min(self._seconds[_NUM_COMPARED:]))
+
+    def _compare(self, kind: Hashable, with_hooks: float, without: float) -> bool:
         wants_hooks = _MOST_LOST * (with_hooks - without) <= without
         if not wants_hooks:
             _log.warning(
                 "Offloading what forward saves does not pay: a step takes %.3f s with it and %.3f s without. So "
-                "everything stays on the device. Set keep or budget_bytes of ActivationOffload to offload it anyway.",
+                "everything stays where it is. Set keep or budget_bytes of ActivationOffload to offload it anyway.",
                 with_hooks,
                 without,
             )

@@ -124,6 +124,7 @@ class OffloadedActivations:
         self._store.open()
         last, self._last = self._last, None
         if last is not None:
+            self._hook_costs.learn(last)
             self._lessons.learn(last)
         settings, tensors = self._settings, tensors_in(batch)
         assert not isinstance(settings.min_bytes, str), "a size given as text is kept as bytes"
@@ -132,8 +133,9 @@ class OffloadedActivations:
             yield
             return
         plan = self._lessons.plan
-        clock = self._store.start_clock() if plan.sizes and not plan.is_chosen else None
-        forward = Forward(plan=plan, began=time.perf_counter(), clock=clock)
+        is_measured = bool(plan.sizes) and not plan.is_chosen
+        clock = self._store.start_clock() if is_measured else None
+        forward = Forward(plan=plan, kind=kind, began=time.perf_counter(), clock=clock)
         packing = Packing(
             self._store,
             forward,
@@ -145,7 +147,8 @@ class OffloadedActivations:
         with self._store.lock:
             self._store.begin(forward)
         try:
-            with saved_tensors_hooks(packing.pack, packing.unpack):
+            hooks = (packing.timed_pack, packing.timed_unpack) if is_measured else (packing.pack, packing.unpack)
+            with saved_tensors_hooks(*hooks):
                 yield
         except RuntimeError as error:
             if _REFUSAL in str(error) and not isinstance(error, SmartInfinityError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -141,6 +142,20 @@ class Packing:
             raise _changed(packed.geometry, packed.changes, packed.version)
         with self._lock:
             return self._tensor(packed)
+
+    def timed_pack(self, tensor: torch.Tensor) -> object:
+        """Return what :meth:`pack` returns, and take the time."""
+        began = time.perf_counter()
+        packed = self.pack(tensor)
+        self._forward.hook_seconds += time.perf_counter() - began
+        return packed
+
+    def timed_unpack(self, packed: Any) -> torch.Tensor:
+        """Return what :meth:`unpack` returns, and take the time."""
+        began = time.perf_counter()
+        tensor = self.unpack(packed)
+        self._forward.hook_seconds += time.perf_counter() - began
+        return tensor
 
     def _can_move(self, tensor: torch.Tensor) -> bool:
         return (
