@@ -6,6 +6,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -55,6 +56,9 @@ class Departures:
         self._warned_of_budget = False
         # Entries may be dropped in any thread at any time: what that leaves to be done waits in this.
         self._freed: deque[int] = deque()  # bytes
+        self._returned: deque[int] = deque()  # bytes of entries that had left
+        self._away = 0
+        self.most_away = 0
 
     @property
     def nbytes(self) -> int:
@@ -83,8 +87,8 @@ class Departures:
 
     def entry_is_gone(self, entry: Entry) -> None:
         """Count an entry no longer that nothing refers to. Any thread may call it at any time."""
-        if entry.is_original and entry.forward is not None:
-            self._freed.append(entry.nbytes)
+        if entry.forward is not None:
+            (self._freed if entry.is_original else self._returned).append(entry.nbytes)
 
     def let_leave(self, forward: Forward, *, held_bytes: Callable[[], int]) -> None:
         """Let the oldest entries of a forward leave, and others, too, if more is held than the budget.
@@ -102,7 +106,8 @@ class Departures:
         budget = self._settings.budget_bytes
         if budget is not None and not self._writes.stopped:
             assert isinstance(budget, int)
-            self._stay_below(budget, forward, held_bytes)
+            with nullcontext() if forward.clock is None else forward.clock.held_up():
+                self._stay_below(budget, forward, held_bytes)
 
     def _oldest_of(self, forward: Forward) -> Entry | None:
         """Return the oldest entry that may still leave; one that the pool is too small for never does."""
@@ -125,6 +130,10 @@ class Departures:
         if not self._writes.begin(entry, rests=self._rests(entry)):
             return False
         self._nbytes -= entry.nbytes
+        while self._returned:
+            self._away -= self._returned.popleft()
+        self._away += entry.nbytes
+        self.most_away = max(self.most_away, self._away)
         if entry.copies is None:
             self._freed_memory.add(entry.nbytes)
         self._traffic.offloaded_bytes += entry.nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 
@@ -38,6 +39,7 @@ class CopyTimes:
 
     def add(self, begin: torch.cuda.Event, end: torch.cuda.Event, nbytes: int) -> None:
         """Take the time of a copy between two points."""
+        self.look()  # so that there are never more than are under way
         self._copies.append((begin, end, nbytes))
 
     def look(self) -> None:
@@ -58,7 +60,8 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._began = self._now()
-        self._packed: list[torch.cuda.Event] = []
+        self._packed: list[tuple[torch.cuda.Event, int]] = []  # with the number of waits before
+        self._held_up: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._ended: torch.cuda.Event | None = None
         self._used: list[torch.cuda.Event] = []
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -66,7 +69,7 @@ class DeviceClock:
 
     def pack(self) -> None:
         """Take the time of an entry that was packed."""
-        self._packed.append(self._now())
+        self._packed.append((self._now(), len(self._held_up)))
 
     def end(self) -> None:
         """Take the time of the end of forward, unless it was taken."""
@@ -85,22 +88,30 @@ class DeviceClock:
         yield
         self._waits.append((begin, self._now()))
 
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Leave out of the times of forward for how long the device has nothing to do because of this context."""
+        begin = self._now()
+        yield
+        self._held_up.append((begin, self._now()))
+
     def wait(self) -> None:
         """Wait until the device has reached all points."""
-        for event in (*self._packed[-1:], self._ended, *self._used[-1:]):
+        for event in (*(event for event, _ in self._packed), self._ended, *self._used):
             if event is not None:
                 event.synchronize()
 
     @property
     def times(self) -> list[float]:
         """When each entry was packed."""
-        return [_seconds(self._began, event) for event in self._packed]
+        waits = list(accumulate((_seconds(*wait) for wait in self._held_up), initial=0.0))
+        return [_seconds(self._began, event) - waits[num] for event, num in self._packed]
 
     @property
     def forward_seconds(self) -> float:
         """When forward ended."""
         assert self._ended is not None
-        return _seconds(self._began, self._ended)
+        return _seconds(self._began, self._ended) - sum(_seconds(*wait) for wait in self._held_up)
 
     @property
     def backward_seconds(self) -> float:

@@ -53,7 +53,7 @@ class Forward:
 
     Args:
         plan: What was learnt before.
-        kind: What determines the sizes of saved tensors, as far as that is known.
+        kind: What determines the sizes of saved tensors, as far as that is known; None if nothing is.
         began: When it began, in seconds of a monotonic clock.
         clock: Clock of the device, if this is measured there. The times below are the host's until :meth:`take_times`.
 
@@ -162,8 +162,9 @@ class Forward:
             self.ended = now if self.ended is None else self.ended
         self.last_use = now
         self.order.append(entry.number)
-        if self.clock is not None:
-            self.clock.use()
+        clock = self.clock  # which another thread may take away
+        if clock is not None:
+            clock.use()
 
     def take_times(self) -> None:
         """Let all times be those of the device, if it has a clock, and wait until it has reached the last one."""
@@ -173,7 +174,7 @@ class Forward:
         clock.wait()
         self.times = clock.times
         self.ended = self.began + clock.forward_seconds + self.held_up_seconds
-        self.last_use = self.first_use + clock.backward_seconds
+        self.last_use = self.first_use + clock.backward_seconds + self.waited_seconds
 
     def expect_after(self, entry: Entry) -> None:
         """Expect what backward wants next behind an entry, unless it was expected earlier."""

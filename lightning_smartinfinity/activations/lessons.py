@@ -11,7 +11,7 @@ from lightning_smartinfinity.activations.slowdown import Slowdown
 from lightning_smartinfinity.activations.store import ActivationStore
 from lightning_smartinfinity.config import ActivationOffload
 
-__all__ = ["FIRST_SETTLED_FORWARD", "Lessons"]
+__all__ = ["FIRST_SETTLED_FORWARD", "MOST_LOST", "Lessons"]
 
 FIRST_SETTLED_FORWARD = 7
 """Number of the first forward that offloads as those that follow, if nothing changes.
@@ -20,7 +20,9 @@ The first one warms up, and the second one is measured. On a processor the third
 that follow are compared with it. On a device two with hooks are compared with two without.
 """
 
-_MOST_LOST = 20  # one over the share of its time that a forward and its backward may take longer than without
+MOST_LOST = 20
+"""One over the share of its time that a forward and its backward may take longer than without."""
+
 _LESS = 0.75  # most of what was offloaded that is offloaded again after more than that
 _AIM = 0.5  # share of the time that may be lost that is aimed at
 _PATIENCE, _MOST_PATIENCE = 20, 640  # forwards after which it is chosen again what was lessened
@@ -67,6 +69,9 @@ class Lessons:
                 offloaded, kept = last.plan.offloaded_bytes, last.plan.kept_bytes
             elif self._compares and not last.plan.is_chosen and self._slowdown.wants_all_kept(last):
                 offloaded, kept = 0, last.saved_bytes
+            elif last.plan.is_chosen and not self._store.is_on_processor and not last.plan.fits(last.saved_bytes):
+                # Its times are the host's, which is ahead of the device. The next one is measured there.
+                offloaded, kept = last.plan.offloaded_bytes, last.plan.kept_bytes
             else:
                 offloaded, kept = self._chosen(last, rates)
                 is_chosen = True
@@ -133,9 +138,9 @@ class Lessons:
         excess = self._slowdown.excess(last) if self._compares else 0.0
         if not self.follows_rates or not last.plan.is_chosen:
             return 1.0
-        if _MOST_LOST * excess > 1:
-            return min(_LESS, _AIM / (_MOST_LOST * excess))
-        waits = _MOST_LOST * last.waited_seconds > last.busy_seconds
+        if MOST_LOST * excess > 1:
+            return min(_LESS, _AIM / (MOST_LOST * excess))
+        waits = MOST_LOST * last.waited_seconds > last.busy_seconds
         return _LESS if waits else 1.0
 
     def _tries_again(self, waits: bool) -> bool:
@@ -171,15 +176,16 @@ def _profile(last: Forward, *, write_rate: float, read_rate: float, copies: Copi
 def _tell(choice: Choice, last: Forward, rates: Rates) -> None:
     """Log what was chosen."""
     _log.info(
-        "Of %.1f MB that forward saves, %.1f MB are offloaded and %.1f MB are kept. That needs %.1f MB/s of "
-        "writes; storage was seen to write %.1f MB/s and to read %.1f MB/s. Predicted: %.3f s of waits in "
-        "backward, at most %.1f MB held.",
+        "Of %.1f MB that forward saves, %.1f MB are offloaded and %.1f MB are kept. For that %.1f MB/s have to leave; "
+        "storage was seen to write %.1f MB/s and to read %.1f MB/s%s. Predicted: %.3f s of waits in backward, at most "
+        "%.1f MB held.",
         (choice.offloaded_bytes + choice.kept_bytes) / 1e6,
         choice.offloaded_bytes / 1e6,
         choice.kept_bytes / 1e6,
         choice.offloaded_bytes / last.forward_seconds / 1e6,
         rates.write / 1e6,
         rates.read / 1e6,
+        f", copies from the device {rates.copied_out / 1e6:.1f} MB/s" if rates.copied_out else "",
         choice.stall_seconds,
         choice.peak_bytes / 1e6,
     )

@@ -128,9 +128,10 @@ class OffloadedActivations:
             self._lessons.learn(last)
         settings, tensors = self._settings, tensors_in(batch)
         assert not isinstance(settings.min_bytes, str), "a size given as text is kept as bytes"
-        kind = self._kind_of(tensors)
-        if not (self._small_forwards.want_hooks(kind) and self._hook_costs.want_hooks(kind)):
+        kind = self._kind_of(tensors) if tensors else None
+        if kind is not None and not (self._small_forwards.want_hooks(kind) and self._hook_costs.want_hooks(kind)):
             yield
+            self._hook_costs.end()
             return
         plan = self._lessons.plan
         is_measured = bool(plan.sizes) and not plan.is_chosen
@@ -162,7 +163,8 @@ class OffloadedActivations:
             with self._store.lock:
                 self._store.end(forward)
         self._last = forward
-        if tensors and not forward.sizes:
+        self._hook_costs.end()
+        if kind is not None and not forward.sizes:
             self._small_forwards.learn(kind, num_passed=packing.num_passed)
 
     @property

@@ -177,6 +177,11 @@ class ActivationStore:
         return self._reads.ahead_bytes
 
     @property
+    def most_away_bytes(self) -> int:
+        """Most bytes of entries that had left at once."""
+        return self._departures.most_away
+
+    @property
     def load_ahead_bytes(self) -> int:
         """Most bytes that are copied to devices before they are wanted."""
         return self._loads.limit
@@ -190,7 +195,7 @@ class ActivationStore:
         return replace(self._traffic, written_bytes=counters.written_bytes, read_bytes=counters.read_bytes)
 
     def update_rates(self) -> Rates:
-        """Return what storage was seen to write and read in a second since the last call."""
+        """Return what storage and copies were seen to move in a second since the last call."""
         self._rates.update(self.files.counters())
         return self._rates
 
@@ -215,6 +220,7 @@ class ActivationStore:
     def begin(self, forward: Forward) -> None:
         """Take entries of a forward from now on."""
         self._pool.forget_gone()
+        self._writes.forget_gone()
         self._reads.forget_gone()
         self._departures.begin(forward)
 
@@ -265,20 +271,22 @@ class ActivationStore:
                 self._freed_memory.add(entry.nbytes)
         self._reap()
         was_in_memory = entry.memory is not None
+        clock: DeviceClock | None = entry.forward.clock
+        waiting = nullcontext if clock is None or not is_first_use else clock.waiting
         if not entry.is_original:
             if entry.is_leaving:
                 self._writes.give_up(entry)
                 self._traffic.forwarded_bytes += entry.nbytes
             if entry.loaded is None:
                 began = time.perf_counter()
-                self._reads.have_in_memory(entry)
+                with waiting():
+                    self._reads.have_in_memory(entry)
                 waited = time.perf_counter() - began
                 self._traffic.waited_seconds += waited
                 entry.forward.waited_seconds += waited
             if entry.copies is not None:
                 self._loads.load(entry)
-        clock: DeviceClock | None = entry.forward.clock
-        with nullcontext() if clock is None else clock.waiting():
+        with waiting():
             tensor = entry.tensor(geometry)
         self._reads.read_ahead(entry)
         if entry.copies is not None:

@@ -15,7 +15,7 @@ class ActivationTraffic:
 
     Args:
         saved_bytes: Entries that could be offloaded.
-        offloaded_bytes: Entries that were copied into the pool, and that storage was told to write.
+        offloaded_bytes: Entries that were copied into the pool, to rest there or to be written.
         written_bytes: All bytes written to storage, in whole blocks.
         read_bytes: All bytes read from storage, in whole blocks.
         forwarded_bytes: Entries that backward wanted before they had left, whose writes were cancelled.
@@ -23,7 +23,7 @@ class ActivationTraffic:
         kept_for_room_bytes: Entries that stayed because the pool or storage had no room when forward ended.
         kept_elsewhere_bytes: Entries that stayed because somebody else still held them at this place of the forward
             before.
-        freed_nothing_bytes: Entries that were written although somebody else held them until forward ended.
+        freed_nothing_bytes: Entries that left although somebody else held them until forward ended.
         deduplicated: Number of saved tensors that were stored as a part of an entry that was there already.
         waited_seconds: Time for which backward waited for storage.
         held_up_seconds: Time for which forward waited for storage to stay below the budget.

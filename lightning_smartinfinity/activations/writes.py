@@ -21,7 +21,7 @@ __all__ = ["Writes"]
 
 
 class Writes:
-    """Entries on their way to storage. None of them is kept alive by it.
+    """Entries on their way to storage, or at rest in the pool. None of them is kept alive by it.
 
     Args:
         settings: How much is offloaded.
@@ -51,7 +51,7 @@ class Writes:
             self.stop(entry.failure(error))
 
     def begin(self, entry: Entry, *, rests: bool = False) -> bool:
-        """Copy an entry into the pool and start to write it; return whether there was room for it.
+        """Copy an entry into the pool and start to write it, unless it rests; return whether there was room for it.
 
         From a device the copy is only started, and the write starts when the copy has run.
 
@@ -81,6 +81,10 @@ class Writes:
             self._copying.append(weakref.ref(entry))
         entry.let_go()
         return True
+
+    def forget_gone(self) -> None:
+        """Forget entries that are gone."""
+        self._resting = deque(found for found in self._resting if found() is not None)
 
     def oldest_resting(self) -> Entry | None:
         """Return the oldest entry that rests in the pool, and that backward has still to use."""
@@ -155,9 +159,8 @@ class Writes:
         self.reap()
         if self._pool.make_room(nbytes):
             return True
-        oldest = self.oldest_resting()
-        if oldest is not None:
-            self.write_resting(oldest)
+        while nbytes > 0 and (oldest := self.oldest_resting()) is not None and self.write_resting(oldest):
+            nbytes -= whole_blocks(oldest.nbytes)
         return False
 
     def _start(self, entry: Entry) -> None:

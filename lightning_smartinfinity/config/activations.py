@@ -27,7 +27,7 @@ class ActivationOffload:
             steps take longer otherwise; with it as much as fits.
         budget_bytes: Most bytes that are held for backward at once: what stays, the pool, and what is read back.
             Forward waits for storage where it would hold more, and a warning says if that is not enough. None: no
-            limit, and forward never waits.
+            limit, and forward never waits for storage.
         host_bytes: Size of the pool of host memory through which tensors move, in both directions. A tensor for which
             it has no room stays where it is. From a GPU, only what the pool has no room for is written, unless there is
             a budget. ``"auto"``: an eighth of what a forward saves, at least 64 MiB, and at most half of

@@ -80,8 +80,8 @@ def test_the_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="lightning_smartinfinity.activations"):
         lessons._tell(choice, last, rates)
     assert caplog.messages == [
-        "Of 11.0 MB that forward saves, 5.0 MB are offloaded and 6.0 MB are kept. That needs 2.5 MB/s of writes; "
-        "storage was seen to write 3.0 MB/s and to read 4.0 MB/s. Predicted: 0.125 s of waits in backward, "
+        "Of 11.0 MB that forward saves, 5.0 MB are offloaded and 6.0 MB are kept. For that 2.5 MB/s have to "
+        "leave; storage was seen to write 3.0 MB/s and to read 4.0 MB/s. Predicted: 0.125 s of waits in backward, "
         "at most 7.0 MB held."
     ]
 

@@ -92,7 +92,7 @@ def gradient(x: torch.Tensor, loss: torch.Tensor, *, retain: bool = False) -> to
 
 
 def choose_first(offloaded: OffloadedActivations) -> None:
-    """Run micro-batches until what leaves was chosen. Those before are measured, and the host waits for the device."""
+    """Run micro-batches until what leaves was chosen. Those before are measured."""
     while offloaded.choice is None:
         gradient(*saved(offloaded))
 

@@ -18,7 +18,7 @@ from tests.native.builds import ROOT
 pytestmark = [RunIf(torch_without_cuda=True), pytest.mark.timeout(BUILD_TEST_LIMIT)]
 
 FILES = sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
-QUICK = ["test_activation_pool.py", "test_transfer.py"]
+QUICK = ["test_activation_hooks.py", "test_activation_pool.py", "test_transfer.py"]
 
 
 @pytest.mark.parametrize("file", long_but(QUICK, FILES))

@@ -9,18 +9,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD, OffloadedActivations, lessons
-from lightning_smartinfinity.activations.choice import Choice, Profile
+from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD, lessons
+from lightning_smartinfinity.activations.choice import Profile
 from tests.activations.chains import chain
 from tests.activations.models import everything, opened
+from tests.gpu.device_chains import (
+    LENGTH,
+    NBYTES,
+    NUMEL,
+    Slow,
+    assert_right,
+    choose_first,
+    finish_writes_of_pool,
+    profiles_of,
+    run,
+    saved,
+    slow_chain,
+)
 from tests.helpers.native_testing import Throttle
 from tests.helpers.runif import RunIf
 
 pytestmark = RunIf(cuda_devices=1)
-
-NUMEL = 1 << 16
-NBYTES = 4 * NUMEL
-LENGTH = 24
 
 
 @pytest.fixture(autouse=True)
@@ -29,24 +38,6 @@ def on_the_device() -> Iterator[None]:
     with torch.device("cuda"):
         yield
     torch.cuda.synchronize()
-
-
-def saved(offloaded: OffloadedActivations) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(NUMEL, requires_grad=True)
-    with offloaded.forward(x):
-        return x, chain(x, LENGTH)
-
-
-def assert_right(x: torch.Tensor, loss: torch.Tensor) -> None:
-    (found,) = torch.autograd.grad(loss, x)
-    (expected,) = torch.autograd.grad(chain(x, LENGTH), x)
-    assert torch.equal(found, expected)
-
-
-def choose_first(offloaded: OffloadedActivations) -> None:
-    """Run micro-batches until what leaves is settled."""
-    for _ in range(FIRST_SETTLED_FORWARD):
-        assert_right(*saved(offloaded))
 
 
 def test_what_fits_into_the_pool_is_not_written(tmp_path: Path) -> None:
@@ -100,12 +91,6 @@ def test_forwards_that_share_the_pool(tmp_path: Path) -> None:
             assert_right(*graph)
 
 
-def finish_writes_of_pool(offloaded: OffloadedActivations) -> None:
-    with offloaded._store.lock:
-        while offloaded._store._writes.finish_first():
-            pass
-
-
 def test_storage_that_is_slow(tmp_path: Path) -> None:
     """With ``keep="auto"`` it does not matter how fast storage is where the pool has room for everything."""
     with opened(tmp_path, everything(keep="auto", host_bytes=2 * LENGTH * NBYTES)) as offloaded:
@@ -123,11 +108,7 @@ def test_storage_that_is_slow(tmp_path: Path) -> None:
 
 def test_times_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured is how long the device takes, however far the host is ahead of it."""
-    profiles: list[Profile] = []
-    nothing = {"offloaded_bytes": 0, "kept_bytes": 0, "seconds": 0.0, "stall_seconds": 0.0, "peak_bytes": 0}
-    monkeypatch.setattr(
-        lessons, "choose", lambda profile, **_: profiles.append(profile) or Choice(num_offloaded=0, **nothing)
-    )
+    profiles = profiles_of(monkeypatch, kept=LENGTH)
     with opened(tmp_path, everything(host_bytes=2 * LENGTH * NBYTES)) as offloaded:
         for _ in range(3):
             x = torch.randn(NUMEL, requires_grad=True)
@@ -166,28 +147,6 @@ def test_memory_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k
         assert peak(step) <= keep + peak(plain_step) - LENGTH * NBYTES + 8 * NBYTES
 
 
-class Slow(torch.autograd.Function):
-    """Saves its input, and takes the device some milliseconds forward and backward."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)  # type: ignore[attr-defined]
-        torch.cuda._sleep(10**7)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        torch.cuda._sleep(10**7)
-        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return gradient * x.cos()
-
-
-def slow_chain(x: torch.Tensor) -> torch.Tensor:
-    for _ in range(LENGTH + 1):
-        x = Slow.apply(x)  # type: ignore[no-untyped-call]
-    return x.sum()
-
-
 def peak(step: Callable[[], None]) -> int:
     """Return the most bytes of the device that a step holds, with those that copies still use."""
     for number in itertools.count():
@@ -202,44 +161,103 @@ def peak(step: Callable[[], None]) -> int:
     raise AssertionError
 
 
-def tiny_chain(x: torch.Tensor) -> torch.Tensor:
-    for _ in range(200):
-        x = x.sin()
-    return x.sum()
+def test_sizes_that_change_are_measured_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The times of a larger batch are not those of a host that is ahead."""
+    profiles: list[Profile] = []
+    real = lessons.choose
+    monkeypatch.setattr(lessons, "choose", lambda profile, **kw: profiles.append(profile) or real(profile, **kw))
+    with opened(tmp_path, everything(host_bytes=4 * LENGTH * NBYTES)) as offloaded:
+        for number in range(8):
+            run(offloaded, slow_chain, torch.randn(NUMEL * (1 + (number > 3)), requires_grad=True))[1].backward()
+    before, after = profiles
+    assert after.forward_seconds > 0.8 * before.forward_seconds
+    assert after.backward_seconds > 0.8 * before.backward_seconds
 
 
-@pytest.mark.parametrize(
-    ("function", "room", "expected"),
-    [(tiny_chain, True, False), (tiny_chain, False, True), (slow_chain, True, True)],
-    ids=["hooks hold the device up", "there is no memory for more", "hooks run beside the device"],
-)
-def test_hooks_that_do_not_pay(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    function: Callable[[torch.Tensor], torch.Tensor],
-    room: bool,
-    expected: bool,
-) -> None:
-    """With ``keep="auto"``, forwards have hooks until it was seen that steps are faster without."""
-    if not room:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1 << 40))
-        monkeypatch.setattr(torch.cuda, "memory_reserved", torch.cuda.max_memory_allocated)
-    costs = {"offloaded_bytes": 0, "kept_bytes": 0, "seconds": 0.0, "stall_seconds": 0.0, "peak_bytes": 0}
-    all_but_one = Choice(num_offloaded=LENGTH - 1, **costs)
-    monkeypatch.setattr(lessons, "choose", lambda *_, **__: all_but_one)
-    with opened(tmp_path, everything(keep="auto", host_bytes="64MiB")) as offloaded:
-        had_hooks = []
-        for _ in range(FIRST_SETTLED_FORWARD + 2):
-            x = torch.randn(1 << 10, requires_grad=True)
-            with offloaded.forward(x):
-                had_hooks.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
-                loss = function(x)
-            (found,) = torch.autograd.grad(loss, x)
-            (wanted,) = torch.autograd.grad(function(x), x)
-            assert torch.equal(found, wanted)
-            del loss
-    # The first four are measured or have hooks. If there is memory, the next two have none.
-    assert had_hooks == [*4 * [True], *2 * [not room], *3 * [expected]]
-    told = [record.getMessage() for record in caplog.records if "does not pay" in record.getMessage()]
-    assert len(told) == (not expected)
+def test_times_leave_out_waits_for_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward is not measured to be slow because it has waited for storage."""
+    profiles = profiles_of(monkeypatch, kept=LENGTH)
+    with opened(tmp_path, everything(host_bytes=3 * NBYTES, budget_bytes=4 * NBYTES)) as offloaded:
+        throttle = Throttle(offloaded._store.files.core, offloaded._store.files._files.files)
+        assert_right(*saved(offloaded))
+        throttle.bytes_per_second = 1e7
+        x, loss = saved(offloaded)
+        throttle.bytes_per_second = 0
+        held_up = offloaded._last.held_up_seconds  # type: ignore[union-attr]
+        torch.autograd.grad(loss, x)
+        saved(offloaded)
+    (profile,) = profiles
+    assert profile.forward_seconds < held_up / 2
+
+
+def test_small_ones_that_rest_make_room_for_large_ones(tmp_path: Path) -> None:
+    """As many of them are written as a large tensor needs."""
+    with opened(tmp_path, everything(host_bytes=8 * NBYTES)) as offloaded:
+
+        def small() -> torch.Tensor:
+            return run(offloaded, lambda x: chain(x, 128), torch.randn(NUMEL // 16, requires_grad=True))[1]
+
+        for _ in range(FIRST_SETTLED_FORWARD):
+            small().backward()
+        kept = small()
+        torch.cuda.synchronize()
+        finish_writes_of_pool(offloaded)
+        before = offloaded.traffic()
+        y = torch.randn(NUMEL, requires_grad=True)
+        with offloaded.forward(y):
+            z = y
+            for _ in range(LENGTH):
+                z = z.sin()
+                torch.cuda.synchronize()
+                finish_writes_of_pool(offloaded)  # storage keeps up
+        kept_for_room = offloaded.traffic().kept_for_room_bytes - before.kept_for_room_bytes
+        z.sum().backward()
+        kept.backward()
+        assert kept_for_room <= 2 * NBYTES, kept_for_room / NBYTES
+
+
+def test_entries_that_rested_are_forgotten(tmp_path: Path) -> None:
+    """An old graph that lives on keeps nothing of the newer ones."""
+    with opened(tmp_path, everything(host_bytes=3 * LENGTH * NBYTES)) as offloaded:
+        choose_first(offloaded)
+        kept = saved(offloaded)  # a graph that lives on
+        for _ in range(20):
+            assert_right(*saved(offloaded))
+        assert len(offloaded._store._writes._resting) <= 2 * LENGTH
+        assert_right(*kept)
+
+
+def test_a_measured_graph_that_is_used_often(tmp_path: Path) -> None:
+    """What is measured takes no more memory each time."""
+    with opened(tmp_path, everything(host_bytes=2 * LENGTH * NBYTES)) as offloaded:
+        assert_right(*saved(offloaded))
+        x, loss = saved(offloaded)
+        for _ in range(10):
+            torch.autograd.grad(loss, x, retain_graph=True)
+            torch.cuda.synchronize()
+        assert len(offloaded._last.clock._waits) <= 2 * LENGTH  # type: ignore[union-attr]
+        assert len(offloaded._store._rates.copies_in._copies) <= 2 * LENGTH
+
+
+def test_measured_forwards_without_backward(tmp_path: Path) -> None:
+    """Copies whose times were taken are looked at although nothing is learnt from them."""
+    with opened(tmp_path, everything(host_bytes=2 * LENGTH * NBYTES)) as offloaded:
+        assert_right(*saved(offloaded))
+        for _ in range(20):
+            saved(offloaded)
+            torch.cuda.synchronize()
+        assert len(offloaded._store._rates.copies_out._copies) <= 2 * LENGTH
+
+
+def test_resting_ones_stay_within_storage_bytes(tmp_path: Path) -> None:
+    """What the pool has to write does not exceed the room on storage."""
+    with opened(tmp_path, everything(host_bytes=LENGTH * NBYTES, storage_bytes=4 * NBYTES)) as offloaded:
+        choose_first(offloaded)
+        graphs = []
+        for _ in range(3):
+            graphs.append(saved(offloaded))
+            torch.cuda.synchronize()
+            finish_writes_of_pool(offloaded)
+            assert offloaded.storage_bytes <= 4 * NBYTES
+        for graph in graphs:
+            assert_right(*graph)
