@@ -11,7 +11,7 @@ import torch
 from lightning_smartinfinity import ActivationOffload
 from tests.examples.pages import page, scripts_in
 
-STRATEGY, PAUSE, LOOP = scripts_in(page("docs/activations.md"))
+STRATEGY, PAUSE, GPU, LOOP = scripts_in(page("docs/activations.md"))
 
 
 class Model(torch.nn.Linear):
@@ -22,11 +22,13 @@ class Model(torch.nn.Linear):
 
 
 def test_the_settings_of_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both Trainers can be made as they are written."""
+    """All Trainers can be made as they are written."""
     found: list[ActivationOffload] = []
     monkeypatch.setattr("lightning.pytorch.Trainer", lambda *, strategy: found.append(strategy._settings.activations))
     exec(STRATEGY, {})
-    assert found == [ActivationOffload(), ActivationOffload(budget_bytes="8GB")]
+    exec(GPU, {})
+    settings = [{}, {"budget_bytes": "8GB"}, {"host_bytes": "48GB"}]
+    assert found == [ActivationOffload(**each) for each in settings]
 
 
 def test_the_pause() -> None:
