@@ -23,6 +23,7 @@ __all__ = [
     "run",
     "saved",
     "slow_chain",
+    "slow_seconds",
     "tiny_chain",
 ]
 
@@ -109,3 +110,16 @@ def tiny_chain(x: torch.Tensor) -> torch.Tensor:
     for _ in range(200):
         x = x.sin()
     return x.sum()
+
+
+def slow_seconds() -> float:
+    """Return for how long the device is busy with one operation of a slow chain, at least."""
+    found, x = [], torch.randn(NUMEL)
+    for _ in range(5):  # others may use the device
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        Slow.apply(x)  # type: ignore[no-untyped-call]
+        end.record()
+        end.synchronize()
+        found.append(1e-3 * begin.elapsed_time(end))
+    return min(found)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD
-from tests.activations.chains import chain
+from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD, hook_costs
 from tests.activations.models import everything, opened
-from tests.gpu.device_chains import profiles_of, run, slow_chain, tiny_chain
+from tests.gpu.device_chains import profiles_of, run, tiny_chain
 from tests.helpers.runif import RunIf
 
 pytestmark = RunIf(cuda_devices=1)
 
 AUTO = {"keep": "auto", "host_bytes": "64MiB"}
+CHEAP, DEAR = 1.04, 1.06  # seconds of a step with hooks that takes one without
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +25,28 @@ def on_the_device() -> Iterator[None]:
     with torch.device("cuda"):
         yield
     torch.cuda.synchronize()
+
+
+class Clock:
+    """Lets time pass only as a test says, since any step may take long on a busy machine."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def step(self, has_hooks: bool, *, with_hooks: float) -> None:
+        """Let a step pass, which takes a second without hooks."""
+        self.now += with_hooks if has_hooks else 1.0
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which steps are compared."""
+    clock = Clock()
+    monkeypatch.setattr(hook_costs, "time", clock)
+    return clock
 
 
 @pytest.fixture
@@ -42,15 +64,16 @@ def failing(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("function", "room", "expected"),
-    [(tiny_chain, True, False), (tiny_chain, False, True), (slow_chain, True, True)],
+    ("with_hooks", "room", "expected"),
+    [(DEAR, True, False), (DEAR, False, True), (CHEAP, True, True)],
     ids=["hooks hold the device up", "there is no memory for more", "hooks run beside the device"],
 )
 def test_hooks_that_do_not_pay(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    function: Callable[[torch.Tensor], torch.Tensor],
+    clock: Clock,
+    with_hooks: float,
     room: bool,
     expected: bool,
 ) -> None:
@@ -65,11 +88,12 @@ def test_hooks_that_do_not_pay(
             x = torch.randn(1 << 10, requires_grad=True)
             with offloaded.forward(x):
                 had_hooks.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
-                loss = function(x)
+                loss = tiny_chain(x)
             (found,) = torch.autograd.grad(loss, x)
-            (wanted,) = torch.autograd.grad(function(x), x)
+            (wanted,) = torch.autograd.grad(tiny_chain(x), x)
             assert torch.equal(found, wanted)
             del loss
+            clock.step(had_hooks[-1], with_hooks=with_hooks)
     # The first four are measured or have hooks. If there is memory, the next two have none.
     assert had_hooks == [*4 * [True], *2 * [not room], *3 * [expected]]
     told = [record.getMessage() for record in caplog.records if "does not pay" in record.getMessage()]
@@ -77,44 +101,48 @@ def test_hooks_that_do_not_pay(
 
 
 @pytest.mark.usefixtures("all_but_one")
-def test_a_failed_forward_without_hooks_is_no_step(tmp_path: Path) -> None:
+def test_a_failed_forward_without_hooks_is_no_step(tmp_path: Path, clock: Clock) -> None:
     """A forward that raises is not taken for a fast step."""
     with opened(tmp_path, everything(**AUTO)) as offloaded:
         for number in range(10):
             try:
-                had, loss = run(offloaded, failing if number == 5 else slow_chain, tiny())
+                had, loss = run(offloaded, failing if number == 5 else tiny_chain, tiny())
                 loss.backward()
+                clock.step(had, with_hooks=CHEAP)
             except torch.OutOfMemoryError:
                 pass
         assert had
 
 
 @pytest.mark.usefixtures("all_but_one")
-def test_an_evaluation_is_no_step(tmp_path: Path) -> None:
+def test_an_evaluation_is_no_step(tmp_path: Path, clock: Clock) -> None:
     """Nor is one without gradients."""
     with opened(tmp_path, everything(**AUTO)) as offloaded:
         for number in range(10):
             if number == 5:
                 with torch.no_grad():
-                    run(offloaded, slow_chain, tiny())
+                    run(offloaded, tiny_chain, tiny())
             else:
-                had, loss = run(offloaded, slow_chain, tiny())
+                had, loss = run(offloaded, tiny_chain, tiny())
                 loss.backward()
+                clock.step(had, with_hooks=CHEAP)
         assert had
 
 
 @pytest.mark.usefixtures("all_but_one")
-def test_forwards_without_a_batch_are_not_compared(tmp_path: Path) -> None:
+def test_forwards_without_a_batch_are_not_compared(tmp_path: Path, clock: Clock) -> None:
     """Nobody knows then whether they are alike."""
     with opened(tmp_path, everything(**AUTO)) as offloaded:
         for number in range(12):
-            had, loss = run(offloaded, (lambda x: chain(x, 1)) if number == 5 else slow_chain, x=tiny())
+            had, loss = run(offloaded, tiny_chain, x=tiny())
             loss.backward()
+            if number != 5:
+                clock.step(had, with_hooks=CHEAP)
         assert had
 
 
 @pytest.mark.usefixtures("all_but_one")
-def test_room_for_all_forwards_before_a_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_for_all_forwards_before_a_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     """Where several come before a backward, all that they save must fit into the device."""
     with opened(tmp_path, everything(**AUTO)) as offloaded:
         monkeypatch.setattr(
@@ -123,8 +151,11 @@ def test_room_for_all_forwards_before_a_backward(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(torch.cuda, "memory_reserved", torch.cuda.max_memory_allocated)
         had = []
         for _ in range(6):
-            found = [run(offloaded, tiny_chain, tiny()) for _ in range(4)]
-            had += [each for each, _ in found]
+            found = []
+            for _ in range(4):
+                found.append(run(offloaded, tiny_chain, tiny()))
+                had.append(found[-1][0])
+                clock.step(had[-1], with_hooks=DEAR)
             sum(loss for _, loss in found).backward()  # type: ignore[union-attr]
             del found
         assert all(had)
@@ -153,7 +184,7 @@ def test_kinds_that_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("all_but_one")
-def test_peaks_that_somebody_resets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_that_somebody_resets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     """The most that the device has held is remembered, as loggers forget it."""
     most, held, had = 1 << 40, 0, []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, most))
@@ -168,4 +199,5 @@ def test_peaks_that_somebody_resets(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 held = most
             loss.backward()
             del loss
+            clock.step(had[-1], with_hooks=DEAR)
         assert all(had)
