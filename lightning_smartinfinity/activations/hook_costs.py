@@ -106,8 +106,6 @@ class HookCosts:
                 self._peaks[device] = max(self._peaks.get(device, 0), torch.cuda.max_memory_allocated(device))
 
     def _decide(self, kind: Hashable, *, wants_hooks: bool) -> bool:
-        if len(self._decided) == _MOST_KINDS:
-            self._decided.clear()
         self._decided[kind] = wants_hooks
         return wants_hooks
 

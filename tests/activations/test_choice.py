@@ -175,9 +175,11 @@ def test_devices_against_every_possibility(seed: int) -> None:
         # A budget counts the pool, too, so that it is kept as where there is no device.
         budget = chosen.randint(1, sum(sizes))
         without = dataclasses.replace(profile, copies=None)
-        for each in (choose(without, keep=0, budget_bytes=budget, pool_bytes=pool, read_ahead_bytes=ahead),):
-            within = choose(profile, keep=0, budget_bytes=budget, pool_bytes=pool, read_ahead_bytes=ahead)
-            assert (within.num_offloaded, within.peak_bytes) == (each.num_offloaded, each.peak_bytes)
+        within, on_host = (
+            choose(each, keep="auto", budget_bytes=budget, pool_bytes=pool, read_ahead_bytes=ahead)
+            for each in (profile, without)
+        )
+        assert (within.num_offloaded, within.peak_bytes) == (on_host.num_offloaded, on_host.peak_bytes)
 
 
 def test_a_large_pool_needs_no_storage() -> None:

@@ -34,7 +34,7 @@ def with_a_pause(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("function", [that_depends_on_values, with_a_pause])
 @pytest.mark.parametrize("is_within", [False, True])
 def test_code_between_graphs(tmp_path: Path, function: Callable[[torch.Tensor], torch.Tensor], is_within: bool) -> None:
-    """Its saved tensors move, whether the offloading is entered around compiled code or within, and nothing is left."""
+    """Saved tensors move, and nothing is left, whether the offloading is entered around compiled code or within it."""
 
     def step(x: torch.Tensor, activations: OffloadedActivations) -> torch.Tensor:
         with activations.forward():

@@ -1,4 +1,4 @@
-"""What leaves a device: it goes into the pool, and only what the pool has no room for goes to storage."""
+"""Tensors leave a device for the pool, and only those for which it has no room are written to storage."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_fits_into_the_pool_is_not_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("room", [LENGTH // 2, 4])
 def test_only_the_oldest_are_written(tmp_path: Path, room: int) -> None:
-    """What the pool has no room for is written and read back, with an eighth of the pool to spare."""
+    """They are written and read back if the pool has no room for them, with an eighth of it to spare."""
     with opened(tmp_path, everything(host_bytes=room * NBYTES)) as offloaded:
         choose_first(offloaded)
         before = offloaded.traffic()
@@ -67,9 +67,7 @@ def test_only_the_oldest_are_written(tmp_path: Path, room: int) -> None:
                 for _ in range(LENGTH):
                     y = y.sin()
                     torch.cuda.current_stream().synchronize()
-                    # Storage keeps up, whatever is late.
-                    while offloaded._store._writes.finish_first():
-                        pass
+                    finish_writes_of_pool(offloaded)  # storage keeps up, whatever is late
         written = offloaded.traffic().written_bytes - before.written_bytes
         # The first of the chain saves the batch, which stays.
         assert written == (LENGTH - 1 - room + room // 8) * NBYTES
@@ -78,7 +76,7 @@ def test_only_the_oldest_are_written(tmp_path: Path, room: int) -> None:
 
 
 def test_forwards_that_share_the_pool(tmp_path: Path) -> None:
-    """What a forward left in the pool is written when the next one needs the room."""
+    """Tensors that a forward left in the pool are written when the next one needs the room."""
     with opened(tmp_path, everything(host_bytes=(LENGTH + 8) * NBYTES)) as offloaded:
         choose_first(offloaded)
         before = offloaded.traffic()
@@ -107,7 +105,7 @@ def test_storage_that_is_slow(tmp_path: Path) -> None:
 
 
 def test_times_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured is how long the device takes, however far the host is ahead of it."""
+    """Times are those of the device, however far the host is ahead of it."""
     profiles = profiles_of(monkeypatch, kept=LENGTH)
     with opened(tmp_path, everything(host_bytes=2 * LENGTH * NBYTES)) as offloaded:
         for _ in range(3):
@@ -222,7 +220,7 @@ def test_entries_that_rested_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_a_measured_graph_that_is_used_often(tmp_path: Path) -> None:
-    """What is measured takes no more memory each time."""
+    """A measured graph takes no more memory each time that it is used."""
     with opened(tmp_path, everything(host_bytes=2 * LENGTH * NBYTES)) as offloaded:
         assert_right(*saved(offloaded))
         x, loss = saved(offloaded)
