@@ -3,8 +3,6 @@
     python benchmarks/activations.py --size 124m 355m --shape 4 1024 --loss whole chunked --storage /mnt/nvme0
     python benchmarks/activations.py --size 3.6b --shape 4 1024 --loss chunked --host-bytes 16GB    # on a GPU
     python benchmarks/activations.py --throttle 0.1 0.3 1 --size 124m --storage /mnt/nvme0
-    python benchmarks/activations.py --tiny
-    python benchmarks/activations.py --ratios
 
 GPT-2 runs forward and backward, without an optimizer, in bf16. On processors without instructions for bf16 that takes
 more than ten times as long as in fp32; `--precision fp32` measures the times there. `chunked` computes logits and loss
@@ -34,30 +32,17 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import tempfile
-import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from functools import partial
 
 import torch
 from comparison import Figures, in_child, parse_options, report, several, table, write_figures
 from gpt2 import CONTEXT, SIZES
 from machine import describe
 from peak_memory import resident, restart_peak
-from saving_systems import PRECISIONS, Clock, Meter, Runner, running
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from saving_systems import PRECISIONS, Runner, running
 from training import WARMUP
-
-from lightning_smartinfinity import ActivationOffload
-from lightning_smartinfinity.activations import OffloadedActivations
-from lightning_smartinfinity.activations.packing import tensors_in
 
 SYSTEMS = ("plain", "ours", "checkpoint", "both", "hooks", "save_on_cpu")
 MEMORY_STEPS = WARMUP + 1
-NUM_TINY, LARGE_NUMEL = 10_000, 1 << 20
-TINY_FACTOR = 10  # short steps vary more, so there are more of them
 COLUMNS = {  # key of a system's figures, digits
     "held GB": ("held_gb", 3),
     "x plain": ("held_ratio", 2),
@@ -89,14 +74,6 @@ THROTTLED_COLUMNS = {
     "held x plain": ("held_ratio", 2),
     "offloaded GB": ("offloaded_gb", 3),
 }
-TINY_COLUMNS = {
-    "plain ms": ("plain", 1),
-    "empty hooks ms": ("empty", 1),
-    "x plain": ("empty_ratio", 3),
-    "ours ms": ("ours", 1),
-    "x plain ": ("ratio", 3),
-}
-RATIO_COLUMNS = {"saved MB": ("saved", 2), "written MB": ("written", 2), "written / saved": ("ratio", 3)}
 
 
 def run(options: argparse.Namespace) -> Figures:
@@ -220,92 +197,6 @@ def compare_rates(options: argparse.Namespace) -> dict[str, Figures]:
     return rows
 
 
-class Tiny(nn.Module):
-    """Saves thousands of tiny tensors, and before them one large one if its batch is large."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = (2 * x).sin()[:8]
-        for _ in range(NUM_TINY):
-            y = y.sin()
-        return y.sum()
-
-
-def compare_tiny(options: argparse.Namespace) -> dict[str, Figures]:
-    """Return the figures of thousands of tiny tensors, alone and behind a large one, beside those of empty hooks."""
-    model, rows = Tiny(), {}
-    for name, numel in {"nothing large": 8, "one large tensor": LARGE_NUMEL}.items():
-        x = torch.randn(numel, requires_grad=True)
-        clock = Clock(["plain", "empty", "ours"])
-        with ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.storage))
-            activations = OffloadedActivations([folder], module=model)
-            stack.callback(activations.close)
-            hooks = {
-                "plain": nullcontext,
-                "empty": lambda: saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
-                "ours": partial(activations.forward, x),
-            }
-            for number in range(WARMUP + TINY_FACTOR * (options.steps - WARMUP)):
-                for system in sorted(hooks, reverse=bool(number % 2)):
-                    with clock.step(system):
-                        with hooks[system]():
-                            loss = model(x)
-                        loss.backward()
-        plain, empty, ours = (1e3 * clock.medians(system)["seconds"] for system in ("plain", "empty", "ours"))
-        rows[name] = {
-            "plain": plain,
-            "empty": empty,
-            "empty_ratio": empty / plain,
-            "ours": ours,
-            "ratio": ours / plain,
-        }
-    return rows
-
-
-def small_models() -> dict[str, Callable[[], nn.Module]]:
-    """Return functions that build models of transformers with random weights and without dropout."""
-    import transformers as hf
-
-    common = {"vocab_size": 1000, "hidden_size": 256, "num_attention_heads": 4}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    gpt2 = {"vocab_size": 1000, "n_embd": 256, "n_layer": 3, "n_head": 4}
-    t5 = {"vocab_size": 1000, "d_model": 256, "d_ff": 1024, "d_kv": 64, "num_layers": 3, "num_heads": 4}
-    return {
-        "Llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**common, num_hidden_layers=3, intermediate_size=688)),
-        "T5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**t5, dropout_rate=0.0, decoder_start_token_id=0)),
-        "BERT": lambda: hf.BertForMaskedLM(
-            hf.BertConfig(**common, **dropout, num_hidden_layers=3, intermediate_size=1024)
-        ),
-        "GPT-2": lambda: hf.GPT2LMHeadModel(
-            hf.GPT2Config(**gpt2, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0))
-        ),
-    }
-
-
-def compare_bytes(options: argparse.Namespace) -> dict[str, Figures]:
-    """Return what is written of each model beside what it saves, tensor by tensor."""
-    rows = {}
-    for name, build in small_models().items():
-        torch.manual_seed(0)
-        model = build().train()
-        batch = torch.randint(0, 1000, (4, 128))
-        meter = Meter([*model.parameters(), *model.buffers(), *tensors_in(batch)])
-        with meter.forward():
-            model(input_ids=batch, labels=batch).loss.backward()
-        with tempfile.TemporaryDirectory(dir=options.storage) as folder:
-            settings = ActivationOffload(keep=0, min_bytes=1, host_bytes="1GiB")
-            activations = OffloadedActivations([folder], module=model, settings=settings)
-            with activations.forward(batch):
-                loss = model(input_ids=batch, labels=batch).loss
-            while activations.traffic().written_bytes < activations.traffic().offloaded_bytes:
-                time.sleep(0.01)
-            written = activations.traffic().written_bytes
-            loss.backward()
-            activations.close()
-        rows[name] = {"saved": meter.saved_bytes / 1e6, "written": written / 1e6, "ratio": written / meter.saved_bytes}
-    return rows
-
-
 def size_or_auto(text: str) -> int | str:
     """Return a number of bytes, or text such as 8GB or auto as it is."""
     return int(text) if text.isdecimal() else text
@@ -328,8 +219,6 @@ def main() -> int:
         keep={"type": size_or_auto, "default": "auto", "help": "bytes of the newest tensors that ours keeps"},
         host_bytes={"type": size_or_auto, "default": "auto", "help": "bytes of host memory of ours"},
         throttle={"nargs": "+", "type": float, "metavar": "GBPS", "help": "measure keep='auto' on slow storage"},
-        tiny={"action": "store_true", "help": "measure ten thousand tiny tensors"},
-        ratios={"action": "store_true", "help": "measure what is written of models of transformers"},
         rate={"type": float, "default": 0.0, "help": argparse.SUPPRESS},
     )
     if options.child:
@@ -339,17 +228,12 @@ def main() -> int:
     machine = describe("torch")
     print(machine, flush=True)
     steps = options.steps - WARMUP
-    if options.tiny:
-        heading, columns, compared = f"{NUM_TINY} tiny tensors", TINY_COLUMNS, compare_tiny
-    elif options.ratios:
-        heading, columns, compared = "bytes of models of transformers, without dropout", RATIO_COLUMNS, compare_bytes
-    elif options.throttle:
+    if options.throttle:
         heading, columns, compared = "GPT-2 on slow storage, keep='auto'", THROTTLED_COLUMNS, compare_rates
     else:
         heading, columns, compared = "GPT-2", COLUMNS, compare_systems
     rows = compared(options)
-    if not (options.tiny or options.ratios):
-        heading += ", {}, {} x {} tokens, medians of {} steps".format(options.precision, *options.shape, steps)
+    heading += ", {}, {} x {} tokens, medians of {} steps".format(options.precision, *options.shape, steps)
     print(f"\n{heading}\n")
     print(table(rows, columns))
     write_figures(options.json, machine=machine, rows=rows)

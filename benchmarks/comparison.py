@@ -44,7 +44,7 @@ def parse_options(
         if how is not None:
             parser.add_argument(f"--{name.replace('_', '-')}", **{**common.get(name, {}), **how})
     parsed = parser.parse_args()
-    if parsed.steps <= warm_up:
+    if options.get("steps", {}) is not None and parsed.steps <= warm_up:
         parser.error(f"--steps {parsed.steps} leaves none to measure: the first {warm_up} warm up")
     return parsed
 

@@ -3,83 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.activations.changes import shares_changes
 from lightning_smartinfinity.activations.device_copies import DeviceCopies, Loaded, Points
+from lightning_smartinfinity.activations.geometry import Geometry, distinct, geometry_of, overlaps, spread_out, view_of
 from lightning_smartinfinity.errors import CudaError, SmartInfinityError, StorageError
 from lightning_smartinfinity.store.tensor_store import StoredTensor
 
-__all__ = ["Entry", "Geometry", "Source", "changes_of", "geometry_of", "shares_changes", "stored_bytes", "view_of"]
+__all__ = ["Entry", "Source"]
 
 _SHARE_TO_COMPACT = 2  # one over the share of its storage that a tensor of which a compact copy is made may take
-
-
-class Geometry(NamedTuple):
-    """How a tensor lies in its storage. Strides and offset are in elements."""
-
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """Return how a tensor lies in its storage."""
-    return Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-
-def view_of(storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
-    """Return a new tensor over a storage."""
-    tensor = torch.empty(0, dtype=geometry.dtype, device=storage.device)
-    with torch.no_grad():
-        return tensor.set_(storage, geometry.offset, geometry.size, geometry.stride)
-
-
-def changes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without storage whose ``_version`` counts the changes of ``tensor``."""
-    counter = tensor.detach()
-    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return counter
-
-
-def shares_changes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether changes of two tensors are counted together, as those of a tensor and its views are."""
-    version = one._version
-    if other._version != version:
-        return False
-    set_versions = torch._C._autograd._unsafe_set_version_counter
-    set_versions((one,), (version + 1,))
-    try:
-        return other._version == version + 1
-    finally:
-        set_versions((one,), (version,))
-
-
-def stored_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that a tensor takes without repeated elements, at most those of its storage."""
-    least = _distinct(tensor)
-    return min(least.numel() * least.itemsize, tensor.untyped_storage().nbytes())
-
-
-def _distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that does not repeat elements along expanded dimensions."""
-    size = [1 if stride == 0 else length for length, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return tensor.as_strided(size, tensor.stride())
-
-
-def _overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether two elements may lie at one place."""
-    end = 1  # one past the farthest element of the dimensions so far
-    for step, length in sorted((step, length) for length, step in zip(size, stride, strict=True) if length > 1):
-        if step < end:
-            return True
-        end += step * (length - 1)
-    return False
 
 
 class Source:
@@ -136,10 +74,10 @@ class Source:
             changes: What counts the tensor's changes.
             copies: What copies it, unless it lies in host memory.
         """
-        least = _distinct(tensor)
+        least = distinct(tensor)
         nbytes = least.numel() * least.itemsize
         too_much = _SHARE_TO_COMPACT * nbytes >= self.nbytes or self.compact_bytes + nbytes > self.nbytes
-        if too_much or _overlaps(least.shape, least.stride()):
+        if too_much or overlaps(least.shape, least.stride()):
             entry = Entry(self, storage, self.nbytes, changes=changes, compact=None, home=home, copies=copies)
             self.whole = weakref.ref(entry)
         else:
@@ -303,7 +241,7 @@ class Entry:
         if self._compact is None:
             source = view_of(self._storage, Geometry(torch.uint8, (self.nbytes,), (1,), 0))
         else:
-            source = _distinct(view_of(self._storage, self._compact))
+            source = distinct(view_of(self._storage, self._compact))
             target = target.view(source.dtype).view(source.shape)
         if self.copies is None:
             target.copy_(source)
@@ -332,7 +270,7 @@ class Entry:
         if self._compact is None:
             return view_of(memory.untyped_storage(), geometry)
         assert geometry == self._compact
-        return self._spread_out(memory, geometry)
+        return spread_out(memory[: self.nbytes], geometry)
 
     def unload(self) -> None:
         """Drop the device memory into which the entry was loaded."""
@@ -340,18 +278,3 @@ class Entry:
             assert self.copies is not None
             self.copies.drop(self.loaded)
             self.loaded = None
-
-    def _spread_out(self, memory: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-        """Return the tensor of a compact copy with its strides and its offset.
-
-        On the host, only pages that are written to take up memory, however much lies before and between the elements.
-        On a device it is as much as the storage from which the tensor was saved, as long as backward uses it.
-        """
-        last = sum(step * (length - 1) for length, step in zip(geometry.size, geometry.stride, strict=True))
-        numel = geometry.offset + last + 1
-        tensor = torch.empty(numel, dtype=geometry.dtype, device=memory.device).as_strided(
-            geometry.size, geometry.stride, geometry.offset
-        )
-        least = _distinct(tensor)
-        least.copy_(memory[: self.nbytes].view(geometry.dtype).view(least.shape))
-        return tensor

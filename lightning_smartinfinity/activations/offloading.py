@@ -131,7 +131,7 @@ class OffloadedActivations:
         kind = self._kind_of(tensors) if tensors else None
         if kind is not None and not (self._small_forwards.want_hooks(kind) and self._hook_costs.want_hooks(kind)):
             yield
-            self._hook_costs.end()
+            self._hook_costs.end_forward()
             return
         plan = self._lessons.plan
         is_measured = bool(plan.sizes) and not plan.is_chosen
@@ -163,7 +163,7 @@ class OffloadedActivations:
             with self._store.lock:
                 self._store.end(forward)
         self._last = forward
-        self._hook_costs.end()
+        self._hook_costs.end_forward()
         if kind is not None and not forward.sizes:
             self._small_forwards.learn(kind, num_passed=packing.num_passed)
 

@@ -12,16 +12,10 @@ import torch
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
-from lightning_smartinfinity.activations.entries import (
-    Entry,
-    Geometry,
-    Source,
-    changes_of,
-    geometry_of,
-    shares_changes,
-    stored_bytes,
-)
+from lightning_smartinfinity.activations.changes import change_error, changes_of, shares_changes
+from lightning_smartinfinity.activations.entries import Entry, Source
 from lightning_smartinfinity.activations.forwards import Forward
+from lightning_smartinfinity.activations.geometry import Geometry, geometry_of, stored_bytes
 from lightning_smartinfinity.activations.store import ActivationStore
 from lightning_smartinfinity.errors import CudaError, StorageError
 
@@ -133,13 +127,13 @@ class Packing:
         if type(packed) is tuple:
             tensor, version = packed
             if tensor._version != version:
-                raise _changed(tensor, tensor, version)
+                raise change_error(tensor, tensor, version)
             return tensor  # type: ignore[no-any-return]
         if isinstance(packed, _SavedParameter):
             return self._parameter(packed)
         assert isinstance(packed, _SavedTensor)
         if packed.changes._version != packed.version:
-            raise _changed(packed.geometry, packed.changes, packed.version)
+            raise change_error(packed.geometry, packed.changes, packed.version)
         with self._lock:
             return self._tensor(packed)
 
@@ -208,7 +202,7 @@ class Packing:
     def _parameter(self, saved: _SavedParameter) -> torch.Tensor:
         parameter = saved.parameter
         if parameter._version != saved.version:
-            raise _changed(saved.geometry, parameter, saved.version)
+            raise change_error(saved.geometry, parameter, saved.version)
         if parameter.shape != saved.shape:
             if self._gather is None:
                 raise StorageError(
@@ -255,12 +249,3 @@ def _lost(geometry: Geometry, device: torch.device) -> torch.Tensor:
     dtype, size, stride, _ = geometry
     least = torch.empty_strided(size, stride, dtype=dtype, device=device)
     return least.fill_(float("nan") if dtype.is_floating_point or dtype.is_complex else 0)
-
-
-def _changed(what: torch.Tensor | Geometry, counter: torch.Tensor, version: int) -> RuntimeError:
-    dtype, size = (what.dtype, tuple(what.shape)) if isinstance(what, torch.Tensor) else (what.dtype, what.size)
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"a tensor of dtype {dtype} and shape {list(size)} is at version {counter._version}; expected version "
-        f"{version} instead. Hint: change a copy, or change it after backward."
-    )

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD, hook_costs
+from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD, device_steps
 from tests.activations.models import everything, opened
 from tests.gpu.device_chains import profiles_of, run, tiny_chain
 from tests.helpers.runif import RunIf
 
-pytestmark = RunIf(cuda_devices=1)
+pytestmark = [RunIf(cuda_devices=1), pytest.mark.usefixtures("on_the_device")]
 
 AUTO = {"keep": "auto", "host_bytes": "64MiB"}
 CHEAP, DEAR = 1.04, 1.06  # seconds of a step with hooks that takes one without
-
-
-@pytest.fixture(autouse=True)
-def on_the_device() -> Iterator[None]:
-    """Tensors are made on the device."""
-    with torch.device("cuda"):
-        yield
-    torch.cuda.synchronize()
 
 
 class Clock:
@@ -45,7 +36,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock by which steps are compared."""
     clock = Clock()
-    monkeypatch.setattr(hook_costs, "time", clock)
+    monkeypatch.setattr(device_steps, "time", clock)
     return clock
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,15 +29,7 @@ from tests.gpu.device_chains import (
 from tests.helpers.native_testing import Throttle
 from tests.helpers.runif import RunIf
 
-pytestmark = RunIf(cuda_devices=1)
-
-
-@pytest.fixture(autouse=True)
-def on_the_device() -> Iterator[None]:
-    """Tensors are made on the device."""
-    with torch.device("cuda"):
-        yield
-    torch.cuda.synchronize()
+pytestmark = [RunIf(cuda_devices=1), pytest.mark.usefixtures("on_the_device")]
 
 
 def test_what_fits_into_the_pool_is_not_written(tmp_path: Path) -> None:

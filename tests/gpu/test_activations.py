@@ -5,7 +5,6 @@ The tests of tests/activations run here once more, with tensors on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,18 +62,10 @@ __all__ = [
     "test_what_somebody_holds_is_not_written_again",
 ]
 
-pytestmark = RunIf(cuda_devices=1)
+pytestmark = [RunIf(cuda_devices=1), pytest.mark.usefixtures("on_the_device")]
 
 BLOCK = 4096
 TIGHT = everything(host_bytes=4 * BLOCK, budget_bytes=6 * BLOCK)
-
-
-@pytest.fixture(autouse=True)
-def on_the_device() -> Iterator[None]:
-    """Tensors are made on the device."""
-    with torch.device("cuda"):
-        yield
-    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("is_contiguous", [True, False])

@@ -54,6 +54,14 @@ RUNS = {
         ["--size", "tiny", "--steps", "4", "--rounds", "1"],
         ["| system | step s |", "| state on storage |", "| state and parameters on storage |"],
     ),
+    "tiny_tensors.py": (
+        ["--tensors", "10", "--steps", "3"],
+        ["10 tiny tensors", "| system | plain ms |", "| nothing large |", "| one large tensor |"],
+    ),
+    "written_activations.py": (
+        [],
+        ["| system | saved MB |", "| Llama |", "| T5 |", "| BERT |", "| GPT-2 |"],
+    ),
     "shared_disk.py": (
         ["--size", "tiny", "--shape", "2", "64", "--steps", "6"],
         ["| system | disk GB/s |", "| unlimited |", "| state |", "| state and activations |"],
@@ -126,7 +134,7 @@ SLOW = {
     *("compression_accuracy.py", "csim.py", "engines.py", "export.py", "formats.py", "import_time.py"),
     "memory.py",
     *("paper_tables.py", "peak_memory.py", "plan.py", "scaling.py", "shared_disk.py", "step.py", "tensor_store.py"),
-    *("training_record.py", "xrt_bindings.py"),
+    *("tiny_tensors.py", "training_record.py", "written_activations.py", "xrt_bindings.py"),
 }
 # The plots that plots.py makes of these figures, and texts in them.
 PLOTTED = {

@@ -1,0 +1,69 @@
+"""How tensors lie in their storages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Geometry", "distinct", "geometry_of", "overlaps", "spread_out", "stored_bytes", "view_of"]
+
+
+class Geometry(NamedTuple):
+    """How a tensor lies in its storage. Strides and offset are in elements."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """Return how a tensor lies in its storage."""
+    return Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+
+def view_of(storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
+    """Return a new tensor over a storage."""
+    tensor = torch.empty(0, dtype=geometry.dtype, device=storage.device)
+    with torch.no_grad():
+        return tensor.set_(storage, geometry.offset, geometry.size, geometry.stride)
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes without repeated elements, at most those of its storage."""
+    least = distinct(tensor)
+    return min(least.numel() * least.itemsize, tensor.untyped_storage().nbytes())
+
+
+def distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that does not repeat elements along expanded dimensions."""
+    size = [1 if stride == 0 else length for length, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(size, tensor.stride())
+
+
+def overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether two elements may lie at one place."""
+    end = 1  # one past the farthest element of the dimensions so far
+    for step, length in sorted((step, length) for length, step in zip(size, stride, strict=True) if length > 1):
+        if step < end:
+            return True
+        end += step * (length - 1)
+    return False
+
+
+def spread_out(data: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """Return a new tensor with its strides and its offset, of the bytes that :func:`distinct` returned.
+
+    On the host, only pages that are written to take up memory, however much lies before and between the elements.
+    On a device it is as much as the storage from which the tensor was saved, as long as backward uses it.
+    """
+    last = sum(step * (length - 1) for length, step in zip(geometry.size, geometry.stride, strict=True))
+    numel = geometry.offset + last + 1
+    tensor = torch.empty(numel, dtype=geometry.dtype, device=data.device).as_strided(
+        geometry.size, geometry.stride, geometry.offset
+    )
+    least = distinct(tensor)
+    least.copy_(data.view(geometry.dtype).view(least.shape))
+    return tensor
