@@ -87,10 +87,10 @@ class Writes:
         self._resting = deque(found for found in self._resting if found() is not None)
 
     def oldest_resting(self) -> Entry | None:
-        """Return the oldest entry that rests in the pool, and that backward has still to use."""
+        """Return the oldest entry that rests in the pool."""
         while self._resting:
             entry = self._resting[0]()
-            if entry is not None and entry.memory is not None and entry.stored is None and not entry.was_used:
+            if entry is not None and entry.memory is not None and entry.stored is None:
                 return entry
             self._resting.popleft()
         return None

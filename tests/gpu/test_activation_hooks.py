@@ -192,3 +192,26 @@ def test_peaks_that_somebody_resets(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             del loss
             clock.step(had[-1], with_hooks=DEAR)
         assert all(had)
+
+
+@pytest.mark.usefixtures("all_but_one")
+def test_another_kind_in_between(tmp_path: Path, clock: Clock) -> None:
+    """Steps with batches of other shapes are compared with each other, not with those before."""
+    with opened(tmp_path, everything(**AUTO)) as offloaded:
+
+        def steps(num_steps: int, numel: int, *, with_hooks: float) -> list[bool]:
+            had = []
+            for _ in range(num_steps):
+                has_hooks, loss = run(offloaded, tiny_chain, torch.randn(numel, requires_grad=True))
+                loss.backward()
+                clock.step(has_hooks, with_hooks=with_hooks)
+                had.append(has_hooks)
+            return had
+
+        assert steps(5, 1024, with_hooks=CHEAP) == [*4 * [True], False]
+        assert steps(1, 1025, with_hooks=DEAR) == [True]
+        assert steps(5, 1024, with_hooks=DEAR) == [True, True, False, False, False]
+        # What was found stays, however many other kinds come.
+        for number in range(40):
+            steps(1, 1026 + number, with_hooks=CHEAP)
+        assert steps(1, 1024, with_hooks=DEAR) == [False]

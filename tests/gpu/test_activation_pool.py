@@ -245,3 +245,66 @@ def test_resting_ones_stay_within_storage_bytes(tmp_path: Path) -> None:
             assert offloaded.storage_bytes <= 4 * NBYTES
         for graph in graphs:
             assert_right(*graph)
+
+
+def test_nothing_rests_with_a_budget(tmp_path: Path) -> None:
+    """The pool counts towards the budget, so that what leaves is written."""
+    with opened(tmp_path, everything(host_bytes=8 * NBYTES, budget_bytes=8 * NBYTES)) as offloaded:
+        choose_first(offloaded)
+        before = offloaded.traffic()
+        x, loss = saved(offloaded)
+        finish_writes_of_pool(offloaded)
+        after = offloaded.traffic()
+        assert after.written_bytes - before.written_bytes == after.offloaded_bytes - before.offloaded_bytes > 0
+        assert_right(x, loss)
+
+
+def test_used_graphs_that_are_retained_make_room(tmp_path: Path) -> None:
+    """What backward has used rests in the pool no longer than others, if its graph lives on."""
+    with opened(tmp_path, everything(host_bytes=LENGTH * NBYTES)) as offloaded:
+        choose_first(offloaded)
+        x, loss = saved(offloaded)
+        (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
+        for _ in range(3):
+            torch.cuda.synchronize()
+            finish_writes_of_pool(offloaded)
+            before = offloaded.traffic()
+            assert_right(*saved(offloaded))
+            torch.cuda.synchronize()
+        # The first of these may have found the pool full of what was still to be written.
+        assert offloaded.traffic().kept_for_room_bytes == before.kept_for_room_bytes
+        assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
+class Point:
+    """A point that the device reaches when the host waits for it."""
+
+    def __init__(self) -> None:
+        self.was_waited_for = False
+
+    def done(self) -> bool:
+        return self.was_waited_for
+
+    def synchronize(self) -> None:
+        self.was_waited_for = True
+
+
+def test_the_host_lets_the_device_catch_up(tmp_path: Path) -> None:
+    """It waits until little is still to be computed. What is not computed yet says nothing about copies."""
+    with opened(tmp_path, everything(host_bytes=LENGTH * NBYTES)) as offloaded:
+        copies = offloaded._store.copies_of(torch.device("cuda", 0))
+        assert copies is not None
+        computed, copied = [Point() for _ in range(4)], [Point() for _ in range(6)]
+        for point in computed:
+            copies._computed.add([point], 2)  # type: ignore[list-item]
+        for point in copied:
+            copies._copied.add([point], 1)  # type: ignore[list-item]
+        assert copies.may_copy_out(1, most=5)
+        assert [point.was_waited_for for point in computed] == [True, True, False, False]
+        for point in copied[:3]:
+            copies._copied.add([point], 2)  # type: ignore[list-item]
+        assert not copies.may_copy_out(1, most=5)
+        assert not any(point.was_waited_for for point in copied)
+        for point in copied:
+            point.synchronize()
+        assert copies.may_copy_out(1, most=5)
