@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.activations.changes import shares_changes
-from lightning_smartinfinity.activations.device_copies import DeviceCopies, Loaded, Points
+from lightning_smartinfinity.activations.cuda.copies import DeviceCopies, Loaded, Points
 from lightning_smartinfinity.activations.geometry import Geometry, distinct, geometry_of, overlaps, spread_out, view_of
 from lightning_smartinfinity.errors import CudaError, SmartInfinityError, StorageError
 from lightning_smartinfinity.store.tensor_store import StoredTensor

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-from lightning_smartinfinity.activations.device_clock import DeviceClock
+from lightning_smartinfinity.activations.cuda.clock import DeviceClock
 from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 import torch
 
-from lightning_smartinfinity.activations.device_steps import DeviceSteps
+from lightning_smartinfinity.activations.cuda.steps import DeviceSteps
 from lightning_smartinfinity.activations.forwards import Forward
 from lightning_smartinfinity.activations.lessons import MOST_LOST, Lessons
 from lightning_smartinfinity.activations.store import ActivationStore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.activations.device_clock import CopyTimes
+from lightning_smartinfinity.activations.cuda.clock import CopyTimes
 
 __all__ = ["Rates"]
 

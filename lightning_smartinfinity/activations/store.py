@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 
+from lightning_smartinfinity.activations.cuda.clock import DeviceClock
+from lightning_smartinfinity.activations.cuda.copies import DeviceCopies
+from lightning_smartinfinity.activations.cuda.devices import Devices
+from lightning_smartinfinity.activations.cuda.loads import Loads
 from lightning_smartinfinity.activations.departures import LEAST_FREED, Departures
-from lightning_smartinfinity.activations.device_clock import DeviceClock
-from lightning_smartinfinity.activations.device_copies import DeviceCopies
-from lightning_smartinfinity.activations.devices import Devices
 from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.activations.files import ActivationFiles
 from lightning_smartinfinity.activations.forwards import Forward
 from lightning_smartinfinity.activations.geometry import Geometry
-from lightning_smartinfinity.activations.loads import Loads
 from lightning_smartinfinity.activations.pool import Pool
 from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.activations.reads import Reads

@@ -19,7 +19,7 @@ import torch
 from lightning_smartinfinity import ActivationOffload
 from lightning_smartinfinity.activations import OffloadedActivations, lessons
 from lightning_smartinfinity.activations.choice import Choice, Profile
-from lightning_smartinfinity.activations.device_copies import _streams
+from lightning_smartinfinity.activations.cuda.copies import _streams
 from lightning_smartinfinity.errors import CudaError
 from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
 from tests.activations.models import drop_memory, everything, opened

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD, device_steps
+from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD
+from lightning_smartinfinity.activations.cuda import steps
 from tests.activations.models import everything, opened
 from tests.gpu.device_chains import profiles_of, run, tiny_chain
 from tests.helpers.runif import RunIf
@@ -36,7 +37,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock by which steps are compared."""
     clock = Clock()
-    monkeypatch.setattr(device_steps, "time", clock)
+    monkeypatch.setattr(steps, "time", clock)
     return clock
 
 
@@ -199,7 +200,7 @@ def test_another_kind_in_between(tmp_path: Path, clock: Clock) -> None:
     """Steps with batches of other shapes are compared with each other, not with those before."""
     with opened(tmp_path, everything(**AUTO)) as offloaded:
 
-        def steps(num_steps: int, numel: int, *, with_hooks: float) -> list[bool]:
+        def train(num_steps: int, numel: int, *, with_hooks: float) -> list[bool]:
             had = []
             for _ in range(num_steps):
                 has_hooks, loss = run(offloaded, tiny_chain, torch.randn(numel, requires_grad=True))
@@ -208,10 +209,10 @@ def test_another_kind_in_between(tmp_path: Path, clock: Clock) -> None:
                 had.append(has_hooks)
             return had
 
-        assert steps(5, 1024, with_hooks=CHEAP) == [*4 * [True], False]
-        assert steps(1, 1025, with_hooks=DEAR) == [True]
-        assert steps(5, 1024, with_hooks=DEAR) == [True, True, False, False, False]
+        assert train(5, 1024, with_hooks=CHEAP) == [*4 * [True], False]
+        assert train(1, 1025, with_hooks=DEAR) == [True]
+        assert train(5, 1024, with_hooks=DEAR) == [True, True, False, False, False]
         # What was found stays, however many other kinds come.
         for number in range(40):
-            steps(1, 1026 + number, with_hooks=CHEAP)
-        assert steps(1, 1024, with_hooks=DEAR) == [False]
+            train(1, 1026 + number, with_hooks=CHEAP)
+        assert train(1, 1024, with_hooks=DEAR) == [False]

@@ -11,9 +11,9 @@ from contextlib import suppress
 import torch
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.activations.device_clock import now_on
+from lightning_smartinfinity.activations.cuda.clock import now_on
+from lightning_smartinfinity.activations.cuda.under_way import UnderWay
 from lightning_smartinfinity.activations.rates import Rates
-from lightning_smartinfinity.activations.under_way import UnderWay
 from lightning_smartinfinity.errors import CudaError
 from lightning_smartinfinity.transfer.cuda import CudaLink
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from lightning_smartinfinity.activations.device_copies import DeviceCopies
+from lightning_smartinfinity.activations.cuda.copies import DeviceCopies
 from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.errors import CudaError
 from lightning_smartinfinity.transfer.cuda import link_to
