@@ -53,8 +53,8 @@ def shares_changes(one: torch.Tensor, other: torch.Tensor) -> bool:
     if other._version != version:
         return False
     set_versions = torch._C._autograd._unsafe_set_version_counter
-    set_versions((one,), (version + 1,))
     try:
+        set_versions((one,), (version + 1,))  # an interrupt may come right behind it
         return other._version == version + 1
     finally:
         set_versions((one,), (version,))
@@ -239,6 +239,8 @@ class Entry:
         return f"Entry {self.number} of what forward saved ({self.nbytes} bytes)"
 
     def __del__(self) -> None:
+        if not hasattr(self, "_storage"):  # an interrupt came before it was made
+            return
         if self._storage is not None:
             self.source.num_holders -= 1
         self._home.entry_is_gone(self)
