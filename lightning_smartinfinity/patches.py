@@ -21,8 +21,8 @@ def replaced(owner: Any, name: str, by: object) -> Iterator[None]:
         by: Its value within the context.
     """
     own = vars(owner).get(name, _INHERITED)
-    setattr(owner, name, by)
     try:
+        setattr(owner, name, by)  # an interrupt may come right behind it
         yield
     finally:
         if own is _INHERITED:

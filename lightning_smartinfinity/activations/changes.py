@@ -22,8 +22,8 @@ def shares_changes(one: torch.Tensor, other: torch.Tensor) -> bool:
     if other._version != version:
         return False
     set_versions = torch._C._autograd._unsafe_set_version_counter
-    set_versions((one,), (version + 1,))
     try:
+        set_versions((one,), (version + 1,))  # an interrupt may come right behind it
         return other._version == version + 1
     finally:
         set_versions((one,), (version,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -54,17 +55,17 @@ class Departures:
         self._nbytes = 0
         self._most_refused = 0  # bytes of the largest entry for which the pool was too small
         self._warned_of_budget = False
-        # Entries may be dropped in any thread at any time: what that leaves to be done waits in this.
-        self._freed: deque[int] = deque()  # bytes
-        self._returned: deque[int] = deque()  # bytes of entries that had left
         self._away = 0
+        # By how many bytes each entry is counted in these two. Entries may be dropped in any thread at any time. What
+        # is called then is not written in Python, so that no interrupt can come within it.
+        self._counted: dict[weakref.ref[Entry], tuple[int, int]] = {}
+        self._gone: deque[weakref.ref[Entry]] = deque()
         self.most_away = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of the storages that entries keep alive."""
-        while self._freed:
-            self._nbytes -= self._freed.popleft()
+        self._forget_gone()
         return self._nbytes
 
     def begin(self, forward: Forward) -> None:
@@ -76,8 +77,10 @@ class Departures:
         """Take a new entry, which was made for a tensor."""
         self._writes.note_packed(entry, tensor)
         self._traffic.saved_bytes += entry.nbytes
-        # Between these two no interrupt comes. An entry with a forward is taken off again when it is gone.
+        found = weakref.ref(entry, self._gone.append)
+        # Between these two no interrupt comes.
         self._nbytes += entry.nbytes
+        self._counted[found] = entry.nbytes, 0
         entry.forward = forward
         forward.add(entry, time.perf_counter())
         self._pool.most_saved = max(self._pool.most_saved, forward.saved_bytes)
@@ -85,10 +88,17 @@ class Departures:
         self._freed_memory.batch_bytes = max(LEAST_FREED, self._pool.most_saved // _SHARE_FREED)
         self._pool.apply_limit()
 
-    def entry_is_gone(self, entry: Entry) -> None:
-        """Count an entry no longer that nothing refers to. Any thread may call it at any time."""
-        if entry.forward is not None:
-            (self._freed if entry.is_original else self._returned).append(entry.nbytes)
+    def _forget_gone(self) -> None:
+        """Count entries no longer to which nothing refers."""
+        while self._gone:
+            found = self._gone[0]
+            if found in self._counted:
+                here, away = self._counted[found]
+                # Between these three no interrupt comes.
+                self._nbytes -= here
+                self._away -= away
+                del self._counted[found]
+            self._gone.popleft()
 
     def let_leave(self, forward: Forward, *, held_bytes: Callable[[], int]) -> None:
         """Let the oldest entries of a forward leave, and others, too, if more is held than the budget.
@@ -127,12 +137,14 @@ class Departures:
         return entry.end > forward.limit - self._pool.limit + self._pool.limit // _SHARE_SPARE
 
     def _leaves(self, entry: Entry) -> bool:
+        self._forget_gone()
+        found = weakref.ref(entry)
         if not self._writes.begin(entry, rests=self._rests(entry)):
             return False
+        # Between these three no interrupt comes.
         self._nbytes -= entry.nbytes
-        while self._returned:
-            self._away -= self._returned.popleft()
         self._away += entry.nbytes
+        self._counted[found] = 0, entry.nbytes
         self.most_away = max(self.most_away, self._away)
         if entry.copies is None:
             self._freed_memory.add(entry.nbytes)

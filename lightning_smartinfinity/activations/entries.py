@@ -177,6 +177,8 @@ class Entry:
         return f"Entry {self.number} of what forward saved ({self.nbytes} bytes)"
 
     def __del__(self) -> None:
+        if not hasattr(self, "_storage"):  # an interrupt came before it was made
+            return
         if self._storage is not None:
             self.source.num_holders -= 1
         self._home.entry_is_gone(self)

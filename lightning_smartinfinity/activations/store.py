@@ -110,7 +110,6 @@ class ActivationStore:
         """Give up the transfers of an entry that nothing refers to any more. Any thread may call it at any time."""
         if self._files.is_of_parent or self._files.closed:
             return
-        self._departures.entry_is_gone(entry)
         entry.unload()
         for ticket in (entry.writing, entry.reading):
             if ticket is not None:

@@ -43,6 +43,7 @@ from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 from lightning_smartinfinity.zero3.collectives import background_group, raising_together
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
 from lightning_smartinfinity.zero3.parameters.live_parameters import keep_within_budget
@@ -72,6 +73,7 @@ class PortableEngine(DeepSpeedEngine):
     def __init__(self, **kwargs: object) -> None:
         refuse_foreign_steps()
         self._partitioning = ExitStack()
+        self._was_broken_off = False
         with self._partitioning:
             super().__init__(**kwargs)
         offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
@@ -101,8 +103,20 @@ class PortableEngine(DeepSpeedEngine):
         Raises:
             RankLostError: Another rank is missing.
         """
-        with naming_lost_rank():
+        with naming_lost_rank(), self._mending_gathers():
             return super().forward(*inputs, **kwargs)
+
+    @contextmanager
+    def _mending_gathers(self) -> Iterator[None]:
+        """Let the first of these contexts behind an interrupt, or an error, end the gathers that this broke off."""
+        if self._was_broken_off:
+            end_gathers(self.module)
+            self._was_broken_off = False
+        try:
+            yield
+        except BaseException:
+            self._was_broken_off = True
+            raise
 
     @contextmanager
     def gathering_trained_only(self, only: bool) -> Iterator[None]:
@@ -233,7 +247,7 @@ class SmartInfinityEngine(PortableEngine):
         with naming_lost_rank():
             self.optimizer.retained.backward_begins(retain_graph=retain_graph)
             self.optimizer.backward_begins(retain_graph=retain_graph)
-            with self.optimizer.in_backward():
+            with self.optimizer.in_backward(), self._mending_gathers():
                 scaled: torch.Tensor = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         return scaled
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_smartinfinity.activations import OffloadedActivations
+from lightning_smartinfinity.activations.changes import shares_changes
+from lightning_smartinfinity.activations.cuda.under_way import UnderWay
+from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.activations.forwards import Plan
 from lightning_smartinfinity.errors import StorageError
 from tests.activations.chains import BLOCK, activations, assert_nothing_is_left, chain, expected, inject_now, saved
@@ -205,6 +210,65 @@ def test_an_interrupt_when_an_entry_is_new(activations: OffloadedActivations, mo
     assert torch.equal(x.grad, expected(x))
     del loss
     assert_nothing_is_left(activations)
+
+
+def test_an_interrupt_when_an_entry_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ignores an interrupt there, and the entry is held no longer."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    with opened(tmp_path, everything(keep=100 * BLOCK)) as activations:
+        _, loss = saved(activations)
+        assert activations.held_bytes > 0
+        interrupt_once(monkeypatch, activations._store, "entry_is_gone")
+        del loss
+        assert_nothing_is_left(activations)
+
+
+def test_an_interrupt_before_an_entry_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has nothing to say of it when it is dropped."""
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    Entry.__new__(Entry)
+    assert not told
+
+
+def test_an_interrupt_when_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensor does not look changed afterwards."""
+    setter, tensor = torch._C._autograd._unsafe_set_version_counter, torch.zeros(3)
+
+    def interrupt(*arguments: Any) -> None:
+        monkeypatch.setattr(torch._C._autograd, "_unsafe_set_version_counter", setter)
+        setter(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch._C._autograd, "_unsafe_set_version_counter", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        shares_changes(tensor, tensor.view(3))
+    assert tensor._version == 0
+
+
+class Interrupted(deque[Any]):
+    """A queue behind each of whose calls an interrupt comes."""
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        raise KeyboardInterrupt
+
+    def popleft(self) -> Any:
+        super().popleft()
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_when_work_of_a_device_is_counted() -> None:
+    """What is counted is what is under way. Otherwise nothing would leave the device any more."""
+    under_way = UnderWay()
+    under_way._points = Interrupted()
+    for call in (lambda: under_way.add([], BLOCK), under_way.reap, lambda: under_way.wait(0)):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        assert under_way.nbytes == sum(nbytes for _, nbytes in under_way._points)
+        if not under_way._points:
+            with pytest.raises(KeyboardInterrupt):
+                under_way.add([], BLOCK)
 
 
 @pytest.mark.parametrize("name", ["__enter__", "__exit__"])

@@ -19,8 +19,9 @@ import torch
 from lightning_smartinfinity import ActivationOffload
 from lightning_smartinfinity.activations import OffloadedActivations, lessons
 from lightning_smartinfinity.activations.choice import Choice, Profile
-from lightning_smartinfinity.activations.cuda.copies import _streams
+from lightning_smartinfinity.activations.cuda.copies import DeviceCopies, _Direction, _streams
 from lightning_smartinfinity.errors import CudaError
+from lightning_smartinfinity.native import CudaEvent
 from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
 from tests.activations.models import drop_memory, everything, opened
 from tests.helpers.native_testing import Hold
@@ -255,6 +256,100 @@ def test_what_was_loaded_ahead_and_dropped(tmp_path: Path, driver: FakeCuda, str
         driver.open(gate)
         driver.wait(streams[1])
         assert all(bool((other == 5).all()) for other in others)
+
+
+def interrupt_behind_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an interrupt come behind the start of the next copy."""
+    record = _Direction.record
+
+    def interrupt(*_: object) -> None:
+        monkeypatch.setattr(_Direction, "record", record)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Direction, "record", interrupt)
+
+
+def test_an_interrupt_behind_the_start_of_a_copy_out(
+    tmp_path: Path, driver: FakeCuda, streams: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of the pool is not lent to others before the copy has run."""
+    with opened(tmp_path) as offloaded:
+        choose_first(offloaded)
+        await_that(lambda: whole(offloaded))
+        gate = driver.gate(streams[0])
+        interrupt_behind_start(monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            saved(offloaded)
+        assert not whole(offloaded)
+        driver.open(gate)
+        await_that(lambda: whole(offloaded))
+        assert torch.equal(gradient(*saved(offloaded)), expected())
+
+
+def test_an_interrupt_behind_the_start_of_a_copy_in(
+    tmp_path: Path, driver: FakeCuda, streams: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of the device is not given to others before the copy has run. Backward can be run again."""
+    with opened(tmp_path) as offloaded:
+        choose_first(offloaded)
+        x, loss = saved(offloaded)
+        gate = driver.gate(streams[1])
+        interrupt_behind_start(monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            gradient(x, loss, retain=True)
+        others = [torch.full((BLOCK // 4,), 5.0) for _ in range(ENTRIES)]
+        torch.cuda.current_stream().synchronize()
+        driver.open(gate)
+        driver.wait(streams[1])
+        assert all(bool((other == 5).all()) for other in others)
+        assert torch.equal(gradient(x, loss), expected())
+
+
+def test_an_interrupt_when_the_host_waits_for_a_copy(
+    tmp_path: Path, driver: FakeCuda, streams: tuple[int, int]
+) -> None:
+    """The memory is kept, and the next wait is for the same copy."""
+    with opened(tmp_path) as offloaded:
+        choose_first(offloaded)
+        await_that(lambda: whole(offloaded))
+        gate = driver.gate(streams[0])
+        saved(offloaded)
+        (copies,) = offloaded._store._devices._all()
+        event, memory = copies._out._kept[0]
+        interrupted = InterruptedWait(event), memory
+        copies._out._kept[0] = interrupted  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            offloaded.close()
+        assert copies._out._kept[0] is interrupted
+        driver.open(gate)
+
+
+class InterruptedWait:
+    """A point of which the first wait is interrupted."""
+
+    def __init__(self, event: CudaEvent) -> None:
+        self.done, self._event, self._was_waited_for = event.done, event, False
+
+    def synchronize(self) -> None:
+        if not self._was_waited_for:
+            self._was_waited_for = True
+            raise KeyboardInterrupt
+        self._event.synchronize()
+
+
+def test_an_interrupt_before_the_first_copy(tmp_path: Path, driver: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later forwards offload."""
+    with opened(tmp_path) as offloaded:
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceCopies, "__init__", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                saved(offloaded)
+        assert torch.equal(gradient(*saved(offloaded)), expected())
+        assert offloaded.traffic().offloaded_bytes > 0
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_host_that_is_ahead(tmp_path: Path, driver: FakeCuda) -> None:

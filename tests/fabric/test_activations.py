@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 
 from lightning_smartinfinity import StorageError, UnsupportedError
 from lightning_smartinfinity.activations import paused
+from lightning_smartinfinity.activations.packing import Packing
+from lightning_smartinfinity.activations.pool import Pool
+from lightning_smartinfinity.activations.reads import Reads
+from lightning_smartinfinity.activations.store import ActivationStore
+from lightning_smartinfinity.activations.writes import Writes
+from lightning_smartinfinity.store.tensor_store import TensorStore
+from tests.activations.chains import assert_nothing_is_left
 from tests.fabric.test_training import EVERYTHING as RECIPE
 from tests.fabric.worker import Run, quiet_fabric, train
 from tests.helpers import native_testing as testing
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import Recipe, TinyGPT
 from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.waiting import await_that
@@ -34,13 +45,20 @@ def test_same_bits(precision: str, tmp_path: Path) -> None:
 class Loop:
     """A loop of one batch, whose model's forward is offloaded."""
 
-    def __init__(self, root: Path, activations: Any = EVERYTHING, model: torch.nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        activations: Any = EVERYTHING,
+        model: torch.nn.Module | None = None,
+        *,
+        overlap: str = "none",
+    ) -> None:
         recipe = Recipe()
         self.batch = recipe.batch(0)
         self.fabric = quiet_fabric(
             root,
             precision="32-true",
-            options={"activations": activations, "overlap": "none", "zero": {"stage3_param_persistence_threshold": 0}},
+            options={"activations": activations, "overlap": overlap, "zero": {"stage3_param_persistence_threshold": 0}},
         )
         module = recipe.build_model() if model is None else model
         self.model, self.optimizer = self.fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
@@ -79,6 +97,55 @@ def test_two_forwards_before_a_backward(tmp_path: Path) -> None:
         losses.append(loop.losses)
         loop.close()
     assert losses[0] == losses[1]
+
+
+# Methods, and which call of them is interrupted.
+PLACES: list[tuple[Any, str, int]] = [
+    (Packing, "pack", 12),
+    (Pool, "take", 1),
+    (Writes, "_finish", 2),
+    (ActivationStore, "end", 1),
+    (Packing, "unpack", 1),
+    (Reads, "have_in_memory", 3),
+    (TensorStore, "_start", 30),
+    (InflightParamRegistry, "__setitem__", 1),
+    (partition_parameters.NoGatherCoalescedHandle, "wait", 4),
+]
+
+
+@pytest.mark.parametrize("overlap", long_but(["forward"], ["none", "forward"]))
+def test_interrupts(overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that catches Ctrl-C, drops the gradients and goes on trains to the same bits, and nothing is left."""
+    straight, loop = Loop(tmp_path / "straight", None, overlap=overlap), Loop(tmp_path / "ours", overlap=overlap)
+    straight.step()
+    loop.step()
+    for owner, name, number in PLACES:
+        with monkeypatch.context() as patch:
+            interrupt_call(patch, owner, name, number)
+            with pytest.raises(KeyboardInterrupt):
+                loop.fabric.backward(loop.forward(), model=loop.model)
+        loop.optimizer.zero_grad()
+        del loop.losses[len(straight.losses) :]
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert_nothing_is_left(loop.activations)
+        straight.step()
+        loop.step()
+    assert loop.losses == straight.losses
+    straight.close()
+    loop.close()
+    assert not [path for path in (tmp_path / "ours").rglob("*") if path.is_file()]
+
+
+def interrupt_call(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int) -> None:
+    """Let the call of this number of a method raise KeyboardInterrupt, as Ctrl-C may."""
+    method, numbers = getattr(owner, name), itertools.count(1)
+
+    def interrupted(*arguments: Any, **settings: Any) -> Any:
+        if next(numbers) == number:
+            raise KeyboardInterrupt
+        return method(*arguments, **settings)
+
+    patch.setattr(owner, name, interrupted)
 
 
 def let_a_read_fail(activations: Any) -> bool:

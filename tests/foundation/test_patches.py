@@ -60,6 +60,25 @@ def test_a_method_of_an_object_is_wrapped() -> None:
     assert vars(one) == {}
 
 
+@pytest.mark.parametrize("kept", [{"value": 1}, {}], ids=["own", "inherited"])
+def test_an_interrupt_when_an_attribute_is_replaced(kept: dict[str, int]) -> None:
+    """Nothing is left behind an interrupt that comes when the attribute has its other value."""
+
+    class Interrupted:
+        value = 0
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if value == 2:
+                raise KeyboardInterrupt
+
+    owner = Interrupted()
+    vars(owner).update(kept)
+    with pytest.raises(KeyboardInterrupt), replaced(owner, "value", 2):
+        pass
+    assert vars(owner) == kept
+
+
 def test_a_static_method_stays_one() -> None:
     """What the class held is put back, not what it returns for it."""
     with replaced(Base, "double", staticmethod(lambda number: 3 * number)):

@@ -128,8 +128,8 @@ def test_memory_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k
         def plain_step() -> None:
             slow_chain(torch.randn(NUMEL, requires_grad=True)).backward()
 
-        # What is on its way in one direction is two entries, and twice as many were not reached yet. Where copies are held
-        # up because others use the machine, more stays.
+        # What is on its way in one direction is two entries, and twice as many were not reached yet.
+        # Where copies are held up because others use the machine, more stays.
         assert min(peak(step) for _ in range(3)) <= keep + peak(plain_step) - LENGTH * NBYTES + 8 * NBYTES
 
 

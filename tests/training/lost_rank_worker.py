@@ -1,8 +1,8 @@
 """Goes on until something happens to rank 1: ``python -m tests.training.lost_rank_worker FOLDER CAUSE DOING RANKS``.
 
-Every rank writes a file ``at-work-<rank>`` in its fourth batch. CAUSE is a key of :data:`CAUSES`, or ``nothing``. DOING
-is a method of the Trainer, or a key of :data:`LOOPS`. If SIGTERM ends a fit, the ranks save a checkpoint together. With
-``--machines`` each rank is on a machine of its own.
+Every rank writes a file ``at-work-<rank>`` in its fourth batch. CAUSE is a key of :data:`CAUSES`, ``nothing``, or
+``activations``, which are then on storage. DOING is a method of the Trainer, or a key of :data:`LOOPS`. If SIGTERM ends
+a fit, the ranks save a checkpoint together. With ``--machines`` each rank is on a machine of its own.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from lightning_smartinfinity.store import StateStore, in_time, state_store
 from lightning_smartinfinity.store.tensor_files import UnnamedFiles
 from tests.helpers.models import Recipe
 from tests.helpers.nodes import become_node
+from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.plain import Everything
 from tests.helpers.trainers import quiet_trainer
 
@@ -158,6 +159,9 @@ def main() -> None:
     if cause == "dead-disk":
         offload = {"device": "nvme", "nvme_path": str(folder / "{node}" / "parameters")}
         options["zero"] = {"offload_param": offload, "stage3_param_persistence_threshold": 0}
+    if cause == "activations":
+        options["activations"] = EVERYTHING
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell in the background ignores
     storage = folder / "{node}" / "storage"
     count = {"devices": 1, "num_nodes": given.ranks} if given.machines else {"devices": given.ranks}
     if doing in LOOPS:

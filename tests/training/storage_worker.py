@@ -222,6 +222,9 @@ class Watch(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         die(self.run, "epoch end", trainer)
 
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        die(self.run, "backward", trainer)
+
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         die(self.run, "step", trainer)
 
@@ -251,10 +254,10 @@ def spread(store: Any, *, last: bool) -> None:
 def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
     """End in the way that the run asks for, if this is the moment.
 
-    The moments are ``start`` (of the set-up), ``batch start``, ``step``, ``batch end``, ``saved batch end`` (when
-    ModelCheckpoints have saved), ``validation``, ``epoch end``, ``save``, ``growth`` (of the state files), ``end`` (of
-    the fit) and ``saved end``. :func:`note_load`, :func:`kill_in_copy`, :func:`kill_at_link` and :func:`kill_in_change`
-    have more.
+    The moments are ``start`` (of the set-up), ``batch start``, ``backward``, ``step``, ``batch end``, ``saved batch
+    end`` (when ModelCheckpoints have saved), ``validation``, ``epoch end``, ``save``, ``growth`` (of the state files),
+    ``end`` (of the fit) and ``saved end``. :func:`note_load`, :func:`kill_in_copy`, :func:`kill_at_link` and
+    :func:`kill_in_change` have more.
     """
     how, _, when = run.kill_at.partition(" at ")
     if when != moment or trainer.global_step != run.kill_step or trainer.global_rank != run.kill_rank:

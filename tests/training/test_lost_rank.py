@@ -165,6 +165,21 @@ def test_sigterm(asked: tuple[int, ...], ranks: Ranks, attack: Attack) -> None:
     assert any((ranks.folder / "last.ckpt").iterdir())
 
 
+@pytest.mark.parametrize("ranks", [("activations",)], ids=str, indirect=True)
+@pytest.mark.parametrize("asked", [(1,), pytest.param((0,), marks=LONG), pytest.param((0, 1), marks=LONG)], ids=str)
+def test_ctrl_c_with_activations_on_storage(asked: tuple[int, ...], ranks: Ranks, attack: Attack) -> None:
+    """Both ranks end, the other one says why, and nothing of the activations is left."""
+    attack("SIGINT to one or both of two machines", tries=1, outcome="both end and say which one was interrupted")
+    ranks.await_work()
+    for rank in asked:
+        ranks.send(signal.SIGINT, rank)
+    for rank in range(2):
+        assert ranks.status(rank) == 1, ranks.said(rank)
+        interrupted = f"RankLostError: Rank {1 - rank} on node{1 - rank} failed with KeyboardInterrupt"
+        assert rank in asked or interrupted in ranks.said(rank), ranks.said(rank)
+    assert not list(ranks.folder.rglob("*activations*"))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "asked"),

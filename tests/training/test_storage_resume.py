@@ -17,6 +17,7 @@ from lightning_smartinfinity.store.folders import RankFolder
 from tests.helpers import trainers
 from tests.helpers.attacks import Attack
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
 from tests.training.storage_worker import StorageRun, end_of, launch, steps_of
@@ -64,6 +65,7 @@ def assert_same(folder: Path, straight: Path, *, devices: int = 1) -> None:
         ("error at epoch end", 12, {"options": {"state_format": "int8"}, "module": {"plateau": True}}),
         pytest.param("interrupt at batch start", 7, {"transfer": {"durability": "power"}}, marks=pytest.mark.long),
         ("term at batch end", 3, {"trainer": {"accumulate_grad_batches": 2}}),
+        ("interrupt at backward", 4, {"devices": 2, "options": {"overlap": "none", "activations": EVERYTHING}}),
         pytest.param(
             "kill at batch start", 5, {"devices": 2, "options": {"overlap": "forward"}}, marks=pytest.mark.long
         ),
@@ -83,7 +85,8 @@ def test_every_interruption(
     assert not (tmp_path / "broken" / "end-0.json").exists(), output[-2000:]
     killed = how.startswith("kill")
     told = output.count("run it again with trainer.fit(..., ckpt_path='storage')")
-    assert told == (0 if killed else 1) or (killed and last and told == 1)  # by a rank that misses the killed one
+    # A rank that misses the other one tells it, too, unless it is stopped before.
+    assert told == (0 if killed else 1) or (last and told < 2)
     code, output = run(tmp_path / "broken", resume=True, seed=9, **settings)
     assert code == 0, output[-4000:]
     assert_same(tmp_path / "broken", whole, devices=settings.get("devices", 1))

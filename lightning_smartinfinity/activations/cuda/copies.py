@@ -55,27 +55,45 @@ class _Direction:
         self.stream = stream
         # Entries may be dropped in any thread at any time, which adds memory without a lock.
         self._kept: deque[tuple[native.CudaEvent, torch.Tensor]] = deque()
+        self._begun: tuple[native.CudaEvent, tuple[torch.Tensor, ...]] | None = None  # a copy without its point
 
     def keep(self, memory: torch.Tensor, event: native.CudaEvent) -> None:
         """Keep memory until the copies before a point have run."""
         self._kept.append((event, memory))
 
-    def record(self, event: native.CudaEvent, *used: torch.Tensor) -> None:
-        """Set a point behind a copy that has started, and keep memory that it uses.
+    def begin(self, event: native.CudaEvent, *used: torch.Tensor) -> None:
+        """Keep all memory that a copy uses, which is about to start, until :meth:`record`.
+
+        An interrupt may come between the two. Then it is kept until the copy has run.
 
         Args:
-            event: What becomes the point.
-            *used: All memory that the copy uses. The first one is kept, the others only if there is no point.
+            event: What becomes the point behind the copy.
+            *used: The memory.
         """
+        self._end_begun()
+        self._begun = event, used
+
+    def record(self) -> None:
+        """Set the point behind the copy that has started, and keep only the first memory that it uses."""
+        self._end_begun(num_kept=1)
+
+    def _end_begun(self, *, num_kept: int | None = None) -> None:
+        if self._begun is None:
+            return
+        event, used = self._begun
         try:
             event.record(self.stream.handle)
         except CudaError:
             _NEVER_FREED.extend(used)
+            self._begun = None
             raise
-        self.keep(used[0], event)
+        for memory in used[:num_kept]:
+            self.keep(memory, event)
+        self._begun = None  # no interrupt comes between this and what the caller does next
 
     def reap(self) -> None:
         """Keep memory no longer whose copies have run. Raises CudaError if one has failed."""
+        self._end_begun()
         while self._kept:
             event, memory = self._kept[0]
             try:
@@ -89,14 +107,17 @@ class _Direction:
 
     def wait(self) -> bool:
         """Wait for the oldest copy; return whether there was one. Raises CudaError if it has failed."""
+        self._end_begun()
         if not self._kept:
             return False
-        event, memory = self._kept.popleft()
+        event, memory = self._kept[0]
         try:
             event.synchronize()
         except CudaError:
             _NEVER_FREED.append(memory)
+            self._kept.popleft()
             raise
+        self._kept.popleft()  # not after an interrupt
         return True
 
 
@@ -160,13 +181,14 @@ class DeviceCopies:
             point.hold(self._out.stream.handle)
         tensor.record_stream(self._torch_out)
         began = now_on(self._torch_out) if is_timed else None
+        self._out.begin(event, memory, tensor)
         self.link.device.copy_to_host(
             host=memory.data_ptr(),
             device=tensor.data_ptr(),
             nbytes=tensor.nbytes,
             stream=self._out.stream.handle,
         )
-        self._out.record(event, memory, tensor)
+        self._out.record()
         if began is not None:
             self._rates.copies_out.add(began, now_on(self._torch_out), tensor.nbytes)
         self._computed.add(list(after.values()), tensor.nbytes)
@@ -209,12 +231,13 @@ class DeviceCopies:
         # The allocator may have lent what earlier work of the current stream still uses.
         self._in.stream.follow(current)
         began = now_on(self._torch_in) if is_timed else None
+        self._in.begin(event, memory, loaded.memory)
         self.link.device.copy_to_device(
             device=loaded.memory.data_ptr(), host=memory.data_ptr(), nbytes=nbytes, stream=self._in.stream.handle
         )
-        self._in.record(event, memory, loaded.memory)
         if began is not None:
             self._rates.copies_in.add(began, now_on(self._torch_in), nbytes)
+        self._in.record()
         return loaded
 
     def take(self, loaded: Loaded) -> torch.Tensor:

@@ -32,12 +32,13 @@ class Devices:
     def copies_of(self, device: torch.device) -> DeviceCopies | None:
         """Return what copies entries of a device; None if they cannot leave it."""
         if device not in self._copies:
-            self._copies[device] = None
+            copies = None
             try:
                 link = link_to(device)
-                self._copies[device] = None if link is None else DeviceCopies(link, self._rates)
+                copies = None if link is None else DeviceCopies(link, self._rates)
             except CudaError as error:
                 self._stop(error)
+            self._copies[device] = copies  # not after an interrupt
         return self._copies[device]
 
     def reap(self) -> None:

@@ -85,8 +85,8 @@ class Loads:
 
     def _start(self, entry: Entry, *, wanted: Entry) -> None:
         assert entry.copies is not None and entry.memory is not None
+        self._loaded.append(weakref.ref(entry))  # before an interrupt can come
         entry.loaded = entry.copies.copy_in(entry.memory, entry.nbytes, after=entry.copied, is_timed=entry.is_timed)
-        self._loaded.append(weakref.ref(entry))
         if self.nbytes > self.limit:
             for other in self._entries():
                 if other.was_used and other is not wanted:

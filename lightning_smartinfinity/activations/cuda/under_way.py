@@ -23,8 +23,8 @@ class UnderWay:
 
     def add(self, points: list[native.CudaEvent], nbytes: int) -> None:
         """Add work that is done when the device has reached some points."""
+        self.nbytes += nbytes  # an interrupt comes behind the next line only
         self._points.append((points, nbytes))
-        self.nbytes += nbytes
 
     def reap(self) -> None:
         """Forget the work that is done. Raises CudaError if some has failed."""
@@ -44,6 +44,7 @@ class UnderWay:
                 point.synchronize()
 
     def _forget_first(self) -> list[native.CudaEvent]:
-        points, nbytes = self._points.popleft()
-        self.nbytes -= nbytes
+        points, nbytes = self._points[0]
+        self.nbytes -= nbytes  # an interrupt comes behind the next line only
+        self._points.popleft()
         return points
