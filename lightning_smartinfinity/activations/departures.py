@@ -78,7 +78,7 @@ class Departures:
         self._writes.note_packed(entry, tensor)
         self._traffic.saved_bytes += entry.nbytes
         found = weakref.ref(entry, self._gone.append)
-        # Between these two no interrupt comes.
+        # Python handles signals when it calls something, or jumps back: not between the next two lines.
         self._nbytes += entry.nbytes
         self._counted[found] = entry.nbytes, 0
         entry.forward = forward
@@ -94,7 +94,7 @@ class Departures:
             found = self._gone[0]
             if found in self._counted:
                 here, away = self._counted[found]
-                # Between these three no interrupt comes.
+                # No interrupt comes between the next three lines.
                 self._nbytes -= here
                 self._away -= away
                 del self._counted[found]
@@ -141,7 +141,7 @@ class Departures:
         found = weakref.ref(entry)
         if not self._writes.begin(entry, rests=self._rests(entry)):
             return False
-        # Between these three no interrupt comes.
+        # No interrupt comes between the next three lines.
         self._nbytes -= entry.nbytes
         self._away += entry.nbytes
         self._counted[found] = 0, entry.nbytes
@@ -159,20 +159,23 @@ class Departures:
             if self._pool.drop() or (oldest is not None and self._leaves(oldest)):
                 continue
             if not self._writes.finish_first():
-                self._warn_of_budget(budget, oldest, held_bytes())
+                self._warn_of_budget(budget, oldest, held_bytes(), elsewhere=forward.elsewhere_bytes)
                 break
         waited = time.perf_counter() - began
         forward.held_up_seconds += waited
         self._traffic.held_up_seconds += waited
 
-    def _warn_of_budget(self, budget: int, oldest: Entry | None, held: int) -> None:
-        """Say once why more is held than the budget, if that is because of a setting."""
+    def _warn_of_budget(self, budget: int, oldest: Entry | None, held: int, *, elsewhere: int) -> None:
+        """Say once why more is held than the budget, if that is because of a setting or of who else holds tensors."""
         if oldest is not None and not self._writes.has_place(whole_blocks(oldest.nbytes)):
             why, remedy = f"storage_bytes={self._settings.storage_bytes} leaves no room", "Raise storage_bytes."
         elif self._most_refused:
             is_set = self._settings.host_bytes != "auto"
             why = f"a tensor of {self._most_refused} bytes does not fit into the pool of {self._pool.limit} bytes"
             remedy = "Raise host_bytes." if is_set else "Raise budget_bytes, of which the pool takes half."
+        elif elsewhere:
+            why = f"something else holds tensors of {elsewhere} bytes, which offloading would not free"
+            remedy = "Keep no tensors that forward computes, or raise budget_bytes."
         else:
             return
         if not self._warned_of_budget:

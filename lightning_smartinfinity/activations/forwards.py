@@ -25,7 +25,7 @@ class Plan:
         sizes: Bytes of the entries, in the order in which they were packed.
         offloaded_bytes: Bytes of the oldest entries that are offloaded at once.
         kept_bytes: Bytes of the newest entries that stay.
-        is_chosen: Whether these two were chosen from a measurement.
+        chosen_for: Bytes of the forward from whose measurement these two were chosen; 0 if they were not chosen.
         order: Numbers of the entries in the order in which backward wanted them.
         freed_nothing: Numbers of the entries that somebody else held until forward ended.
     """
@@ -33,14 +33,18 @@ class Plan:
     sizes: tuple[int, ...] = ()
     offloaded_bytes: int = 0
     kept_bytes: int = 0
-    is_chosen: bool = False
+    chosen_for: int = 0
     order: tuple[int, ...] = ()
     freed_nothing: frozenset[int] = frozenset()
 
+    @property
+    def is_chosen(self) -> bool:
+        """Whether it was chosen from a measurement how much is offloaded."""
+        return self.chosen_for > 0
+
     def fits(self, total: int) -> bool:
-        """Return whether a forward that saved so many bytes is about as large."""
-        planned = sum(self.sizes)
-        return _TENTH * abs(total - planned) <= planned
+        """Return whether a forward that saved so many bytes is about as large as the one that was measured."""
+        return _TENTH * abs(total - self.chosen_for) <= self.chosen_for
 
     def frees_nothing(self, number: int, nbytes: int) -> bool:
         """Return whether writing an entry would free nothing, as it did in the forward before."""
@@ -107,6 +111,11 @@ class Forward:
     def limit(self) -> int:
         """Entries up to this many bytes leave. A forward that is larger than the one before keeps no more."""
         return max(self.plan.offloaded_bytes, self.saved_bytes - self.plan.kept_bytes)
+
+    @property
+    def elsewhere_bytes(self) -> int:
+        """Bytes of the entries so far that somebody else held until the forward before had ended."""
+        return sum(self.sizes[number] for number in self.plan.freed_nothing if number < len(self.sizes))
 
     @property
     def forward_seconds(self) -> float:

@@ -60,10 +60,9 @@ def spread_out(data: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     On a device it is as much as the storage from which the tensor was saved, as long as backward uses it.
     """
     last = sum(step * (length - 1) for length, step in zip(geometry.size, geometry.stride, strict=True))
-    numel = geometry.offset + last + 1
-    tensor = torch.empty(numel, dtype=geometry.dtype, device=data.device).as_strided(
-        geometry.size, geometry.stride, geometry.offset
-    )
+    # Unlike a new tensor, a new storage is not filled where algorithms are to be deterministic.
+    storage = torch.UntypedStorage((geometry.offset + last + 1) * geometry.dtype.itemsize, device=data.device)  # type: ignore[no-untyped-call]
+    tensor = view_of(storage, geometry)
     least = distinct(tensor)
     least.copy_(data.view(geometry.dtype).view(least.shape))
     return tensor

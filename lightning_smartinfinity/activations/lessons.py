@@ -52,6 +52,7 @@ class Lessons:
         self._slowdown = Slowdown()
         self._patience = _PATIENCE  # forwards without waits until a try
         self._until_retry = 0  # those that are left; 0 if there is no try to come
+        self._most_offloaded = 1.0  # share of what is saved that may leave, whatever size batches have, until a try
 
     def learn(self, last: Forward) -> None:
         """Learn from a forward, if its backward has come."""
@@ -63,7 +64,7 @@ class Lessons:
                 rates = self._store.update_rates()  # each time, since storage may be slower or faster than long ago
         except RuntimeError:  # a device has failed, of which whoever uses its tensors is told
             return
-        is_first, is_chosen = not self.plan.sizes, False
+        is_first, chosen_for = not self.plan.sizes, 0
         with self._store.lock:
             if is_first:  # it took longer than those that follow: memory and files were new, and caches cold
                 offloaded, kept = last.plan.offloaded_bytes, last.plan.kept_bytes
@@ -73,13 +74,12 @@ class Lessons:
                 # Its times are the host's, which is ahead of the device. The next one is measured there.
                 offloaded, kept = last.plan.offloaded_bytes, last.plan.kept_bytes
             else:
-                offloaded, kept = self._chosen(last, rates)
-                is_chosen = True
+                offloaded, kept, chosen_for = self._chosen(last, rates)
             self.plan = Plan(
                 sizes=tuple(last.sizes),
                 offloaded_bytes=offloaded,
                 kept_bytes=kept,
-                is_chosen=is_chosen,
+                chosen_for=chosen_for,
                 order=tuple(last.order),
                 freed_nothing=frozenset(last.freed_nothing),
             )
@@ -93,8 +93,8 @@ class Lessons:
     def _compares(self) -> bool:
         return self.follows_rates and self._store.is_on_processor
 
-    def _chosen(self, last: Forward, rates: Rates) -> tuple[int, int]:
-        """Return how many bytes of the oldest entries are to be offloaded, and how many others are to stay."""
+    def _chosen(self, last: Forward, rates: Rates) -> tuple[int, int, int]:
+        """Return how many bytes of the oldest entries are to be offloaded, how many others stay, and for how many."""
         before, keep = last.plan, self._settings.keep
         share = self._share_that_pays(last)
         tries_again = self._tries_again(share < 1)
@@ -102,9 +102,12 @@ class Lessons:
             if self._until_retry == 1 and not before.offloaded_bytes:
                 # The next forward is measured. What has room in the pool is not read, so that backward waits for none.
                 offloaded = min(self._store.pool_bytes, last.saved_bytes)
-                return offloaded, last.saved_bytes - offloaded
-            return before.offloaded_bytes, before.kept_bytes
-        self._slowdown.restart()
+                return offloaded, last.saved_bytes - offloaded, before.chosen_for
+            return before.offloaded_bytes, before.kept_bytes, before.chosen_for
+        if tries_again:
+            self._most_offloaded = 1.0
+        elif share < 1:
+            self._most_offloaded = share * before.offloaded_bytes / last.saved_bytes
         budget = self._settings.budget_bytes
         assert not isinstance(budget, str), "a size given as text is kept as bytes"
         # What was read last may have been read long ago, when storage was slow.
@@ -117,15 +120,16 @@ class Lessons:
             budget_bytes=budget,
             pool_bytes=self._store.pool_bytes,
             read_ahead_bytes=self._store.read_ahead_bytes,
-            most_bytes=int(share * before.offloaded_bytes) if share < 1 else None,
+            most_bytes=round(self._most_offloaded * last.saved_bytes) if self._most_offloaded < 1 else None,
         )
         self.choice = choice
         _tell(choice, last, rates)
         offloaded = sum(last.sizes[: choice.num_offloaded])
+        self._slowdown.expect(offloaded / last.saved_bytes)
         if self.follows_rates and not offloaded:
             self._until_retry = self._until_retry or self._patience
         kept = keep if isinstance(keep, int) else last.saved_bytes - offloaded
-        return offloaded, kept
+        return offloaded, kept, last.saved_bytes
 
     def _copies(self, rates: Rates) -> Copies | None:
         """Return the measurement of copies between a device and the pool, if entries lie on one."""

@@ -94,7 +94,7 @@ class OffloadedActivations:
         self._last: Forward | None = None
         self.hidden_bytes = 0
         """Bytes so far that somebody else was seen to keep for backward, where no hook sees them."""
-        self._small_forwards = SmallForwards()
+        self._small_forwards = SmallForwards(skips=self._settings.budget_bytes is None)
         self._hook_costs = HookCosts(self._lessons, self._store)
         _stay_uncompiled()
 

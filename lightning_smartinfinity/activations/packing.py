@@ -93,7 +93,7 @@ class Packing:
         base = tensor._base
         if type(tensor) is Parameter:
             return _SavedParameter(tensor, tensor)
-        if type(base) is Parameter and base.dtype == tensor.dtype:
+        if type(base) is Parameter and _is_part(tensor, base):
             return _SavedParameter(base, tensor)
         if (
             type(tensor) is not torch.Tensor
@@ -156,6 +156,7 @@ class Packing:
             not self._store.stopped
             and (tensor.device.type == "cpu" or self._can_leave(tensor.device))
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+            and not tensor._is_zerotensor()  # forward-mode differentiation has zeros without memory
             and _identity(tensor) is not None
         )
 
@@ -211,9 +212,9 @@ class Packing:
                 )
             self._gather(parameter)
         data = parameter.data
-        if saved.geometry.size == tuple(data.shape) and saved.geometry.stride == data.stride():
-            return data
         size, stride, offset = saved.geometry[1:]
+        if (size, stride, offset) == (tuple(data.shape), data.stride(), 0):
+            return data
         return data.as_strided(size, stride, data.storage_offset() + offset)
 
 
@@ -242,6 +243,17 @@ def _identity(tensor: torch.Tensor) -> int | None:
         return identity
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def _is_part(tensor: torch.Tensor, parameter: Parameter) -> bool:
+    """Return whether a view of a parameter is a part of its memory, whose elements it does not change.
+
+    The parameter may have been given other memory since the view was made.
+    """
+    if tensor.dtype != parameter.dtype or tensor.is_conj() != parameter.is_conj() or tensor.is_neg():
+        return False
+    identity = _identity(tensor)
+    return identity is not None and identity == _identity(parameter)
 
 
 def _lost(geometry: Geometry, device: torch.device) -> torch.Tensor:

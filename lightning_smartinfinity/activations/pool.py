@@ -116,7 +116,7 @@ class Pool:
         """Drop memory of entries that are on storage until so many bytes more fit, in whole blocks, if they can.
 
         Args:
-            nbytes: Bytes.
+            nbytes: Number of bytes.
             wait: Waits for memory that is about to come back, and returns whether there was any. It is called before
                 memory goes that backward has still to use.
         """

@@ -71,7 +71,10 @@ class Reads:
             self._pool.make_room(nbytes, **wait)
             while not self._is_within_budget(nbytes) and self._pool.drop():
                 pass
-            self._start(entry, native.IoClass.AWAITED)
+            try:
+                self._start(entry, native.IoClass.AWAITED)
+            except StorageError as error:
+                raise entry.failure(error) from error
         if entry.reading is not None:
             try:
                 self._files.tensors.finish(entry.reading)
@@ -89,7 +92,10 @@ class Reads:
                 nbytes = whole_blocks(following.nbytes)
                 if not self._may_read_ahead(nbytes):
                     return
-                self._start(following, native.IoClass.GATHER)
+                try:
+                    self._start(following, native.IoClass.GATHER)
+                except StorageError:  # whoever wants it is told
+                    return
                 self._ahead.append(weakref.ref(following))
             forward.skip()
 

@@ -9,6 +9,7 @@ __all__ = ["Slowdown"]
 
 _NUM_COMPARED = 3  # forwards: a single one may be slow for any reason
 _LEAST_SECONDS = 0.1  # of a forward and its backward: shorter ones vary too much
+_TENTH = 10  # one over the share by which shares may differ
 _SHARE_OF_MEMORY = 8  # one over the share of free memory that may be taken, since other ranks take some, too
 
 
@@ -24,6 +25,7 @@ class Slowdown:
         self._kept: float | None = None  # seconds per byte of the last forward that kept everything
         self._excesses: list[float] = []
         self._has_asked = False
+        self._share = 0.0  # of what is saved, that the compared forwards offload
 
     def wants_all_kept(self, last: Forward) -> bool:
         """Return whether the next forward is to keep everything. It is asked for once, if there is memory for it."""
@@ -36,8 +38,9 @@ class Slowdown:
     def excess(self, last: Forward) -> float:
         """Return by what share of its time each of three forwards was slower than one that kept everything.
 
-        These are the first three since :meth:`restart`. What later ones take depends on more than what they offload,
-        for instance on what else is overlapped with them. It is 0 for these, or if one of the three was not slower.
+        These are the first three that offload about the share which :meth:`expect` was told last. What later ones take
+        depends on more than what they offload, for instance on what else is overlapped with them. It is 0 for these, or
+        if one of the three was not slower.
         """
         pace = last.seconds / last.saved_bytes
         if not last.limit:
@@ -48,6 +51,8 @@ class Slowdown:
                 return max(0.0, min(self._excesses))
         return 0.0
 
-    def restart(self) -> None:
-        """Compare the next forwards, which offload more or less than those before."""
-        self._excesses.clear()
+    def expect(self, share: float) -> None:
+        """Compare the next forwards, unless they offload about the same share of what they save as those before."""
+        if _TENTH * abs(share - self._share) > self._share:
+            self._share = share
+            self._excesses.clear()

@@ -16,9 +16,13 @@ class SmallForwards:
     Hooks of Python take longer than the operation that saves a tiny tensor. Without hooks autograd keeps its tensors
     itself, and looks for changes itself. Equal batches may save tensors of other sizes, if what a model does depends on
     values, so that some forwards have hooks nevertheless.
+
+    Args:
+        skips: Whether hooks may be left out at all. With a budget they may not, since nothing would be held to it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, skips: bool) -> None:
+        self._skips = skips
         self._kind: Hashable = None
         self._num_unseen = 0
 
@@ -41,5 +45,5 @@ class SmallForwards:
             kind: Its kind.
             num_passed: Number of tensors that passed through.
         """
-        if num_passed >= _MANY:
+        if self._skips and num_passed >= _MANY:
             self._kind, self._num_unseen = kind, 0

@@ -113,6 +113,26 @@ def test_storage_leaves_no_room_for_a_budget(tmp_path: Path) -> None:
         assert torch.equal(x.grad, expected(x))
 
 
+def test_others_hold_what_a_budget_has_no_room_for(tmp_path: Path) -> None:
+    """A warning says so."""
+    with opened(tmp_path, everything(host_bytes=2 * BLOCK, budget_bytes=4 * BLOCK)) as activations:
+
+        def step() -> list[torch.Tensor]:
+            x = torch.randn(BLOCK // 4, requires_grad=True)
+            with activations.forward(x):
+                kept = [x]
+                for _ in range(8):
+                    kept.append(kept[-1].sin())
+                loss = chain(kept[-1], 10)
+            loss.backward()
+            assert torch.equal(x.grad, expected(x, 18))
+            return kept
+
+        step()
+        with pytest.warns(UserWarning, match=f"something else holds tensors of {5 * BLOCK} bytes"):
+            step()
+
+
 def test_the_newest_stay(tmp_path: Path) -> None:
     """With a size as `keep`, what was saved last is neither copied nor written, in every step."""
     with opened(tmp_path, everything(keep=5 * BLOCK)) as activations:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity.activations import OffloadedActivations
+from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
 from lightning_smartinfinity.store import tensor_files
 from tests.activations.chains import assert_nothing_is_left
@@ -140,6 +141,30 @@ class Indexed(torch.autograd.Function):
         (places,) = ctx.saved_tensors
         assert places.dtype == torch.int64
         return torch.zeros(BLOCK).index_add(0, places, gradient), None
+
+
+def test_memory_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a tensor that backward wants raises, and is named. Memory for one ahead of it is asked for again."""
+    with opened(tmp_path, everything(host_bytes=(ENTRIES + 1) * BLOCK)) as activations:
+        for ahead in (True, False):
+            x, loss = saved(activations)
+            drop_memory(activations)
+            take, refused = activations._store._pool.take, ENTRIES - 1 - ahead
+
+            def taken(entry: Entry, take: Any = take, refused: int = refused) -> torch.Tensor:
+                if entry.number == refused:
+                    raise StorageError("The system has no memory.", "Free some.")
+                memory: torch.Tensor = take(entry)
+                return memory
+
+            monkeypatch.setattr(activations._store._pool, "take", taken)
+            told = rf"Entry {refused} of what forward saved.*The system has no memory"
+            with pytest.raises(StorageError, match=told):
+                loss.backward(retain_graph=True)
+            monkeypatch.setattr(activations._store._pool, "take", take)
+            x.grad = None
+            loss.backward()
+            assert torch.equal(x.grad, expected())
 
 
 def test_integers_that_cannot_be_read(tmp_path: Path) -> None:

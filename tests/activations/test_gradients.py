@@ -12,7 +12,7 @@ import torch
 
 from lightning_smartinfinity import ActivationOffload
 from lightning_smartinfinity.activations import lessons, slowdown
-from lightning_smartinfinity.activations.choice import Choice
+from lightning_smartinfinity.activations.choice import Choice, Profile
 from lightning_smartinfinity.activations.forwards import Forward, Plan
 from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.transfer.free_memory import MemoryLimit, MemoryReport
@@ -106,6 +106,21 @@ def test_the_choice_follows_the_sizes_of_batches(tmp_path: Path) -> None:
         assert made == [False, True, False, False, True, False, True]
 
 
+def test_the_choice_follows_sizes_that_drift(tmp_path: Path) -> None:
+    """It is made again when as little changed each time as would change nothing by itself."""
+    with opened(tmp_path, ActivationOffload(min_bytes=1)) as activations:
+        choices = []
+        for length in (100, 100, 100, 106, 112, 118, 124):
+            x = torch.randn(1000, requires_grad=True)
+            with activations.forward(x):
+                choices.append(activations.choice)
+                y = x
+                for _ in range(length):
+                    y = y.sin()
+            y.sum().backward()
+        assert choices[4] is choices[2] and choices[5] is not choices[2]
+
+
 def offloaded_by_step(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -114,6 +129,7 @@ def offloaded_by_step(
     steps: int,
     waits: Callable[[int], bool] = lambda planned: False,
     seconds: Callable[[int], float] | None = None,
+    longer: int = 0,
 ) -> list[int]:
     """Return how many tensors each step plans to offload.
 
@@ -125,22 +141,24 @@ def offloaded_by_step(
         waits: Whether backward waits for long, after this number of tensors was planned.
         seconds: Returns how long forward and backward seem to take if this number of tensors leaves; None: as long as
             they do. They are compared if that is at least 0.1.
+        longer: Number of tensors that every other step saves, and that pay, besides.
     """
     nothing = {"offloaded_bytes": 0, "kept_bytes": 0, "seconds": 0.0, "stall_seconds": 0.0, "peak_bytes": 0}
     if seconds is not None:
         monkeypatch.setattr(slowdown, "_LEAST_SECONDS", 0.1)
     x, offloaded = torch.randn(1024, requires_grad=True), list[int]()
 
-    def choose(*_: Any, most_bytes: int | None, **__: Any) -> Choice:
-        return Choice(num_offloaded=pays if most_bytes is None else min(pays, most_bytes // x.nbytes), **nothing)
+    def choose(profile: Profile, *, most_bytes: int | None, **_: Any) -> Choice:
+        pay = len(profile.sizes)
+        return Choice(num_offloaded=pay if most_bytes is None else min(pay, most_bytes // x.nbytes), **nothing)
 
     monkeypatch.setattr(lessons, "choose", choose)
     with opened(folder, ActivationOffload(min_bytes=1)) as activations:
-        for _ in range(steps):
+        for number in range(steps):
             with activations.forward(x):  # learns from the step before
                 offloaded.append(activations._lessons.plan.offloaded_bytes // x.nbytes)
                 y = x
-                for _ in range(pays + 1):
+                for _ in range(pays + 1 + number % 2 * longer):
                     y = y.sin()
             y.sum().backward()
             last = activations._last
@@ -178,6 +196,14 @@ def test_less_is_offloaded_where_it_slows_the_processor(tmp_path: Path, monkeypa
     monkeypatch.setattr(lessons, "_PATIENCE", 4)
     offloaded = offloaded_by_step(tmp_path, monkeypatch, pays=12, steps=15, seconds=seconds_on_a_busy_processor)
     assert offloaded == [0, 0, 0, *3 * [12], *4 * [2], *3 * [12], 2, 2]
+
+
+def test_less_is_offloaded_whatever_size_batches_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are compared, and less leaves in all that follow, although each is of another size than the one before."""
+    offloaded = offloaded_by_step(
+        tmp_path, monkeypatch, pays=12, longer=4, steps=15, seconds=lambda planned: 2.0 if planned else 1.0
+    )
+    assert max(offloaded[3:6]) >= 12 and max(offloaded[7:]) < 4
 
 
 @pytest.mark.parametrize("slow", [{4}, {3, 5}, {6, 7, 8, 9, 10}])

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_smartinfinity.activations import OffloadedActivations
+from lightning_smartinfinity.activations.geometry import Geometry, spread_out
 from tests.activations.models import drop_memory, everything, opened
 
 SIZE = 48
@@ -125,6 +126,32 @@ def indexed(x: torch.Tensor) -> torch.Tensor:
     return found.gather(1, places.flip(0)).cummax(1)[0].index_select(0, places[:, 0]).sin()
 
 
+def forward_mode(x: torch.Tensor) -> torch.Tensor:
+    def function(y: torch.Tensor) -> torch.Tensor:
+        return (y.sin() @ x).tanh()
+
+    y, slope = torch.func.jvp(function, (x.exp(),), (torch.ones_like(x),))
+    return y - slope + Keep.apply(x, torch._efficientzerotensor((SIZE, SIZE)))  # type: ignore[no-untyped-call]
+
+
+def conjugated_parameter(x: torch.Tensor) -> torch.Tensor:
+    weight = nn.Parameter(torch.complex(x.detach().sin(), x.detach()))
+    z = torch.complex(x, x.cos())
+    return (z @ weight.conj()).abs() + (z @ weight.mH).abs() + (z * weight.t()).abs()
+
+
+def parameter_with_other_memory(x: torch.Tensor) -> torch.Tensor:
+    weight = nn.Parameter(x.detach().sin())
+    part = weight[1:]
+    weight.data = weight.data * 3
+    return (part * x[1:]).sum() + weight[1:] * x[1:].exp()
+
+
+def parameter_within_a_larger_storage(x: torch.Tensor) -> torch.Tensor:
+    weight = nn.Parameter(torch.arange(2.0 * SIZE)[:SIZE])
+    return weight.as_strided((SIZE,), (1,), SIZE) * x.exp() + weight * x.sin()
+
+
 CASES = {
     each.__name__: each
     for each in (
@@ -145,6 +172,10 @@ CASES = {
         double_backward,
         recurrent,
         indexed,
+        forward_mode,
+        conjugated_parameter,
+        parameter_with_other_memory,
+        parameter_within_a_larger_storage,
     )
 }
 
@@ -175,3 +206,23 @@ def test_gradients(tmp_path: Path, name: str) -> None:
         assert traffic.read_bytes > 0
         assert activations.storage_bytes == 0
     assert torch.equal(found, gradients_of(CASES[name], None))
+
+
+def test_compact_copies_where_algorithms_are_deterministic() -> None:
+    """What lies before their elements takes no memory, although torch fills new tensors then."""
+    far = 100 << 20  # elements
+    values = torch.arange(1024.0)
+    before = resident_bytes()
+    torch.use_deterministic_algorithms(True)
+    try:
+        tensor = spread_out(values.view(torch.uint8), Geometry(torch.float32, (1024,), (1,), far))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(tensor, values) and tensor.storage_offset() == far
+    assert resident_bytes() - before < far
+
+
+def resident_bytes() -> int:
+    """Return the bytes of memory that the process takes."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")]
+    return 1024 * int(line.split()[1])

@@ -45,6 +45,12 @@ def test_hooks_are_left_out_until_a_batch_has_another_shape(tmp_path: Path) -> N
         assert [step(activations, 8) for _ in range(2)] == [True, False]
 
 
+def test_a_budget_holds_for_every_forward(tmp_path: Path) -> None:
+    """Hooks are never left out, as batches of equal shapes may save other tensors."""
+    with opened(tmp_path, everything(min_bytes=1024, host_bytes="1MiB", budget_bytes="2MiB")) as activations:
+        assert all(step(activations, 8) for _ in range(3))
+
+
 def test_hooks_are_back_when_the_batch_or_the_module_is_another(tmp_path: Path) -> None:
     """A batch of another dtype, and training after evaluation, may save other tensors."""
     module = torch.nn.Dropout()

@@ -15,6 +15,7 @@ import deepspeed
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageFullError, StorageTrafficMonitor
 from lightning_smartinfinity.devices.base import Traffic
@@ -152,7 +153,25 @@ def test_manual_optimization(drops_graphs: bool, tmp_path: Path) -> None:
     assert seen[0] == seen[1]
 
 
-def test_auto_keeps_what_pays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+class HostBytes(Callback):
+    """Looks at the host memory of activations behind each backward."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append(trainer.strategy.host_bytes["activations"])
+
+
+def test_the_pool_is_told(tmp_path: Path) -> None:
+    """As long as a training runs, host_bytes tells how much memory the pool takes."""
+    strategy, seen = SmartInfinityStrategy(tmp_path / "storage", activations=EVERYTHING), HostBytes()
+    quiet_trainer(tmp_path, strategy, max_steps=3, callbacks=[seen]).fit(LitTiny(Recipe(precision="bf16-mixed")))
+    assert min(seen.seen) > 0
+    strategy.close()
+
+
+def test_the_choice_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With the defaults a micro-batch is measured, and one line says what is kept and offloaded."""
     strategy = SmartInfinityStrategy(tmp_path / "storage", activations={"min_bytes": 1})
     with caplog.at_level(logging.INFO, logger="lightning_smartinfinity"):

@@ -133,3 +133,12 @@ def test_the_checkpoints_of_deepspeed_keep_their_inputs_themselves() -> None:
     ):
         checkpointing.checkpoint(torch.exp, value)
     assert seen == [value] and packed == []
+
+
+def test_zeros_of_forward_mode_have_no_memory() -> None:
+    """A tensor tells that it is one of them. Its storage has a size, but no memory."""
+    zeros = torch._efficientzerotensor((4,))  # type: ignore[attr-defined]
+    assert zeros._is_zerotensor() and zeros.untyped_storage().nbytes() == 16
+    with pytest.raises(RuntimeError):
+        zeros.untyped_storage().data_ptr()
+    assert not torch.zeros(4)._is_zerotensor()
