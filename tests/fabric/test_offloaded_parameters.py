@@ -13,7 +13,6 @@ from torch import nn
 
 from tests.fabric.test_loops import loss_of, set_up
 from tests.fabric.worker import Run, quiet_fabric, train
-from tests.helpers.long_cases import long_but
 from tests.helpers.models import Recipe
 
 NVME: dict[str, Any] = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
@@ -74,9 +73,13 @@ def test_a_model_built_into_storage_trains_to_the_same_bits(tmp_path: Path) -> N
     assert losses_of_steps(wide, tmp_path / "b", partitioned=True, zero=NVME) == (expected, True)
 
 
-@pytest.mark.parametrize("options", long_but([{"zero": NVME}], [{}, {"zero": NVME}]))
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"zero": NVME}], ids=["memory", "storage"])
 def test_a_submodule_compiled_in_place_trains_to_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
-    """The bits are the same with parameters in memory and on storage."""
+    """The bits are the same with parameters in memory and on storage.
+
+    ``test_model_compile.py`` of ``tests/training`` always runs, with the same engine.
+    """
     torch._dynamo.reset()
     expected, _ = losses_of_steps(wide, tmp_path / "a")
     assert losses_of_steps(compiled, tmp_path / "b", **options) == (expected, bool(options))

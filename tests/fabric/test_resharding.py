@@ -24,8 +24,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "step-2.ckpt"
 
 
+@pytest.mark.long
 def test_fabric_resumes_what_more_processes_saved(two: Path, tmp_path: Path) -> None:
-    """Losses, masters, step counts and the user's own state equal those of a loop that loads its universal form."""
+    """Losses, masters, step counts and the user's own state equal those of a loop that loads its universal form.
+
+    That the engine loads such a checkpoint is below, and its bits are in ``tests/training/test_resharding.py``.
+    """
     universal = convert_by_command(two, tmp_path / "universal")
     expected = train(Run(out=str(tmp_path / "a"), recipe=RECIPE, resume=str(universal)))
     resumed = train(Run(out=str(tmp_path / "b"), recipe=RECIPE, resume=str(two)))

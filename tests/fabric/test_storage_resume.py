@@ -24,7 +24,7 @@ def files(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("devices", "num_kills", "options"),
     [
-        (1, 2, {"overlap": "forward", "state_format": "int8"}),
+        pytest.param(1, 2, {"overlap": "forward", "state_format": "int8"}, marks=pytest.mark.long),
         (2, 1, {"overlap": "forward"}),
         pytest.param(1, 20, {"overlap": "none"}, marks=pytest.mark.long),
         pytest.param(2, 20, {"overlap": "none"}, marks=pytest.mark.long),

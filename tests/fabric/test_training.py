@@ -11,11 +11,13 @@ import torch
 
 from tests.fabric.worker import Run, launch, train
 from tests.helpers import reference
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import Recipe
 from tests.training.test_parity import LOSS_TOLERANCE, MASTER_TOLERANCE
 from tests.training.worker import Outcome
 
 PRECISIONS = ["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
+USUAL = ("32-true", "bf16-true", "16-mixed")
 # The recipe has parameter groups, a step scheduler, windows of two micro-batches and of one, clipping, and unused
 # parameters.
 EVERYTHING = Recipe(
@@ -68,10 +70,11 @@ def assert_goes_on(resumed: Outcome, straight: Outcome) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Outcome]]:
-    """Train on one process in every precision."""
+def alone(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, tuple[Run, Outcome]]:
+    """Train on one process in every precision of these tests."""
     root = tmp_path_factory.mktemp("alone")
-    runs = [_run(root / precision, precision) for precision in PRECISIONS]
+    precisions = PRECISIONS if request.config.getoption("long") else USUAL
+    runs = [_run(root / precision, precision) for precision in precisions]
     return {run.recipe.precision: (run, train(run)) for run in runs}
 
 
@@ -86,7 +89,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, O
     return dict(zip(names, zip(runs, launch(*runs), strict=True), strict=True))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", long_but(USUAL, PRECISIONS))
 def test_every_precision_trains_like_torch(precision: str, alone: dict[str, tuple[Run, Outcome]]) -> None:
     """A loop that accumulates, clips and schedules gets the losses and masters of plain torch."""
     run, outcome = alone[precision]

@@ -119,9 +119,13 @@ def assert_saved(looked: list[dict[str, Any]], num_saves: int) -> None:
         assert found == {**over, **kept, "last.ckpt": step}
 
 
-@pytest.mark.parametrize("num_saves", long_but([5], [5, 20]))
-def test_trainings_where_failed_look_ups_are_remembered(num_saves: int, scratch: Path, attack: Attack) -> None:
-    """Each checkpoint is whole and in place: the newest ones, which ModelCheckpoint prunes, and the replaced ones."""
+@pytest.mark.long
+def test_trainings_where_failed_look_ups_are_remembered(scratch: Path, attack: Attack) -> None:
+    """Each checkpoint is whole and in place: the newest ones, which ModelCheckpoint prunes, and the replaced ones.
+
+    Saves alone, and a training that prunes and resumes, always run: above, and in ``test_checkpoints_that_both_see``.
+    """
+    num_saves = 20
     looked, _ = run("saves", scratch, mounts=False, num_saves=num_saves)
     assert_saved(looked, num_saves)
     attack("saves of trainings on two machines that remember failed look-ups", tries=3 * num_saves, outcome=WHOLE)

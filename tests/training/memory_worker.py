@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-WIDTH, STEPS = 2048, 3
+WIDTH, STEPS = 2048, 2
 TASKLET_BYTES, NUM_BUFFERS = 1024 * 1024, 8
 
 

@@ -108,9 +108,11 @@ class Room(pl.Callback):
 
     Args:
         refused: How often storage has no room for more.
+        short: Whether the fit ends after a step.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refused: float = 0) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refused: float = 0, short: bool = False) -> None:
+        self.short = short
         self.asked, make_room = 0, Capacities.make_room
 
         def make(capacities: Capacities, places: Any) -> None:
@@ -128,6 +130,8 @@ class Room(pl.Callback):
         extents = handler._layout.extents
         first = sum(extents.file_bytes(device) for device in range(extents.num_devices))
         self.share = strategy.state_bytes / first
+        if self.short:
+            trainer.fit_loop.epoch_loop.max_steps = 1
 
 
 SAVING: dict[str, Any] = {"filename": "{step}", "every_n_train_steps": 3, "save_top_k": -1}
@@ -150,7 +154,7 @@ def test_room_is_made_before_the_fit(
     options: dict[str, Any], settings: dict[str, Any], share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """State files get a third place for each tasklet at set-up, if there will be saves beside the training."""
-    room, checkpoint = Room(monkeypatch), ModelCheckpoint(dirpath=tmp_path / "c", **options)
+    room, checkpoint = Room(monkeypatch, short=True), ModelCheckpoint(dirpath=tmp_path / "c", **options)
     trainer = {"enable_checkpointing": True, **settings.get("trainer", {})}
     train(tmp_path, room, checkpoint, **{**settings, "trainer": trainer})
     assert room.share == pytest.approx(share, rel=0.02)

@@ -104,11 +104,10 @@ def sends(signum: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), signum)
 
 
-@pytest.mark.parametrize(
-    "end",
-    [raises(RuntimeError("an error of the user's")), sends(signal.SIGINT), sends(signal.SIGTERM)],
-    ids=["error", "SIGINT", "SIGTERM"],
-)
+ENDS = [raises(RuntimeError("an error of the user's")), sends(signal.SIGINT), sends(signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("end", long_but([ENDS[0], ENDS[2]], ENDS), ids=["error", "SIGINT", "SIGTERM"])
 def test_what_ends_a_fit_lets_its_save_end(end: Callable[[], None], tmp_path: Path) -> None:
     """After an error, Ctrl-C or SIGTERM the checkpoint that was being saved is whole, and nothing else is left."""
     turns = Turns()
@@ -160,11 +159,16 @@ def assert_whole(folder: Path, devices: int) -> dict[str, Any]:
     return end_of(folder)
 
 
-@pytest.mark.parametrize("devices", long_but([2], [1, 2]))
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [1, 2])
 def test_a_kill_within_a_copy(
     devices: int, straight_run: Callable[[int], dict[str, Any]], tmp_path: Path, attack: Attack
 ) -> None:
-    """The checkpoint of before is whole, and the training resumes from storage to the same bits."""
+    """The checkpoint of before is whole, and the training resumes from storage to the same bits.
+
+    ``test_a_kill_within_a_copy`` of ``test_checkpoint_books.py`` always runs, with two processes, as do kills at random
+    of ``test_storage_resume_kills.py``, which compare all bits.
+    """
     attack("kill while a checkpoint is saved beside training", tries=1, outcome="checkpoint and store are whole")
     killed = run_of(tmp_path, devices, kill_at="kill at copy", kill_step=4, kill_rank=devices - 1)
     code, output = launch(killed)

@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "page cache": {"transfer": {"io_engine": "plain"}},
     "weights only": {"weights_only": True, "state_format": "int8", "recipe": IN_BF16},
 }
-USUAL = ("int8", "backward", "parameters on storage", "several folders", "weights only")
+USUAL = ("int8", "parameters on storage, backward", "several folders", "weights only")
 
 
 @pytest.mark.parametrize("name", long_but(USUAL, CASES))
@@ -126,7 +126,7 @@ class Meanwhile(pl.Callback):
 @pytest.mark.parametrize(
     ("action", "overlap"),
     long_but(
-        [(name, "forward") for name in ("write_from_outside", "load", "save_own")],
+        [("write_from_outside", "forward"), ("load", "forward")],
         [(name, overlap) for name in MEANWHILE for overlap in ("forward", "backward")],
     ),
 )

@@ -6,6 +6,7 @@ A binding update begins within backward and gives gradients up as it uses them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,14 @@ RECIPE = dataclasses.replace(PLAIN, depth=4, max_steps=8)
 BINDING = {"overlap": "backward", "budget": 2 * BUDGET}
 
 
+@pytest.mark.long
 def test_a_gradient_of_another_rank_is_not_finite(tmp_path: Path) -> None:
     """Both ranks skip the step, though they have given gradients up, and go on with the bits of a run without overlap.
 
     Two more updates have to be kept before the next one is binding.
+
+    In ``test_gradient_budget.py`` a binding step that is skipped always runs on one rank, and a step that another rank
+    skips on two, with gradients on storage.
     """
     recipe = dataclasses.replace(RECIPE, nan_at=(4,), nan_rank=1)
     runs = [
@@ -69,11 +74,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "after"),
-    [
-        pytest.param(name, bool(after), id=f"{name}, {when}", marks=[pytest.mark.long] * (index % 2 == after))
-        for index, name in enumerate(INTERRUPTED)
-        for after, when in enumerate(("before", "after"))
-    ],
+    long_but(
+        [("a gradient has come", True), ("the step adopts the update", True)],
+        itertools.product(INTERRUPTED, [False, True]),
+    ),
 )
 def test_an_interrupt(name: str, after: bool, straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update is rolled back. What resumes from a checkpoint that is saved then has the bits of an unbroken run."""
@@ -94,7 +98,8 @@ def test_an_interrupt(name: str, after: bool, straight: Any, tmp_path: Path, mon
     assert all(torch.equal(masters[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("ranks", long_but([2], [1, 2]))
+# That an error of one rank reaches all of them is in test_failures.py.
+@pytest.mark.parametrize("ranks", long_but([1], [1, 2]))
 def test_a_weight_that_is_used_once_more(ranks: int, tmp_path: Path) -> None:
     """All ranks raise an error that names it, and its state is that of the step before."""
     done = run_module("tests.training.used_again_worker", tmp_path, str(ranks), ranks=ranks)

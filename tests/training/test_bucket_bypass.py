@@ -51,7 +51,7 @@ CASES = {
     "retained": GRAPHS["one forward, two backwards"],
     "penalty": GRAPHS["a gradient penalty in bf16"],
 }
-USUAL = ("random shapes, 32-true", "random shapes, accumulating", "reentrant", "unused", "retained", "penalty")
+USUAL = ("random shapes, 32-true", "random shapes, accumulating", "reentrant", "unused", "penalty")
 
 
 @pytest.mark.parametrize("name", long_but(USUAL, CASES))

@@ -64,7 +64,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str | N
 @pytest.mark.filterwarnings("ignore:.*no gain")
 @pytest.mark.parametrize(
     ("precision", "error_feedback"),
-    long_but([("32-true", True), ("bf16-mixed", False)], itertools.product(PRECISIONS, [True, False])),
+    long_but([("bf16-mixed", True)], itertools.product(PRECISIONS, [True, False])),
 )
 def test_sending_everything_changes_no_bit(precision: str, error_feedback: bool, straight: Any, tmp_path: Path) -> None:
     """With ratio=1 nothing is compressed, and the other settings are ignored."""
@@ -79,10 +79,10 @@ def test_compression_changes_training(name: str, straight: Any) -> None:
     assert straight("32-true", name)[0][0][0] != straight("32-true", None)[0][0][0]
 
 
-# Each codec always runs with one kind of overlap.
+# Each kind of overlap always runs with one codec, and each kind of codec with one overlap.
 @pytest.mark.parametrize(
     ("name", "overlap"),
-    long_but([(name, OVERLAPS[index % 2]) for index, name in enumerate(CODECS)], itertools.product(CODECS, OVERLAPS)),
+    long_but([("top 5 %", "forward"), ("8 bits", "backward")], itertools.product(CODECS, OVERLAPS)),
 )
 def test_overlap_changes_no_bit(name: str, overlap: str, straight: Any, tmp_path: Path) -> None:
     """A speculative update that is rolled back leaves the residual unchanged."""
@@ -93,7 +93,7 @@ def test_overlap_changes_no_bit(name: str, overlap: str, straight: Any, tmp_path
 @pytest.mark.parametrize(
     ("name", "precision"),
     long_but(
-        [("top 5 %", "32-true"), ("top 5 %", "16-mixed"), ("8 bits", "bf16-mixed")],
+        [("top 5 %", "32-true"), ("8 bits", "bf16-mixed")],
         itertools.product(["top 5 %", "8 bits"], PRECISIONS),
     ),
 )
@@ -110,7 +110,7 @@ def test_resume_changes_no_bit(name: str, precision: str, straight: Any, tmp_pat
 @pytest.mark.parametrize(
     ("name", "precision"),
     long_but(
-        [("top 5 %", "32-true"), ("top 5 %", "bf16-mixed"), ("top 5 %, without error feedback", "16-mixed")],
+        [("top 5 %", "32-true"), ("top 5 %, without error feedback", "16-mixed")],
         itertools.product(["top 5 %", "top 5 %, without error feedback"], PRECISIONS),
     ),
 )
@@ -209,8 +209,9 @@ def test_trains_like_torch_with_the_same_compression(error_feedback: bool, clip:
         torch.testing.assert_close(masters[name], master, atol=1e-5, rtol=0, msg=name)
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    """Sending everything, overlap and resuming change no bit on two processes whose partitions have padding."""
+@pytest.mark.parametrize("everything", long_but([False], [False, True]), ids=["compressed", "everything"])
+def test_two_processes(everything: bool, tmp_path: Path) -> None:
+    """Sending everything, or overlap and resuming, change no bit on two processes whose partitions have padding."""
     recipe = dataclasses.replace(BASE, odd=True)
 
     def run(name: str, codec: TopK | None, overlap: str = "none", **settings: Any) -> Run:
@@ -219,24 +220,23 @@ def test_two_processes(tmp_path: Path) -> None:
         return Run(out=out, recipe=recipe, devices=2, transfer=SMALL_RING, options=options, **settings)
 
     codec = CODECS["top 5 %"]
-    straight = run("straight", codec, save_at=(2,))
-    dense, everything, compressed, forward, backward, resumed = launch(
-        run("dense", None),
-        run("everything", TopK(1.0)),
-        straight,
-        run("forward", codec, "forward"),
-        run("backward", codec, "backward"),
-        run("resumed", codec, resume=str(tmp_path / "straight" / "step-2.ckpt")),
-    )
-    for outcome, expected in ((everything, dense), (forward, compressed), (backward, compressed)):
-        assert outcome.losses == expected.losses
-    assert compressed.losses != dense.losses
-    assert resumed.losses == compressed.losses[2 * BASE.accumulate :]
-    for outcome, expected in (
-        (everything, dense),
-        (forward, compressed),
-        (backward, compressed),
-        (resumed, compressed),
-    ):
+    if everything:
+        dense, other, compressed, forward = launch(
+            run("dense", None),
+            run("everything", TopK(1.0)),
+            run("compressed", codec),
+            run("forward", codec, "forward"),
+        )
+        assert compressed.losses != dense.losses
+        pairs = [(other, dense, 0), (forward, compressed, 0)]
+    else:
+        compressed, backward, resumed = launch(
+            run("straight", codec, save_at=(2,)),
+            run("backward", codec, "backward"),
+            run("resumed", codec, resume=str(tmp_path / "straight" / "step-2.ckpt")),
+        )
+        pairs = [(backward, compressed, 0), (resumed, compressed, 2 * BASE.accumulate)]
+    for outcome, expected, first in pairs:
+        assert outcome.losses == expected.losses[first:]
         for name, master in expected.masters.items():
             assert torch.equal(outcome.masters[name], master), name

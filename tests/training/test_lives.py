@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,14 @@ def test_saving_after_a_validation_that_followed_the_fit(tmp_path: Path) -> None
     assert all(torch.equal(a.masters[name], b.masters[name]) for name in a.masters)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the checkpoint of a fit."""
+    folder = tmp_path_factory.mktemp("saved")
+    train(Run(out=str(folder), recipe=RECIPE, save_after_fit=str(folder / "a.ckpt")))
+    return folder / "a.ckpt"
+
+
 def _truncate(folder: Path) -> None:
     (file,) = folder.rglob("*optim_states.pt")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
@@ -117,18 +126,17 @@ def _lose_the_tag(folder: Path) -> None:
     long_but([_lose_a_file, _damage], [_truncate, _lose_a_file, _lose_the_tag, _damage]),
     ids=lambda damage: damage.__name__.strip("_"),
 )
-def test_damaged_checkpoints_are_refused(damage: Any, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_refused(damage: Any, saved: Path, tmp_path: Path) -> None:
     """A truncated, missing or overwritten file raises a CheckpointError that names the folder."""
-    train(Run(out=str(tmp_path / "a"), recipe=RECIPE, save_after_fit=str(tmp_path / "a.ckpt")))
-    damage(tmp_path / "a.ckpt")
+    damage(shutil.copytree(saved, tmp_path / "a.ckpt"))
     with pytest.raises(CheckpointError, match=r"a\.ckpt") as caught:
         train(Run(out=str(tmp_path / "b"), recipe=RECIPE, resume=str(tmp_path / "a.ckpt")))
     assert caught.value.remedy.endswith(".")
 
 
-def test_checkpoints_of_another_kind_are_refused(tmp_path: Path) -> None:
+def test_checkpoints_of_another_kind_are_refused(saved: Path, tmp_path: Path) -> None:
     """A missing path, a plain file or another precision raises a CheckpointError with a remedy."""
-    train(Run(out=str(tmp_path / "a"), recipe=RECIPE, save_after_fit=str(tmp_path / "a.ckpt")))
+    shutil.copytree(saved, tmp_path / "a.ckpt")
     (tmp_path / "plain.ckpt").write_bytes(b"not a folder")
     misfits = {"nothing.ckpt": RECIPE, "plain.ckpt": RECIPE, "a.ckpt": dataclasses.replace(RECIPE, precision="32-true")}
     for name, recipe in misfits.items():

@@ -16,6 +16,7 @@ from lightning.pytorch.core.hooks import ModelHooks
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_smartinfinity import SmartInfinityStrategy
+from tests.helpers.long_cases import long_but
 from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
 from tests.helpers.trainers import quiet_trainer
 
@@ -186,7 +187,7 @@ def record_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
     return order
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", long_but([2], [1, 2]))
 def test_hooks_are_called_in_the_order_of_plain_lightning(accumulate: int, tmp_path: Path) -> None:
     """fit, validate, test and predict call hooks in the order of plain Lightning."""
 

@@ -69,8 +69,9 @@ class _BreakOff(torch.autograd.Function):
         return gradients[0], None
 
 
-# Between backward and the step nothing of ours is at work, and the first place comes before the engine.
-USUAL = ("forward", "backward", "on_before_optimizer_step", "on_validation_start")
+# Between backward and the step, and in validation, nothing of ours is at work, and the first place comes before the
+# engine.
+USUAL = ("forward", "backward")
 PLACES = [
     "training_step",
     "forward",

@@ -78,7 +78,7 @@ class EveryOther(Manual):
             self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
 
 
-@pytest.mark.parametrize("module", [Manual, Clipping, Toggling, EveryOther])
+@pytest.mark.parametrize("module", long_but([Clipping, Toggling, EveryOther], [Manual, Clipping, Toggling, EveryOther]))
 def test_manual_optimization(module: type[Manual], tmp_path: Path) -> None:
     """All losses, the number of steps and the validation afterwards equal plain Lightning."""
 
@@ -130,11 +130,14 @@ class OwnClipping(Everything):
             self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"gradient_clip_val": 0.3}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}],
-    ids=["none", "norm", "value"],
-)
+CLIPS: list[dict[str, Any]] = [
+    {},
+    {"gradient_clip_val": 0.3},
+    {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+]
+
+
+@pytest.mark.parametrize("settings", long_but(CLIPS[1:], CLIPS), ids=["none", "norm", "value"])
 def test_clipping_by_the_trainer(settings: dict[str, Any], tmp_path: Path, recwarn: Any) -> None:
     """Clipping by norm, by value or not at all over windows of two equals plain Lightning."""
 

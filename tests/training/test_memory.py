@@ -15,7 +15,7 @@ from tests.training.memory_worker import NUM_BUFFERS, STEPS, TASKLET_BYTES
 from tests.training.worker import REPOSITORY
 
 MIB = 1024 * 1024
-DEPTHS = (10, 20)
+DEPTHS = (10, 14)
 WINDOW_BYTES = 16 * MIB
 RING_BYTES = NUM_BUFFERS * TASKLET_BYTES
 # Training holds a 16-bit parameter and its 16-bit gradient; optimizer state in memory would add 12 bytes.

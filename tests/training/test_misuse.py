@@ -62,12 +62,11 @@ def test_saving_after_a_fit_that_failed_in_set_up(tmp_path: Path) -> None:
 def test_saving_into_no_folder_of_its_own(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error names the path, and an empty path does not mean the current folder."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError) as caught:
-        fit(LitTiny(RECIPE), tmp_path, max_steps=1).save_checkpoint(path)
-    assert_helpful(caught.value, repr(path))
-    with pytest.raises(CheckpointError) as caught:
-        fit(LitTiny(RECIPE), tmp_path, max_steps=1).strategy.model.save_checkpoint(path)
-    assert_helpful(caught.value, repr(path))
+    trainer = fit(LitTiny(RECIPE), tmp_path, max_steps=1)
+    for save in (trainer.save_checkpoint, trainer.strategy.model.save_checkpoint):
+        with pytest.raises(CheckpointError) as caught:
+            save(path)
+        assert_helpful(caught.value, repr(path))
     assert [entry.name for entry in tmp_path.iterdir()] == ["storage"]
 
 

@@ -5,34 +5,39 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.hard_models import Trained
+from tests.helpers.long_cases import long_but
 from tests.training.model_cases import CASES
 from tests.training.model_runs import assert_trains_like_torch, launch_cases
 
-NAMES = (
-    "a module in two parents",
+USUAL = (
     "tensors of odd sizes and not contiguous",
+    "adapters, and an empty parameter group",
+    "a tensor larger than ring and sub-group",
+    "reentrant, accumulating",
+    "by one micro-batch",
+    "losses balanced by their slopes",
+)
+NAMES = (
+    *USUAL,
+    "a module in two parents",
     "parameters in containers",
     "nested outputs",
     "empty parameter groups",
-    "adapters, and an empty parameter group",
-    "a tensor larger than ring and sub-group",
     "reentrant, one bucket",
-    "reentrant, accumulating",
     "reentrant, bf16",
     "in bf16",
-    "by one micro-batch",
     "a gradient penalty",
-    "losses balanced by their slopes",
 )
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
-    """Train every case in turn in one pair of processes."""
-    return launch_cases(NAMES, tmp_path_factory.mktemp("two"))
+def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Trained]:
+    """Train every case of these tests in turn in one pair of processes."""
+    names = NAMES if request.config.getoption("long") else USUAL
+    return launch_cases(names, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", long_but(USUAL, NAMES))
 def test_two_processes_train_like_torch(name: str, trained: dict[str, Trained]) -> None:
     """Rank 0's losses, the masters and the update counts equal those of one torch process on both ranks' batches."""
     assert_trains_like_torch(CASES[name], trained[name], world_size=2)

@@ -172,7 +172,7 @@ def test_the_default_threshold_keeps_small_parameters_in_memory(plain: Any, tmp_
 
 
 @pytest.mark.parametrize(
-    ("saved_with", "resumed_with"), [pytest.param(NVME, NVME, marks=pytest.mark.long), (NVME, None), (None, NVME)]
+    ("saved_with", "resumed_with"), long_but([(NVME, None)], [(NVME, NVME), (NVME, None), (None, NVME)])
 )
 def test_resuming(saved_with: Any, resumed_with: Any, plain: Any, tmp_path: Path) -> None:
     """A resumed run equals an uninterrupted one, with parameters on storage before, after, or both."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,17 +84,23 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     return trained
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("seed", long_but([0], range(2)))
+@pytest.mark.parametrize(
+    ("seed", "name"),
+    long_but([(0, "32-true"), (0, "bf16-mixed"), (0, "nvme")], itertools.product(range(2), CASES)),
+)
 def test_same_bits(name: str, seed: int, straight: Callable[[str], Any], tmp_path: Path) -> None:
     """Losses, masters, skipped steps, loss scale and step counts stay the same, however late transfers end."""
     assert_same(result(run_of(tmp_path, name, "forward", delays=seed)), straight(name))
 
 
+@pytest.mark.long
 def test_without_the_waits_it_would_differ(
     straight: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The delays are long enough: without the waits the next forward would read old parameters."""
+    """The delays are long enough: without the waits the next forward would read old parameters.
+
+    This shows what ``test_same_bits`` is worth, which always runs.
+    """
     monkeypatch.setattr(UpdateInFlight, "_wait_for", lambda self, wanted: None)
     (losses, *_), _ = result(run_of(tmp_path, "32-true", "forward", delays=0, delay_us=100_000))
     assert losses != straight("32-true")[0][0]

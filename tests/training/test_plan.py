@@ -195,7 +195,7 @@ def test_the_optimizer_that_is_named_is_planned(tmp_path: Path) -> None:
         PlanConfig(optimizer="Lion")
 
 
-@pytest.mark.parametrize("module_class", [Configured, LitTiny])
+@pytest.mark.parametrize("module_class", long_but([Configured], [Configured, LitTiny]))
 def test_an_optimizer_that_was_taken_for_another(module_class: type[LitTiny], tmp_path: Path) -> None:
     """Once it is known, a training that does not fit with its state ends, and one that fits goes on."""
     with pytest.raises(ConfigError, match=r"taken the optimizer for AdamW, but it is RMSprop: disk") as caught:

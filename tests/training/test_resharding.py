@@ -183,11 +183,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 USUAL = (
     "a bit of an array",
     "optimizer states are missing",
-    "model states are missing",
     "a bit of model states",
     "optimizer states exchanged",
     "of two saves",
-    "a process without a moment",
 )
 
 

@@ -88,9 +88,10 @@ def passed_on(root: Path, numbers: tuple[int, ...], **settings: Any) -> None:
     assert stores(root / "storage") == [f"default/rank-{rank:05d}" for rank in range(numbers[-1] if is_kept else 0)]
 
 
-def test_one_two_three_one(tmp_path: Path) -> None:
-    """A fit on one process goes on with two, three and one again, with the bits with which checkpoints go on."""
-    passed_on(tmp_path, (1, 2, 3, 1), options={"overlap": "forward"}, module={"width": 128})
+@pytest.mark.parametrize("numbers", [(2, 3, 1), pytest.param((1, 2, 3, 1), marks=pytest.mark.long)], ids=str)
+def test_several_numbers_in_turn(numbers: tuple[int, ...], tmp_path: Path) -> None:
+    """A fit goes on with more processes and with fewer, with the bits with which checkpoints go on."""
+    passed_on(tmp_path, numbers, options={"overlap": "forward"}, module={"width": 128})
 
 
 @pytest.mark.long

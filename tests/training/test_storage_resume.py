@@ -62,7 +62,13 @@ def assert_same(folder: Path, straight: Path, *, devices: int = 1) -> None:
             marks=pytest.mark.long,
         ),
         pytest.param("kill at batch start", 8, {"trainer": {"limit_train_batches": 4}}, marks=pytest.mark.long),
-        ("error at epoch end", 12, {"options": {"state_format": "int8"}, "module": {"plateau": True}}),
+        # test_an_error_after_the_fit always runs.
+        pytest.param(
+            "error at epoch end",
+            12,
+            {"options": {"state_format": "int8"}, "module": {"plateau": True}},
+            marks=pytest.mark.long,
+        ),
         pytest.param("interrupt at batch start", 7, {"transfer": {"durability": "power"}}, marks=pytest.mark.long),
         ("term at batch end", 3, {"trainer": {"accumulate_grad_batches": 2}}),
         ("interrupt at backward", 4, {"devices": 2, "options": {"overlap": "none", "activations": EVERYTHING}}),
@@ -159,8 +165,13 @@ def test_every_home_of_the_state(
     assert_same(tmp_path / "broken", tmp_path / "straight", devices=devices)
 
 
+@pytest.mark.long
 def test_killed_again_before_its_first_batch(tmp_path: Path) -> None:
-    """A resumed fit that is killed before its first batch leaves the point behind a validation that it began at."""
+    """A resumed fit that is killed before its first batch leaves the point behind a validation that it began at.
+
+    A fit that is killed before its first batch always runs (``test_every_interruption``), as do kills of fits that were
+    resumed (``test_storage_resume_kills.py``).
+    """
     settings: dict[str, Any] = {"trainer": {"val_check_interval": 3}, "module": {"plateau": True}}
     assert run(tmp_path / "straight", **settings)[0] == 0
     for resume in (False, True, True):
@@ -250,8 +261,13 @@ def test_a_part_that_cannot_be_moved(tmp_path: Path) -> None:
     assert {folder: sorted(folder.glob("*.aside/*")) for folder in storage} == moved
 
 
+@pytest.mark.long
 def test_a_store_that_is_kept_beside_parameters_on_storage(tmp_path: Path) -> None:
-    """A fit that resumes moves nothing and needs no further space: the state it resumes from is not in its way."""
+    """A fit that resumes moves nothing and needs no further space: the state it resumes from is not in its way.
+
+    Parameters on storage always run in ``test_every_home_of_the_state``, and a store that is kept in
+    ``test_the_state_of_the_job_counts_as_free`` of ``test_plan.py``.
+    """
     settings: dict[str, Any] = {"transfer": {"keep": True}, "options": {"zero": NVME}}
     assert run(tmp_path, kill_at="error at batch end", kill_step=3, **settings)[0] != 0
     code, output = run(tmp_path, resume=True, **settings)

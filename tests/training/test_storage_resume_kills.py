@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
         "module": {"optimizer": "RMSprop", "optimizer_settings": {"centered": True, "momentum": 0.5}},
     },
 }
-SHORT = {"forward": 6, "two machines": 2, "compressed": 2, "two processes, compressed": 1}
+SHORT = {"forward": 4, "two machines": 2, "compressed": 1}
 NUM_LONG = 25  # kills of each case: 350 in all
 MOMENTS = (
     ("start", 0.0),

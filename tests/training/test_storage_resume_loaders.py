@@ -139,9 +139,8 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "workers": (lambda: DataLoader(Plain(), 4, shuffle=True, num_workers=1), {}),
 }
 SHORT = {
-    "stream": [0, 3, 5],
-    "stream, own state": [3, 6],
-    "two, cycle": [3],
+    "stream": [3],
+    "stream, own state": [6],
     "two, cycle, stream": [4],
     "loaded again": [1],
     "every second epoch": [8],
