@@ -209,7 +209,7 @@ def test_gradients(tmp_path: Path, name: str) -> None:
 
 
 def test_compact_copies_where_algorithms_are_deterministic() -> None:
-    """What lies before their elements takes no memory, although torch fills new tensors then."""
+    """Memory before their elements is not used, although torch fills new tensors then."""
     far = 100 << 20  # elements
     values = torch.arange(1024.0)
     before = resident_bytes()

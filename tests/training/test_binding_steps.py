@@ -31,14 +31,10 @@ RECIPE = dataclasses.replace(PLAIN, depth=4, max_steps=8)
 BINDING = {"overlap": "backward", "budget": 2 * BUDGET}
 
 
-@pytest.mark.long
 def test_a_gradient_of_another_rank_is_not_finite(tmp_path: Path) -> None:
     """Both ranks skip the step, though they have given gradients up, and go on with the bits of a run without overlap.
 
     Two more updates have to be kept before the next one is binding.
-
-    In ``test_gradient_budget.py`` a binding step that is skipped always runs on one rank, and a step that another rank
-    skips on two, with gradients on storage.
     """
     recipe = dataclasses.replace(RECIPE, nan_at=(4,), nan_rank=1)
     runs = [

@@ -165,13 +165,8 @@ def test_every_home_of_the_state(
     assert_same(tmp_path / "broken", tmp_path / "straight", devices=devices)
 
 
-@pytest.mark.long
 def test_killed_again_before_its_first_batch(tmp_path: Path) -> None:
-    """A resumed fit that is killed before its first batch leaves the point behind a validation that it began at.
-
-    A fit that is killed before its first batch always runs (``test_every_interruption``), as do kills of fits that were
-    resumed (``test_storage_resume_kills.py``).
-    """
+    """A resumed fit that is killed before its first batch leaves the point behind a validation that it began at."""
     settings: dict[str, Any] = {"trainer": {"val_check_interval": 3}, "module": {"plateau": True}}
     assert run(tmp_path / "straight", **settings)[0] == 0
     for resume in (False, True, True):

@@ -1,1 +1,1 @@
-"""What tensors on a CUDA device need before and behind the pool of host memory."""
+"""Copies between CUDA devices and the pool of host memory, and how the host keeps pace with them."""
