@@ -110,17 +110,17 @@ class Departures:
         resting = self._writes.oldest_resting()
         while resting is not None and not self._rests(resting) and self._writes.write_resting(resting):
             resting = self._writes.oldest_resting()
-        oldest = self._oldest_of(forward)
-        while oldest is not None and oldest.end <= forward.limit and self._leaves(oldest):
-            oldest = self._oldest_of(forward)
+        oldest = self._next_of(forward)
+        while oldest is not None and oldest.end <= forward.limit and self._let_go(oldest):
+            oldest = self._next_of(forward)
         budget = self._settings.budget_bytes
         if budget is not None and not self._writes.stopped:
             assert isinstance(budget, int)
             with nullcontext() if forward.clock is None else forward.clock.held_up():
                 self._stay_below(budget, forward, held_bytes)
 
-    def _oldest_of(self, forward: Forward) -> Entry | None:
-        """Return the oldest entry that may still leave; one that the pool is too small for never does."""
+    def _next_of(self, forward: Forward) -> Entry | None:
+        """Return the oldest entry that may still leave, and note those that are too large for the pool."""
         while (oldest := forward.oldest()) is not None and whole_blocks(oldest.nbytes) > self._pool.limit:
             self._most_refused = max(self._most_refused, oldest.nbytes)
             forward.window.popleft()
@@ -136,7 +136,8 @@ class Departures:
             return False
         return entry.end > forward.limit - self._pool.limit + self._pool.limit // _SHARE_SPARE
 
-    def _leaves(self, entry: Entry) -> bool:
+    def _let_go(self, entry: Entry) -> bool:
+        """Let an entry leave, and return whether there is room for it."""
         self._forget_gone()
         found = weakref.ref(entry)
         if not self._writes.begin(entry, rests=self._rests(entry)):
@@ -155,8 +156,8 @@ class Departures:
         """Wait for storage until no more bytes are held than the budget, as far as that is possible."""
         began = time.perf_counter()
         while held_bytes() > budget and not self._writes.stopped:
-            oldest = next((each for each in map(self._oldest_of, self._forwards) if each is not None), None)
-            if self._pool.drop() or (oldest is not None and self._leaves(oldest)):
+            oldest = next((each for each in map(self._next_of, self._forwards) if each is not None), None)
+            if self._pool.drop() or (oldest is not None and self._let_go(oldest)):
                 continue
             if not self._writes.finish_first():
                 self._warn_of_budget(budget, oldest, held_bytes(), elsewhere=forward.elsewhere_bytes)

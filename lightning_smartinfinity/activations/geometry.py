@@ -60,8 +60,11 @@ def spread_out(data: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     On a device it is as much as the storage from which the tensor was saved, as long as backward uses it.
     """
     last = sum(step * (length - 1) for length, step in zip(geometry.size, geometry.stride, strict=True))
-    # Unlike a new tensor, a new storage is not filled where algorithms are to be deterministic.
-    storage = torch.UntypedStorage((geometry.offset + last + 1) * geometry.dtype.itemsize, device=data.device)  # type: ignore[no-untyped-call]
+    nbytes = (geometry.offset + last + 1) * geometry.dtype.itemsize
+    if data.device.type == "cpu":  # a new tensor would be filled where algorithms are to be deterministic
+        storage = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+    else:
+        storage = torch.empty(nbytes, dtype=torch.uint8, device=data.device).untyped_storage()
     tensor = view_of(storage, geometry)
     least = distinct(tensor)
     least.copy_(data.view(geometry.dtype).view(least.shape))

@@ -45,8 +45,8 @@ class HookCosts:
         if self._store.is_on_processor and last.ended is not None:
             self._decide(last.kind, last.seconds, last.seconds - last.hook_seconds)
 
-    def want_hooks(self, kind: Hashable) -> bool:
-        """Return whether a forward that begins now is to have hooks.
+    def begin_forward(self, kind: Hashable) -> bool:
+        """Begin a forward, and return whether it is to have hooks.
 
         While steps are timed, the host waits for the device here.
 

@@ -68,7 +68,7 @@ class Lessons:
         with self._store.lock:
             if is_first:  # it took longer than those that follow: memory and files were new, and caches cold
                 offloaded, kept = last.plan.offloaded_bytes, last.plan.kept_bytes
-            elif self._compares and not last.plan.is_chosen and self._slowdown.wants_all_kept(last):
+            elif self._compares and not last.plan.is_chosen and self._slowdown.ask_to_keep_all(last):
                 offloaded, kept = 0, last.saved_bytes
             elif last.plan.is_chosen and not self._store.is_on_processor and not last.plan.fits(last.saved_bytes):
                 # Its times are the host's, which is ahead of the device. The next one is measured there.

@@ -129,7 +129,7 @@ class OffloadedActivations:
         settings, tensors = self._settings, tensors_in(batch)
         assert not isinstance(settings.min_bytes, str), "a size given as text is kept as bytes"
         kind = self._kind_of(tensors) if tensors else None
-        if kind is not None and not (self._small_forwards.want_hooks(kind) and self._hook_costs.want_hooks(kind)):
+        if kind is not None and not (self._small_forwards.begin_forward(kind) and self._hook_costs.begin_forward(kind)):
             yield
             self._hook_costs.end_forward()
             return

@@ -27,8 +27,8 @@ class Slowdown:
         self._has_asked = False
         self._share = 0.0  # of what is saved, that the compared forwards offload
 
-    def wants_all_kept(self, last: Forward) -> bool:
-        """Return whether the next forward is to keep everything. It is asked for once, if there is memory for it."""
+    def ask_to_keep_all(self, last: Forward) -> bool:
+        """Return whether the next forward is to keep everything. That is so once, if there is memory for it."""
         if self._has_asked or last.busy_seconds < _LEAST_SECONDS:
             return False
         self._has_asked = True

@@ -26,8 +26,8 @@ class SmallForwards:
         self._kind: Hashable = None
         self._num_unseen = 0
 
-    def want_hooks(self, kind: Hashable) -> bool:
-        """Return whether a forward needs hooks.
+    def begin_forward(self, kind: Hashable) -> bool:
+        """Begin a forward, and return whether it needs hooks.
 
         Args:
             kind: What determines the sizes of saved tensors, as far as that is known.

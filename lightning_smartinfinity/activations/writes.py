@@ -60,7 +60,7 @@ class Writes:
             rests: Whether it is to stay in the pool, and is not written for the time being.
         """
         try:
-            if not self._has_room(entry, rests=rests):
+            if not self._make_room(entry, rests=rests):
                 return False
             stored = None if rests else self._files.tensors.add(entry.nbytes)
             memory = self._pool.take(entry)
@@ -144,7 +144,14 @@ class Writes:
             self._files.note_unwritable(failure)
             warnings.warn(f"{failure} What forward saves stays in memory from now on.", stacklevel=2)
 
-    def _has_room(self, entry: Entry, *, rests: bool) -> bool:
+    def has_place(self, nbytes: int) -> bool:
+        """Return whether so many bytes more may lie on storage."""
+        most = self._settings.storage_bytes
+        assert not isinstance(most, str), "a size given as text is kept as bytes"
+        return most is None or self._files.tensors.storage_bytes + nbytes <= most
+
+    def _make_room(self, entry: Entry, *, rests: bool) -> bool:
+        """Let older ones go for an entry, and the device catch up; return whether there is room for it then."""
         nbytes = whole_blocks(entry.nbytes)
         if self.stopped or not (rests or self.has_place(nbytes)):
             return False
@@ -193,12 +200,6 @@ class Writes:
         entry.copied = None
         self._start(entry)
         return True
-
-    def has_place(self, nbytes: int) -> bool:
-        """Return whether so many bytes more may lie on storage."""
-        most = self._settings.storage_bytes
-        assert not isinstance(most, str), "a size given as text is kept as bytes"
-        return most is None or self._files.tensors.storage_bytes + nbytes <= most
 
     def _finish(self, entry: Entry) -> None:
         """Wait for the write of an entry, whose memory can go afterwards, or stays if the write has failed."""
