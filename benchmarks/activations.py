@@ -34,7 +34,7 @@ import math
 import sys
 
 import torch
-from comparison import Figures, in_child, parse_options, report, several, table, write_figures
+from comparison import Figures, in_child, parse_options, report, several, show
 from gpt2 import CONTEXT, SIZES
 from machine import describe
 from peak_memory import resident, restart_peak
@@ -234,9 +234,7 @@ def main() -> int:
         heading, columns, compared = "GPT-2", COLUMNS, compare_systems
     rows = compared(options)
     heading += ", {}, {} x {} tokens, medians of {} steps".format(options.precision, *options.shape, steps)
-    print(f"\n{heading}\n")
-    print(table(rows, columns))
-    write_figures(options.json, machine=machine, rows=rows)
+    show(rows, columns, heading=heading, path=options.json, machine=machine)
     return int(not rows)
 
 

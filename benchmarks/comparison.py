@@ -44,7 +44,7 @@ def parse_options(
         if how is not None:
             parser.add_argument(f"--{name.replace('_', '-')}", **{**common.get(name, {}), **how})
     parsed = parser.parse_args()
-    if options.get("steps", {}) is not None and parsed.steps <= warm_up:
+    if "steps" in parsed and parsed.steps <= warm_up:
         parser.error(f"--steps {parsed.steps} leaves none to measure: the first {warm_up} warm up")
     return parsed
 
@@ -85,12 +85,16 @@ def compare(
     print(told, flush=True)
     found = one_by_one(script, options) if rows is None else dict(rows())
     measured = {system: figures for system, figures in found.items() if figures is not None}
-    print(f"\n{heading}\n")
-    print(table(measured, columns))
-    write_figures(
-        options.json, benchmark=Path(script).stem, heading=heading, machine=told, size=options.size, rows=measured
-    )
+    names = {"benchmark": Path(script).stem, "size": options.size}
+    show(measured, columns, heading=heading, path=options.json, machine=told, **names)
     return int(len(measured) < len(found))
+
+
+def show(rows: dict[str, Figures], columns: Columns, *, heading: str, path: Path | None, **figures: Any) -> None:
+    """Print a table below its heading, and write its rows as JSON with other figures, if ``--json`` names a file."""
+    print(f"\n{heading}\n")
+    print(table(rows, columns))
+    write_figures(path, **figures, heading=heading, rows=rows)
 
 
 def one_by_one(script: str, options: argparse.Namespace) -> dict[str, Figures | None]:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 
 import torch
-from comparison import Figures, parse_options, table, write_figures
+from comparison import Figures, parse_options, show
 from machine import describe
 from saving_systems import Clock
 from torch import nn
@@ -91,9 +91,13 @@ def main() -> int:
     machine = describe("torch")
     print(machine, flush=True)
     rows = compare(options)
-    print(f"\n{options.tensors} tiny tensors, medians of {TINY_FACTOR * (options.steps - WARMUP)} steps\n")
-    print(table(rows, COLUMNS))
-    write_figures(options.json, machine=machine, rows=rows)
+    show(
+        rows,
+        COLUMNS,
+        heading=f"{options.tensors} tiny tensors, medians of {TINY_FACTOR * (options.steps - WARMUP)} steps",
+        path=options.json,
+        machine=machine,
+    )
     return 0
 
 

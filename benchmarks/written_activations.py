@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from comparison import Figures, parse_options, table, write_figures
+from comparison import Figures, parse_options, show
 from machine import describe
 from saving_systems import Meter
 from torch import nn
@@ -80,9 +80,7 @@ def main() -> int:
     machine = describe("torch", "transformers")
     print(machine, flush=True)
     rows = compare(options)
-    print("\nbytes of models of transformers, without dropout\n")
-    print(table(rows, COLUMNS))
-    write_figures(options.json, machine=machine, rows=rows)
+    show(rows, COLUMNS, heading="bytes of models of transformers, without dropout", path=options.json, machine=machine)
     return 0
 
 

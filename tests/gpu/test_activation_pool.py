@@ -261,7 +261,7 @@ def test_nothing_rests_with_a_budget(tmp_path: Path) -> None:
 
 
 def test_used_graphs_that_are_retained_make_room(tmp_path: Path) -> None:
-    """What backward has used rests in the pool no longer than others, if its graph lives on."""
+    """Entries that backward has used make room in the pool as others do, if their graph lives on."""
     with opened(tmp_path, everything(host_bytes=LENGTH * NBYTES)) as offloaded:
         choose_first(offloaded)
         x, loss = saved(offloaded)
