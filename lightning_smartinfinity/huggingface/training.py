@@ -175,6 +175,7 @@ class SmartInfinityTraining(NearStorage):
         self._prepare_environment(torch.device("cuda" if on_gpu else "cpu"), local_world_size=local_world_size)
         from lightning_smartinfinity.zero3.checkpoints.trust import door
         from lightning_smartinfinity.zero3.engine_setup import initializing_with
+        from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answering
 
         self._plan_before_loading(on_gpu=on_gpu)
         self._engine_config = self._config
@@ -188,6 +189,7 @@ class SmartInfinityTraining(NearStorage):
             contexts.enter_context(random_states_seen_by(flush_file))
             contexts.enter_context(completed_checkpoints_seen_by(self._end_checkpoint))
             contexts.enter_context(trainings_seen_by(self._begin, partial(self._become_idle, completed=True)))
+            contexts.enter_context(answering())
             contexts.enter_context(trainers_of_context())
             contexts.enter_context(accelerators_with_deepspeed())
             contexts.enter_context(initializing_with(self._initialize))

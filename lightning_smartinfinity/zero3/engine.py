@@ -34,7 +34,6 @@ from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
 from lightning_smartinfinity.zero3.checkpoints.folder_check import check_checkpoint, check_same_save
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing, writing
 from lightning_smartinfinity.zero3.checkpoints.found_checkpoint import find_checkpoint
-from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_loading
 from lightning_smartinfinity.zero3.checkpoints.note import write_note
 from lightning_smartinfinity.zero3.checkpoints.resharding import load_resharded
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import RANK_KEY, SAVE_ID
@@ -44,12 +43,13 @@ from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 from lightning_smartinfinity.zero3.collectives import background_group, raising_together
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
-from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
 from lightning_smartinfinity.zero3.parameters.live_parameters import keep_within_budget
+from lightning_smartinfinity.zero3.parameters.module_copies import copy_without_hooks
 from lightning_smartinfinity.zero3.parameters.module_outputs import accept_any_output
 from lightning_smartinfinity.zero3.parameters.module_trace import read_trace_lazily
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
+from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answer_in, answering
 from lightning_smartinfinity.zero3.parameters.partitioning import (
     cast_parameters,
     having_a_parameter,
@@ -74,15 +74,15 @@ class PortableEngine(DeepSpeedEngine):
         refuse_foreign_steps()
         self._partitioning = ExitStack()
         self._was_broken_off = False
-        with self._partitioning:
+        with self._partitioning, answering():
             super().__init__(**kwargs)
         offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
         retrace_for_external_parameters(offload)
         read_trace_lazily(offload)
         keep_within_budget(offload)
         accept_any_output(offload)
-        refuse_plain_loading(self.module)
-        guard_copies(self.module.modules())
+        answer_in(self.module)
+        copy_without_hooks(self.module)
 
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
         # The base class casts nothing if zero.Init has partitioned a parameter. Parameters that were copied or assigned
@@ -333,8 +333,6 @@ class SmartInfinityEngine(PortableEngine):
             with ExitStack() as contexts:
                 if pinned is not None:
                     contexts.enter_context(self.checkpoint_engine.leaving_arrays(left_open, save))
-                # DeepSpeed's format has an empty tensor for every partitioned parameter, whose values are elsewhere.
-                contexts.enter_context(unguarded())
                 saved: bool = super().save_checkpoint(
                     str(staging.folder), tag, {**client_state, **named}, False, exclude_frozen_parameters
                 )

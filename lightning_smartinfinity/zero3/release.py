@@ -10,6 +10,7 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
+from lightning_smartinfinity.zero3.parameters.module_copies import is_of_deepspeed
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
@@ -57,7 +58,7 @@ def release_module(module: torch.nn.Module) -> None:
 def _remove_hooks(module: torch.nn.Module) -> None:
     for name in _HOOKS:
         hooks = getattr(module, name)
-        theirs = [key for key, hook in hooks.items() if getattr(hook, "__module__", "").startswith("deepspeed.")]
+        theirs = [key for key, hook in hooks.items() if is_of_deepspeed(hook)]
         for key in theirs:
             del hooks[key]
             for flags in _HOOK_FLAGS:

@@ -166,9 +166,19 @@ class StateByParameter(StorageOptimizer):
             if gradient is not None:
                 self.set_fp32_grad_for_param(update_func(gradient, param), param)
 
+    def has_reduced_gradient(self, param: ZeroParameter) -> bool:
+        """Return whether backward is over and has left a gradient of the parameter for the next step."""
+        return self.rank_state.is_open and not self._in_backward and self._has_gradient(param)
+
     def _has_gradient(self, param: ZeroParameter) -> bool:
         # The same on all ranks: a gradient arrives even on a rank that has none of its elements.
         return self._has_state(param) and bool(self.arena.active[self.partition.index[param.ds_id]])
+
+    def drop_gradient(self, param: ZeroParameter) -> None:
+        """Forget the gradient of a parameter, as ``param.grad = None`` does; the step then leaves it as it is."""
+        self.speculation.discard()
+        self.update.require([param])
+        self.arena.active[self.partition.index[param.ds_id]] = False
 
     def _write_gradient(self, param: ZeroParameter, values: torch.Tensor) -> None:
         self.speculation.discard()

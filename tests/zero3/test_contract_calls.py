@@ -304,8 +304,8 @@ def test_a_forward_pass_marks_modules_where_the_marks_are_removed(seen: Observed
 
 def test_writes_end_in_the_partition_method_of_the_first_parameter(seen: Observed) -> None:
     """GatheredParameters ends in param.partition, which ours wraps, so writes reach the master weights."""
-    callers = {caller for caller in seen.callers("_Watched.__call__") if caller.startswith("GatheredParameters.")}
-    assert callers, "step/outside_writes.py would miss what is written in GatheredParameters"
+    callers = {caller for caller in seen.callers("_Partition.__call__") if caller.startswith("GatheredParameters.")}
+    assert callers, "parameters/partitioned_parameter.py would miss what is written in GatheredParameters"
     before, after = seen.masters
     assert (after == 2).all() and (before != 2).any(), "the masters on storage are those before the write"
 
@@ -392,9 +392,9 @@ def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -
     assert seen.has(base, f"{STEPPING}._partition_all_parameters"), (
         "checkpoints/resharding.py would load into gathered ones"
     )
-    # Ours wraps the method that zero.Init installs (step/update_in_flight.py).
-    assert seen.has(epilogue, "_Awaited.__call__"), "zero3/storage_optimizer.py, skipped step"
-    assert seen.has("_Awaited.__call__", "Init._convert_to_deepspeed_param.<locals>.all_gather")
+    # Ours wraps the method that zero.Init installs (parameters/partitioned_parameter.py).
+    assert seen.has(epilogue, "_GatherNow.__call__"), "zero3/storage_optimizer.py, skipped step"
+    assert seen.has("_Gather.__call__", "Init._convert_to_deepspeed_param.<locals>.all_gather")
 
 
 # ---- Lightning's loops

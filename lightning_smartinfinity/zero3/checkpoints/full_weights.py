@@ -1,27 +1,23 @@
-"""Loads whole weights of a one-file checkpoint into a partitioned model, where plain ``load_state_dict`` is refused."""
+"""Loads whole weights of a one-file checkpoint into a partitioned model, without rounding them for the masters."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from weakref import WeakSet
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, is_zero_param
 
-from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
+from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.progress import Advance
 from lightning_smartinfinity.zero3.collectives import raising_together, show_on_rank_zero
-from lightning_smartinfinity.zero3.parameters.copy_guard import PartitionedEntry
 from lightning_smartinfinity.zero3.step.outside_writes import OutsideWrites
 from lightning_smartinfinity.zero3.untyped import SavedState
 
-__all__ = ["full_state_dict", "load_full_weights", "refuse_plain_loading"]
+__all__ = ["full_state_dict", "load_full_weights"]
 
 _MAX_NAMED = 5
-_GUARDED: WeakSet[torch.nn.Module] = WeakSet()
 
 
 def full_state_dict(checkpoint: object, path: object) -> SavedState:
@@ -113,28 +109,6 @@ def _bytes_outside(weights: Mapping[str, object], prefixes: Collection[str]) -> 
     """Return the bytes of the tensors whose names begin with none of these."""
     outside = (value for key, value in weights.items() if not key.startswith(tuple(prefixes)))
     return sum(value.nbytes for value in outside if isinstance(value, torch.Tensor))
-
-
-def refuse_plain_loading(module: torch.nn.Module) -> None:
-    """Make ``load_state_dict`` raise on partitioned parameters, which would not keep what it loads."""
-    for part in module.modules():
-        if part not in _GUARDED:
-            part.register_load_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
-            _GUARDED.add(part)
-
-
-def _refuse(module: torch.nn.Module, state_dict: SavedState, prefix: str, *_: object) -> None:
-    for name, param in module.named_parameters(recurse=False):
-        value = state_dict.get(prefix + name)
-        # DeepSpeed's own checkpoints hold and load empty placeholders for partitioned parameters.
-        loads = isinstance(value, torch.Tensor) and (value.numel() > 0 or isinstance(value, PartitionedEntry))
-        if loads and is_zero_param(param) and not getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0):
-            raise UnsupportedError(
-                f"load_state_dict cannot write {prefix + name!r}: ZeRO-3 has partitioned it over the ranks.",
-                "Load weights before fit or fabric.setup, by Trainer.fit(ckpt_path=...) with "
-                "SmartInfinityStrategy(load_full_weights=True), by fabric.load_raw(path, model), or within "
-                "deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0) on every rank.",
-            )
 
 
 def _listed(names: list[str]) -> str:

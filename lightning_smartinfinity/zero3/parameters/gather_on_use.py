@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.patches import wrapped
-from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
 from lightning_smartinfinity.zero3.parameters.live_parameters import require_budget_for
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
+from lightning_smartinfinity.zero3.parameters.partitioned_parameter import ANSWERS, UNAFFECTED, answering, building
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
 __all__ = ["gathering_on_use"]
@@ -42,36 +42,7 @@ _WITH_A_COPY = 3
 _OWN_REFERENCES = 2
 
 Tensor = torch.Tensor
-# Properties that a partitioned parameter can tell without its values.
-_ANSWERS: dict[object, Callable[..., object]] = {
-    Tensor.shape.__get__: lambda param: param.ds_shape,  # type: ignore[attr-defined]
-    Tensor.ndim.__get__: lambda param: len(param.ds_shape),  # type: ignore[attr-defined]
-    Tensor.size: lambda param, dim=None: param.ds_shape if dim is None else param.ds_shape[dim],
-    Tensor.dim: lambda param: len(param.ds_shape),
-    Tensor.numel: lambda param: param.ds_numel,
-    Tensor.nelement: lambda param: param.ds_numel,
-    torch.numel: lambda param: param.ds_numel,
-    Tensor.__len__: lambda param: param.ds_shape[0],
-}
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
-# Properties and methods that return the same whether or not a parameter is partitioned.
-_INDIFFERENT: set[object] = {
-    getattr(Tensor, name).__get__
-    for name in ("device", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "layout")
-} | {
-    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-    Tensor.grad.__set__,  # type: ignore[union-attr]
-    Tensor.requires_grad_,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    torch.is_floating_point,
-    torch.is_complex,
-    Tensor.element_size,
-    Tensor.get_device,
-    Tensor.register_hook,
-    Tensor.register_post_accumulate_grad_hook,
-}
 
 
 @contextmanager
@@ -90,7 +61,8 @@ def gathering_on_use(module: torch.nn.Module | None = None) -> Iterator[None]:
     pool = _Pool(module)
     _keep_dtypes()
     with ExitStack() as patches:
-        patches.enter_context(unguarded())
+        patches.enter_context(answering())
+        patches.enter_context(building())
         patches.enter_context(wrapped(Init, "_all_gather", pool.around_all_gather))
         patches.enter_context(wrapped(Init, "_partition", pool.around_partition))
         patches.enter_context(wrapped(Init, "_post_init_method", pool.around_post_init))
@@ -121,14 +93,14 @@ class _GatherOnUse(TorchFunctionMode):
         found = list(_zero_params((args, kwargs)))
         partitioned = [param for param in found if _is_partitioned(param)]
         if partitioned:
-            if func in _ANSWERS:
+            if func in ANSWERS:
                 # The tensor is the first argument, or the keyword `input` or `self`.
                 rest = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
-                return _ANSWERS[func](partitioned[0], *args[1:], **rest)
-            if func in _INDIFFERENT:
-                return func(*args, **kwargs)
+                return ANSWERS[func](partitioned[0], *args[1:], **rest)
             if func == _DTYPE:
                 return self._pool.dtype_of(partitioned[0])
+            if func in UNAFFECTED:
+                return func(*args, **kwargs)
         self._pool.hold(found)
         return func(*args, **kwargs)
 
@@ -218,7 +190,6 @@ class _Pool:
                 built.append((param, param.dtype))
                 param.data = param.data.to(init.dtype)
         original(init, module)
-        guard_copies([module])
         self._dtypes |= {param.ds_id: dtype for param, dtype in built}
 
     def around_call(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
 from lightning_smartinfinity.zero3.collectives import raising_together, sum_over_ranks
+from lightning_smartinfinity.zero3.parameters.partitioned_parameter import notify_of_writes
 from lightning_smartinfinity.zero3.step.rank_state import RankState
 from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
-__all__ = ["OutsideWrites", "unwatch"]
+__all__ = ["OutsideWrites"]
 
 # Number of elements whose masters are compared at once.
 _WINDOW_NUMEL = 1 << 22
@@ -28,9 +29,8 @@ _WINDOW_NUMEL = 1 << 22
 class OutsideWrites:
     """Brings writes that bypass the optimizer into the masters on storage.
 
-    ``deepspeed.zero.GatheredParameters(modifier_rank=...)``, and all that is built on it, ends in
-    ``param.partition(has_been_updated=True)``, which :meth:`watch` wraps. Where the partition still holds the rounded
-    value of a master, the master keeps every bit, so gathering without writing changes nothing.
+    Each of them ends in ``param.partition``, which calls what :meth:`watch` sets. Where the partition still holds the
+    rounded value of a master, the master keeps every bit, so gathering without writing changes nothing.
 
     Every method is collective, and commits equally often on every rank.
 
@@ -52,8 +52,7 @@ class OutsideWrites:
     def watch(self, parameters: Iterable[ZeroParameter]) -> None:
         """Watch for writes to these parameters; those to parameters that are not trained have no effect here."""
         for param in parameters:
-            unwatch(param)
-            param.partition = _Watched(param, param.partition, self._note_writes)
+            notify_of_writes(param, self._note_writes)
 
     @contextmanager
     def precisely(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -144,34 +143,6 @@ class OutsideWrites:
     def _modify(self, begin: int, masters: NDArray[np.float32]) -> None:
         together = partial(raising_together, self._partition.group)
         self._update.drained_handler().state.modify_range(begin, {"master": masters}, together=together)
-
-
-def unwatch(param: ZeroParameter) -> None:
-    """Reverse :meth:`OutsideWrites.watch` for one parameter."""
-    if isinstance(param.partition, _Watched):
-        param.partition = param.partition.original
-
-
-class _Watched:
-    """Calls DeepSpeed's ``param.partition`` with the same arguments, and reports writes."""
-
-    def __init__(
-        self, param: ZeroParameter, original: Callable[..., None], note: Callable[[Iterable[ZeroParameter]], None]
-    ) -> None:
-        self.original = original
-        self._param = param
-        self._note_writes = note
-
-    def __call__(
-        self,
-        param_list: list[ZeroParameter] | None = None,
-        hierarchy: int = 0,
-        has_been_updated: bool = False,
-        free_data: bool = True,
-    ) -> None:
-        self.original(param_list, hierarchy, has_been_updated, free_data)
-        if has_been_updated:
-            self._note_writes(param_list if param_list is not None else [self._param])
 
 
 def _windows(layout: PartitionLayout, tasklets: Iterable[int]) -> Iterator[tuple[int, int]]:

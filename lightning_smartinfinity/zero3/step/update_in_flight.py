@@ -23,14 +23,13 @@ from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.step_plan import StepPlan
 from lightning_smartinfinity.zero3.collectives import failing_together, sum_over_ranks
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
+from lightning_smartinfinity.zero3.parameters.partitioned_parameter import wait_before_gather
 from lightning_smartinfinity.zero3.parameters.prefetch import skip_in_prefetch
 from lightning_smartinfinity.zero3.step.rank_state import RankState
 from lightning_smartinfinity.zero3.step.speculation import Speculation
 from lightning_smartinfinity.zero3.untyped import ZeroCoordinator, ZeroParameter
 
 __all__ = ["UpdateInFlight"]
-
-_GATHERING = ("all_gather", "all_gather_coalesced")
 
 
 class UpdateInFlight:
@@ -87,10 +86,7 @@ class UpdateInFlight:
         Parameters that DeepSpeed would gather or read ahead are skipped as long as they are untouched.
         """
         for param in parameters:
-            for name in _GATHERING:
-                method = getattr(param, name)
-                original = method.original if isinstance(method, _Awaited) else method
-                setattr(param, name, _Awaited(param, original, self.require))
+            wait_before_gather(param, self.require)
             swapper: ParameterSwapper | None = param.nvme_swapper
             if swapper is not None:
                 swapper.before_reading = self.require
@@ -280,23 +276,3 @@ class UpdateInFlight:
     def _complete_roll_back(self) -> None:
         if self._roll_back_reason is not None:
             self.roll_back(self._roll_back_reason)
-
-
-class _Awaited:
-    """A parameter's method that gathers it, or several parameters, after waiting for them."""
-
-    def __init__(
-        self,
-        param: ZeroParameter,
-        original: Callable[..., object],
-        require: Callable[[Iterable[ZeroParameter]], None],
-    ) -> None:
-        self.original = original
-        self._param = param
-        self._require = require
-
-    def __call__(self, param_list: Iterable[ZeroParameter] | None = None, *args: object, **kwargs: object) -> object:
-        # The first argument lists the parameters; without it, all_gather gathers its own parameter.
-        params = [self._param] if param_list is None else list(param_list)
-        self._require(params)
-        return self.original(params, *args, **kwargs)

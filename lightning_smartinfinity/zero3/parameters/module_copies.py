@@ -1,0 +1,50 @@
+"""Copies modules that an engine has taken over: ``copy.deepcopy``, as averages and reference models use it.
+
+The copy has parameters of its own, partitioned over the same ranks, and none of ZeRO-3's hooks: an operation on one of
+its parameters gathers it. Within GatheredParameters the copy has whole parameters in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+
+__all__ = ["copy_without_hooks", "is_of_deepspeed"]
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# What an engine leaves on its modules.
+_LEFT = ("ds_id", "ds_inflight_param_registry", "_original_parameters", "_external_params", "pre_bwd_fn", "post_bwd_fn")
+
+
+def copy_without_hooks(module: torch.nn.Module) -> None:
+    """Make ``copy.deepcopy`` of a module and of its children leave out what the engine has put there.
+
+    Args:
+        module: The engine's module. Classes with a ``__deepcopy__`` of their own keep it.
+    """
+    for part in module.modules():
+        if not hasattr(type(part), "__deepcopy__"):
+            # copy.deepcopy looks it up on the instance.
+            part.__dict__["__deepcopy__"] = partial(_deepcopy, part)
+
+
+def is_of_deepspeed(hook: object) -> bool:
+    """Return whether a module's hook is DeepSpeed's."""
+    return str(getattr(hook, "__module__", "")).startswith("deepspeed.")
+
+
+def _deepcopy(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+    reduced: Any = module.__reduce_ex__(4)
+    make, args, state = reduced[:3]
+    copied: torch.nn.Module = make(*args)
+    memo[id(module)] = copied
+    kept = {name: value for name, value in state.items() if name not in ("__deepcopy__", *_LEFT)}
+    for name in _HOOKS:
+        hooks = kept[name]
+        kept[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not is_of_deepspeed(hook))
+    kept["_parameters"] = dict(kept["_parameters"])
+    copied.__setstate__(copy.deepcopy(kept, memo))  # type: ignore[no-untyped-call]
+    return copied

@@ -1,0 +1,415 @@
+"""Parameters that answer as in memory while ZeRO-3 has partitioned them.
+
+ZeRO-3 marks a parameter by ``ds_status`` and leaves its tensor empty while it is partitioned. Here that attribute also
+switches the parameter's class: :class:`WholeParameter` while the values are there, which costs nothing, and
+:class:`PartitionedParameter` otherwise, which answers for the whole parameter. DeepSpeed and this package see the empty
+tensor as before: the module of the calling frame decides.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import (
+    DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR,
+    Init,
+    ZeroParamStatus,
+    is_zero_param,
+)
+from torch.utils._pytree import tree_map
+
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.patches import wrapped
+from lightning_smartinfinity.zero3.parameters.partitioned_tensor import (
+    PartitionedTensor,
+    broadcast,
+    refuse_use_of_memory,
+)
+from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
+
+__all__ = ["ANSWERS", "UNAFFECTED", "answer_in", "answering", "building", "notify_of_writes", "wait_before_gather"]
+
+# Callers that find ZeRO-3's own tensors, and callers whose own callers count instead.
+_OURS = ("deepspeed.", "lightning_smartinfinity.", "torch._dynamo.", "torch._subclasses.", "torch._functorch.")
+_BETWEEN = (
+    *("torch.", "deepspeed.runtime.zero.linear", "copy", "contextlib", "functools"),
+    *("lightning_smartinfinity.patches", "lightning_smartinfinity.zero3.parameters.pretrained"),
+)
+
+Tensor = torch.Tensor
+ANSWERS: dict[object, Callable[..., object]] = {
+    Tensor.shape.__get__: lambda param: torch.Size(param.ds_shape),  # type: ignore[attr-defined]
+    Tensor.ndim.__get__: lambda param: len(param.ds_shape),  # type: ignore[attr-defined]
+    Tensor.size: lambda param, dim=None: torch.Size(param.ds_shape) if dim is None else param.ds_shape[dim],
+    Tensor.dim: lambda param: len(param.ds_shape),
+    Tensor.numel: lambda param: param.ds_numel,
+    Tensor.nelement: lambda param: param.ds_numel,
+    torch.numel: lambda param: param.ds_numel,
+    Tensor.nbytes.__get__: lambda param: param.ds_numel * param.element_size(),  # type: ignore[attr-defined]
+}
+"""What a partitioned parameter tells without its values, by function of torch."""
+
+UNAFFECTED: set[object] = {
+    getattr(Tensor, name).__get__
+    for name in (
+        *("device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "layout", "requires_grad"),
+        *("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "is_sparse", "is_nested", "is_quantized"),
+        *("retains_grad", "is_mkldnn", "is_xpu", "is_mps", "output_nr", "itemsize"),
+    )
+} | {
+    getattr(Tensor, name).__set__ for name in ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+} | {
+    *(Tensor.requires_grad_, Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex),
+    *(Tensor.element_size, Tensor.get_device, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+    *(Tensor.is_inference, Tensor.retain_grad, Tensor.__hash__, Tensor.is_signed),
+}  # fmt: skip
+"""Functions of torch that return the same whether or not a parameter is partitioned."""
+
+_GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_GRAD, _SET_GRAD = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[union-attr]
+# Functions whose results are no part of a graph.
+_DETACHING = {_GET_DATA, Tensor.detach, torch.detach}
+
+
+# Not empty while a model is built.
+_BUILDING: list[bool] = []
+
+
+class _ZeroParameter(torch.nn.Parameter):
+    """A parameter that ZeRO-3 has taken over; its class follows its status."""
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """Whether the parameter is whole, partitioned or being gathered."""
+        status: ZeroParamStatus = self.__dict__["_ds_status"]
+        return status
+
+    @ds_status.setter
+    def ds_status(self, status: ZeroParamStatus) -> None:
+        attributes = self.__dict__
+        attributes["_ds_status"] = status
+        if status is ZeroParamStatus.AVAILABLE:
+            self.__class__ = WholeParameter
+            attributes["_version_when_gathered"] = _version(self)
+        else:
+            self.__class__ = PartitionedParameter
+
+    def __deepcopy__(self, memo: dict[int, object]) -> torch.nn.Parameter:
+        """Return a copy, partitioned over the same ranks; within GatheredParameters an ordinary one. Collective."""
+        with torch.no_grad():
+            values = PartitionedTensor.detached(self).clone()
+        copied = torch.nn.Parameter(values, requires_grad=self.requires_grad)
+        if not _is_in_context(self):
+            self.convert_to_zero_parameters(param_list=[copied])  # type: ignore[attr-defined]
+            answer([copied])
+        memo[id(self)] = copied
+        return copied
+
+
+def _version(param: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for one that was gathered in inference mode."""
+    return 0 if param.is_inference() else param._version
+
+
+class WholeParameter(_ZeroParameter):
+    """A gathered parameter. Operations on it are torch's own; only ``data`` is watched, which hides writes."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The memory; for user code outside of GatheredParameters, a tensor that stays right when this is released."""
+        if _BUILDING or _is_in_context(self) or _is_ours(sys._getframe(1)):
+            data: torch.Tensor = _GET_DATA(self)
+            return data
+        return PartitionedTensor.detached(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if _BUILDING or _is_in_context(self) or _is_ours(sys._getframe(1)):
+            _SET_DATA(self, value)
+        else:
+            _write(self, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = torch.nn.Parameter(_GET_DATA(self), requires_grad=self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """Autograd's gradient; for user code between backward and step, the one reduced over the ranks."""
+        return _GET_GRAD(self) if _is_ours(sys._getframe(1)) else _gradient(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if _is_ours(sys._getframe(1)):
+            _SET_GRAD(self, value)
+        else:
+            _set_gradient(self, value)
+
+
+class PartitionedParameter(_ZeroParameter):
+    """A parameter whose values are not here. It answers for the whole parameter, or gathers it for an operation."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in UNAFFECTED or _is_ours(sys._getframe(1)):
+                return func(*args, **kwargs)
+            if func in ANSWERS:
+                # The tensor is the first argument, or the keyword `input` or `self`.
+                rest = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
+                param = args[0] if args else kwargs.get("input", kwargs.get("self"))
+                return ANSWERS[func](param, *args[1:], **rest)
+            if func == _GET_GRAD:
+                return _gradient(args[0])
+            if func == _SET_GRAD:
+                return _set_gradient(args[0], args[1])
+            if func == _SET_DATA:
+                return _write(args[0], args[1])
+            make = PartitionedTensor.detached if func in _DETACHING else PartitionedTensor.of
+            stand_ins: dict[int, tuple[PartitionedTensor, ZeroParameter]] = {}
+
+            def stand_in(leaf: Any) -> Any:
+                if not isinstance(leaf, PartitionedParameter):
+                    return leaf
+                if id(leaf) not in stand_ins:
+                    stand_ins[id(leaf)] = (make(leaf), leaf)
+                return stand_ins[id(leaf)][0]
+
+            args, kwargs = tree_map(stand_in, (tuple(args), kwargs))
+            if func in _DETACHING:
+                return args[0]
+        result = func(*args, **kwargs)
+        # An operation in place, and one that changes nothing, returns the parameter itself.
+        back = {id(tensor): param for tensor, param in stand_ins.values()}
+        return back.get(id(result), result) if isinstance(result, PartitionedTensor) else result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_use_of_memory(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if _is_ours(sys._getframe(1)):
+            return f"PartitionedParameter of shape {tuple(self.ds_shape)}"  # type: ignore[attr-defined]
+        return f"Parameter containing:\n{PartitionedTensor.detached(self)!r}"
+
+
+def answer(params: Iterable[torch.nn.Parameter]) -> None:
+    """Make parameters that ZeRO-3 has taken over answer as in memory, from now on.
+
+    Args:
+        params: The parameters; others among them stay as they are.
+    """
+    for param in params:
+        if is_zero_param(param) and not isinstance(param, _ZeroParameter):
+            zero: ZeroParameter = param
+            status = zero.__dict__.pop("ds_status")
+            zero.__dict__.pop("item", None)  # DeepSpeed's own leaves the parameter gathered
+            zero.__class__ = WholeParameter
+            zero.partition = _Partition(zero, zero.partition)
+            zero.all_gather = _GatherNow(zero, zero.all_gather)
+            zero.all_gather_coalesced = _Gather(zero, zero.all_gather_coalesced)
+            zero.was_written = False
+            zero.ds_status = status
+
+
+def answer_in(module: torch.nn.Module) -> None:
+    """Make the parameters of a module answer as in memory that an engine has taken over.
+
+    Args:
+        module: The engine's module.
+    """
+    params = list(module.parameters())
+    answer(params)
+    for param in params:
+        param.__dict__["_in_flight_registry"] = module.ds_inflight_param_registry
+
+
+def answering() -> AbstractContextManager[None]:
+    """Make every parameter answer as in memory that ZeRO-3 takes over within this context."""
+
+    def convert(original: Callable[..., None], init: ZeroInit, param: ZeroParameter) -> None:
+        original(init, param)
+        answer([param])
+
+    return wrapped(Init, "_convert_to_deepspeed_param", convert)
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Leave gathered parameters as torch has them within this context, which knows what is written to them."""
+    _BUILDING.append(True)
+    try:
+        yield
+    finally:
+        _BUILDING.pop()
+
+
+def notify_of_writes(param: ZeroParameter, note: Callable[[Iterable[ZeroParameter]], None] | None) -> None:
+    """Set who is told of writes to the parameter by other means than a step; None for nobody."""
+    answer([param])
+    param.__dict__["_note_writes"] = note
+
+
+def wait_before_gather(param: ZeroParameter, wait: Callable[[Iterable[ZeroParameter]], None] | None) -> None:
+    """Set what every gather of the parameter calls first, with all parameters that it gathers; None for nothing."""
+    answer([param])
+    param.__dict__["_before_gather"] = wait
+
+
+def _write(param: ZeroParameter, value: torch.Tensor) -> None:
+    """Do what ``param.data = value`` does in memory, as far as ZeRO-3 can."""
+    if value is param or (isinstance(value, PartitionedTensor) and value.param is param and not value.views):
+        return
+    if value.shape != torch.Size(param.ds_shape):
+        raise UnsupportedError(
+            f"A parameter of shape {tuple(param.ds_shape)} was given the shape {tuple(value.shape)}; ZeRO-3 has "
+            "partitioned it.",
+            "Replace the whole parameter, module.name = torch.nn.Parameter(...), before the fit, or give it its final "
+            "shape in the constructor of its module.",
+        )
+    if value.dtype != param.dtype and sys._getframe(2).f_code.co_name == "_apply":
+        raise UnsupportedError(
+            f"Module.to() and its like were asked to turn parameters of {param.dtype} into {value.dtype}; their dtype "
+            "is that of the training.",
+            "Choose it by the precision of Trainer, Fabric or TrainingArguments.",
+        )
+    with torch.no_grad():
+        PartitionedTensor.detached(param).copy_(value)
+
+
+def _owner_of_gradient(param: ZeroParameter) -> Any:
+    """Return the optimizer that has the reduced gradient of a parameter, between backward and step."""
+    owner = param.__dict__.get("_z3_optimizer")
+    has_gradient = getattr(owner, "has_reduced_gradient", None)
+    return owner if has_gradient is not None and has_gradient(param) else None
+
+
+def _gradient(param: ZeroParameter) -> torch.Tensor | None:
+    own: torch.Tensor | None = _GET_GRAD(param)
+    return own if own is not None or _owner_of_gradient(param) is None else PartitionedTensor.gradient(param)
+
+
+def _set_gradient(param: ZeroParameter, value: torch.Tensor | None) -> None:
+    """Do what ``param.grad = value`` does in memory: the next step uses the value, or no gradient at all."""
+    if isinstance(value, PartitionedTensor) and value.is_gradient and value.param is param and not value.views:
+        return
+    owner = param.__dict__.get("_z3_optimizer")
+    if value is None:
+        _SET_GRAD(param, None)
+        if _owner_of_gradient(param) is not None:
+            owner.drop_gradient(param)
+    elif hasattr(owner, "has_reduced_gradient") and _GET_GRAD(param) is None:
+        owner.set_fp32_grad_for_param(value, param)
+    else:
+        _SET_GRAD(param, value)
+
+
+def _is_in_context(param: ZeroParameter) -> bool:
+    return DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR in param.__dict__
+
+
+def _is_ours(frame: Any) -> bool:
+    """Return whether DeepSpeed, this package or a compiler runs the operation, rather than user code."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(_BETWEEN) or name.startswith(_OURS[2:]):
+            return bool(name.startswith(_OURS))
+        frame = frame.f_back
+    return False
+
+
+class _Gather:
+    """DeepSpeed's ``param.all_gather`` or ``all_gather_coalesced``, which first waits for what its parameters need."""
+
+    def __init__(self, param: ZeroParameter, original: Callable[..., object]) -> None:
+        self._param, self.original = param, original
+
+    def __call__(self, param_list: Iterable[ZeroParameter] | None = None, *args: Any, **kwargs: Any) -> object:
+        # The first argument lists the parameters; without it, all_gather gathers its own parameter.
+        params = [self._param] if param_list is None else list(param_list)
+        for wait in dict.fromkeys(param.__dict__.get("_before_gather") for param in params):
+            if wait is not None:
+                wait(params)
+        return self.original(params, *args, **kwargs)
+
+
+class _GatherNow(_Gather):
+    """DeepSpeed's ``param.all_gather``, of parameters that may be on their way already."""
+
+    def __call__(self, param_list: Iterable[ZeroParameter] | None = None, *args: Any, **kwargs: Any) -> object:
+        params = [self._param] if param_list is None else list(param_list)
+        for param in params:
+            if param.ds_status is ZeroParamStatus.INFLIGHT:
+                _await_gather(param)
+        return super().__call__(params, *args, **kwargs)
+
+
+def _await_gather(param: ZeroParameter) -> None:
+    """Complete a gather that DeepSpeed has begun ahead of a forward that did not come."""
+    registry = param.__dict__.get("_in_flight_registry")
+    if registry is not None and param in registry:
+        registry.pop(param).wait()
+
+
+class _Partition:
+    """DeepSpeed's ``param.partition``, which keeps what user code has written to gathered parameters."""
+
+    def __init__(self, param: ZeroParameter, original: Callable[..., None]) -> None:
+        self._param, self.original = param, original
+
+    def __call__(
+        self,
+        param_list: list[ZeroParameter] | None = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        params = [self._param] if param_list is None else list(param_list)
+        flags = [has_been_updated or _was_written(param) for param in params]
+        written = [param for param, flag in zip(params, flags, strict=True) if flag]
+        if len(written) < len(params):
+            unchanged = [param for param, flag in zip(params, flags, strict=True) if not flag]
+            self.original(unchanged, hierarchy, False, free_data)
+        if written:
+            self.original(written, hierarchy, True, free_data)
+            _note(written)
+
+
+def _was_written(param: ZeroParameter) -> bool:
+    """Return whether user code has changed a gathered parameter in place, in the same way on all ranks."""
+    if param.ds_status is not ZeroParamStatus.AVAILABLE or param.ds_tensor is None:
+        return False
+    attributes = param.__dict__
+    if not attributes["was_written"] and attributes["_version_when_gathered"] == _version(param):
+        return False
+    attributes["was_written"] = False
+    attributes["_version_when_gathered"] = _version(param)
+    if dist.get_world_size(param.ds_process_group) == 1:
+        return True
+    if _is_in_context(param):
+        raise UnsupportedError(
+            f"A parameter of shape {tuple(param.ds_shape)} was changed within GatheredParameters without "
+            "modifier_rank: ranks may have different values of it.",
+            "Pass modifier_rank=0, and write on that rank or on all.",
+        )
+    broadcast(param)
+    return True
+
+
+def _note(params: Sequence[ZeroParameter]) -> None:
+    for note in dict.fromkeys(param.__dict__.get("_note_writes") for param in params):
+        if note is not None:
+            note([param for param in params if param.__dict__.get("_note_writes") == note])

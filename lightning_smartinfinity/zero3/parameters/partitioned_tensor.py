@@ -1,0 +1,392 @@
+"""Tensors that stand for a partitioned parameter: each operation gathers it, computes, and partitions it again.
+
+User code that touches a partitioned parameter outside a module's forward computes with a :class:`PartitionedTensor`. It
+has the parameter's shape, dtype and device, and no memory. torch calls :meth:`PartitionedTensor.__torch_dispatch__` for
+each operation on it:
+
+- a view (``weight[0]``, ``weight.T``) is another such tensor, which remembers how it follows from the parameter;
+- an operation in place changes the gathered parameter, which is then partitioned with its new values;
+- every other operation returns an ordinary tensor.
+
+Within a graph autograd keeps the tensor without memory and calls it again in backward, so that one parameter at a time
+is gathered there, too. Every operation that gathers is collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.untyped import ZeroParameter
+
+__all__ = ["PartitionedTensor", "broadcast", "refuse_use_of_memory", "whole_data"]
+
+# How a tensor follows from the one before: an operation that returns a view, its further arguments, and which of
+# several results it is.
+_View = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def whole_data(param: ZeroParameter) -> torch.Tensor:
+    """Return the memory of a parameter that is gathered."""
+    with torch._C.DisableTorchFunctionSubclass():
+        data: torch.Tensor = _DATA(param)
+        return data
+
+
+@contextmanager
+def gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter] = ()) -> Iterator[None]:
+    """Gather parameters within this context, and partition those again that were partitioned before. Collective.
+
+    Args:
+        params: The parameters.
+        written: Those of them that the context changes. All ranks then get the values of rank 0.
+    """
+    missing = [param for param in params if param.ds_status is not ZeroParamStatus.AVAILABLE]
+    if missing:
+        missing[0].all_gather(param_list=missing)
+    changed: set[int] = set()
+    try:
+        yield
+        for param in written:
+            broadcast(param)
+        changed = {param.ds_id for param in written}
+    finally:
+        for param in params:
+            param.was_written = param.was_written or param.ds_id in changed
+        if missing:
+            missing[0].partition(param_list=missing)  # which keeps what was written
+
+
+def broadcast(param: ZeroParameter) -> None:
+    """Give all ranks the values that a gathered parameter has on rank 0. Collective."""
+    if dist.get_world_size(param.ds_process_group) > 1:
+        root = dist.get_global_rank(param.ds_process_group, 0)
+        dist.broadcast(whole_data(param).view(torch.uint8), root, group=param.ds_process_group)
+
+
+class PartitionedTensor(torch.Tensor):
+    """A tensor without memory that stands for a parameter, or for a view of it.
+
+    Attributes:
+        param: The parameter, partitioned or whole.
+        views: How the tensor follows from it.
+        in_graph: Whether it stands for the parameter as a leaf of a graph, which nothing may change in place.
+        is_gradient: Whether it stands for the parameter's gradient instead, which ranks have in parts.
+    """
+
+    param: ZeroParameter
+    views: tuple[_View, ...]
+    in_graph: bool = False
+    is_gradient: bool = False
+
+    @staticmethod
+    def of(param: ZeroParameter) -> PartitionedTensor:
+        """Return a tensor for the parameter; within a graph its gradient is the parameter's.
+
+        Args:
+            param: The parameter.
+        """
+        if torch.is_grad_enabled() and param.requires_grad:
+            tensor: PartitionedTensor = _AsLeaf.apply(param)
+            return tensor
+        return _whole_view(param)
+
+    @staticmethod
+    def detached(param: ZeroParameter) -> PartitionedTensor:
+        """Return a tensor for the parameter outside any graph, as ``param.data`` is."""
+        return _whole_view(param)
+
+    @staticmethod
+    def gradient(param: ZeroParameter) -> PartitionedTensor:
+        """Return a tensor (fp32) for the gradient that has arrived of a parameter in this accumulation window."""
+        tensor = _whole_view(param, torch.float32)
+        tensor.is_gradient = True
+        return tensor
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _REFUSED:
+            refuse_use_of_memory(next(arg for arg in args if isinstance(arg, cls)).param)
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _FORMS:
+                return _FORMS[func](args[0], *args[1:], **kwargs)
+            if torch.is_grad_enabled():
+                args, kwargs = _kept_for_backward(func, args, kwargs)
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        returned = [value.alias_info for value in func._schema.returns]
+        if func.namespace == "aten" and any(alias is not None and not alias.is_write for alias in returned):
+            return _view(func, args, kwargs)
+        if func._schema.name in _REFUSED_OPERATIONS:
+            _refuse_shape(args[0].param, func._schema.name)
+        if func._schema.name.startswith("aten::_foreach_"):
+            return _one_by_one(func, args, kwargs)
+        return _computed(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
+        return self.clone()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.detach().clone())
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Such a tensor outside any graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
+
+
+def refuse_use_of_memory(param: ZeroParameter) -> NoReturn:
+    """Raise UnsupportedError: something saves, pickles or shares the memory of a partitioned parameter."""
+    raise UnsupportedError(
+        f"A parameter of shape {tuple(param.ds_shape)} cannot be saved, pickled or shared here: ZeRO-3 has partitioned "
+        "it, and it has no memory of its own.",
+        "Write the model by save_pretrained(folder), a method of the strategy and of SmartInfinityTraining, or a "
+        "checkpoint's by `smart-infinity export`. Code that needs whole parameters in memory runs within "
+        "deepspeed.zero.GatheredParameters(list(module.parameters())), on every rank.",
+    )
+
+
+def _refuse_shape(param: ZeroParameter, what: str) -> NoReturn:
+    raise UnsupportedError(
+        f"{what} would give a parameter of shape {tuple(param.ds_shape)} other memory; ZeRO-3 has partitioned it.",
+        "Write values by copy_(), or replace the parameter before the fit.",
+    )
+
+
+class _AsLeaf(torch.autograd.Function):
+    """Puts a partitioned parameter into a graph; its gradient joins the others before the reduction."""
+
+    @staticmethod
+    def forward(ctx: Any, param: ZeroParameter) -> PartitionedTensor:
+        ctx.param = param
+        tensor = _whole_view(param)
+        tensor.in_graph = True
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _take_shape(ctx.param)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_leave_shape, ctx.param))
+        if isinstance(gradient, PartitionedTensor):
+            gradient = gradient.clone()
+        return gradient
+
+    @classmethod
+    def apply(cls, param: ZeroParameter) -> Any:
+        _take_shape(param)
+        try:
+            return super().apply(param)  # type: ignore[no-untyped-call]
+        finally:
+            _leave_shape(param)
+
+
+def _take_shape(param: ZeroParameter) -> None:
+    """Give a partitioned parameter its shape without memory: autograd compares the shape of its gradient with it."""
+    if param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+        with torch._C.DisableTorchFunctionSubclass():
+            param.data = torch.empty(1, dtype=param.dtype, device=param.device).expand(param.ds_shape)
+
+
+def _leave_shape(param: ZeroParameter) -> None:
+    if param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+        with torch._C.DisableTorchFunctionSubclass():
+            param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+
+
+def _whole_view(param: ZeroParameter, dtype: torch.dtype | None = None) -> PartitionedTensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return _made(param, (), torch.empty(param.ds_shape, dtype=dtype or param.dtype, device="meta"), 0)
+
+
+def _made(param: ZeroParameter, views: tuple[_View, ...], like: torch.Tensor, offset: int) -> PartitionedTensor:
+    with torch.inference_mode(False):  # otherwise torch could not make views of it
+        tensor: PartitionedTensor = torch.Tensor._make_wrapper_subclass(
+            PartitionedTensor,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=offset,
+            dtype=like.dtype,
+            device=param.device,
+        )
+    tensor.param, tensor.views = param, views
+    return tensor
+
+
+def _view(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the views of a tensor that an operation makes: their geometry comes from a tensor without data."""
+    source, rest = args[0], tuple(args[1:])
+    model = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="meta")
+    results = func(model, *rest, **kwargs)
+
+    def like(result: torch.Tensor, index: int | None) -> PartitionedTensor:
+        views = (*source.views, (func, rest, kwargs, index))
+        view = _made(source.param, views, result, source.storage_offset() + result.storage_offset())
+        view.in_graph, view.is_gradient = source.in_graph, source.is_gradient
+        return view
+
+    if isinstance(results, torch.Tensor):
+        return like(results, None)
+    return [like(result, index) for index, result in enumerate(results)]
+
+
+def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on gathered parameters."""
+    tensors = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartitionedTensor)}
+    changed = _changed(func, args, kwargs)
+    for tensor in changed:
+        if tensor.in_graph and torch.is_grad_enabled():
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    with ExitStack() as opened:
+        real = _opened(list(tensors.values()), changed, opened)
+        given = {id(value): tensors[key] for key, value in real.items()}
+        args, kwargs = tree_map(lambda leaf: real.get(id(leaf), leaf), (tuple(args), kwargs))
+        result = func(*args, **kwargs)
+        # An operation in place returns what it was given.
+        return tree_map(lambda leaf: given.get(id(leaf), leaf), result)
+
+
+def _opened(
+    tensors: Sequence[PartitionedTensor], changed: Sequence[PartitionedTensor], opened: ExitStack
+) -> dict[int, torch.Tensor]:
+    """Return the elements of each tensor by its id, until the stack is closed; then write what was changed."""
+    params = dict.fromkeys(tensor.param for tensor in tensors if not tensor.is_gradient)
+    written = dict.fromkeys(tensor.param for tensor in changed if not tensor.is_gradient)
+    opened.enter_context(gathered(list(params), list(written)))
+    written = dict.fromkeys(tensor.param for tensor in changed if tensor.is_gradient)
+    of_gradients = dict.fromkeys(tensor.param for tensor in tensors if tensor.is_gradient)
+    gradients = {param: opened.enter_context(_whole_gradient(param, param in written)) for param in of_gradients}
+    bases = {id(each): gradients[each.param] if each.is_gradient else whole_data(each.param) for each in tensors}
+    return {key: _replayed(base, each) for each, (key, base) in zip(tensors, bases.items(), strict=True)}
+
+
+@contextmanager
+def _whole_gradient(param: ZeroParameter, written: bool) -> Iterator[torch.Tensor]:
+    owner = param._z3_optimizer
+    gradient = owner.get_fp32_grad_for_param(param)
+    if gradient is None:
+        raise UnsupportedError(
+            f"The gradient of a parameter of shape {tuple(param.ds_shape)} is gone: a step has used it, or zero_grad() "
+            "was called.",
+            "Read it between backward and step, and clone() what is needed later.",
+        )
+    gradient = gradient.reshape(param.ds_shape)
+    yield gradient
+    if written:
+        owner.set_fp32_grad_for_param(gradient, param)
+
+
+def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[PartitionedTensor]:
+    """Return the tensors that an operation changes."""
+    if not func._schema.is_mutable:
+        return []
+    named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+    mutable = [named.get(each.name) for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(mutable) if isinstance(leaf, PartitionedTensor)]
+
+
+def _replayed(result: Any, tensor: PartitionedTensor) -> torch.Tensor:
+    for func, rest, kwargs, index in tensor.views:
+        result = func(result, *rest, **kwargs)
+        if index is not None:
+            result = result[index]
+    return result  # type: ignore[no-any-return]
+
+
+def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation over lists element by element, so that one parameter at a time is gathered."""
+    lists = [each.name for each in func._schema.arguments if "List" in str(each.type) or "[]" in str(each.type)]
+    named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+    lists = [name for name in lists if isinstance(named.get(name), (list, tuple))]
+    results = []
+    for index in range(len(named[lists[0]])):
+        one = {name: [value[index]] if name in lists else value for name, value in named.items()}
+        results.append(_computed(func, (), one))
+    return None if all(result is None for result in results) else [each for result in results for each in result]
+
+
+def _kept_for_backward(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Copy constants of a graph that are trained: an update within backward may change them before they are used."""
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if getattr(func, "__name__", "").rstrip("_") != getattr(func, "__name__", "") or not any(
+        leaf.requires_grad for leaf in leaves
+    ):
+        return args, kwargs
+
+    def kept(leaf: Any) -> Any:
+        trained = isinstance(leaf, PartitionedTensor) and not leaf.requires_grad and leaf.param.requires_grad
+        return leaf.detach().clone() if trained else leaf
+
+    result: tuple[Sequence[Any], dict[str, Any]] = tree_map(kept, (tuple(args), kwargs))
+    return result
+
+
+def _numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    array = tensor.clone().numpy(*args, **kwargs)
+    array.flags.writeable = False  # a write would not reach the parameter
+    return array
+
+
+def _array(tensor: PartitionedTensor, dtype: Any = None) -> Any:
+    array = _numpy(tensor.detach())
+    return array if dtype is None else array.astype(dtype, copy=False)
+
+
+Tensor = torch.Tensor
+# Functions that hand the elements out in another form.
+_FORMS: dict[object, Callable[..., Any]] = {
+    Tensor.numpy: _numpy,
+    Tensor.__array__: _array,
+    Tensor.tolist: lambda tensor: tensor.clone().tolist(),
+    Tensor.is_contiguous: lambda tensor, *args, **kwargs: _geometry(tensor).is_contiguous(*args, **kwargs),
+    Tensor.is_shared: lambda tensor: False,
+    Tensor.is_pinned: lambda tensor, *args, **kwargs: False,
+}
+# Functions that save, pickle or share memory.
+_REFUSED: set[object] = {
+    Tensor.__reduce_ex__,
+    Tensor.__dlpack__,
+    Tensor.data_ptr,
+    Tensor.storage,
+    Tensor.untyped_storage,
+    Tensor.share_memory_,
+    Tensor.set_,
+    Tensor.resize_,
+}
+_REFUSED_OPERATIONS = {"aten::set_", "aten::resize_"}
+
+
+def _geometry(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), device="meta")
