@@ -121,6 +121,8 @@ class PartitionedTensor(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if any(hasattr(each, "ds_status") for each in types):
+            return NotImplemented  # a partitioned parameter among the arguments answers first
         kwargs = kwargs or {}
         if func in _REFUSED:
             refuse_use_of_memory(next(arg for arg in args if isinstance(arg, cls)).param)
