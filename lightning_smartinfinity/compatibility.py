@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer, do_nothing_closure
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
@@ -33,10 +34,15 @@ __all__ = [
     "Refusal",
     "accumulates",
     "adapt_callbacks",
+    "averages_weights",
     "configured_optimizer",
     "copy_around_training",
     "refuse_closure",
 ]
+
+
+# Where a checkpoint has the average: Lightning would put it where DeepSpeed's checkpoints have no weights.
+_AVERAGE = "averaging_state"
 
 
 @dataclass(frozen=True)
@@ -57,11 +63,6 @@ class Refusal:
 REFUSED_CALLBACKS = (
     Refusal(
         StochasticWeightAveraging,
-        "copies whole weights, which no rank has",
-        "Save checkpoints with ModelCheckpoint(save_top_k=...) and average their weights after training.",
-    ),
-    Refusal(
-        WeightAveraging,
         "copies whole weights, which no rank has",
         "Save checkpoints with ModelCheckpoint(save_top_k=...) and average their weights after training.",
     ),
@@ -101,6 +102,13 @@ def adapt_callbacks(trainer: pl.Trainer) -> None:
                 raise _error(callback, refusal)
         if isinstance(callback, GradientAccumulationScheduler):
             _admit(callback)
+        if isinstance(callback, WeightAveraging):
+            _admit_average(callback, trainer)
+
+
+def averages_weights(trainer: pl.Trainer) -> bool:
+    """Return whether a callback of the Trainer keeps an average of the weights, which no training record holds."""
+    return any(isinstance(callback, WeightAveraging) for callback in _callbacks(trainer))
 
 
 def copy_around_training(trainer: pl.Trainer) -> None:
@@ -240,3 +248,35 @@ def _check_schedule(scheduler: Any, trainer: pl.Trainer, pl_module: pl.Lightning
     # method, since the scheduler may serve another Trainer next.
     del scheduler.on_train_start
     scheduler.on_train_start(_AnyStrategy(trainer), pl_module)
+
+
+def _admit_average(callback: Any, trainer: pl.Trainer) -> None:
+    """Let WeightAveraging run: its average is whole in memory, and is saved in a key of its own.
+
+    Raises:
+        UnsupportedError: Parameters are in 16 bit: swapping them with the average would round the masters.
+    """
+    if trainer.precision != "32-true":
+        raise UnsupportedError(
+            f"{type(callback).__name__} with precision={trainer.precision!r} does not work with the smart_infinity "
+            "strategy: the swap for validation would round the masters to 16 bit.",
+            "Use precision='32-true', or keep an AveragedModel of torch in the module and validate with it.",
+        )
+    callback.on_save_checkpoint = partial(_save_average, callback)
+    callback.on_load_checkpoint = partial(_load_average, callback)
+
+
+def _save_average(callback: Any, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    if callback._average_model is not None:
+        state = callback._average_model.state_dict()
+        checkpoint[_AVERAGE] = {name: value.detach().clone() for name, value in state.items()}
+
+
+def _load_average(callback: Any, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    if callback._average_model is None:
+        return
+    if _AVERAGE in checkpoint:
+        callback._average_model.load_state_dict(checkpoint[_AVERAGE])
+    else:
+        rank_zero_warn("The checkpoint has no average of WeightAveraging; it begins with the checkpoint's weights.")
+        callback._average_model.module.load_state_dict(module.state_dict())

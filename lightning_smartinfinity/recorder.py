@@ -43,7 +43,7 @@ class TrainingRecorder:
         self._frozen = frozen_checksum(engine.module)
         self._warned = False
         self._recorded: TrainingRecord | None = None
-        engine.optimizer.outside_writes.frozen_written = False
+        engine.optimizer.outside_writes.unrecorded = None
 
     def record(self, loop: ClientState, *, step: int) -> None:
         """Write a record, between two batches.
@@ -61,8 +61,8 @@ class TrainingRecorder:
             return
         handler, residual = optimizer.rank_state.handler, optimizer.rank_state.residual
         keeping = optimizer.rank_state.keeping
-        if optimizer.outside_writes.frozen_written:
-            self._turn_off("a parameter that is not trained was written, and storage holds none of these")
+        if optimizer.outside_writes.unrecorded is not None:
+            self._turn_off(optimizer.outside_writes.unrecorded)
             return
         try:
             content = encode({_ENGINE: {**describe_engine(self._engine), "frozen": self._frozen}, _LOOP: loop})

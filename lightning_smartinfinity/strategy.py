@@ -31,6 +31,7 @@ from lightning_smartinfinity.compatibility import (
     OptimizerList,
     accumulates,
     adapt_callbacks,
+    averages_weights,
     configured_optimizer,
     copy_around_training,
     refuse_closure,
@@ -236,6 +237,8 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         ending.give_up_soon_after_sigterm()
         assert self._training_engine is not None
         self._recording.begin_fit(self._trainer, self._training_engine, self._settings.transfer)
+        if averages_weights(self._trainer):
+            self._training_engine.optimizer.outside_writes.unrecorded = "no record holds the average of WeightAveraging"
 
     @contextmanager
     @override

@@ -1,7 +1,7 @@
-"""Everyday code that touches parameters and gradients outside of forward: ``python -m tests.training.everyday_code OUT``.
+"""Code that touches parameters and gradients outside of forward: ``python -m tests.training.everyday_code OUT``.
 
-Each function of a table runs in a hook of a small fit, under plain Lightning or under our strategy. As a program it runs
-all of them on two processes and saves what each rank saw to ``OUT/<rank>.pt``.
+Each function of a table runs in a hook of a small fit, under plain Lightning or under our strategy. As a program it
+runs all of them on two processes and saves what each rank saw to ``OUT/<rank>.pt``.
 """
 
 from __future__ import annotations
@@ -148,7 +148,9 @@ WRITES: dict[str, Callable[[Touched], object]] = {
 }
 
 READS: dict[str, Callable[[Touched], object]] = {
-    "shapes": lambda m: [(tuple(p.shape), p.ndim, p.numel(), p.size(0), len(p), p.stride()) for p in m.net.parameters()],
+    "shapes": lambda m: [
+        (tuple(p.shape), p.ndim, p.numel(), p.size(0), len(p), p.stride()) for p in m.net.parameters()
+    ],
     "norm": lambda m: float(m.net[0].weight.norm()),
     "total norm": lambda m: float(nn.utils.get_total_norm(list(m.net.parameters()))),
     "item": lambda m: m.net[0].weight[1, 2].item(),
@@ -194,9 +196,9 @@ TERMS: dict[str, Callable[[Touched], torch.Tensor]] = {
     "a constant": lambda m: (m.net[3].weight * m.net[3].weight.detach()).sum() * 0.1,
     "a kept one": lambda m: (lambda p: p.square().sum() * p.norm() * 0.01)(next(iter(m.net.parameters()))),
     "before": lambda m: torch.zeros(()),
-    "autograd.grad": lambda m: torch.autograd.grad(
-        m.net[3].weight.square().sum(), m.net[3].weight, create_graph=True
-    )[0].square().sum() * 0.01,
+    "autograd.grad": lambda m: (
+        torch.autograd.grad(m.net[3].weight.square().sum(), m.net[3].weight, create_graph=True)[0].square().sum() * 0.01
+    ),
 }
 
 

@@ -29,7 +29,7 @@ class Own(callbacks.BaseFinetuning):
 
 REFUSED: dict[str, Callable[[], callbacks.Callback]] = {
     "StochasticWeightAveraging": lambda: callbacks.StochasticWeightAveraging(swa_lrs=0.1),
-    "WeightAveraging": lambda: callbacks.WeightAveraging(),
+    "WeightAveraging": lambda: callbacks.WeightAveraging(),  # in 16 bit
     "EMAWeightAveraging": lambda: callbacks.EMAWeightAveraging(),
     "BatchSizeFinder": lambda: callbacks.BatchSizeFinder(),
     "LearningRateFinder": lambda: callbacks.LearningRateFinder(),

@@ -30,6 +30,7 @@ from lightning_smartinfinity.patches import wrapped
 from lightning_smartinfinity.zero3.parameters.live_parameters import require_budget_for
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
 from lightning_smartinfinity.zero3.parameters.partitioned_parameter import ANSWERS, UNAFFECTED, answering, building
+from lightning_smartinfinity.zero3.parameters.partitioned_tensor import whole_data
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
 __all__ = ["gathering_on_use"]
@@ -195,7 +196,8 @@ class _Pool:
     def around_call(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Gather the arguments of a single function, as :class:`_GatherOnUse` does for operations."""
         self.hold(list(_zero_params((args, kwargs))))
-        return original(*args, **kwargs)
+        # Parameter() takes tensors of torch's own two classes only.
+        return original(*(whole_data(arg) if is_zero_param(arg) else arg for arg in args), **kwargs)
 
     def _make_room(self, num_bytes: int, most_bytes: int) -> None:
         surplus = num_bytes + sum(map(_num_bytes, self._held.values())) - most_bytes

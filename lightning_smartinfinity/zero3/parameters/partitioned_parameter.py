@@ -100,11 +100,14 @@ class _ZeroParameter(torch.nn.Parameter):
             self.__class__ = PartitionedParameter
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.nn.Parameter:
-        """Return a copy, partitioned over the same ranks; within GatheredParameters an ordinary one. Collective."""
+        """Return a copy, partitioned over the same ranks. Collective.
+
+        Within GatheredParameters, and while a model is built, the copy is an ordinary parameter.
+        """
         with torch.no_grad():
             values = PartitionedTensor.detached(self).clone()
         copied = torch.nn.Parameter(values, requires_grad=self.requires_grad)
-        if not _is_in_context(self):
+        if not (_BUILDING or _is_in_context(self)):
             self.convert_to_zero_parameters(param_list=[copied])  # type: ignore[attr-defined]
             answer([copied])
         memo[id(self)] = copied
@@ -191,6 +194,8 @@ class PartitionedParameter(_ZeroParameter):
 
             args, kwargs = tree_map(stand_in, (tuple(args), kwargs))
             if func in _DETACHING:
+                if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
+                    _refuse_tie(args[0].param)
                 return args[0]
         result = func(*args, **kwargs)
         # An operation in place, and one that changes nothing, returns the parameter itself.
@@ -315,6 +320,13 @@ def _set_gradient(param: ZeroParameter, value: torch.Tensor | None) -> None:
         owner.set_fp32_grad_for_param(value, param)
     else:
         _SET_GRAD(param, value)
+
+
+def _refuse_tie(param: ZeroParameter) -> None:
+    raise UnsupportedError(
+        f"torch.nn.Parameter(...) was given a parameter of shape {tuple(param.ds_shape)} that ZeRO-3 has partitioned.",
+        "Pass param.detach().clone() for a copy; to tie two modules, assign one parameter to both.",
+    )
 
 
 def _is_in_context(param: ZeroParameter) -> bool:

@@ -39,7 +39,7 @@ class OutsideWrites:
         update: The update in flight, which is drained first.
 
     Attributes:
-        frozen_written: Whether a parameter that is not trained was written.
+        unrecorded: What has changed that training records do not hold, as half a sentence; None if nothing has.
     """
 
     def __init__(self, rank_state: RankState, update: UpdateInFlight) -> None:
@@ -47,7 +47,7 @@ class OutsideWrites:
         self._partition = rank_state.partition
         self._update = update
         self._deferred: set[int] | None = None
-        self.frozen_written = False
+        self.unrecorded: str | None = None
 
     def watch(self, parameters: Iterable[ZeroParameter]) -> None:
         """Watch for writes to these parameters; those to parameters that are not trained have no effect here."""
@@ -81,7 +81,8 @@ class OutsideWrites:
             return
         params = list(params)
         written = self._partition.indices_of(params)
-        self.frozen_written |= len(written) < len({param.ds_id for param in params})
+        if len(written) < len({param.ds_id for param in params}):
+            self.unrecorded = "a parameter that is not trained was written, and storage holds none of these"
         if self._deferred is not None:
             self._deferred |= written
         else:
