@@ -68,7 +68,7 @@ def gathering_on_use(module: torch.nn.Module | None = None) -> Iterator[None]:
         patches.enter_context(wrapped(Init, "_partition", pool.around_partition))
         patches.enter_context(wrapped(Init, "_post_init_method", pool.around_post_init))
         # These are the two ways to a parameter's memory that torch shows to no mode.
-        patches.enter_context(wrapped(torch.nn.Parameter, "__new__", pool.around_call))
+        patches.enter_context(wrapped(torch.nn.Parameter, "__new__", pool.around_new))
         patches.enter_context(wrapped(Tensor, "set_", pool.around_call))
         with _GatherOnUse(pool):
             yield
@@ -196,7 +196,11 @@ class _Pool:
     def around_call(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Gather the arguments of a single function, as :class:`_GatherOnUse` does for operations."""
         self.hold(list(_zero_params((args, kwargs))))
-        # Parameter() takes tensors of torch's own two classes only.
+        return original(*args, **kwargs)
+
+    def around_new(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:
+        """Gather what a new parameter is made of, and pass its memory: Parameter() takes torch's own classes only."""
+        self.hold(list(_zero_params((args, kwargs))))
         return original(*(whole_data(arg) if is_zero_param(arg) else arg for arg in args), **kwargs)
 
     def _make_room(self, num_bytes: int, most_bytes: int) -> None:
