@@ -326,9 +326,11 @@ class NearStorage(ABC):
         from lightning_smartinfinity.zero3.parameters.gather_on_use import gathering_on_use
         from lightning_smartinfinity.zero3.parameters.partitioning import partitioning
         from lightning_smartinfinity.zero3.parameters.pretrained import loading_pretrained
+        from lightning_smartinfinity.zero3.parameters.torch_functions import putting_torch_back
 
         with (
             self._parameters_on_storage(),
+            putting_torch_back(),
             sharded(),
             partitioning("Building the model", None),
             gathering_on_use(module),

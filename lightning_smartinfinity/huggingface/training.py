@@ -175,12 +175,14 @@ class SmartInfinityTraining(NearStorage):
         self._prepare_environment(torch.device("cuda" if on_gpu else "cpu"), local_world_size=local_world_size)
         from lightning_smartinfinity.zero3.checkpoints.trust import door
         from lightning_smartinfinity.zero3.engine_setup import initializing_with
+        from lightning_smartinfinity.zero3.parameters.torch_functions import putting_torch_back
 
         self._plan_before_loading(on_gpu=on_gpu)
         self._engine_config = self._config
         with ExitStack() as contexts:
             consent = f"weights_only=False to {type(self).__name__}"
             contexts.enter_context(door(self._weights_only, consent=consent))
+            contexts.enter_context(putting_torch_back())
             contexts.enter_context(launched())
             contexts.enter_context(fresh_accelerate())
             contexts.enter_context(arguments_seen_by(self._see_arguments))

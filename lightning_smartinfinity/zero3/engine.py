@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -56,6 +56,7 @@ from lightning_smartinfinity.zero3.parameters.partitioning import (
     partitioning,
     whole_bytes,
 )
+from lightning_smartinfinity.zero3.parameters.torch_functions import linear_of_partitions, putting_torch_back
 from lightning_smartinfinity.zero3.release import release_module
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.step.foreign_step import refuse_foreign_steps
@@ -74,7 +75,7 @@ class PortableEngine(DeepSpeedEngine):
         refuse_foreign_steps()
         self._partitioning = ExitStack()
         self._was_broken_off = False
-        with self._partitioning:
+        with self._partitioning, putting_torch_back():
             super().__init__(**kwargs)
         offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
         retrace_for_external_parameters(offload)
@@ -103,8 +104,11 @@ class PortableEngine(DeepSpeedEngine):
         Raises:
             RankLostError: Another rank is missing.
         """
-        with naming_lost_rank(), self._mending_gathers():
+        with naming_lost_rank(), self._mending_gathers(), self._linear_of_partitions():
             return super().forward(*inputs, **kwargs)
+
+    def _linear_of_partitions(self) -> AbstractContextManager[None]:
+        return linear_of_partitions(wanted=self._config.zero_config.memory_efficient_linear)
 
     @contextmanager
     def _mending_gathers(self) -> Iterator[None]:
@@ -247,7 +251,8 @@ class SmartInfinityEngine(PortableEngine):
         with naming_lost_rank():
             self.optimizer.retained.backward_begins(retain_graph=retain_graph)
             self.optimizer.backward_begins(retain_graph=retain_graph)
-            with self.optimizer.in_backward(), self._mending_gathers():
+            # Backward runs checkpointed parts of forward again.
+            with self.optimizer.in_backward(), self._mending_gathers(), self._linear_of_partitions():
                 scaled: torch.Tensor = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         return scaled
 
