@@ -134,7 +134,7 @@ class SmartInfinityTraining(NearStorage):
         self._contexts = ExitStack()
         self._last_model: torch.nn.Module | None = None
         self._checkpoint: Path | None = None  # the one that is being saved
-        self._trained: weakref.WeakSet[Trainer] = weakref.WeakSet()
+        self._trained: list[weakref.ref[Trainer]] = []
 
     @property
     def config(self) -> DeepSpeedConfig:
@@ -253,13 +253,13 @@ class SmartInfinityTraining(NearStorage):
                 "Make the arguments and the Trainer directly before each training.",
             )
         checkpoint = checkpoint_to_resume(resume, trainer.args.output_dir, warn=trainer.is_world_process_zero())
-        if trainer in self._trained and not resume:
+        if any(known() is trainer for known in self._trained) and not resume:
             warnings.warn(
                 "This Trainer trains once more, and the optimizer's state begins anew. To go on from the state that was"
                 " saved last, pass resume_from_checkpoint=True.",
                 stacklevel=2,
             )
-        self._trained.add(trainer)
+        self._trained.append(weakref.ref(trainer))
         self._follow(trainer.args)
         return checkpoint
 

@@ -47,6 +47,7 @@ from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
 from lightning_smartinfinity.zero3.parameters.live_parameters import keep_within_budget
+from lightning_smartinfinity.zero3.parameters.module_guard import guard_modules, refuse_late_parameters
 from lightning_smartinfinity.zero3.parameters.module_outputs import accept_any_output
 from lightning_smartinfinity.zero3.parameters.module_trace import read_trace_lazily
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
@@ -82,6 +83,7 @@ class PortableEngine(DeepSpeedEngine):
         read_trace_lazily(offload)
         keep_within_budget(offload)
         accept_any_output(offload)
+        guard_modules(offload)
         refuse_plain_loading(self.module)
         guard_copies(self.module.modules())
 
@@ -217,8 +219,10 @@ class SmartInfinityEngine(PortableEngine):
 
         Raises:
             RankLostError: Another rank is missing.
-            UnsupportedError: Activations move to storage, and the module calls code of torch that refuses hooks.
+            UnsupportedError: A parameter has come since the set-up; or activations move to storage, and the module
+                calls code of torch that refuses hooks.
         """
+        refuse_late_parameters(self.module)
         activations = self.optimizer.rank_state.activations
         if activations is None or not torch.is_grad_enabled():
             return super().forward(*inputs, **kwargs)

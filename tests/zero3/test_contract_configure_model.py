@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 from lightning_smartinfinity.zero3.parameters.gather_on_use import _OWN_REFERENCES, _is_unused
+from lightning_smartinfinity.zero3.parameters.torch_functions import _LEFT
 from tests.helpers.runif import RunIf
 
 
@@ -41,6 +42,7 @@ def test_what_init_replaces_in_torch() -> None:
         *("cls._old_init", "cls._old_apply_of_skip_init_hook", "Tensor.__old_new__"),
         *("Module._old_init_subclass", "Module._old_apply"),
     }
+    assert set(_LEFT[nn.Module]) == {"__init_subclass__", "_old_init_subclass", "_old_apply"}
     assert "torch.nn.functional.linear = zero3_linear_wrap" in inspect.getsource(Init._enable_mem_efficient_linear)
     assert "linear" not in inspect.getsource(Init.unpatch_init_and_builtins)
     assert partition_parameters.zero_init_context == 0
