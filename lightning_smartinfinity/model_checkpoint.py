@@ -55,7 +55,8 @@ def save_beside_training(
     ]
     for callback in model_checkpoints(trainer):
         callback._link_checkpoint = partial(beside.link, callback)  # type: ignore[method-assign]
-        callback._save_checkpoint = partial(beside.save, callback, may_go_on=callback in callbacks)  # type: ignore[method-assign]
+        goes_on = any(callback is one for one in callbacks)  # a subclass may define ==
+        callback._save_checkpoint = partial(beside.save, callback, may_go_on=goes_on)  # type: ignore[method-assign]
     for callback in callbacks:
         callback.file_exists = partial(beside.exists, callback)  # type: ignore[method-assign]
     if any(map(_saves, callbacks)) and not trainer.fast_dev_run:  # type: ignore[attr-defined]

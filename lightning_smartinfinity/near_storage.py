@@ -324,14 +324,18 @@ class NearStorage(ABC):
             module: Module that is being built, if it exists already.
         """
         from lightning_smartinfinity.zero3.parameters.gather_on_use import gathering_on_use
+        from lightning_smartinfinity.zero3.parameters.module_guard import checking_layers
         from lightning_smartinfinity.zero3.parameters.partitioning import partitioning
         from lightning_smartinfinity.zero3.parameters.pretrained import loading_pretrained
+        from lightning_smartinfinity.zero3.parameters.torch_functions import putting_torch_back
 
         with (
             self._parameters_on_storage(),
+            putting_torch_back(),
             sharded(),
             partitioning("Building the model", None),
             gathering_on_use(module),
+            checking_layers(),
             loading_pretrained(self._engine_config),
         ):
             yield

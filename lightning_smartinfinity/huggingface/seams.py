@@ -201,7 +201,7 @@ def trainers_of_context() -> Iterator[None]:
     """
     import transformers
 
-    made: weakref.WeakSet[Trainer] = weakref.WeakSet()
+    made: list[weakref.ref[Trainer]] = []  # a subclass that defines == has no hash
 
     def build(original: Callable[..., None], trainer: Trainer, *args: object, **kwargs: object) -> None:
         try:
@@ -213,14 +213,14 @@ def trainers_of_context() -> Iterator[None]:
                 "A second Trainer was made without TrainingArguments of its own, made directly before it.",
                 "Make new TrainingArguments for each Trainer: accelerate knows one configuration at a time.",
             ) from error
-        made.add(trainer)
+        made.append(weakref.ref(trainer))
         _keep_given(trainer)
 
     try:
         with wrapped(transformers.Trainer, "__init__", build):
             yield
     finally:
-        for trainer in made:
+        for trainer in [trainer for known in made if (trainer := known()) is not None]:
             for name in ("train", "evaluate", "predict", "save_model"):
                 setattr(trainer, name, _refused_after(name))
 

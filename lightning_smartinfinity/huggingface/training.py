@@ -134,7 +134,7 @@ class SmartInfinityTraining(NearStorage):
         self._contexts = ExitStack()
         self._last_model: torch.nn.Module | None = None
         self._checkpoint: Path | None = None  # the one that is being saved
-        self._trained: weakref.WeakSet[Trainer] = weakref.WeakSet()
+        self._trained: list[weakref.ref[Trainer]] = []
 
     @property
     def config(self) -> DeepSpeedConfig:
@@ -176,12 +176,14 @@ class SmartInfinityTraining(NearStorage):
         from lightning_smartinfinity.zero3.checkpoints.trust import door
         from lightning_smartinfinity.zero3.engine_setup import initializing_with
         from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answering
+        from lightning_smartinfinity.zero3.parameters.torch_functions import putting_torch_back
 
         self._plan_before_loading(on_gpu=on_gpu)
         self._engine_config = self._config
         with ExitStack() as contexts:
             consent = f"weights_only=False to {type(self).__name__}"
             contexts.enter_context(door(self._weights_only, consent=consent))
+            contexts.enter_context(putting_torch_back())
             contexts.enter_context(launched())
             contexts.enter_context(fresh_accelerate())
             contexts.enter_context(arguments_seen_by(self._see_arguments))
@@ -253,13 +255,13 @@ class SmartInfinityTraining(NearStorage):
                 "Make the arguments and the Trainer directly before each training.",
             )
         checkpoint = checkpoint_to_resume(resume, trainer.args.output_dir, warn=trainer.is_world_process_zero())
-        if trainer in self._trained and not resume:
+        if any(known() is trainer for known in self._trained) and not resume:
             warnings.warn(
                 "This Trainer trains once more, and the optimizer's state begins anew. To go on from the state that was"
                 " saved last, pass resume_from_checkpoint=True.",
                 stacklevel=2,
             )
-        self._trained.add(trainer)
+        self._trained.append(weakref.ref(trainer))
         self._follow(trainer.args)
         return checkpoint
 

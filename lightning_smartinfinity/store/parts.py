@@ -17,7 +17,8 @@ from lightning_smartinfinity.store.lock import KEPT, SET_ASIDE, is_locked, read_
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.store.open_folder import OpenFolder
 from lightning_smartinfinity.store.os_errors import storage_errors
-from lightning_smartinfinity.store.recovery import committed_records
+from lightning_smartinfinity.store.recovery import committed_records, records_of, written_records
+from lightning_smartinfinity.store.training_record import damaged_training_records
 
 __all__ = ["Part", "Point", "find_parts", "look_at", "points_of"]
 
@@ -50,6 +51,7 @@ class Part:
         is_aside: Whether it was set aside, and no training has gone on with it since.
         successor: Job id of the stores of other ranks that are filled from it, if it was set aside for that.
         points: Points that the rank can be resumed at, as far as its records say; only in its first folder.
+        is_damaged: Whether its manifest is damaged, or a record, so that steps may have been taken that no point shows.
         num_bytes: Bytes allocated by its files.
         in_use: Whether a process had locked it.
     """
@@ -66,6 +68,7 @@ class Part:
     is_aside: bool = False
     successor: bytes | None = None
     points: frozenset[Point] = frozenset()
+    is_damaged: bool = False
     num_bytes: int = field(default=0, compare=False)  # blocks may be allocated late
     in_use: bool = field(default=False, compare=False)
 
@@ -135,8 +138,11 @@ def look_at(folder: OpenFolder) -> Part:
     manifest: Manifest | None = None
     with suppress(StorageCorruptError):
         _, notes = read_lock(folder)
-    with suppress(StorageCorruptError):
+    try:
         manifest = None if folder.status(MANIFEST_NAME) is None else read_manifest(folder)
+        is_damaged = manifest is not None and _has_damaged_records(folder, manifest)
+    except StorageCorruptError:
+        is_damaged = MANIFEST_NAME in notes  # otherwise it is a file of something else
     rank = int(folder.path.name.removeprefix("rank-"))
     sizes = map(folder.status, owned_names(folder, notes, manifest))
     bare = Part(
@@ -146,6 +152,7 @@ def look_at(folder: OpenFolder) -> Part:
         kept=KEPT in notes,
         is_aside=SET_ASIDE in notes,
         successor=successor_in(notes),
+        is_damaged=is_damaged,
         num_bytes=sum(status.st_blocks * 512 for status in sizes if status is not None),
         in_use=is_locked(folder),
     )
@@ -175,3 +182,13 @@ def points_of(folder: OpenFolder, manifest: Manifest) -> frozenset[Point]:
         return frozenset()
     records = committed_records(folder, manifest)
     return frozenset(Point(record.number, record.generation, record.run, record.step) for record in records)
+
+
+def _has_damaged_records(folder: OpenFolder, manifest: Manifest) -> bool:
+    """Return whether damage to the records in a rank's first folder hides that a step was taken, or may hide it."""
+    if manifest.device != 0 or folder.status(COMMIT_NAME) is None:
+        return False
+    return bool(damaged_training_records(folder, identity=manifest.identity)) or (
+        records_of(folder, manifest).problem is not None
+        and any(record.number > 0 for record in written_records(folder, manifest))
+    )

@@ -25,6 +25,9 @@ from lightning_smartinfinity.store.trainings import Condition, Training, jobs_be
 __all__ = ["Plan", "plan_making_way", "plan_putting_together", "plan_setting_aside"]
 
 
+_MAY_HAVE_STEPS = (Condition.RESUMABLE, Condition.DAMAGED)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Lists the parts that are moved and deleted, each with the rank that does it.
@@ -38,6 +41,7 @@ class Plan:
         successor: Job id of the stores that are filled from what is set aside; None if there are none.
         step: Step after which the training was interrupted.
         replaced: Step after which the one was interrupted that was set aside before; None if there was none.
+        is_damaged: Whether nothing can be resumed from what is set aside, because manifests or records are damaged.
     """
 
     job: str
@@ -48,6 +52,7 @@ class Plan:
     successor: bytes | None = None
     step: int = 0
     replaced: int | None = None
+    is_damaged: bool = False
 
     def moved_by(self, rank: int) -> list[Part]:
         """Return the parts that a rank moves."""
@@ -92,10 +97,10 @@ def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Seq
     moved: list[Training] = []
     for training in trainings_in(movers, job, aside):
         begun = len(training.parts_in(job)) < len(training.parts)
-        if in_the_way.intersection(training.parts) or (begun and training.condition is Condition.RESUMABLE):
+        if in_the_way.intersection(training.parts) or (begun and training.condition in _MAY_HAVE_STEPS):
             if training.condition is Condition.TORN:
                 raise _torn(training, job)
-            if training.condition is Condition.RESUMABLE:
+            if training.condition in _MAY_HAVE_STEPS:
                 moved.append(training)
     whole = {part for training in moved for part in training.parts}
     # Ranks that there are no more, or that ran on another machine, have left the rest; the others replace their own.
@@ -106,13 +111,17 @@ def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Seq
     if not moved:
         return Plan(job=aside, deleted=unused, left=left)
     deleted, replaced = _replaced(movers, aside, whole)
+    is_damaged = all(training.condition is Condition.DAMAGED for training in moved)
+    if is_damaged and replaced is not None:
+        raise _damaged_beside_resumable(moved[0], job)
     return Plan(
         job=aside,
-        moved=tuple((movers[part], part) for training in moved for part in training.parts_in(job)),
+        moved=tuple(dict.fromkeys((movers[part], part) for training in moved for part in training.parts_in(job))),
         deleted=(*deleted, *unused),
         left=left,
         step=max(training.step for training in moved),
         replaced=replaced,
+        is_damaged=is_damaged,
     )
 
 
@@ -214,7 +223,7 @@ def _plan_of_succession(movers: Mapping[Part, int], job: str) -> Plan | None:
 def _useless(parts: Iterable[Part], job: str, aside: str) -> set[Part]:
     """Return the parts of a job that nothing can be resumed from, that nobody keeps and no process uses."""
     everything = list(parts)
-    saves_nothing = {part for part in everything if part.job == job and part.store is None}
+    saves_nothing = {part for part in everything if part.job == job and part.store is None and not part.is_damaged}
     for training in trainings_in(everything, job, aside):
         if training.condition is Condition.NO_STEP:
             saves_nothing.update(training.parts_in(job))
@@ -254,6 +263,15 @@ def _torn(training: Training, job: str) -> StorageError:
         f"is set aside as a whole or not at all, and its part {str(lost)!r} cannot be found.",
         f"Mount {storage!r}, or begin where all of its parts can be reached; or remove what is left, with "
         f"{_removal(training, job)}, or choose another TransferConfig(job=...).",
+    )
+
+
+def _damaged_beside_resumable(training: Training, job: str) -> StorageError:
+    return StorageError(
+        f"{str(training.parts[0].path)!r} holds an interrupted training whose manifest or records are damaged. It is "
+        f"not deleted, and it does not replace the training in the job {job + ASIDE!r}, which can be resumed.",
+        f"Remove one of them, with {_removal(training, job)} or {_removal(training, job + ASIDE)}, or choose another "
+        "TransferConfig(job=...).",
     )
 
 

@@ -23,6 +23,9 @@ class Condition(Enum):
     TORN = auto()
     """It may have taken a step, and parts of it are missing, which may be on a drive that is not mounted."""
 
+    DAMAGED = auto()
+    """All of its parts are there. It may have taken a step, but damage to a manifest or record hides which."""
+
     NO_STEP = auto()
     """There is nothing in it that resuming would save."""
 
@@ -59,31 +62,65 @@ def jobs_beside(job: str) -> list[str]:
 
 
 def trainings_in(parts: Iterable[Part], job: str, other: str | None = None) -> list[Training]:
-    """Return the trainings that have parts in a job; what is missing of one there is looked for in ``other``."""
+    """Return the trainings that have parts in a job; what is missing of one there is looked for in ``other``.
+
+    A part without a readable manifest belongs to the training whose missing part was in that folder. The rest of these
+    parts are taken for one training.
+    """
     everything = list(parts)
+    unreadable = [part for part in everything if part.store is None and part.is_damaged]
     found = []
     for store in dict.fromkeys(part.store for part in everything if part.job == job and part.store is not None):
-        of_store = [part for part in everything if part.store == store and part.job in (job, other)]
-        training = _training([part for part in of_store if part.job == job], everything)
-        found.append(training if training.condition is not Condition.TORN else _training(of_store, everything))
+        of_store = [part for part in everything if part.store == store]
+        training = _training_of(of_store, unreadable, everything, jobs=(job,))
+        if training.condition is Condition.TORN:
+            training = _training_of(of_store, unreadable, everything, jobs=(job, other))
+        found.append(training)
+    known = {part for training in found for part in training.parts}
+    rest = tuple(part for part in unreadable if part.job == job and part not in known)
+    if rest:
+        found.append(Training(parts=rest, condition=Condition.DAMAGED, point=None, missing=None))
     return found
 
 
-def _training(parts: Sequence[Part], around: Collection[Part]) -> Training:
+def _training_of(
+    of_store: Sequence[Part], unreadable: Sequence[Part], around: Collection[Part], *, jobs: Collection[str | None]
+) -> Training:
+    readable = [part for part in of_store if part.job in jobs]
+    parts = [*readable, *_in_place_of_missing(readable, (part for part in unreadable if part.job in jobs))]
     missing = next(_missing(parts), None)
-    points = [part.points for part in parts if part.device == 0]
+    points = [part.points for part in readable if part.device == 0]
     point = max(frozenset.intersection(*points), default=None) if points else None
     nothing_saved = bool(points) and (point is None or point.number == 0)
-    if nothing_saved or (missing is not None and _is_gone(*missing, parts, around)):
+    hides_steps = nothing_saved and any(part.is_damaged for part in readable)
+    if (nothing_saved and not hides_steps) or (missing is not None and _is_gone(*missing, parts, around)):
         condition = Condition.NO_STEP
+    elif missing is not None:
+        condition = Condition.TORN
     else:
-        condition = Condition.RESUMABLE if missing is None else Condition.TORN
+        condition = Condition.DAMAGED if hides_steps or len(parts) > len(readable) else Condition.RESUMABLE
     return Training(parts=tuple(parts), condition=condition, point=point, missing=missing)
+
+
+def _in_place_of_missing(readable: Sequence[Part], unreadable: Iterable[Part]) -> Iterator[Part]:
+    first, present = readable[0], {(part.rank, part.device) for part in readable}
+    for part in unreadable:
+        place = _place_of(part, first)
+        if place is not None and place not in present and part.rank < first.world_size:
+            yield part
+
+
+def _place_of(part: Part, first: Part) -> tuple[int, int] | None:
+    """Return rank and device of a part, by the folders of a training's first part if its own manifest is unreadable."""
+    if part.store is not None:
+        return part.rank, part.device
+    storage = str(part.storage)
+    return (part.rank, first.folders.index(storage)) if storage in first.folders else None
 
 
 def _missing(parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
     """Yield rank and device of what a training lacks; a manifest may speak of billions of ranks."""
-    present = {(part.rank, part.device) for part in parts}
+    present = {_place_of(part, parts[0]) for part in parts}
     devices = range(len(parts[0].folders))
     return (place for place in product(range(parts[0].world_size), devices) if place not in present)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +46,7 @@ from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
 from lightning_smartinfinity.zero3.parameters.live_parameters import keep_within_budget
 from lightning_smartinfinity.zero3.parameters.module_copies import copy_without_hooks
+from lightning_smartinfinity.zero3.parameters.module_guard import guard_modules, refuse_late_parameters
 from lightning_smartinfinity.zero3.parameters.module_outputs import accept_any_output
 from lightning_smartinfinity.zero3.parameters.module_trace import read_trace_lazily
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
@@ -56,6 +57,7 @@ from lightning_smartinfinity.zero3.parameters.partitioning import (
     partitioning,
     whole_bytes,
 )
+from lightning_smartinfinity.zero3.parameters.torch_functions import linear_of_partitions, putting_torch_back
 from lightning_smartinfinity.zero3.release import release_module
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.step.foreign_step import refuse_foreign_steps
@@ -74,7 +76,7 @@ class PortableEngine(DeepSpeedEngine):
         refuse_foreign_steps()
         self._partitioning = ExitStack()
         self._was_broken_off = False
-        with self._partitioning, answering():
+        with self._partitioning, answering(), putting_torch_back():
             super().__init__(**kwargs)
         offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
         retrace_for_external_parameters(offload)
@@ -83,6 +85,7 @@ class PortableEngine(DeepSpeedEngine):
         accept_any_output(offload)
         answer_in(self.module)
         copy_without_hooks(self.module)
+        guard_modules(offload)
 
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
         # The base class casts nothing if zero.Init has partitioned a parameter. Parameters that were copied or assigned
@@ -103,8 +106,11 @@ class PortableEngine(DeepSpeedEngine):
         Raises:
             RankLostError: Another rank is missing.
         """
-        with naming_lost_rank(), self._mending_gathers():
+        with naming_lost_rank(), self._mending_gathers(), self._linear_of_partitions():
             return super().forward(*inputs, **kwargs)
+
+    def _linear_of_partitions(self) -> AbstractContextManager[None]:
+        return linear_of_partitions(wanted=self._config.zero_config.memory_efficient_linear)
 
     @contextmanager
     def _mending_gathers(self) -> Iterator[None]:
@@ -213,8 +219,10 @@ class SmartInfinityEngine(PortableEngine):
 
         Raises:
             RankLostError: Another rank is missing.
-            UnsupportedError: Activations move to storage, and the module calls code of torch that refuses hooks.
+            UnsupportedError: A parameter has come since the set-up; or activations move to storage, and the module
+                calls code of torch that refuses hooks.
         """
+        refuse_late_parameters(self.module)
         activations = self.optimizer.rank_state.activations
         if activations is None or not torch.is_grad_enabled():
             return super().forward(*inputs, **kwargs)
@@ -247,7 +255,8 @@ class SmartInfinityEngine(PortableEngine):
         with naming_lost_rank():
             self.optimizer.retained.backward_begins(retain_graph=retain_graph)
             self.optimizer.backward_begins(retain_graph=retain_graph)
-            with self.optimizer.in_backward(), self._mending_gathers():
+            # Backward runs checkpointed parts of forward again.
+            with self.optimizer.in_backward(), self._mending_gathers(), self._linear_of_partitions():
                 scaled: torch.Tensor = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         return scaled
 

@@ -16,7 +16,7 @@ from lightning_smartinfinity.zero3.engine import EvaluationEngine, SmartInfinity
 from lightning_smartinfinity.zero3.release import release_module, trainings_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
-from lightning_smartinfinity.zero3.validation import check_dtype, check_process_groups
+from lightning_smartinfinity.zero3.validation import check_dtype, check_layers, check_process_groups
 
 __all__ = [
     "build_evaluation_engine",
@@ -67,6 +67,7 @@ def build_evaluation_engine(
         config: DeepSpeed's configuration, as for training.
         device_index: Index of the training device.
     """
+    check_layers(model)
     check_dtype(model, config)
     release_module(model)
     needed = ("fp16", "bf16", "zero_allow_untested_optimizer", "zero_optimization")

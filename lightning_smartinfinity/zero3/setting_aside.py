@@ -63,21 +63,29 @@ def set_aside(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None)
         return
     carry_out(plan, settings, group)
     if plan.moved and dist.get_rank(group) == 0:
-        folders = " ".join(map(str, plan.storage))
-        _log.warning(
-            "%r holds a training that was interrupted after step %d. It was moved to the job %r%s. The next one that is"
-            " moved replaces it. To resume it, fit with ckpt_path='storage' and transfer={'job': %r};"
-            " to remove it, run: smart-infinity jobs %s --remove %s",
-            str(plan.moved[0][1].path),
-            plan.step,
-            plan.job,
-            ""
-            if plan.replaced is None
-            else f", and replaced the one there, which was interrupted after step {plan.replaced}",
-            plan.job,
-            folders,
-            plan.job,
+        _log.warning("%s", _told(plan))
+
+
+def _told(plan: Plan) -> str:
+    """Return what users are told of a training that was set aside."""
+    path, job = str(plan.moved[0][1].path), plan.job
+    removal = f"to remove it, run: smart-infinity jobs {' '.join(map(str, plan.storage))} --remove {job}"
+    if plan.is_damaged:
+        return (
+            f"{path!r} holds an interrupted training that cannot be resumed, because its manifest or records are "
+            f"damaged. It was not deleted but moved to the job {job!r}. The next one that is moved replaces it; "
+            f"{removal}"
         )
+    replaced = (
+        ""
+        if plan.replaced is None
+        else f", and replaced the one there, which was interrupted after step {plan.replaced}"
+    )
+    return (
+        f"{path!r} holds a training that was interrupted after step {plan.step}. It was moved to the job {job!r}"
+        f"{replaced}. The next one that is moved replaces it. To resume it, fit with ckpt_path='storage' and "
+        f"transfer={{'job': {job!r}}}; {removal}"
+    )
 
 
 def put_together(settings: OffloadSettings, group: ProcessGroup | None) -> None:

@@ -106,7 +106,8 @@ def find_predecessor(
 
 
 def _of_other_ranks(seen: Sequence[Sequence[Part]], job: str, num_ranks: int) -> Training | None:
-    found = [one for one in trainings_in(movers_of(seen), job) if one.condition is not Condition.NO_STEP]
+    wanted = (Condition.RESUMABLE, Condition.TORN)
+    found = [one for one in trainings_in(movers_of(seen), job) if one.condition in wanted]
     if not found or any(one.parts[0].world_size == num_ranks for one in found):
         return None
     training = found[0]

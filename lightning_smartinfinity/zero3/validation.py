@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_smartinfinity.checks import STRATEGY, as_passed
 from lightning_smartinfinity.config import TransferConfig
@@ -21,6 +22,7 @@ from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, ZeroParameter
 
 __all__ = [
     "check_dtype",
+    "check_layers",
     "check_model",
     "check_optimizer",
     "check_process_groups",
@@ -112,8 +114,9 @@ def check_model(model: torch.nn.Module) -> None:
     Raises:
         UnsupportedError: A module produces sparse gradients, a module or parameter belongs to DeepSpeed's mixture of
             experts, a parameter has no dimension (or, at several processes, no elements), two share memory, a module is
-            wrapped by torch.compile, or there is nothing to train.
+            wrapped by torch.compile, or there is nothing to train; or as :func:`check_layers`.
     """
+    check_layers(model)
     for name, module in model.named_modules():
         if type(module).__module__.startswith("deepspeed.moe."):
             raise UnsupportedError(
@@ -155,6 +158,33 @@ def check_model(model: torch.nn.Module) -> None:
         raise UnsupportedError(
             f"{type(model).__name__} has no parameter with requires_grad=True.", "Unfreeze what is to be trained."
         )
+
+
+def check_layers(model: torch.nn.Module) -> None:
+    """Refuse modules that take no hooks, and those whose parameters have no shape yet.
+
+    Raises:
+        UnsupportedError: A module was made by torch.jit, or is a lazy one that has not run.
+    """
+    for path, module in model.named_modules():
+        name = f" {path!r}" if path else ""
+        # A traced module's own parameters are gathered for it, and its children run without their hooks.
+        is_leaf = not list(module.children())
+        is_traced_leaf = is_leaf and isinstance(module, torch.jit.TopLevelTracedModule)  # type: ignore[attr-defined]
+        if isinstance(module, torch.jit.ScriptModule) and not is_traced_leaf:
+            raise UnsupportedError(
+                f"Module{name} was made by torch.jit.script or torch.jit.trace, and takes no hooks, by which ZeRO-3 "
+                "gathers parameters.",
+                "Train the module that it was made of, and script or trace after the training a copy with its weights.",
+            )
+        for tensor_name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+                raise UnsupportedError(
+                    f"{type(module).__name__}{name} is lazy and has not run: its {tensor_name!r} has no shape yet, "
+                    "and ZeRO-3 cannot partition it.",
+                    "Run the model once on a batch before the fit, in memory, or use a class that is not lazy: "
+                    "torch.nn.Linear(8, 40) for torch.nn.LazyLinear(40).",
+                )
 
 
 def _compiled_wrappers() -> tuple[type, ...]:

@@ -506,3 +506,16 @@ def test_a_plan_is_made_before_the_model_is_loaded(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UnsupportedError, match="plans for one process"), SmartInfinityTraining(plan=plan):
         pass
+
+
+def test_a_trainer_that_defines_equality(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers are told apart by identity: a class that defines == has no hash."""
+
+    class Comparable(transformers.Trainer):  # type: ignore[misc]
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError("== was called")
+
+        __hash__ = None
+
+    monkeypatch.setattr(transformers, "Trainer", Comparable)
+    assert len(train(model_folder, tmp_path, data=dataset(2)).losses) == 2

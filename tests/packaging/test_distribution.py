@@ -118,7 +118,7 @@ def test_requirements(source_distribution: tarfile.TarFile) -> None:
     always = {line.replace(" ", "") for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     names = {re.split(r"[<>=!\[;]", requirement)[0] for requirement in always}
     assert names == {"torch", "lightning", "deepspeed", "torchmetrics", "numpy", "tqdm", "typing-extensions"}
-    assert always >= {"torch>=2.6", "lightning>=2.6"}
+    assert always >= {"torch>=2.6", "lightning>=2.6.6"}
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "Apache-2.0"
 

@@ -417,3 +417,101 @@ def test_machines_of_two_trainings(tmp_path: Path) -> None:
     assert not plan.changes_something and len(plan.left) == 1  # it is in nobody's way
     plan = plan_setting_aside([seen_on("B"), seen_on("A")], job=JOB, folders=[[Path("/mnt/nvme")]] * 2)
     assert len(plan.moved) == 2 and not plan.deleted
+
+
+# ---- damage to what says whose state it is, and how far it has come
+
+
+def flipped(file: Path, number: int) -> bytes:
+    """Flip a bit in this byte of a file, and return what was there before."""
+    content = file.read_bytes()
+    file.write_bytes(content[:number] + bytes([content[number] ^ 1 << number % 8]) + content[number + 1 :])
+    return content
+
+
+def files_of(folders: Sequence[Path], job: str) -> dict[str, bytes]:
+    """Return the content of a job's files but the locks, by storage folder, rank and name."""
+    found = [(folder, path) for folder in folders for path in (folder / job).rglob("*") if path.is_file()]
+    return {
+        str(path.relative_to(folder / job)) + folder.name: path.read_bytes()
+        for folder, path in found
+        if path.name != "lock"
+    }
+
+
+@pytest.mark.parametrize(
+    ("rank", "device", "name", "step"),
+    [
+        (0, 0, "manifest.json", 7),
+        (1, 1, "manifest.json", 7),
+        (0, 0, "training-1.bin", 1),
+        (1, 0, "commit.bin", 67),
+        (0, 0, "lock", 1),
+    ],
+)
+def test_one_flipped_bit_deletes_no_training(rank: int, device: int, name: str, step: int, folders: list[Path]) -> None:
+    """Whatever byte it is in, all parts of the training are moved, whether it can still be resumed or not."""
+    leave(folders, step=7, ranks=2)
+    file = folders[device] / JOB / f"rank-{rank:05d}" / name
+    content, damaged = file.read_bytes(), []
+    for number in range(0, len(content), step):
+        flipped(file, number)
+        plan = plan_setting_aside([find_parts(folders, [JOB, ASIDE])] * 2, job=JOB, folders=[folders] * 2)
+        assert (len(plan.moved), plan.deleted) == (4, ()), f"byte {number}"
+        damaged.append(plan.is_damaged)
+        file.write_bytes(content)
+    assert damaged and (all(damaged) or name in ("commit.bin", "lock")) and (any(damaged) or name == "lock")
+    flipped(file, 8)
+    before = files_of(folders, JOB)
+    set_aside(folders, ranks=2)
+    assert files_of(folders, ASIDE) == before and files_of(folders, JOB) == {}
+
+
+def test_each_byte_of_the_only_manifest(tmp_path: Path) -> None:
+    """A bit that is flipped in any of them leaves the training to be moved, as damaged."""
+    leave([tmp_path], step=7)
+    file = tmp_path / JOB / "rank-00000/manifest.json"
+    for number in range(file.stat().st_size):
+        content = flipped(file, number)
+        plan = plan_setting_aside([find_parts([tmp_path], [JOB])], job=JOB, folders=[[tmp_path]])
+        assert (len(plan.moved), plan.deleted, plan.is_damaged) == (1, (), True), f"byte {number}"
+        file.write_bytes(content)
+
+
+def test_damage_to_the_only_part(tmp_path: Path) -> None:
+    """The training is kept aside, and a repaired manifest lets it be resumed from there."""
+    leave([tmp_path], step=7)
+    manifest = Path(JOB, "rank-00000/manifest.json")
+    content = flipped(tmp_path / manifest, 100)
+    plan = set_aside([tmp_path])
+    assert plan.is_damaged and steps_in([tmp_path], JOB) == {}
+    (tmp_path / ASIDE / "rank-00000/manifest.json").write_bytes(content)
+    assert steps_in([tmp_path]) == whole(7)
+    put_together([tmp_path], job=ASIDE)
+    go_on([tmp_path], step=8)
+
+
+def test_a_damaged_training_beside_one_that_was_set_aside(tmp_path: Path) -> None:
+    """Neither is deleted: the error names both, and the next training that can be resumed replaces a damaged one."""
+    leave([tmp_path], step=7)
+    set_aside([tmp_path])
+    leave([tmp_path], step=8)
+    file = tmp_path / JOB / "rank-00000/manifest.json"
+    content = flipped(file, 100)
+    with pytest.raises(StorageError, match=r"damaged\. It is not deleted, .* in the job 'default\.aside'") as caught:
+        set_aside([tmp_path])
+    assert "--remove default or smart-infinity jobs" in caught.value.remedy
+    file.write_bytes(content)
+    assert steps_in([tmp_path], JOB) == whole(8) and steps_in([tmp_path]) == whole(7)
+    flipped(tmp_path / ASIDE / "rank-00000/manifest.json", 100)
+    assert set_aside([tmp_path]).step == 8 and steps_in([tmp_path]) == whole(8)
+
+
+def test_a_damaged_part_and_one_that_cannot_be_reached(folders: list[Path]) -> None:
+    """The rest of the training may come back, so that nothing is moved or deleted."""
+    leave(folders, step=7, ranks=2)
+    flipped(folders[0] / JOB / "rank-00000/manifest.json", 100)
+    folders[1].rename(folders[1].with_name("unmounted"))
+    with pytest.raises(StorageError, match="cannot be found"):
+        set_aside(folders[:1], ranks=2)
+    assert len(files_of(folders[:1], JOB)) > 2

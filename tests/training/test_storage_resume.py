@@ -237,6 +237,22 @@ def test_a_new_fit_sets_a_resumable_one_aside(straight: Path, tmp_path: Path) ->
     assert end_of(folder) == end_of(straight)
 
 
+def test_a_new_fit_deletes_no_damaged_one(straight: Path, tmp_path: Path) -> None:
+    """One flipped bit in the manifest of an interrupted training: it is kept, and resumes once repaired."""
+    folder = tmp_path / "run"
+    assert run(folder, kill_at="kill at batch end", kill_step=5)[0] != 0
+    (manifest,) = folder.glob("**/default/rank-00000/manifest.json")
+    content = manifest.read_bytes()
+    manifest.write_bytes(content.replace(b"AdamW", b"AdamV"))
+    code, output = run(folder, kill_at="kill at batch end", kill_step=2)
+    assert code != 0 and "not deleted but moved to the job 'default.aside'" in output, output[-3000:]
+    (manifest,) = folder.glob("**/default.aside/rank-00000/manifest.json")
+    manifest.write_bytes(content)
+    code, output = run(folder, resume=True, transfer={"job": "default.aside"})
+    assert code == 0, output[-3000:]
+    assert end_of(folder) == end_of(straight)
+
+
 def test_a_part_that_cannot_be_moved(tmp_path: Path) -> None:
     """If one rank cannot move its part, since another process uses it, no rank moves its own, and each says why."""
     settings: dict[str, Any] = {"devices": 2, "folders": 2}

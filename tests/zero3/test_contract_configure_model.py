@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 from lightning_smartinfinity.zero3.parameters.gather_on_use import _OWN_REFERENCES, _is_unused
+from lightning_smartinfinity.zero3.parameters.torch_functions import _LEFT
 from tests.helpers.runif import RunIf
 
 
@@ -31,6 +32,21 @@ def test_dtypes_of_new_tensors_are_overridden_by_the_outermost_context() -> None
     assert "if DeepSpeedTensorOverride.dtype in self.tensor_overrides:" in source
     assert "torch.empty = zero_wrapper_for_fp_tensor_constructor(_orig_torch_empty," in source
     assert "top_level_context = self" in inspect.getsource(Init.__enter__)
+
+
+def test_what_init_replaces_in_torch() -> None:
+    """It keeps originals under names of its own, which stay; linear stays replaced by the function that we use."""
+    patch = inspect.getsource(Init.patch_init_and_builtins)
+    assert set(re.findall(r"(\w+)\._old_init = ", patch)) == {"cls"}
+    assert set(re.findall(r"(\w+\.(?:_old_|__old_)\w+) = ", patch)) == {
+        *("cls._old_init", "cls._old_apply_of_skip_init_hook", "Tensor.__old_new__"),
+        *("Module._old_init_subclass", "Module._old_apply"),
+    }
+    assert set(_LEFT[nn.Module]) == {"__init_subclass__", "_old_init_subclass", "_old_apply"}
+    assert "torch.nn.functional.linear = zero3_linear_wrap" in inspect.getsource(Init._enable_mem_efficient_linear)
+    assert "linear" not in inspect.getsource(Init.unpatch_init_and_builtins)
+    assert partition_parameters.zero_init_context == 0
+    assert nn.Linear in partition_parameters.get_all_subclasses(nn.Module)
 
 
 def test_engine_asks_parameters_for_its_dtype_before_it_takes_them() -> None:

@@ -10,6 +10,7 @@ from unittest import mock
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import pytest
 import torch
 from deepspeed.runtime.comm import coalesced_collectives
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
@@ -102,3 +103,23 @@ def test_the_trace_of_modules_is_frozen_and_sliced() -> None:
     assert "self.__submodule_order = tuple(self.__submodule_order)" in source
     assert "for module in self.__submodule_order[step_id:]:" in source
     assert callable(PartitionedParameterCoordinator.reset_step)
+
+
+def test_torch_tells_of_transforms_and_of_modules_without_hooks() -> None:
+    """A transform of torch.func has a level; scripted modules refuse hooks, and traced ones take them."""
+    levels: list[object] = []
+
+    def noting(x: torch.Tensor) -> torch.Tensor:
+        levels.append(torch._C._functorch.maybe_current_level())
+        return x.sum()
+
+    noting(torch.ones(2))
+    torch.func.grad(noting)(torch.ones(2))
+    torch.func.vmap(noting)(torch.ones(2, 2))
+    assert levels[0] is None and None not in levels[1:] and len(levels) == 3
+    layer = torch.nn.Linear(2, 2)
+    traced, scripted = torch.jit.trace(layer, torch.ones(1, 2)), torch.jit.script(layer)
+    assert isinstance(traced, torch.jit.TopLevelTracedModule) and not isinstance(scripted, type(traced))
+    traced.register_forward_pre_hook(print)
+    with pytest.raises(RuntimeError, match="not supported on ScriptModules"):
+        scripted.register_forward_pre_hook(print)

@@ -1,7 +1,9 @@
 #include "base/buffer.hpp"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <limits>
@@ -19,7 +21,7 @@ void unmap(std::byte* first, std::byte* last) {
 
 // Maps more than needed and unmaps the parts before and behind the aligned range.
 std::byte* map_aligned(std::size_t bytes, std::size_t alignment, Reserve reserve) {
-    const std::size_t mapped = bytes + alignment - kBlockBytes;
+    const std::size_t mapped = bytes + alignment - page_bytes();
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | (reserve == Reserve::kNothing ? MAP_NORESERVE : 0);
     void* const address = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (address == MAP_FAILED) throw SystemError(errno, "HostBuffer: mmap of " + std::to_string(bytes) + " bytes");
@@ -33,12 +35,17 @@ std::byte* map_aligned(std::size_t bytes, std::size_t alignment, Reserve reserve
 
 }  // namespace
 
+std::size_t page_bytes() {
+    static const std::size_t bytes = std::max(kBlockBytes, static_cast<std::size_t>(::sysconf(_SC_PAGESIZE)));
+    return bytes;
+}
+
 HostBuffer::HostBuffer(std::size_t bytes, Reserve reserve) : data_(nullptr), bytes_(bytes) {
     if (bytes == 0 || bytes > std::numeric_limits<std::size_t>::max() / 2) {
         throw std::invalid_argument("HostBuffer: cannot map " + std::to_string(bytes) + " bytes");
     }
-    const std::size_t mapped = align_up(bytes, kBlockBytes);
-    data_ = map_aligned(mapped, bytes >= kHugePageBytes ? kHugePageBytes : kBlockBytes, reserve);
+    const std::size_t mapped = align_up(bytes, page_bytes());
+    data_ = map_aligned(mapped, bytes >= kHugePageBytes ? kHugePageBytes : page_bytes(), reserve);
     // Failure is ignored: huge pages only add speed, and a kernel may be built without them.
     (void)::madvise(data_, mapped, MADV_HUGEPAGE);
     if (::madvise(data_, mapped, MADV_DONTFORK) != 0) {
@@ -51,12 +58,12 @@ HostBuffer::HostBuffer(std::size_t bytes, Reserve reserve) : data_(nullptr), byt
 HostBuffer::~HostBuffer() {
     unregister();
     // A forked child does not have this mapping, and something else may lie at its address there.
-    if (process_.is_current()) unmap(data_, data_ + align_up(bytes_, kBlockBytes));
+    if (process_.is_current()) unmap(data_, data_ + align_up(bytes_, page_bytes()));
 }
 
-void HostBuffer::give_back(std::size_t offset, std::size_t bytes) noexcept {
+bool HostBuffer::give_back(std::size_t offset, std::size_t bytes) noexcept {
     // It cannot fail for memory that is mapped and not locked. If it does, the memory stays, with its content.
-    if (process_.is_current()) (void)::madvise(data_ + offset, bytes, MADV_DONTNEED);
+    return process_.is_current() && ::madvise(data_ + offset, bytes, MADV_DONTNEED) == 0;
 }
 
 bool HostBuffer::try_register(std::shared_ptr<const HostRegistrar> registrar) {

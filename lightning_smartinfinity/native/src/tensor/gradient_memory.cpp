@@ -9,7 +9,7 @@ namespace smart_infinity {
 
 GradientMemory::GradientMemory(std::size_t bytes, std::size_t granule)
     : buffer_(bytes, Reserve::kNothing),
-      blocks_per_granule_(granule / kBlockBytes),
+      blocks_per_granule_(align_up(granule, page_bytes()) / kBlockBytes),
       taken_(align_up(bytes, kBlockBytes) / kBlockBytes),
       num_taken_(blocks_per_granule_ == 0 ? 0 : taken_.size() / blocks_per_granule_ + 1) {
     if (granule == 0 || granule % kBlockBytes != 0) {

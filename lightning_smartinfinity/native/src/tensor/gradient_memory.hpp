@@ -22,7 +22,8 @@ namespace smart_infinity {
 // Granules of huge pages make both cheap.
 class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
  public:
-    // `granule` is a multiple of kBlockBytes. Throws std::invalid_argument if not, and as HostBuffer does.
+    // `granule` is a multiple of kBlockBytes, and is rounded up to whole pages.
+    // Throws std::invalid_argument if it is no such multiple, and as HostBuffer does.
     explicit GradientMemory(std::size_t bytes, std::size_t granule = kBlockBytes);
 
     std::byte* data() const { return buffer_.data(); }

@@ -1,7 +1,5 @@
 #include "tensor/memory_pool.hpp"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <iterator>
 #include <stdexcept>
@@ -94,15 +92,16 @@ void MemoryPool::give_back_above_limit() {
     }
 }
 
-// Gives the memory of what is free back, and keeps its addresses.
+// Gives the whole pages of what is free back, and keeps their addresses. A page may hold a lent block, too.
 void MemoryPool::give_back_above_limit(Slab& slab) {
     const auto& parts = slab.ranges.free_parts();
     for (auto part = parts.rbegin(); part != parts.rend() && lent_ + idle_ > limit_; ++part) {
-        const auto& [offset, bytes] = *part;
-        const std::size_t touched = touched_bytes(slab, offset, bytes);
-        if (touched == 0 || ::madvise(slab.buffer.data() + offset, bytes, MADV_DONTNEED) != 0) continue;
-        std::fill_n(slab.touched.begin() + static_cast<std::ptrdiff_t>(offset / kBlockBytes), bytes / kBlockBytes,
-                    false);
+        const std::size_t begin = align_up(part->first, page_bytes());
+        const std::size_t end = (part->first + part->second) / page_bytes() * page_bytes();
+        const std::size_t touched = begin < end ? touched_bytes(slab, begin, end - begin) : 0;
+        if (touched == 0 || !slab.buffer.give_back(begin, end - begin)) continue;
+        std::fill_n(slab.touched.begin() + static_cast<std::ptrdiff_t>(begin / kBlockBytes),
+                    (end - begin) / kBlockBytes, false);
         idle_ -= touched;
     }
 }

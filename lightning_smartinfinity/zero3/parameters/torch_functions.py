@@ -1,0 +1,55 @@
+"""Puts back what DeepSpeed replaces in torch: other models of the process are traced and exported as without it.
+
+``zero.Init`` replaces ``torch.nn.functional.linear`` for good by a function that keeps a layer's weight partitioned
+between forward and backward. Here only an engine's own forward and backward see that function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+from lightning_smartinfinity.patches import replaced
+
+__all__ = ["linear_of_partitions", "putting_torch_back"]
+
+_LINEAR = torch.nn.functional.linear
+# Where zero.Init keeps originals, and what it leaves of its own.
+_LEFT = {
+    torch.nn.Module: ("__init_subclass__", "_old_init_subclass", "_old_apply"),
+    torch.Tensor: ("__new__", "__old_new__"),
+}
+
+
+def linear_of_partitions(*, wanted: bool) -> AbstractContextManager[None]:
+    """Let linear layers keep no gathered weight for backward in this context, unless linear was replaced before.
+
+    Args:
+        wanted: The key ``memory_efficient_linear`` of ``zero``.
+    """
+    if wanted and torch.nn.functional.linear is _LINEAR:
+        return replaced(torch.nn.functional, "linear", zero3_linear_wrap)
+    return nullcontext()
+
+
+@contextmanager
+def putting_torch_back() -> Iterator[None]:
+    """Undo at the end of this context what ``zero.Init`` has changed in torch within it, unless another one goes on."""
+    linear = torch.nn.functional.linear
+    before = {owner: {name for name in names if name in vars(owner)} for owner, names in _LEFT.items()}
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = linear
+        if not partition_parameters.zero_init_context:
+            for owner, names in _LEFT.items():
+                for name in names:
+                    if name in vars(owner) and name not in before[owner]:
+                        delattr(owner, name)
+            for module_class in partition_parameters.get_all_subclasses(torch.nn.Module):
+                if "_old_init" in vars(module_class):
+                    del module_class._old_init

@@ -1,0 +1,55 @@
+// A kernel with pages of EMULATED_PAGE_BYTES, for a process that preloads this library: memory is mapped, unmapped and
+// given back in whole pages, and the end of a range is rounded up to one, as by Linux.
+
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstdlib>
+
+namespace {
+
+std::size_t page() {
+    static const std::size_t bytes = std::strtoul(std::getenv("EMULATED_PAGE_BYTES"), nullptr, 10);
+    return bytes;
+}
+
+std::size_t whole(std::size_t bytes) { return (bytes + page() - 1) / page() * page(); }
+
+bool begins_a_page(const void* address) {
+    if (reinterpret_cast<std::uintptr_t>(address) % page() == 0) return true;
+    errno = EINVAL;
+    return false;
+}
+
+template <typename Function>
+Function* real(Function*, const char* name) {
+    return reinterpret_cast<Function*>(::dlsym(RTLD_NEXT, name));
+}
+
+}  // namespace
+
+extern "C" {
+
+long sysconf(int name) noexcept {
+    return name == _SC_PAGESIZE ? static_cast<long>(page()) : real(sysconf, "sysconf")(name);
+}
+
+void* mmap(void* hint, std::size_t bytes, int protection, int flags, int file, off_t offset) noexcept {
+    const auto map = real(mmap, "mmap");
+    if ((flags & MAP_FIXED) != 0 || file >= 0) return map(hint, bytes, protection, flags, file, offset);
+    void* const mapped = map(hint, whole(bytes) + page(), protection, flags, file, offset);
+    if (mapped == MAP_FAILED) return mapped;
+    return reinterpret_cast<void*>(whole(reinterpret_cast<std::uintptr_t>(mapped)));
+}
+
+int munmap(void* address, std::size_t bytes) noexcept {
+    return begins_a_page(address) ? real(munmap, "munmap")(address, whole(bytes)) : -1;
+}
+
+int madvise(void* address, std::size_t bytes, int advice) noexcept {
+    return begins_a_page(address) ? real(madvise, "madvise")(address, whole(bytes), advice) : -1;
+}
+}

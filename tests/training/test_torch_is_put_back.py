@@ -1,0 +1,141 @@
+"""A training leaves torch as it was: other models of the process are traced, scripted and exported as without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from deepspeed.runtime.zero.partition_parameters import get_all_subclasses
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_smartinfinity import SmartInfinityStrategy
+from tests.fabric.worker import quiet_fabric
+from tests.helpers.model_folder import make_model_folder
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import fit
+from tests.huggingface.trained import train
+
+RECIPE = Recipe(depth=1, max_steps=2)
+OWNERS = [
+    *(torch, torch.nn, torch.nn.functional, torch.nn.init, torch.autograd, torch.utils.checkpoint),
+    *(nn.Parameter, torch.Tensor, torch.optim.Optimizer),
+]
+
+
+def attributes_of_torch() -> dict[tuple[Any, str], Any]:
+    """Return the functions and classes of torch's namespaces and classes."""
+    owners = [*OWNERS, *get_all_subclasses(nn.Module)]
+    return {(owner, name): value for owner in owners for name, value in vars(owner).items() if callable(value)}
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
+
+
+def use_plain_models() -> None:
+    """Trace, script and export a model that no strategy knows, and check what it returns."""
+    batch, model = torch.ones(2, 3), plain()
+    expected = model(batch)
+    for made in (
+        torch.jit.trace(model, batch),
+        torch.jit.script(model),
+        torch.export.export(model, (batch,)).module(),
+        torch.func.vmap(lambda row: torch.func.functional_call(model, dict(model.named_parameters()), (row,))),
+    ):
+        torch.testing.assert_close(made(batch), expected)
+    nodes = {node.kind() for node in torch.jit.trace(model, batch).inlined_graph.nodes()}
+    assert "aten::linear" in nodes and "prim::PythonOp" not in nodes
+
+
+class Checkpointed(LitTiny):
+    """Notes by which function linear layers compute, in forward and where backward runs a part of it again."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.found: list[Any] = []
+        self.checked = nn.Linear(1, 1)
+
+    def note(self, x: torch.Tensor) -> torch.Tensor:
+        self.found.append(nn.functional.linear)
+        return self.checked(x)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0 * checkpoint(self.note, torch.ones(1, 1, requires_grad=True), use_reentrant=False).sum()
+
+
+class Late(LitTiny):
+    """Builds its model while ZeRO-3 partitions it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        del self.model
+
+    def configure_model(self) -> None:
+        self.model = RECIPE.build_model()
+
+
+class UsesPlainModels(pl.Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        use_plain_models()
+
+
+def by_trainer(module: Callable[[Recipe], LitTiny], folder: Path) -> None:
+    trainer = fit(module(RECIPE), folder, precision="32-true", max_steps=2, callbacks=[UsesPlainModels()])
+    assert isinstance(trainer.strategy, SmartInfinityStrategy)
+    use_plain_models()
+    trainer.strategy.close()
+
+
+def by_fabric(folder: Path) -> None:
+    fabric = quiet_fabric(folder / "storage")
+    with fabric.init_module():
+        module = RECIPE.build_model()
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    fabric.backward(model(RECIPE.batch(0, 0)))
+    optimizer.step()
+    use_plain_models()
+    fabric.strategy.close()
+
+
+def by_transformers(folder: Path) -> None:
+    train(make_model_folder(folder / "model"), folder / "out", strategy={"storage": folder / "storage"})
+
+
+@pytest.mark.parametrize(
+    "training",
+    [lambda folder: by_trainer(LitTiny, folder), lambda folder: by_trainer(Late, folder), by_fabric, by_transformers],
+    ids=["trainer", "configure_model", "fabric", "transformers"],
+)
+def test_nothing_of_torch_is_left_replaced(
+    training: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every attribute is the one from before, none has come, and plain models do what they did, in mid-fit, too."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    use_plain_models()
+    before = attributes_of_torch()
+    training(tmp_path)
+    after = attributes_of_torch()
+    after.pop((nn.Module, "smart_apply"), None)  # comes from transformers, without this package as well
+    known = {owner for owner, _ in before}
+    assert {key for key in after if key[0] in known and after[key] != before.get(key)} == set()
+    assert before.keys() - after.keys() == set()
+    use_plain_models()
+
+
+@pytest.mark.parametrize("efficient", [True, False])
+def test_an_engine_keeps_no_gathered_weights_for_backward(efficient: bool, tmp_path: Path) -> None:
+    """In forward, and where backward runs a part again, linear is DeepSpeed's, in a second fit as in the first."""
+    module = Checkpointed(RECIPE)
+    for number in range(2):
+        strategy = SmartInfinityStrategy(tmp_path / str(number), zero={"memory_efficient_linear": efficient})
+        fit(module, tmp_path, strategy, precision="32-true", max_steps=1)
+    wanted = zero3_linear_wrap if efficient else nn.functional.linear
+    assert module.found == [wanted] * 4
