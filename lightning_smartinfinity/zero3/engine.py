@@ -56,6 +56,7 @@ from lightning_smartinfinity.zero3.parameters.partitioning import (
     partitioning,
     whole_bytes,
 )
+from lightning_smartinfinity.zero3.parameters.scalars import ScalarsAsBytes
 from lightning_smartinfinity.zero3.release import release_module
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.step.foreign_step import refuse_foreign_steps
@@ -96,6 +97,10 @@ class PortableEngine(DeepSpeedEngine):
         for module in model.modules():
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
                 _cast_statistics(module)
+
+    def _broadcast_model(self) -> None:
+        with ScalarsAsBytes():
+            super()._broadcast_model()
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """Run forward like the base class.
