@@ -51,6 +51,7 @@ class Initialised(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.5))
         nn.init.constant_(self.scale, 1.25)
         self.apply(double_scale)
+        self.register_buffer("phases", torch.polar(torch.ones(WIDTH), torch.randn(WIDTH)))
         self.register_buffer("total", self.parts["fill"].weight.sum().detach())
 
     @torch.no_grad()

@@ -55,10 +55,16 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_processes_take_the_values_of_the_first(two_processes: Path) -> None:
-    """Each rank draws other numbers, and both get the weights of rank 0, which equal plain torch's bit for bit."""
+    """Each rank draws other numbers, and both get what rank 0 drew, which equals plain torch's bit for bit.
+
+    This holds for buffers, too, complex ones among them, which DeepSpeed alone leaves as each rank drew them.
+    """
+    whole = built_whole()
     for rank in range(2):
         seen = torch.load(two_processes / f"32-true-{rank}.pt", weights_only=True)
-        assert_same_weights(seen["weights"], built_whole())
+        assert_same_weights(seen["weights"], whole)
+        assert seen["buffers"].keys() == dict(whole.named_buffers()).keys()
+        assert all(torch.equal(seen["buffers"][name], buffer) for name, buffer in whole.named_buffers())
 
 
 def test_mixed_precision_builds_in_fp32(two_processes: Path) -> None:
