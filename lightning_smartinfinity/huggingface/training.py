@@ -175,7 +175,9 @@ class SmartInfinityTraining(NearStorage):
         self._prepare_environment(torch.device("cuda" if on_gpu else "cpu"), local_world_size=local_world_size)
         from lightning_smartinfinity.zero3.checkpoints.trust import door
         from lightning_smartinfinity.zero3.engine_setup import initializing_with
+        from lightning_smartinfinity.zero3.parameters.scalars import send_scalars
 
+        send_scalars()  # transformers enters zero.Init itself
         self._plan_before_loading(on_gpu=on_gpu)
         self._engine_config = self._config
         with ExitStack() as contexts:

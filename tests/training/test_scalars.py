@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import SmartInfinityStrategy
 from lightning_smartinfinity.cli.main import main
+from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.zero3.parameters.scalars import send_scalars
 from tests.helpers.plain import assert_alike
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import fit
@@ -120,3 +127,47 @@ def test_a_pretrained_clip_trains_and_is_saved_as_in_memory(
         assert_alike(found, {name: expected[name] for name in found})
     again = Contrast.load_from_checkpoint(tmp_path / "plain.ckpt", weights=weights)
     assert_alike(dict(again.model.named_parameters()), dict(plain.model.named_parameters()))
+
+
+def test_a_clip_that_transformers_loads_trains_as_in_memory(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers partitions a model as it loads it, before an engine exists."""
+    import transformers
+    from safetensors.torch import load_file
+
+    class Trainer(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: dict[str, Any], **_: Any) -> torch.Tensor:
+            return model(**inputs, return_loss=True).loss  # type: ignore[no-any-return]
+
+    def losses(name: str, **settings: Any) -> list[float]:
+        """Train, and save to a folder of this name."""
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / f"{name} run"),
+            per_device_train_batch_size=4,
+            num_train_epochs=1,
+            learning_rate=1e-2,
+            adam_epsilon=1e-2,
+            logging_steps=1,
+            save_strategy="no",
+            train_sampling_strategy="sequential",
+            report_to=[],
+            disable_tqdm=True,
+            **settings,
+        )
+        batches = Contrast.train_dataloader(None).dataset  # type: ignore[arg-type]
+        rows = [{"input_ids": tokens, "pixel_values": image} for tokens, image in batches]
+        trainer = Trainer(transformers.CLIPModel.from_pretrained(weights), arguments, train_dataset=rows)
+        trainer.train()
+        trainer.save_model(str(tmp_path / name))
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    expected = losses("plain")
+    for owner, method in ((Init, "_zero_init_param"), (GatheredParameters, "_exit")):
+        monkeypatch.setattr(owner, method, inspect.unwrap(getattr(owner, method)))
+    send_scalars.cache_clear()  # as in a process that has trained nothing
+    with SmartInfinityTraining(storage=tmp_path / "storage") as training:
+        assert_alike(losses("ours", deepspeed=training.config), expected)
+    saved = load_file(tmp_path / "ours" / "model.safetensors")
+    assert saved["logit_scale"].shape == SCALAR
+    assert_alike(saved, {name: load_file(tmp_path / "plain" / "model.safetensors")[name] for name in saved})

@@ -10,10 +10,10 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["ScalarsAsBytes", "send_gathered_scalars"]
+__all__ = ["ScalarsAsBytes", "send_scalars"]
 
 
 class ScalarsAsBytes(TorchFunctionMode):
@@ -32,13 +32,16 @@ class ScalarsAsBytes(TorchFunctionMode):
 
 
 @functools.cache
-def send_gathered_scalars() -> None:
-    """Make ``GatheredParameters(modifier_rank=...)`` send parameters without a dimension, in this process."""
-    original = GatheredParameters._exit
+def send_scalars() -> None:
+    """Make ``zero.Init`` and ``GatheredParameters`` send parameters without a dimension, in this process."""
+    for owner, name in ((Init, "_zero_init_param"), (GatheredParameters, "_exit")):
+        setattr(owner, name, _with_scalars(getattr(owner, name)))
 
+
+def _with_scalars(original: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(original)
-    def _exit(self: GatheredParameters, *exc: object) -> object:
+    def method(*args: object, **kwargs: object) -> object:
         with ScalarsAsBytes():
-            return original(self, *exc)
+            return original(*args, **kwargs)
 
-    GatheredParameters._exit = _exit
+    return method
