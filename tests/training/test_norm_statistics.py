@@ -121,14 +121,16 @@ def test_statistics_are_those_of_lightning(
     precision: str, expected: list[dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     """Their dtype is fp32, and they go where they go in memory, also in a second fit of the module."""
-    module = Norms()
+    module, hooks = Norms(), set()
     for once in expected:
         trainer = fit(module, tmp_path, precision=precision, max_steps=STEPS, use_distributed_sampler=False)
+        hooks.add(len(module.norms["plain"]._forward_pre_hooks))
         found = buffers_of(module)
         assert found.keys() == once.keys()
         for name, buffer in once.items():
             torch.testing.assert_close(found[name], buffer, rtol=2e-3, atol=2e-3, msg=lambda m, n=name: f"{n}: {m}")
         trainer.strategy.close()  # type: ignore[attr-defined]
+    assert len(hooks) == 1  # the second fit's replace the first one's
 
 
 def test_statistics_of_an_old_checkpoint_load(tmp_path: Path) -> None:
