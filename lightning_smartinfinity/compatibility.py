@@ -10,6 +10,7 @@ from types import MethodType
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -21,8 +22,11 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer, do_nothing_closure
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_smartinfinity.errors import UnsupportedError
@@ -38,6 +42,7 @@ __all__ = [
     "configured_optimizer",
     "copy_around_training",
     "refuse_closure",
+    "synchronize_layers",
 ]
 
 
@@ -280,3 +285,28 @@ def _load_average(callback: Any, trainer: pl.Trainer, module: pl.LightningModule
     else:
         rank_zero_warn("The checkpoint has no average of WeightAveraging; it begins with the checkpoint's weights.")
         callback._average_model.module.load_state_dict(module.state_dict())
+
+
+def synchronize_layers(module: Module, layer_sync: LayerSync | None, *, device: torch.device, ranks: int) -> Module:
+    """Convert a module by ``Trainer(sync_batchnorm=True)`` or a plugin of the user's, as Lightning's DDP does.
+
+    Args:
+        module: The module, before ZeRO-3 takes it.
+        layer_sync: What the Trainer was given.
+        device: The training device.
+        ranks: Number of processes.
+
+    Raises:
+        UnsupportedError: torch cannot synchronize batch norms on the device.
+    """
+    if layer_sync is None or (isinstance(layer_sync, TorchSyncBatchNorm) and ranks == 1):
+        return module
+    if type(layer_sync) is TorchSyncBatchNorm and device.type == "cpu":
+        norms = (name for name, child in module.named_modules() if isinstance(child, _BatchNorm))
+        name = next(norms, None)
+        if name is not None:
+            raise UnsupportedError(
+                f"Trainer(sync_batchnorm=True) cannot synchronize {name!r}: torch's SyncBatchNorm needs a GPU.",
+                "Train on GPUs, leave sync_batchnorm out, or pass a LayerSync plugin of your own.",
+            )
+    return layer_sync.apply(module)

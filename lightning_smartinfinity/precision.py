@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,7 +11,8 @@ from lightning.fabric.plugins.precision import DeepSpeedPrecision as FabricDeepS
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
-from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
+from lightning_utilities import apply_to_collection
 from torch.nn import Module
 from typing_extensions import override
 
@@ -44,12 +46,39 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
         check(type(self).__name__, "precision", precision, one_of(*get_args(_PrecisionName)))
         super().__init__(precision)
         self._step_follows = False
+        self._saw_a_batch = False
 
     @override
     def convert_module(self, module: Module) -> Module:
-        _refuse_complex(module, self.precision)
-        _set_dtype(module, self._desired_dtype, casts="true" in self.precision)
-        return super().convert_module(module)
+        with _converting(module, self.precision, self._desired_dtype):
+            return super().convert_module(module)
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        # Lightning's own 32-true leaves batches as they are, its own 16-bit true precisions cast them.
+        if "true" in self.precision:
+            return data if self._desired_dtype is torch.float else super().convert_input(data)
+        if not self._saw_a_batch:
+            self._saw_a_batch = True
+            self._warn_of_rounding(data)
+        return apply_to_collection(data, torch.Tensor, _in_16_bit, self._desired_dtype)
+
+    def _warn_of_rounding(self, data: Any) -> None:
+        changed: list[bool] = []
+        apply_to_collection(data, torch.Tensor, lambda tensor: changed.append(_changes(tensor, self._desired_dtype)))
+        if any(changed):
+            rank_zero_warn(
+                f"precision={self.precision!r} rounds the float tensors of batches to {self._desired_dtype}, which is "
+                "the dtype of the parameters here; Lightning's own mixed precision leaves batches as they are. What "
+                "needs more digits, such as targets or times, can be passed as integers or float64, which stay."
+            )
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        # As Lightning's own 16-bit true precisions: new tensors of a step have the dtype of the parameters.
+        with self.tensor_init_context():
+            yield
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -109,31 +138,53 @@ class SmartInfinityFabricPrecision(FabricDeepSpeedPrecision):
 
     @override
     def convert_module(self, module: Module) -> Module:
-        _refuse_complex(module, self.precision)
-        _set_dtype(module, self._desired_dtype, casts="true" in self.precision)
-        return super().convert_module(module)
+        with _converting(module, self.precision, self._desired_dtype):
+            return super().convert_module(module)
 
 
-def _set_dtype(module: Module, dtype: torch.dtype, *, casts: bool) -> None:
-    """Tell Lightning's modules the dtype that their parameters have in the training.
+@contextmanager
+def _converting(module: Module, precision: str, dtype: torch.dtype) -> Iterator[None]:
+    """Prepare a module for ``module.to(dtype)``, which a true precision calls within this context.
 
-    Args:
-        module: The module.
-        dtype: That dtype.
-        casts: Whether parameters get it now. A mixed precision leaves that to DeepSpeed.
+    Lightning's modules are told the dtype that their parameters have in the training. Parameters get it one by one. A
+    mixed precision leaves that to DeepSpeed. Complex buffers keep their dtype: torch would drop their imaginary parts.
+    So do double buffers in fp32, as in Lightning's own 32-true.
+
+    Raises:
+        UnsupportedError: The module has a complex parameter.
     """
     from lightning_smartinfinity.zero3.parameters.partitioning import cast_parameters
 
-    _update_properties(module, dtype=dtype)
-    if casts:
-        cast_parameters(module.parameters(), dtype)
-
-
-def _refuse_complex(module: Module, precision: str) -> None:
-    # Casting a complex tensor to a real dtype silently drops its imaginary part.
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_complex():
+    for name, param in module.named_parameters():
+        if param.is_complex():
             raise UnsupportedError(
-                f"{type(module).__name__} has a complex tensor {name!r}, lost by precision={precision!r}.",
-                "Store its real and imaginary parts (torch.view_as_real).",
+                f"{type(module).__name__} has a complex parameter {name!r}, lost by precision={precision!r}.",
+                "Store its real and imaginary parts (torch.view_as_real), or register it as a buffer if nothing "
+                "trains it.",
             )
+    _update_properties(module, dtype=dtype)
+    if "true" in precision:
+        cast_parameters(module.parameters(), dtype)
+    kept = [
+        (child._buffers, name, buffer)
+        for child in module.modules()
+        for name, buffer in child._buffers.items()
+        if buffer is not None and (buffer.is_complex() or (buffer.dtype is torch.double and dtype is torch.float))
+    ]
+    for buffers, name, _ in kept:
+        buffers[name] = None
+    try:
+        yield
+    finally:
+        for buffers, name, buffer in kept:
+            buffers[name] = buffer
+
+
+def _in_16_bit(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of a batch as a mixed precision takes it; torch's autocast leaves doubles alone, too."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not torch.double else tensor
+
+
+def _changes(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether :func:`_in_16_bit` changes a value."""
+    return bool((_in_16_bit(tensor, dtype) != tensor)[~tensor.isnan()].any())

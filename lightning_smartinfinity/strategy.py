@@ -35,6 +35,7 @@ from lightning_smartinfinity.compatibility import (
     configured_optimizer,
     copy_around_training,
     refuse_closure,
+    synchronize_layers,
 )
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import ActivationOffload, PlanConfig, SmartSSDConfig, TransferConfig
@@ -210,6 +211,10 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         self._choose_storage(trainer.default_root_dir)
         self._plan_fit()
         self._recording.begin_run(trainer, self._settings.transfer)
+        if trainer.state.fn is TrainerFn.FITTING and self.model is not None:
+            self.model = synchronize_layers(
+                self.model, self._layer_sync, device=self.root_device, ranks=self.world_size
+            )
         super().setup(trainer)
         ending.end_together_after_sigterm(trainer)
         self._books = None if self._rank_state is None else CheckpointBooks(trainer, self._rank_state.background)

@@ -18,6 +18,7 @@ from lightning_smartinfinity.progress import Advance, showing_progress
 
 __all__ = [
     "background_group",
+    "broadcast_buffers",
     "failing_together",
     "gather",
     "has_ended",
@@ -36,6 +37,27 @@ def gather(value: T, group: ProcessGroup | None) -> list[T]:
     values: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return cast("list[T]", values)
+
+
+def broadcast_buffers(module: torch.nn.Module, group: ProcessGroup | None, *, device: torch.device) -> None:
+    """Give all ranks the first one's values of a module's buffers, as torch's DDP does.
+
+    Args:
+        module: The module.
+        group: The group of the ranks.
+        device: Device on which the group sends.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    for buffer in module.buffers():
+        if buffer.is_meta or buffer.layout is not torch.strided or not buffer.numel():
+            continue
+        sent = buffer.detach().to(device).resolve_conj().contiguous()
+        # As bytes, since backends do not send every dtype, complex ones for example.
+        dist.broadcast(sent.view(-1).view(torch.uint8), first, group)
+        if dist.get_rank() != first:
+            buffer.data = sent.to(buffer.device)
 
 
 _BACKGROUND_LIMIT = timedelta(days=7)  # a rank that is lost is noticed by the watch

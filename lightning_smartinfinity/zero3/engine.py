@@ -40,7 +40,7 @@ from lightning_smartinfinity.zero3.checkpoints.saved_weights import RANK_KEY, SA
 from lightning_smartinfinity.zero3.checkpoints.staged_save import LATEST
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
-from lightning_smartinfinity.zero3.collectives import background_group, raising_together
+from lightning_smartinfinity.zero3.collectives import background_group, broadcast_buffers, raising_together
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
@@ -49,6 +49,7 @@ from lightning_smartinfinity.zero3.parameters.module_copies import copy_without_
 from lightning_smartinfinity.zero3.parameters.module_guard import guard_modules, refuse_late_parameters
 from lightning_smartinfinity.zero3.parameters.module_outputs import accept_any_output
 from lightning_smartinfinity.zero3.parameters.module_trace import read_trace_lazily
+from lightning_smartinfinity.zero3.parameters.norm_statistics import keep_statistics
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answer_in, answering
 from lightning_smartinfinity.zero3.parameters.partitioning import (
@@ -57,6 +58,7 @@ from lightning_smartinfinity.zero3.parameters.partitioning import (
     partitioning,
     whole_bytes,
 )
+from lightning_smartinfinity.zero3.parameters.scalars import ScalarsAsBytes
 from lightning_smartinfinity.zero3.parameters.torch_functions import linear_of_partitions, putting_torch_back
 from lightning_smartinfinity.zero3.release import release_module
 from lightning_smartinfinity.zero3.settings import OffloadSettings
@@ -86,6 +88,8 @@ class PortableEngine(DeepSpeedEngine):
         answer_in(self.module)
         copy_without_hooks(self.module)
         guard_modules(offload)
+        if self.bfloat16_enabled() or self.fp16_enabled():
+            keep_statistics(self.module)
 
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
         # The base class casts nothing if zero.Init has partitioned a parameter. Parameters that were copied or assigned
@@ -93,12 +97,15 @@ class PortableEngine(DeepSpeedEngine):
         if self.bfloat16_enabled() or self.fp16_enabled():
             cast_parameters(model.parameters(), torch.bfloat16 if self.bfloat16_enabled() else torch.float16)
         super()._configure_distributed_model(model)
+        # DeepSpeed sends parameters only.
+        broadcast_buffers(model, self.seq_data_parallel_group, device=self.device)
         nbytes = whole_bytes(model)
         if nbytes:
             self._partitioning.enter_context(partitioning("Partitioning the model", nbytes))
-        for module in model.modules():
-            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-                _cast_statistics(module)
+
+    def _broadcast_model(self) -> None:
+        with ScalarsAsBytes():
+            super()._broadcast_model()
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """Run forward like the base class.
@@ -444,17 +451,6 @@ class SmartInfinityEngine(PortableEngine):
             "DeepSpeedEngine.offload_states does not work with the smart_infinity strategy.",
             "Remove the call: optimizer state is on storage already.",
         )
-
-
-def _cast_statistics(norm: torch.nn.modules.batchnorm._BatchNorm) -> None:
-    """Cast running statistics to the dtype of the weights, as bf16-true does: torch's kernels require one dtype.
-
-    DeepSpeed casts only parameters.
-    """
-    for name in ("running_mean", "running_var"):
-        statistic = getattr(norm, name)
-        if statistic is not None and norm.weight is not None:
-            setattr(norm, name, statistic.to(norm.weight.dtype))
 
 
 def _refuse_parts(folder: Path, load_optimizer_states: bool, *others: object) -> None:

@@ -9,14 +9,16 @@ import torch
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from lightning_smartinfinity.zero3.parameters import norm_statistics
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
-from lightning_smartinfinity.zero3.parameters.module_copies import is_of_deepspeed
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["end_training_of", "release_module", "trainings_of"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Modules whose functions engines hook in.
+_HOOKS_OF = ("deepspeed.", norm_statistics.__name__)
 # Further entries that torch keeps for a hook, by the hook's id.
 _HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
@@ -58,8 +60,8 @@ def release_module(module: torch.nn.Module) -> None:
 def _remove_hooks(module: torch.nn.Module) -> None:
     for name in _HOOKS:
         hooks = getattr(module, name)
-        theirs = [key for key, hook in hooks.items() if is_of_deepspeed(hook)]
-        for key in theirs:
+        of_engines = [key for key, hook in hooks.items() if getattr(hook, "__module__", "").startswith(_HOOKS_OF)]
+        for key in of_engines:
             del hooks[key]
             for flags in _HOOK_FLAGS:
                 getattr(module, flags).pop(key, None)

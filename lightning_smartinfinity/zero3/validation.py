@@ -113,8 +113,8 @@ def check_model(model: torch.nn.Module) -> None:
 
     Raises:
         UnsupportedError: A module produces sparse gradients, a module or parameter belongs to DeepSpeed's mixture of
-            experts, a parameter has no dimension (or, at several processes, no elements), two share memory, a module is
-            wrapped by torch.compile, or there is nothing to train; or as :func:`check_layers`.
+            experts, a parameter has no elements at several processes, two share memory, a module is wrapped by
+            torch.compile, or there is nothing to train; or as :func:`check_layers`.
     """
     check_layers(model)
     for name, module in model.named_modules():
@@ -141,11 +141,6 @@ def check_model(model: torch.nn.Module) -> None:
                 f"Parameter {name!r} has allreduce=False, which marks it as an expert's: ranks would hold different "
                 "values of it.",
                 _DENSE_EXPERTS,
-            )
-        if parameter.dim() == 0 and not hasattr(parameter, "ds_id"):
-            raise UnsupportedError(
-                f"Parameter {name!r} has no dimension; DeepSpeed cannot send such a parameter to all ranks.",
-                "Give it one element instead, as torch.nn.Parameter(torch.ones(1)).",
             )
         if _numel(parameter) == 0 and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise UnsupportedError(

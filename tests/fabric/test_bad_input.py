@@ -186,10 +186,10 @@ def test_precision_plugins() -> None:
         SmartInfinityFabricPrecision("64-true")  # type: ignore[arg-type]
 
 
-def test_a_complex_tensor(tmp_path: Path) -> None:
-    """A complex tensor is refused before its imaginary part is lost."""
+def test_a_complex_parameter(tmp_path: Path) -> None:
+    """A complex parameter is refused before its imaginary part is lost."""
     net = nn.Linear(2, 1)
-    net.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+    net.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     fabric = quiet_fabric(tmp_path, precision="bf16-true")
     with pytest.raises(UnsupportedError, match="'phase'"):
         fabric.setup(net, torch.optim.AdamW(net.parameters()))

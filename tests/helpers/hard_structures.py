@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -167,11 +168,15 @@ class Shapes(HardModule):
 
     Args:
         empty: Whether there are tensors without elements, too.
+        scalars: Whether there are tensors without a dimension, too: one that is trained, and a frozen one.
     """
 
-    def __init__(self, *, empty: bool = False) -> None:
+    def __init__(self, *, empty: bool = False, scalars: bool = False) -> None:
         super().__init__()
         self.one, self.three, self.prime = (nn.Parameter(torch.randn(n)) for n in (1, 3, 131))
+        self.scalars = nn.ParameterList([torch.tensor(0.7), torch.tensor(1.3)] if scalars else [])
+        if scalars:
+            self.scalars[1].requires_grad_(False)
         self.empties = nn.ParameterList([torch.zeros(0), torch.zeros(0, 5)] if empty else [])
         self.transposed = nn.Parameter(torch.randn(WIDTH, 5).t())
         self.strided = nn.Parameter(torch.randn(WIDTH, 10)[:, ::2])
@@ -181,6 +186,7 @@ class Shapes(HardModule):
     def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
         x = (x * self.view) @ self.transposed.t() + x @ self.strided
         x = x * self.one + functional.pad(self.three, (0, 2)) + self.prime.view(1, -1)[:, :5] * self.prime.mean()
+        x = x * math.prod(self.scalars)
         empty = x.new_zeros(1) + sum(parameter.sum() for parameter in self.empties)
         return mean_square(torch.tanh(x), x.mean() * self.channels_last, empty)
 

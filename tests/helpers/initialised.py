@@ -24,6 +24,13 @@ class Table(nn.Module):
         return functional.linear(x, self.weight, self.bias)
 
 
+def double_scale(module: nn.Module) -> None:
+    """Double the module's ``scale``, which has no dimension."""
+    if isinstance(module, Initialised):
+        assert module.scale.shape == ()
+        module.scale.data.mul_(2.0)
+
+
 class Initialised(nn.Module):
     """Initialises its children, each in a way that works in plain torch, and uses them all."""
 
@@ -41,6 +48,10 @@ class Initialised(nn.Module):
         # The encoder makes its layers by copying the one given.
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        nn.init.constant_(self.scale, 1.25)
+        self.apply(double_scale)
+        self.register_buffer("phases", torch.polar(torch.ones(WIDTH), torch.randn(WIDTH)))
         self.register_buffer("total", self.parts["fill"].weight.sum().detach())
 
     @torch.no_grad()
@@ -84,7 +95,7 @@ class Initialised(nn.Module):
                 param.data = param.data + 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.encoder(x)
+        x = self.encoder(x) * self.scale
         for part in self.parts.values():
             x = functional.layer_norm(x + part(x), (WIDTH,))
         return x

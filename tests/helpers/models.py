@@ -35,14 +35,15 @@ class Block(nn.Module):
 
 
 class Odd(nn.Module):
-    """Scales by one element and shifts three, numbers that cannot be divided evenly among ranks."""
+    """Scales by one element, once of shape ``[]``, and shifts three: ranks cannot divide these evenly."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(3))
+        self.gain = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale + functional.pad(self.shift, (0, x.shape[-1] - 3))
+        return x * self.gain * self.scale + functional.pad(self.shift, (0, x.shape[-1] - 3))
 
 
 class TinyGPT(nn.Module):

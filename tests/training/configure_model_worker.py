@@ -29,6 +29,7 @@ class Built(pl.LightningModule):
         super().__init__()
         self.build, self.loss = build, loss
         self.weights: dict[str, torch.Tensor] = {}
+        self.first_buffers: dict[str, torch.Tensor] = {}
         self.losses: list[float] = []
         # Whether ZeRO-3 had partitioned each parameter when configure_model ended.
         self.partitioned: list[bool] = []
@@ -45,6 +46,7 @@ class Built(pl.LightningModule):
         for name, param in self.model.named_parameters():
             with deepspeed.zero.GatheredParameters(param):
                 self.weights[name] = param.detach().clone()
+        self.first_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = self.loss(self.model, batch)
@@ -84,7 +86,8 @@ def main() -> None:
     out = Path(sys.argv[1])
     for precision in sys.argv[2:]:
         module = fit(Built(Initialised, squares), out, devices=2, precision=precision)
-        torch.save({"weights": module.weights, "losses": module.losses}, out / f"{precision}-{module.global_rank}.pt")
+        seen = {"weights": module.weights, "buffers": module.first_buffers, "losses": module.losses}
+        torch.save(seen, out / f"{precision}-{module.global_rank}.pt")
 
 
 if __name__ == "__main__":

@@ -7,26 +7,72 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 
 from lightning_smartinfinity import ConfigError, SmartInfinityPrecision, SmartInfinityStrategy
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit
 
+HALF, LONG = torch.float16, torch.int64
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [
-        ("32-true", torch.float32),
-        ("bf16-true", torch.bfloat16),
-        ("bf16-mixed", torch.bfloat16),
-        ("16-true", torch.float16),
-        ("16-mixed", torch.float16),
-    ],
-)
-def test_inputs_are_cast_to_the_dtype_of_the_precision(precision: Any, dtype: torch.dtype) -> None:
-    """Every documented precision casts inputs to its dtype."""
-    assert SmartInfinityPrecision(precision).convert_input(torch.ones(1)).dtype == dtype
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, HALF, LONG, torch.bool], ids=str)
+def test_batches_have_the_dtype_that_lightning_gives_them(precision: Any, dtype: torch.dtype) -> None:
+    """Only float tensors that autocast would cast differ: parameters here have 16 bits in mixed precision."""
+    theirs: Precision = Precision()
+    if precision.endswith("mixed"):
+        theirs = MixedPrecision(precision, "cpu")
+    elif precision != "32-true":
+        theirs = HalfPrecision(precision)
+    expected = theirs.convert_input([torch.ones(1, dtype=dtype)])[0].dtype
+    if precision.endswith("mixed") and expected.is_floating_point and expected is not torch.float64:
+        expected = torch.bfloat16 if precision == "bf16-mixed" else HALF
+    (found,) = SmartInfinityPrecision(precision).convert_input([torch.ones(1, dtype=dtype)])
+    assert found.dtype is expected
+
+
+def test_rounded_batches_are_told_once() -> None:
+    """A warning names the way around, unless the first batch has every value in 16 bits, too."""
+    precision, exact = SmartInfinityPrecision("bf16-mixed"), SmartInfinityPrecision("bf16-mixed")
+    batch = {"x": torch.tensor([1.0, 16777.25, float("nan")]), "y": torch.tensor([3])}
+    with pytest.warns(UserWarning, match="float64") as caught:
+        precision.convert_input(batch)
+        precision.convert_input(batch)
+        exact.convert_input([torch.tensor([0.5, float("nan")]), torch.tensor(0.1, dtype=torch.float64)])
+    assert len(caught) == 1
+
+
+class Tensors(LitTiny):
+    """Records the dtype of a new tensor in a step, and those of its buffers."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.dtypes: set[tuple[torch.dtype, ...]] = set()
+        self.drawn = torch.polar(torch.ones(2), torch.ones(2))
+        self.register_buffer("rotations", self.drawn.clone())
+        self.register_buffer("table", torch.ones(2, dtype=torch.float64))
+        self.register_buffer("means", torch.ones(2))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.dtypes.add((torch.zeros(1).dtype, self.table.dtype, self.means.dtype))
+        assert torch.equal(self.rotations, self.drawn)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_new_tensors_and_buffers_have_the_dtypes_of_lightning(precision: str, tmp_path: Path) -> None:
+    """Complex buffers keep their values; Lightning's own bf16-true drops their imaginary parts."""
+    found = []
+    for name, strategy in (("plain", "auto"), ("ours", None)):
+        module = Tensors(Recipe(depth=1, precision=precision))
+        if name == "plain" and precision == "bf16-true":
+            found.append({(torch.bfloat16,) * 3})
+            continue
+        fit(module, tmp_path / name, strategy, max_steps=1, precision=precision)
+        found.append(module.dtypes)
+    assert found[1] == found[0]
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16", 16, None])

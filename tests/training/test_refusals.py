@@ -60,10 +60,6 @@ def _expert_parameter(module: LitTiny) -> None:
     module.model.side.weight.allreduce = False  # type: ignore[assignment]
 
 
-def _no_dimension(module: LitTiny) -> None:
-    module.model.side.gain = torch.nn.Parameter(torch.tensor(1.0))
-
-
 def _moe_layer(module: LitTiny) -> None:
     from deepspeed.moe.experts import Experts
 
@@ -72,13 +68,13 @@ def _moe_layer(module: LitTiny) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "named"),
-    [(_expert_parameter, "model.side.weight"), (_moe_layer, "deepspeed.moe"), (_no_dimension, "model.side.gain")],
-    ids=["expert's parameter", "expert layer", "no dimension"],
+    [(_expert_parameter, "model.side.weight"), (_moe_layer, "deepspeed.moe")],
+    ids=["expert's parameter", "expert layer"],
 )
 def test_models_that_cannot_be_partitioned_are_refused(
     spoil: Callable[[LitTiny], None], named: str, tmp_path: Path
 ) -> None:
-    """The error names MoE layers, expert parameters and parameters without a dimension. Nothing is written."""
+    """The error names MoE layers and expert parameters. Nothing is written."""
     strategy = SmartInfinityStrategy(tmp_path / "s")
     module = LitTiny(Recipe())
     module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters())  # type: ignore[method-assign]

@@ -101,10 +101,10 @@ def test_unfreezing_in_mid_training_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, module, thaw)
 
 
-def test_complex_tensors_are_refused(tmp_path: Path) -> None:
+def test_complex_parameters_are_refused(tmp_path: Path) -> None:
     """Casting the module would drop the imaginary parts."""
     module = LitTiny(RECIPE)
-    module.register_buffer("rotations", torch.ones(4, dtype=torch.complex64))
+    module.rotations = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
     with pytest.raises(UnsupportedError, match="rotations"):
         fit(tmp_path, module, precision="32-true")
 

@@ -22,7 +22,7 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 
 SCALE = 2.0**10
-NAMES = ("tokens.weight", "blocks.0.up.weight", "odd.scale", "odd.shift")
+NAMES = ("tokens.weight", "blocks.0.up.weight", "odd.scale", "odd.gain", "odd.shift")
 # Adam with a small eps would turn 16-bit rounding noise into full steps.
 EPS = {"32-true": 1e-4, "bf16-mixed": 1e-2, "bf16-true": 1e-2, "16-mixed": 1e-2}
 
@@ -59,12 +59,13 @@ def gathered(params: dict[str, Any], optimizer: Any) -> None:
         if torch.distributed.get_rank() == 0:
             params["tokens.weight"][3:7] *= 0.5
             params["odd.scale"].fill_(1.25)
+            params["odd.gain"].fill_(1.25)
             params["positions.weight"].zero_()
 
 
 def gathered_in_torch(live: reference.Live) -> None:
-    for name, rows in (("tokens.weight", slice(3, 7)), ("odd.scale", slice(None))):
-        written = live.params[name][rows] * 0.5 if name == "tokens.weight" else torch.full((1,), 1.25)
+    for name, rows in (("tokens.weight", slice(3, 7)), ("odd.scale", ...), ("odd.gain", ...)):
+        written = live.params[name][rows] * 0.5 if name == "tokens.weight" else torch.tensor(1.25)
         live.params[name][rows] = written
         live.masters[name][rows] = live.params[name][rows].float()
     live.params["positions.weight"].zero_()
@@ -132,14 +133,14 @@ def gradient_set(params: dict[str, Any], optimizer: Any) -> None:
         safe_update_full_grad_vectorized,
     )
 
-    tokens, up, scale, shift = (params[name] for name in NAMES)
+    tokens, up, scale, gain, shift = (params[name] for name in NAMES)
     safe_set_full_grad(tokens, safe_get_full_grad(tokens) * 0.5)
     safe_set_local_grad(up, safe_get_local_grad(up) * 3)
-    safe_update_full_grad_vectorized([scale, shift], lambda gradient, param: gradient * 2)
+    safe_update_full_grad_vectorized([scale, gain, shift], lambda gradient, param: gradient * 2)
 
 
 def gradient_set_in_torch(live: reference.Live) -> None:
-    for name, factor in zip(NAMES, (0.5, 3, 2, 2), strict=True):
+    for name, factor in zip(NAMES, (0.5, 3, 2, 2, 2), strict=True):
         live.masters[name].grad *= factor  # type: ignore[operator]
 
 

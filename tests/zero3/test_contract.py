@@ -38,6 +38,7 @@ OVERRIDDEN = [
 OVERRIDDEN_OF_ENGINE = [
     "_configure_zero_optimizer",
     "_configure_distributed_model",
+    "_broadcast_model",
     "_configure_checkpointing",
     "_check_for_duplicates",
     "_do_sanity_check",

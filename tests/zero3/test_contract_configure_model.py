@@ -12,15 +12,17 @@ from unittest import mock
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import partition_parameters
-from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 from lightning_smartinfinity.zero3.parameters.gather_on_use import _OWN_REFERENCES, _is_unused
+from lightning_smartinfinity.zero3.parameters.scalars import ScalarsAsBytes
 from lightning_smartinfinity.zero3.parameters.torch_functions import _LEFT
 from tests.helpers.runif import RunIf
 
@@ -62,6 +64,17 @@ def test_every_parameter_is_partitioned_by_one_method() -> None:
     for caller in (Init._post_init_method, Init._convert_to_zero_parameters):
         assert "self._zero_init_param(param)" in inspect.getsource(caller)
     assert list(inspect.signature(Init._zero_init_param).parameters) == ["self", "param"]
+
+
+def test_parameters_are_sent_as_views_of_bytes() -> None:
+    """Every method that sends a parameter views its data as uint8, which scalars.py makes work without a dimension."""
+    senders = (Init._zero_init_param, Init.patch_init_and_builtins, GatheredParameters._exit)
+    assert ["data.view(torch.uint8)" in inspect.getsource(sender) for sender in senders] == [True] * 3
+    assert inspect.getsource(DeepSpeedEngine._broadcast_model).count("p.data.view(torch.uint8)") == 2
+    with pytest.raises(RuntimeError, match="cannot be 0 to view"):
+        torch.ones(()).view(torch.uint8)
+    with ScalarsAsBytes():
+        assert torch.ones(()).view(torch.uint8).tolist() == [0, 0, 128, 63]
 
 
 def test_references_to_the_memory_of_a_parameter_are_counted() -> None:

@@ -6,11 +6,13 @@ import dataclasses
 import inspect
 import math
 import os
+from typing import Any
 from unittest import mock
+
+import pytest
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import pytest
 import torch
 from deepspeed.runtime.comm import coalesced_collectives
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
@@ -18,6 +20,8 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3, IPGBucketZ3
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 
 def test_a_gradient_in_a_bucket_is_a_view_of_it() -> None:
@@ -87,14 +91,27 @@ def test_the_order_of_gathering_can_be_learnt_anew() -> None:
     assert "get_param_coordinator()" in inspect.getsource(DeepSpeedZeRoOffload.pre_sub_module_forward_function)
 
 
-def test_batch_norms_have_a_common_class() -> None:
-    """zero3/engine.py finds batch norms by _BatchNorm and casts their statistics.
+@pytest.mark.parametrize("kind", [torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d])
+def test_norms_take_16_bit_inputs_with_fp32_weights(kind: Any) -> None:
+    """norm_statistics.py casts weights for a call, hidden by an attribute, and the statistics stay in fp32."""
+    norm = kind(2, affine=True, track_running_stats=True).bfloat16()
+    statistics = {name: buffer.float() for name, buffer in norm._buffers.items() if name.startswith("running_")}
+    assert list(statistics) == ["running_mean", "running_var"]
+    norm._buffers.update(statistics)
+    for name, param in norm._parameters.items():
+        vars(norm)[name] = param.float()
+    output = norm(torch.ones(2, 2, 3, dtype=torch.bfloat16))
+    output.sum().backward()
+    assert output.dtype is norm._parameters["bias"].grad.dtype is torch.bfloat16
+    assert norm.running_mean.dtype is torch.float32 and bool((norm.running_mean != 0).all())
 
-    torch's kernels refuse fp32 statistics beside 16-bit weights.
-    """
-    norm = torch.nn.BatchNorm1d(2)
-    assert isinstance(norm, torch.nn.modules.batchnorm._BatchNorm)
-    assert {"running_mean", "running_var"} <= dict(norm.named_buffers()).keys()
+
+def test_lightning_synchronizes_layers_when_a_fit_is_set_up() -> None:
+    """The connector gives every ParallelStrategy its _layer_sync, and DDP converts the module before anything else."""
+    assert "self.strategy._layer_sync = self._layer_sync" in inspect.getsource(_AcceleratorConnector)
+    setup = inspect.getsource(DDPStrategy.setup)
+    assert setup.index("self.model = self._layer_sync.apply(self.model)") < setup.index("convert_module")
+    assert isinstance(torch.nn.SyncBatchNorm(2), torch.nn.modules.batchnorm._BatchNorm)
 
 
 def test_the_trace_of_modules_is_frozen_and_sliced() -> None:

@@ -57,7 +57,7 @@ def gathering_on_use(module: torch.nn.Module | None = None) -> Iterator[None]:
         module: Module that is being built, for the names in errors.
 
     Raises:
-        UnsupportedError: A parameter has no dimension, or was given another shape.
+        UnsupportedError: A parameter was given another shape.
     """
     pool = _Pool(module)
     _keep_dtypes()
@@ -178,12 +178,6 @@ class _Pool:
         for name, param in module.named_parameters(recurse=False):
             if is_zero_param(param):
                 continue
-            if param.dim() == 0:
-                raise UnsupportedError(
-                    f"Parameter {name!r} of {type(module).__name__} has no dimension; DeepSpeed cannot send such a "
-                    "parameter to all ranks.",
-                    "Give it one element instead, as torch.nn.Parameter(torch.ones(1)).",
-                )
             if isinstance(init.param_swapper, ParameterSwapper):
                 owner = f"{type(module).__name__}.{name}"
                 require_budget_for(init.param_swapper.settings, owner, param.numel(), init.dtype.itemsize)
@@ -236,7 +230,7 @@ class _Pool:
                     "the constructor of its module.",
                 )
             param.data = param.data.to(param.ds_tensor.dtype).contiguous()
-            dist.broadcast(param.data.view(torch.uint8), 0, group=param.ds_process_group)
+            dist.broadcast(param.data.view(-1).view(torch.uint8), 0, group=param.ds_process_group)
             param.partition(has_been_updated=True)
 
     def _name_of(self, param: ZeroParameter) -> str:

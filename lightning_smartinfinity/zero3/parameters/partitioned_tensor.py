@@ -71,7 +71,7 @@ def broadcast(param: ZeroParameter) -> None:
     """Give all ranks the values that a gathered parameter has on rank 0. Collective."""
     if dist.get_world_size(param.ds_process_group) > 1:
         root = dist.get_global_rank(param.ds_process_group, 0)
-        dist.broadcast(whole_data(param).view(torch.uint8), root, group=param.ds_process_group)
+        dist.broadcast(whole_data(param).view(-1).view(torch.uint8), root, group=param.ds_process_group)
 
 
 class PartitionedTensor(torch.Tensor):

@@ -10,6 +10,7 @@ from deepspeed.runtime.zero.partition_parameters import Init, is_zero_param
 
 from lightning_smartinfinity.freed_memory import FreedMemory
 from lightning_smartinfinity.zero3.collectives import show_on_rank_zero
+from lightning_smartinfinity.zero3.parameters.scalars import ScalarsAsBytes, send_scalars
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
 __all__ = ["cast_parameters", "having_a_parameter", "partitioning", "whole_bytes"]
@@ -46,8 +47,9 @@ def partitioning(what: str, total_bytes: int | None) -> Iterator[None]:
         what: What is being done, for users.
         total_bytes: Bytes of the parameters that will be partitioned; None if they are unknown.
     """
+    send_scalars()
     freed, original, left = FreedMemory(_FREED_TOGETHER), Init._zero_init_param, total_bytes
-    with ExitStack() as shown:
+    with ScalarsAsBytes(), ExitStack() as shown:
         advance = shown.enter_context(show_on_rank_zero(what, total_bytes))
 
         def zero_init_param(init: ZeroInit, param: ZeroParameter) -> None:

@@ -1,0 +1,152 @@
+"""Running statistics of norms move, and are saved, as in Lightning's own mixed precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from tests.helpers.trainers import fit, quiet_trainer
+
+WIDTH = 4
+STEPS = 10
+
+
+class OwnForward(nn.BatchNorm1d):
+    """A batch norm that calls torch's function itself, as timm's norms with activations do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.momentum is not None
+        mean, var = self.running_mean, self.running_var
+        return functional.batch_norm(x, mean, var, self.weight, self.bias, self.training, self.momentum).relu()
+
+
+class Frozen(nn.Module):
+    """A batch norm of buffers that nothing updates, as in torchvision and transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, value in {"weight": 1.5, "bias": 0.5, "running_mean": 20.0, "running_var": 1.0}.items():
+            self.register_buffer(name, torch.full((WIDTH,), value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale: torch.Tensor = self.weight * self.running_var.rsqrt()  # type: ignore[operator, union-attr]
+        return x * scale + (self.bias - self.running_mean * scale)  # type: ignore[operator]
+
+
+class Recomputed(nn.Module):
+    """A batch norm whose forward runs again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=0.01)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.norm, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Channels(nn.Module):
+    """An instance norm with statistics, over samples as long sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(WIDTH, momentum=0.01, affine=True, track_running_stats=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x.t()[None]).squeeze(0).t()  # type: ignore[no-any-return]
+
+
+class Norms(pl.LightningModule):
+    """Trains a layer behind each kind of norm. Means start at 16, and go to 20 in steps too small for bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        norms: dict[str, nn.Module] = {
+            "plain": nn.BatchNorm1d(WIDTH, momentum=0.01),
+            "without weights": nn.BatchNorm1d(WIDTH, momentum=0.01, affine=False),
+            "cumulative": nn.BatchNorm1d(WIDTH, momentum=None),
+            "synchronized": nn.SyncBatchNorm(WIDTH, momentum=0.01).eval(),
+            "own forward": OwnForward(WIDTH, momentum=0.01),
+            "frozen": Frozen(),
+            "recomputed": Recomputed(),
+            "instance": Channels(),
+        }
+        self.norms = nn.ModuleDict(norms)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in norms)
+        for name, buffer in self.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.fill_(16)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if "synchronized" in self.norms:
+            self.norms["synchronized"].eval()  # torch's needs a GPU to train
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        parts = [layer(norm(batch)) for norm, layer in zip(self.norms.values(), self.layers, strict=True)]
+        return torch.stack(parts).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> Any:
+        data = torch.randn(STEPS * 8, WIDTH, generator=torch.Generator().manual_seed(1)) + 20
+        return DataLoader(data.bfloat16().float(), batch_size=8)  # type: ignore[arg-type]
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the module's buffers."""
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
+    """Return the buffers of two fits of one module in Lightning's own bf16-mixed."""
+    module, root, found = Norms(), tmp_path_factory.mktemp("plain"), []
+    for _ in range(2):
+        fit(module, root, "auto", max_steps=STEPS)
+        found.append(buffers_of(module))
+    return found
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_statistics_are_those_of_lightning(
+    precision: str, expected: list[dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    """Their dtype is fp32, and they go where they go in memory, also in a second fit of the module."""
+    module, hooks = Norms(), set()
+    for once in expected:
+        trainer = fit(module, tmp_path, precision=precision, max_steps=STEPS, use_distributed_sampler=False)
+        hooks.add(len(module.norms["plain"]._forward_pre_hooks))
+        found = buffers_of(module)
+        assert found.keys() == once.keys()
+        for name, buffer in once.items():
+            torch.testing.assert_close(found[name], buffer, rtol=2e-3, atol=2e-3, msg=lambda m, n=name: f"{n}: {m}")
+        trainer.strategy.close()  # type: ignore[attr-defined]
+    assert len(hooks) == 1  # the second fit's replace the first one's
+
+
+def test_statistics_of_an_old_checkpoint_load(tmp_path: Path) -> None:
+    """Statistics that were saved in bf16 become fp32, with their values."""
+    old = Norms()
+    old.norms = nn.ModuleDict({"without weights": old.norms["without weights"].bfloat16()})
+    old.layers = old.layers[:1]
+    trainer = fit(old, tmp_path, max_steps=1)
+    trainer.save_checkpoint(tmp_path / "old.ckpt")
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    new = Norms()
+    new.norms = nn.ModuleDict({"without weights": new.norms["without weights"]})
+    new.layers = new.layers[:1]
+    resumed = quiet_trainer(tmp_path, max_steps=1)
+    resumed.fit(new, ckpt_path=tmp_path / "old.ckpt")
+    saved, loaded = buffers_of(old), buffers_of(new)
+    assert saved["norms.without weights.running_mean"].dtype is torch.bfloat16
+    assert loaded["norms.without weights.running_mean"].dtype is torch.float32
+    assert all(torch.equal(loaded[name], value.to(loaded[name].dtype)) for name, value in saved.items())
