@@ -13,6 +13,7 @@
     ├── DeviceError            (RuntimeError)  a SmartSSD, its runtime or its xclbin failed
     ├── CudaError              (RuntimeError)  the CUDA driver refused a call, or a copy failed
     ├── RankLostError          (RuntimeError)  another rank was killed, does not answer or failed
+    │   └── RanksDivergedError                 ranks wait for each other at different places
     └── CheckpointError        (RuntimeError)  a checkpoint does not fit this model or is damaged
         └── CheckpointNotFoundError            (also a FileNotFoundError) there is no checkpoint at a path
 
@@ -28,6 +29,7 @@ __all__ = [
     "CudaError",
     "DeviceError",
     "RankLostError",
+    "RanksDivergedError",
     "SmartInfinityError",
     "StorageCorruptError",
     "StorageError",
@@ -101,6 +103,10 @@ class CudaError(SmartInfinityError, RuntimeError):
 
 class RankLostError(SmartInfinityError, RuntimeError):
     """Another rank was killed, does not answer, failed or did not come."""
+
+
+class RanksDivergedError(RankLostError):
+    """The ranks wait for each other at different places, or one of them did not come in time."""
 
 
 class CheckpointError(SmartInfinityError, RuntimeError):

@@ -96,6 +96,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         zero: Mapping[str, Any] | None = None,
         plan: PlanConfig | Mapping[str, Any] | str | None = None,
         watchdog_timeout: float | None = 30.0,
+        collective_timeout: float | None = 1500.0,
         **options: Unpack[FabricOptions],
     ) -> None:
         # DeepSpeedStrategy's own constructor is skipped: see take_options.
@@ -119,6 +120,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             zero=zero,
             plan=plan,
             watchdog_timeout=watchdog_timeout,
+            collective_timeout=collective_timeout,
         )
         self._take_settings(settings)
         self.config = self._engine_config

@@ -371,7 +371,7 @@ class NearStorage(ABC):
 
     def _begin_watch(self) -> None:
         """Watch the other ranks until this ends or is closed. This is a collective."""
-        self._watch = begin_watch(self._settings.watchdog_timeout)
+        self._watch = begin_watch(self._settings.watchdog_timeout, self._settings.collective_timeout)
 
     def _release_storage(self, later: str) -> set[NearStorage]:
         """Close the storage of an earlier training by this strategy, and by an idle one on the same folders.

@@ -42,12 +42,17 @@ _CHOICES = {
     "state_format": tuple(STATE_FORMATS),
     "overlap": ("auto", "none", "forward", "backward"),
 }
-_SECONDS = number(1, 3600)  # less would be missed on a busy machine
-_WATCHDOG = Rule(
-    f"{_SECONDS.remedy}, or 0",
-    lambda value: _SECONDS.holds(value) or among((0,)).holds(value),
-    kept=_SECONDS.kept,
-)
+
+
+def _seconds_or_none(most: int) -> Rule:
+    seconds = number(1, most)  # less would be missed on a busy machine
+    return Rule(
+        f"{seconds.remedy}, or 0",
+        lambda value: seconds.holds(value) or among((0,)).holds(value),
+        kept=seconds.kept,
+    )
+
+
 _SECTION = Rule("Pass zero={...}", lambda value: isinstance(value, Mapping), "is not a mapping")
 _ARGUMENTS = re.compile(r" *Args:\n(.+?\n)\n", re.DOTALL)
 
@@ -83,6 +88,12 @@ class StrategySettings:
             leaves all at the defaults.
         watchdog_timeout: Seconds after which a rank whose process does not answer is lost, so that all ranks end. None
             or 0 for no watch over the ranks.
+        collective_timeout: Seconds that a rank may take to join a gather, reduction or other collective for which the
+            others wait, while it works on something else; then every rank raises :class:`RanksDivergedError`. Saves,
+            loads, set-up and compilation may take longer. If all ranks wait, at different places, or have ended, they
+            raise within 30 seconds. The default comes before torch's own limit of 30 minutes (Lightning's ``timeout``),
+            whose error names no rank: for longer work on one rank raise both. Waits for a disk have a limit of their
+            own (``TransferConfig(io_timeout=...)``). None or 0, or no watch over the ranks: torch's limit alone.
 
     Raises:
         ConfigError: A setting is unknown, contradictory or out of range.
@@ -99,6 +110,7 @@ class StrategySettings:
     zero: Mapping[str, Any] | None = None
     plan: PlanConfig | None = None
     watchdog_timeout: float | None = 30.0
+    collective_timeout: float | None = 1500.0
     owner: InitVar[str] = STRATEGY  # class that the user called, with which errors begin
 
     def __post_init__(self, owner: str) -> None:
@@ -112,7 +124,8 @@ class StrategySettings:
             transfer=instance(TransferConfig),
             zero=optional(_SECTION),
             plan=optional(instance(PlanConfig)),
-            watchdog_timeout=optional(_WATCHDOG),
+            watchdog_timeout=optional(_seconds_or_none(3600)),
+            collective_timeout=optional(_seconds_or_none(7 * 24 * 3600)),
         )
         if self.update_device == "smartssd" and not STATE_FORMATS[self.state_format].on_cards:
             on_cards = names_where(lambda form: form.on_cards)

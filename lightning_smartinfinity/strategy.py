@@ -112,6 +112,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         zero: Mapping[str, Any] | None = None,
         plan: PlanConfig | Mapping[str, Any] | str | None = None,
         watchdog_timeout: float | None = 30.0,
+        collective_timeout: float | None = 1500.0,
         **options: Unpack[LightningOptions],
     ) -> None:
         # DeepSpeedStrategy's own constructor is skipped: see take_options.
@@ -135,6 +136,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
             zero=zero,
             plan=plan,
             watchdog_timeout=watchdog_timeout,
+            collective_timeout=collective_timeout,
         )
         self._take_settings(settings)
         self.config = self._engine_config

@@ -16,15 +16,16 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from lightning_smartinfinity.errors import RankLostError
+from lightning_smartinfinity.errors import RankLostError, RanksDivergedError
 from lightning_smartinfinity.native import RankNotice, RankWatch, ending_seconds
+from lightning_smartinfinity.rank_places import PlaceWatch, cut_connections, known_sockets, noting_waits
 
 __all__ = [
     "agree_to_end",
@@ -65,11 +66,20 @@ class _Watch:
     native: RankWatch
     hosts: list[str]
     group: weakref.ref[dist.ProcessGroup]
-    silence: float
+    limits: tuple[float | None, float | None]
+    places: PlaceWatch | None = None
+    waits: ExitStack = field(default_factory=ExitStack)
+
+    def close(self) -> None:
+        if self.places is not None:
+            self.places.close()
+        self.waits.close()
+        self.native.close()
 
 
 _watch: _Watch | None = None
 _num_begun = 0
+_known_sockets: set[str] | None = None  # those of this process before the ranks met
 
 
 @contextmanager
@@ -79,6 +89,9 @@ def awaiting_ranks() -> Iterator[None]:
     Raises:
         RankLostError: Some did not come in time.
     """
+    global _known_sockets
+    if not dist.is_initialized():
+        _known_sockets = known_sockets()
     try:
         yield
     except (dist.DistStoreError, dist.DistNetworkError) as error:
@@ -91,30 +104,36 @@ def awaiting_ranks() -> Iterator[None]:
         ) from error
 
 
-def begin_watch(silence: float | None) -> int:
+def begin_watch(silence: float | None, join_limit: float | None) -> int:
     """Watch the other ranks from now on, in a training or an evaluation. This is a collective.
 
     Args:
         silence: Seconds after which a rank that does not answer is lost; None or 0 for no watch.
+        join_limit: Seconds that a rank may take to join the others in a collective; None or 0 for any time.
 
     Returns:
         The number of this call, for :func:`end_watch`.
 
     Raises:
-        RankLostError: A rank is lost already.
+        RankLostError: A rank is lost already, or the ranks have diverged.
     """
     global _watch, _num_begun
     _num_begun += 1
     if dist.get_world_size() == 1:
         return _num_begun
     group = dist.group.WORLD
-    if _watch is not None and (_watch.group() is not group or _watch.silence != silence):
-        _watch.native.close()
+    limits = silence, join_limit
+    if _watch is not None and (_watch.group() is not group or _watch.limits != limits):
+        _watch.close()
         _watch = None
     if _watch is None and silence:
-        _watch = _meet(silence)
+        _watch = _meet(silence, join_limit)
     if _watch is not None:
         _raise_if_lost()
+        _watch.waits.close()
+        if _watch.places is not None:
+            _watch.waits.enter_context(noting_waits(lost_rank_behind))
+            _watch.places.ended = False
         _watch.native.begin_training()
         hear_sigterm()
     return _num_begun
@@ -127,6 +146,9 @@ def end_watch(number: int) -> None:
         number: What :func:`begin_watch` has returned. If it was called again since, the watch goes on.
     """
     if _watch is not None and number == _num_begun:
+        _watch.waits.close()
+        if _watch.places is not None:
+            _watch.places.ended = True
         _watch.native.end_training()
 
 
@@ -134,10 +156,15 @@ def _raise_if_lost() -> None:
     """Raise an error if another rank is lost.
 
     Raises:
-        RankLostError: Another rank was killed or does not answer.
+        RankLostError: Another rank was killed or does not answer, or the ranks have diverged.
     """
-    if _watch is not None and (lost := _watch.native.report().lost) is not None:
-        raise _error(_watch, lost)
+    if _watch is None:
+        return
+    report = _watch.native.report()
+    if report.diverged is not None:
+        raise _diverged(report.diverged)
+    if report.lost is not None:
+        raise _error(_watch, report.lost)
 
 
 def lost_rank_behind(error: BaseException) -> RankLostError | None:
@@ -145,6 +172,8 @@ def lost_rank_behind(error: BaseException) -> RankLostError | None:
     if _watch is None or not _is_of_collective(error):
         return None
     report = _watch.native.wait(_NOTICE)
+    if report.diverged is not None:
+        return _diverged(report.diverged)
     notice = report.lost or report.failed or (report.left and (report.asked or report.left))
     return None if notice is None else _error(_watch, notice)
 
@@ -236,6 +265,21 @@ def _error(watch: _Watch, notice: RankNotice) -> RankLostError:
     )
 
 
+def _diverged(where: str) -> RanksDivergedError:
+    return RanksDivergedError(
+        where,
+        "Give every rank the same number of batches (drop_last=True, limit_train_batches, max_steps), and run each "
+        "forward, backward, GatheredParameters, generate(..., synced_gpus=True) and save on every rank, not one. If a "
+        "rank's own work takes longer, pass a higher collective_timeout to the strategy.",
+    )
+
+
+def _end_waits() -> None:
+    """End what this process waits for, since the ranks have diverged."""
+    if _known_sockets is not None:
+        cut_connections(_known_sockets)
+
+
 def _is_of_collective(error: BaseException) -> bool:
     # Gloo raises plain RuntimeErrors, which name one of its files.
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error).lower())
@@ -244,7 +288,7 @@ def _is_of_collective(error: BaseException) -> bool:
 # ---- how the ranks meet
 
 
-def _meet(silence: float) -> _Watch | None:
+def _meet(silence: float, join_limit: float | None) -> _Watch | None:
     """Connect all ranks with rank 0, and return this rank's watch; None if some cannot connect."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     listener: socket.socket | None = None
@@ -292,7 +336,10 @@ def _meet(silence: float) -> _Watch | None:
     Finalize(None, _say_farewell, (native,), exitpriority=100)
     group = dist.group.WORLD
     assert group is not None
-    return _Watch(native, hosts, weakref.ref(group), silence)
+    places = PlaceWatch(native, hosts, join_limit, _end_waits) if join_limit else None
+    if places is not None:
+        places.start()
+    return _Watch(native, hosts, weakref.ref(group), (silence, join_limit), places)
 
 
 def _say_farewell(native: RankWatch) -> None:
@@ -300,6 +347,8 @@ def _say_farewell(native: RankWatch) -> None:
     error = getattr(sys, "last_value", None)
     if error is not None and _watch is not None and _watch.native is native:
         tell_failure(error)
+    if _watch is not None and _watch.native is native:
+        _watch.close()
     native.close()
 
 

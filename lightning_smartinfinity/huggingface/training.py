@@ -107,6 +107,7 @@ class SmartInfinityTraining(NearStorage):
         zero: Mapping[str, Any] | None = None,
         plan: PlanConfig | Mapping[str, Any] | str | None = None,
         watchdog_timeout: float | None = 30.0,
+        collective_timeout: float | None = 1500.0,
         weights_only: bool = True,
         **unknown: Any,
     ) -> None:
@@ -124,6 +125,7 @@ class SmartInfinityTraining(NearStorage):
             zero=zero,
             plan=plan,
             watchdog_timeout=watchdog_timeout,
+            collective_timeout=collective_timeout,
         )
         self._take_settings(settings)
         self._config: DeepSpeedConfig = {**self._engine_config, **copy.deepcopy(_AUTO)}

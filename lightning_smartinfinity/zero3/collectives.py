@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.progress import Advance, showing_progress
 
 __all__ = [
+    "agree_to_gather",
     "background_group",
     "broadcast_buffers",
     "failing_together",
@@ -24,6 +25,7 @@ __all__ = [
     "has_ended",
     "raise_together",
     "raising_together",
+    "reading_group",
     "show_on_rank_zero",
     "sum_over_ranks",
     "sums_over_ranks",
@@ -61,7 +63,7 @@ def broadcast_buffers(module: torch.nn.Module, group: ProcessGroup | None, *, de
 
 
 _BACKGROUND_LIMIT = timedelta(days=7)  # a rank that is lost is noticed by the watch
-_background: tuple[weakref.ref[ProcessGroup], ProcessGroup] | None = None
+_groups: dict[str, tuple[weakref.ref[ProcessGroup], ProcessGroup]] = {}
 
 
 def background_group() -> ProcessGroup:
@@ -69,12 +71,44 @@ def background_group() -> ProcessGroup:
 
     Two threads that use one group at a time would receive each other's messages.
     """
-    global _background
+    return _group_for("background", timeout=_BACKGROUND_LIMIT)
+
+
+def reading_group() -> ProcessGroup:
+    """Return the group of all ranks for :func:`agree_to_gather`; collective when it is first called."""
+    return _group_for("reads", timeout=None)
+
+
+def _group_for(purpose: str, *, timeout: timedelta | None) -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
-    if _background is None or _background[0]() is not world:
-        _background = weakref.ref(world), dist.new_group(backend="gloo", timeout=_BACKGROUND_LIMIT)
-    return _background[1]
+    made = _groups.get(purpose)
+    if made is None or made[0]() is not world:
+        made = _groups[purpose] = weakref.ref(world), dist.new_group(backend="gloo", timeout=timeout)
+    return made[1]
+
+
+def agree_to_gather(names: Sequence[str], reader: str) -> None:
+    """Return when all ranks are about to gather the same parameters outside of forward and backward. Collective.
+
+    It uses a group of its own. A gather without it on one rank could meet another gather of the other ranks, and fill
+    parameters with wrong values. If a rank does not come, all raise :class:`RanksDivergedError`, as in any collective.
+
+    Args:
+        names: Names of the parameters, in order.
+        reader: Words for the line that reads them.
+
+    Raises:
+        UnsupportedError: Another rank is about to gather other parameters.
+    """
+    met = gather((list(names), reader), reading_group())
+    for rank, (others, place) in enumerate(met):
+        if others != met[0][0]:
+            raise UnsupportedError(
+                f"Rank {rank} reads {', '.join(map(repr, others))} at {place}, and rank 0 "
+                f"{', '.join(map(repr, met[0][0]))} at {met[0][1]}: all ranks gather a parameter together.",
+                "Read the same parameters on all ranks, in the same order.",
+            )
 
 
 def has_ended(group: ProcessGroup) -> bool:

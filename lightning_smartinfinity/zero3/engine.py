@@ -22,6 +22,7 @@ from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
 from lightning_smartinfinity.freed_memory import return_freed_memory
 from lightning_smartinfinity.patches import replaced
+from lightning_smartinfinity.rank_places import note_model
 from lightning_smartinfinity.settings import check_save_path
 from lightning_smartinfinity.store.in_time import io_limit, unless_idle
 from lightning_smartinfinity.transformers_models import describe_models
@@ -40,10 +41,16 @@ from lightning_smartinfinity.zero3.checkpoints.saved_weights import RANK_KEY, SA
 from lightning_smartinfinity.zero3.checkpoints.staged_save import LATEST
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
-from lightning_smartinfinity.zero3.collectives import background_group, broadcast_buffers, raising_together
+from lightning_smartinfinity.zero3.collectives import (
+    background_group,
+    broadcast_buffers,
+    raising_together,
+    reading_group,
+)
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
+from lightning_smartinfinity.zero3.parameters.generation import sync_generation
 from lightning_smartinfinity.zero3.parameters.live_parameters import keep_within_budget
 from lightning_smartinfinity.zero3.parameters.module_copies import copy_without_hooks
 from lightning_smartinfinity.zero3.parameters.module_guard import guard_modules, refuse_late_parameters
@@ -90,6 +97,10 @@ class PortableEngine(DeepSpeedEngine):
         guard_modules(offload)
         if self.bfloat16_enabled() or self.fp16_enabled():
             keep_statistics(self.module)
+        note_model(self)
+        sync_generation()
+        if torch.distributed.get_world_size() > 1:
+            reading_group()  # while all ranks are here
 
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
         # The base class casts nothing if zero.Init has partitioned a parameter. Parameters that were copied or assigned

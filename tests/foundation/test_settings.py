@@ -39,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "zero": None,
     "plan": None,
     "watchdog_timeout": 30.0,
+    "collective_timeout": 1500.0,
 }
 
 
@@ -78,6 +79,7 @@ def test_every_argument_is_kept(strategy: Strategy, tmp_path: Path) -> None:
         "zero": {"reduce_bucket_size": 7},
         "plan": PlanConfig(batch=2),
         "watchdog_timeout": 90,
+        "collective_timeout": 7200,
     }
     settings = strategy(**given)._settings
     kept = {**given, "storage": (tmp_path / "a", tmp_path / "b"), "activations": None}
@@ -112,11 +114,11 @@ def test_numbers_become_pythons(scale: Any) -> None:
     assert {type(value) for value in kept.values()} <= {int, float}
 
 
-@pytest.mark.parametrize("seconds", [None, 0, 1, 3600, 0.5, -1, 3601, "30", True])
-def test_seconds_of_the_watch(seconds: Any) -> None:
+@pytest.mark.parametrize(("name", "most"), [("watchdog_timeout", 3600), ("collective_timeout", 604800)])
+def test_seconds_of_the_watch(name: str, most: int) -> None:
     """Seconds below one would lose ranks of a busy machine, and none at all switch the watch off."""
-    if seconds in (None, 0, 1, 3600) and seconds is not True:
-        assert SmartInfinityStrategy(watchdog_timeout=seconds)._settings.watchdog_timeout == seconds
-    else:
-        with pytest.raises(ConfigError, match=r"watchdog_timeout=.* Pass a number from 1 to 3600, or 0, or None"):
-            SmartInfinityStrategy(watchdog_timeout=seconds)
+    for seconds in (None, 0, 1, most):
+        assert getattr(SmartInfinityStrategy(**{name: seconds})._settings, name) == seconds
+    for wrong in (0.5, -1, most + 1, "30", True):
+        with pytest.raises(ConfigError, match=rf"{name}=.* Pass a number from 1 to {most}, or 0, or None"):
+            SmartInfinityStrategy(**{name: wrong})

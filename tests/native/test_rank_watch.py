@@ -69,6 +69,24 @@ def test_an_error_is_told_to_every_rank_but_its_own(watches: list[RankWatch]) ->
     assert watches[1].report().failed is None
 
 
+def test_rank_0_knows_where_each_rank_is(watches: list[RankWatch]) -> None:
+    """It keeps what each rank told last; the others know only what they told."""
+    for rank, watch in enumerate(watches):
+        watch.tell_place("first")
+        watch.tell_place(f"place {rank}")
+    await_that(lambda: [place.where for place in watches[0].places().values()] == ["place 0", "place 1", "place 2"])
+    assert list(watches[1].places()) == [1]
+
+
+def test_a_divergence_is_told_to_every_rank_and_stays(watches: list[RankWatch]) -> None:
+    """A later training of the same processes cannot meet either."""
+    watches[2].tell_divergence("two places")
+    for watch in watches:
+        assert watch.wait(LIMIT).diverged == "two places"
+        watch.end_training()
+        assert watch.report().diverged == "two places"
+
+
 def test_an_error_is_forgotten_when_its_rank_trains_again(watches: list[RankWatch]) -> None:
     """A training that failed on all ranks does not end the next one."""
     watches[2].tell_failure("failed with an error")

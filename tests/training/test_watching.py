@@ -39,7 +39,7 @@ def test_a_rank_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "_gather", gather)
     monkeypatch.setattr(watching, "_listen", listen)
     with pytest.warns(UserWarning, match=r"rank 0 cannot listen: too many open files.* timeout=timedelta"):
-        assert watching._meet(1.0) is None
+        assert watching._meet(1.0, None) is None
     assert len(gathered) == 2
 
 
@@ -108,11 +108,11 @@ def test_a_process_that_ignores_sigterm() -> None:
 def test_the_end_of_an_earlier_training_leaves_the_watch_of_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A strategy that is closed late does not end the watch that another one has begun since."""
     native, group = Mock(), Mock()
-    native.report.return_value.lost = None
+    native.report.return_value.lost = native.report.return_value.diverged = None
     monkeypatch.setattr(watching.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(watching.dist, "group", Mock(WORLD=group))
-    monkeypatch.setattr(watching, "_watch", watching._Watch(native, ["a", "b"], weakref.ref(group), 7.0))
-    earlier, later = watching.begin_watch(7.0), watching.begin_watch(7.0)
+    monkeypatch.setattr(watching, "_watch", watching._Watch(native, ["a", "b"], weakref.ref(group), (7.0, None)))
+    earlier, later = watching.begin_watch(7.0, None), watching.begin_watch(7.0, None)
     watching.end_watch(earlier)
     native.end_training.assert_not_called()
     watching.end_watch(later)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.runtime.zero import partition_parameters
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from transformers import GenerationMixin
 
+from lightning_smartinfinity.rank_places import _params_in
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
@@ -81,6 +86,31 @@ def test_errors_of_gloo_name_it() -> None:
     """A collective that misses a rank raises an error by which it is recognised."""
     done = run_module("tests.zero3.lonely_worker", ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["AllGatherHandle", "AllGatherCoalescedHandle"])
+def test_handles_of_gathers_hold_their_parameters(name: str) -> None:
+    """An error that says where a rank waits finds the parameters in the attributes of what is waited for."""
+    param = torch.nn.Parameter(torch.empty(0))
+    param.ds_status = partition_parameters.ZeroParamStatus.INFLIGHT  # type: ignore[attr-defined]
+    arguments = {"handle": None, "param": param, "allgather_handle": None, "params": [param], "partitions": []}
+    kind = getattr(partition_parameters, name)
+    taken = [one.name for one in inspect.signature(kind).parameters.values() if one.default is one.empty]
+    handle = kind(**{argument: arguments.get(argument) for argument in taken})
+    assert param in set(_params_in(handle))
+
+
+def test_every_collective_waits_and_counts() -> None:
+    """Collectives of torch's functions wait by the method that we replace, and torch counts them by group."""
+    done = run_module("tests.zero3.counting_worker", ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_generate_takes_synced_gpus() -> None:
+    """The method of transformers leaves it open by default, and takes it by keyword."""
+    parameter = inspect.signature(GenerationMixin.generate).parameters["synced_gpus"]
+    assert parameter.default is None
+    assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 // Binds the watch over other ranks' processes.
 
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -38,7 +39,11 @@ void bind_watch(nb::module_& m) {
         .def_ro("lost", &WatchReport::lost, "The first rank that was killed or does not answer.")
         .def_ro("failed", &WatchReport::failed, "The first rank whose training an error ends.")
         .def_ro("asked", &WatchReport::asked, "The first rank that received SIGTERM; it may be this one.")
-        .def_ro("left", &WatchReport::left, "The first rank that ended as it should.");
+        .def_ro("left", &WatchReport::left, "The first rank that ended as it should.")
+        .def_ro("diverged", &WatchReport::diverged, "Where ranks wait for each other at different places.");
+    nb::class_<RankPlace>(m, "RankPlace", "Where a rank has been for a while.")
+        .def_ro("where", &RankPlace::where, "The rank's own words; empty if it moves.")
+        .def_ro("seconds", &RankPlace::seconds, "Seconds since it told this.");
     nb::class_<PythonRankWatch>(
         m, "RankWatch",
         "Watches whether the processes of other ranks live, in a thread that needs nothing of Python.\n\n"
@@ -77,6 +82,12 @@ void bind_watch(nb::module_& m) {
         .def("end_saving", method(&RankWatch::end_saving), WithoutGil(), "A checkpoint was saved, or failed to be.")
         .def("agree", method(&RankWatch::agree), WithoutGil(),
              "Let this rank take its time: all ranks have agreed to end their training.")
+        .def("tell_place", method(&RankWatch::tell_place), "where"_a, WithoutGil(),
+             "Tell rank 0 where this rank has been for a while; an empty text says that it moves.")
+        .def("places", method(&RankWatch::places), WithoutGil(),
+             "The last place of each rank that told one; only rank 0 knows those of others.")
+        .def("tell_divergence", method(&RankWatch::tell_divergence), "where"_a, WithoutGil(),
+             "Tell all ranks that they wait for each other at different places.")
         .def(
             "wait", [](PythonRankWatch& self, double limit) { return self.get()->wait(milliseconds(limit)); },
             "limit"_a, WithoutGil(), "Return the report as soon as a rank is missing, or after this many seconds.")

@@ -15,6 +15,8 @@ enum class Word : std::uint8_t {
     kFailed,    // a rank ends its training because of an error
     kLost,      // a rank was killed or does not answer
     kFarewell,  // the sender ends as it should
+    kPlace,     // where the sender has been for a while
+    kDiverged,  // ranks wait for each other at different places
     kCount,
 };
 

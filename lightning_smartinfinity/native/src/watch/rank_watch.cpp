@@ -89,7 +89,7 @@ void RankWatch::begin_training() {
     training_ = true;
     batch_began_.reset();
     longest_batch_ = {};
-    if (report_.lost) end_of_grace_ = Clock::now() + options_.grace;
+    if (report_.lost || report_.diverged) end_of_grace_ = Clock::now() + options_.grace;
     relay({Word::kTraining, options_.rank, {}}, options_.rank);
 }
 
@@ -150,9 +150,31 @@ void RankWatch::agree() {
     end_of_patience_.reset();
 }
 
+void RankWatch::tell_place(const std::string& where) {
+    const std::lock_guard lock(mutex_);
+    places_[options_.rank] = {where, Clock::now()};
+    if (options_.rank != 0) relay({Word::kPlace, options_.rank, where}, options_.rank);
+}
+
+std::map<int, RankPlace> RankWatch::places() const {
+    const std::lock_guard lock(mutex_);
+    const Clock::time_point now = Clock::now();
+    std::map<int, RankPlace> places;
+    for (const auto& [rank, place] : places_) {
+        places[rank] = {place.first, std::chrono::duration<double>(now - place.second).count()};
+    }
+    return places;
+}
+
+void RankWatch::tell_divergence(const std::string& where) {
+    const std::lock_guard lock(mutex_);
+    diverge({Word::kDiverged, options_.rank, where}, options_.rank);
+}
+
 WatchReport RankWatch::wait(std::chrono::milliseconds limit) {
     std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, limit, [this] { return report_.lost || report_.failed || report_.left; });
+    changed_.wait_for(lock, limit,
+                      [this] { return report_.lost || report_.failed || report_.left || report_.diverged; });
     return report_;
 }
 
@@ -256,6 +278,12 @@ void RankWatch::take(Peer& peer, const Message& message) {
         case Word::kLost:
             lose(message.rank, message.why);
             break;
+        case Word::kPlace:
+            places_[peer.rank()] = {message.why, Clock::now()};
+            break;
+        case Word::kDiverged:
+            diverge(message, peer.rank());
+            break;
         default:
             break;
     }
@@ -305,13 +333,25 @@ void RankWatch::lose(int rank, const std::string& why) {
     if (options_.rank == 0) relay({Word::kLost, rank, why}, rank);
 }
 
+void RankWatch::diverge(const Message& message, int except) {
+    if (report_.diverged) return;
+    report_.diverged = message.why;
+    end_of_grace_ = Clock::now() + options_.grace;
+    changed_.notify_all();
+    say(message.why);
+    relay(message, except);
+}
+
 void RankWatch::end_if_due(Clock::time_point now) {
     const bool saves = saving_ > 0 && !report_.failed;
     const bool over =
         (end_of_grace_ && now >= *end_of_grace_) || (end_of_patience_ && now >= *end_of_patience_ && !saves);
     if (!training_ || !over) return;
-    const RankNotice& cause = report_.lost ? *report_.lost : report_.failed ? *report_.failed : *report_.asked;
-    say("this process still waits for others, and ends now, because " + named(cause.rank) + " " + cause.why + ".");
+    std::string cause = "the ranks wait for each other at different places";
+    if (const auto& notice = report_.lost ? report_.lost : report_.failed ? report_.failed : report_.asked) {
+        cause = named(notice->rank) + " " + notice->why;
+    }
+    say("this process still waits for others, and ends now, because " + cause + ".");
     write_without_waiting(unsaid_);
     end_of_grace_.reset();
     end_of_patience_.reset();

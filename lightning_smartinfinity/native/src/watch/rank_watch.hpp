@@ -3,6 +3,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -23,10 +24,17 @@ struct RankNotice {
 };
 
 struct WatchReport {
-    std::optional<RankNotice> lost;    // it was killed or does not answer: no training with it can go on
-    std::optional<RankNotice> failed;  // an error ends its training
-    std::optional<RankNotice> asked;   // it received SIGTERM
-    std::optional<RankNotice> left;    // it ended as it should
+    std::optional<RankNotice> lost;       // it was killed or does not answer: no training with it can go on
+    std::optional<RankNotice> failed;     // an error ends its training
+    std::optional<RankNotice> asked;      // it received SIGTERM
+    std::optional<RankNotice> left;       // it ended as it should
+    std::optional<std::string> diverged;  // ranks wait for each other at different places; the words say where
+};
+
+// Where a rank has been for a while, in words of its own, and how long ago it told this.
+struct RankPlace {
+    std::string where;  // empty: it moves
+    double seconds;
 };
 
 enum class Ending { kLostRank, kSigterm };
@@ -81,6 +89,12 @@ class RankWatch {
     void end_saving();
     // Takes back that SIGTERM ends this process after the patience: all ranks have agreed to end their training.
     void agree();
+    // Tells rank 0 where this rank has been for a while; an empty text says that it moves.
+    void tell_place(const std::string& where);
+    // Returns the last place of each rank that told one. Only rank 0 knows those of others.
+    std::map<int, RankPlace> places() const;
+    // Tells all ranks that they wait for each other at different places: they end as if one of them was lost.
+    void tell_divergence(const std::string& where);
     // Waits until a rank is lost or has left, or the time has passed.
     WatchReport wait(std::chrono::milliseconds limit);
     WatchReport report() const;
@@ -99,6 +113,7 @@ class RankWatch {
     void end_if_due(Clock::time_point now);
     void lose(int rank, const std::string& why);
     void hear_asked(int rank);
+    void diverge(const Message& message, int except);
     void relay(const Message& message, int except);
     void say_farewell();
     void renew_patience(Clock::time_point now);
@@ -117,6 +132,7 @@ class RankWatch {
     std::condition_variable changed_;
     std::vector<std::unique_ptr<Peer>> peers_;
     WatchReport report_;
+    std::map<int, std::pair<std::string, Clock::time_point>> places_;
     bool training_ = false, closing_ = false, told_sigterm_ = false;
     int saving_ = 0;
     std::string unsaid_;  // goes to stderr as soon as that takes it
