@@ -18,7 +18,7 @@ class SmartInfinityOptimizer(StateByParameter):
 
     def destroy(self) -> None:
         """Call the base class, which would otherwise look for state in memory that it has pinned."""
-        with replaced(self.optimizer, "_state_on_storage", {}):
+        with replaced(self.optimizer, "state_on_storage", {}):
             super().destroy()
 
     # ---- checkpoints

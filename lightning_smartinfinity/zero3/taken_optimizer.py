@@ -35,7 +35,7 @@ def take_over(optimizer: torch.optim.Optimizer, engine: SmartInfinityEngine) -> 
     own.pop("step", None)  # torch's schedulers put a wrapper there
     del own["state"]
     own["_engine"] = weakref.ref(engine)
-    own["_state_on_storage"] = _StateOnStorage(type(optimizer).__name__, own["_engine"])
+    own["state_on_storage"] = _StateOnStorage(type(optimizer).__name__, own["_engine"])
     kind: Any = type(optimizer)
     optimizer.__class__ = _taken(kind)
 
@@ -99,7 +99,7 @@ class TakenOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """Stands for the optimizer state; see :class:`_StateOnStorage`."""
-        return self._state_on_storage
+        return self.state_on_storage
 
     @state.setter
     def state(self, state: object) -> NoReturn:
