@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, wraps
-from types import MethodType
-from typing import Any, NoReturn
+from functools import cache, partial, wraps
+from types import MethodType, SimpleNamespace
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -16,13 +16,14 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
     GradientAccumulationScheduler,
-    LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer, do_nothing_closure
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.tuner import tuning
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.nn import Module
@@ -30,18 +31,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.update_rules import optimizer_names
 
 __all__ = [
     "REFUSED_CALLBACKS",
-    "OptimizerList",
     "Refusal",
     "accumulates",
     "adapt_callbacks",
+    "admit_batch_size_search",
     "averages_weights",
     "configured_optimizer",
     "copy_around_training",
-    "refuse_closure",
     "synchronize_layers",
 ]
 
@@ -72,26 +73,22 @@ REFUSED_CALLBACKS = (
         "Save checkpoints with ModelCheckpoint(save_top_k=...) and average their weights after training.",
     ),
     Refusal(
-        BatchSizeFinder,
-        "fits again and again with other batch sizes, until memory runs out on one rank alone",
-        "Remove the callback or the call of Tuner.scale_batch_size, and set the batch size by hand.",
-    ),
-    Refusal(
-        LearningRateFinder,
-        "wraps the optimizer in a scheduler of torch's, which takes no optimizer of DeepSpeed's",
-        "Remove the callback or the call of Tuner.lr_find; find the rate with a smaller model under "
-        "Trainer(strategy='auto').",
-    ),
-    Refusal(
         BaseFinetuning,
         "adds parameters to the optimizer in mid-training, which have no place on storage",
-        "Pass all parameters to the optimizer before fit; freeze those that are to be trained later in on_fit_start.",
+        "Pass all parameters to the optimizer in configure_optimizers, freeze those that are to be trained later in "
+        "on_fit_start by requires_grad_(False), and thaw them in on_train_epoch_start by requires_grad_(True).",
     ),
     Refusal(
         ModelPruning,
         "masks weights in memory, while the step computes them from the masters on storage",
         "Prune the weights before fit or after it.",
     ),
+)
+
+
+_SEARCH = (
+    "Run it in a fit of Trainer(devices=1), or try sizes by the command smart-infinity plan --batch, which says what a "
+    "training of any number of processes takes."
 )
 
 
@@ -106,7 +103,10 @@ def adapt_callbacks(trainer: pl.Trainer) -> None:
             if isinstance(callback, refusal.callback):
                 raise _error(callback, refusal)
         if isinstance(callback, GradientAccumulationScheduler):
-            _admit(callback)
+            _admit(callback, "on_train_start")
+        if isinstance(callback, BatchSizeFinder):
+            _require_one_fit(callback, trainer)
+            _admit(callback, "setup")
         if isinstance(callback, WeightAveraging):
             _admit_average(callback, trainer)
 
@@ -182,15 +182,6 @@ def _several_optimizers(found: str) -> UnsupportedError:
     )
 
 
-def refuse_closure(closure: object) -> None:
-    """Refuse a closure that a module passes to ``optimizer.step``."""
-    if closure is not do_nothing_closure:
-        raise UnsupportedError(
-            "optimizer.step(closure=...) does not work with the smart_infinity strategy.",
-            "Run forward and backward first, then call optimizer.step().",
-        )
-
-
 def _callbacks(trainer: pl.Trainer) -> list[Callback]:
     return trainer.callbacks  # type: ignore[attr-defined, no-any-return]  # set outside Trainer's own code
 
@@ -203,38 +194,11 @@ def _error(callback: Callback, refusal: Refusal) -> UnsupportedError:
     )
 
 
-class OptimizerList(list[Any]):
-    """A Trainer's optimizers; the list raises if it is used like the one optimizer that it holds.
-
-    ``self.optimizers(use_pl_optimizer=False)`` returns it, since DeepSpeed's optimizer is no ``torch.optim.Optimizer``.
-    """
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name not in _OPTIMIZER_NAMES:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise UnsupportedError(
-            f"self.optimizers(use_pl_optimizer=False).{name}: with the smart_infinity strategy this is the list of "
-            "DeepSpeed's optimizer.",
-            f"Use self.optimizers().{name}.",
-        )
-
-
-_OPTIMIZER_NAMES = (
-    "add_param_group",
-    "defaults",
-    "load_state_dict",
-    "param_groups",
-    "state",
-    "state_dict",
-    "step",
-    "zero_grad",
-)
-
-
 class _AnyStrategy:
-    """A Trainer that hides its strategy."""
+    """A Trainer that hides its strategy, and that Lightning takes for a distributed one."""
 
     strategy = None
+    _accelerator_connector = SimpleNamespace(is_distributed=False)
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -243,16 +207,34 @@ class _AnyStrategy:
         return getattr(self._trainer, name)
 
 
-def _admit(scheduler: GradientAccumulationScheduler) -> None:
-    """Let the scheduler run although the strategy is a DeepSpeedStrategy: ours counts windows by Lightning's loop."""
-    scheduler.on_train_start = partial(_check_schedule, scheduler)  # type: ignore[method-assign]
+def _admit(callback: Callback, hook: str) -> None:
+    """Let a hook run that refuses a DeepSpeedStrategy for reasons that do not hold for ours."""
+    setattr(callback, hook, partial(_run_admitted, callback, hook))
 
 
-def _check_schedule(scheduler: Any, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-    # That method makes several checks, of which the one of the strategy must not run. Deleting this patch restores the
-    # method, since the scheduler may serve another Trainer next.
-    del scheduler.on_train_start
-    scheduler.on_train_start(_AnyStrategy(trainer), pl_module)
+def _run_admitted(callback: Callback, hook: str, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+    # The hook makes several checks, of which the one of the strategy must not run. Deleting this patch restores the
+    # method, since the callback may serve another Trainer next.
+    delattr(callback, hook)
+    getattr(callback, hook)(_AnyStrategy(trainer), *args, **kwargs)
+
+
+def _require_one_fit(finder: BatchSizeFinder, trainer: pl.Trainer) -> None:
+    if trainer.num_devices * trainer.num_nodes > 1:
+        raise _error(finder, Refusal(BatchSizeFinder, "ends when memory runs out, on one rank alone", _SEARCH))
+    if trainer.state.fn is not TrainerFn.FITTING:
+        raise _error(finder, Refusal(BatchSizeFinder, "saves a checkpoint, and an evaluation has no training", _SEARCH))
+
+
+@cache
+def admit_batch_size_search() -> None:
+    """Let ``Tuner.scale_batch_size`` begin its fit, in which :func:`adapt_callbacks` decides about the callback."""
+    check: Any = tuning._check_scale_batch_size_configuration
+
+    def checked(trainer: pl.Trainer) -> None:
+        check(_AnyStrategy(trainer) if isinstance(trainer.strategy, NearStorage) else trainer)
+
+    tuning._check_scale_batch_size_configuration = checked
 
 
 def _admit_average(callback: Any, trainer: pl.Trainer) -> None:

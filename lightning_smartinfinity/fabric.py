@@ -272,7 +272,6 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     def _initialize_engine(
         self, model: Module, optimizer: Optimizer | None = None, scheduler: Any = None
     ) -> tuple[PortableEngine, Optimizer, Any]:
-        from lightning_smartinfinity.zero3.engine_optimizer import EngineOptimizer
         from lightning_smartinfinity.zero3.engine_setup import evaluation_engine, refuse_trained
 
         # The user alone steps the scheduler: DeepSpeed's engine would step it, too.
@@ -288,7 +287,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         engine, _ = self._build_engine(model, optimizer, lambda: initialize(model, optimizer)[:2])
         self._recording.end()
         self._awaits_load = self._recording.resumes
-        return engine, EngineOptimizer(engine), scheduler
+        return engine, optimizer, scheduler
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(

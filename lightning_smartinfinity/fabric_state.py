@@ -59,10 +59,10 @@ def split_state(state: Mapping[str, object]) -> tuple[PortableEngine, ClientStat
         UnsupportedError: The state has no model, or several, or the optimizer of another one.
     """
     from lightning_smartinfinity.zero3.engine import PortableEngine
-    from lightning_smartinfinity.zero3.engine_optimizer import EngineOptimizer
+    from lightning_smartinfinity.zero3.taken_optimizer import TakenOptimizer
 
     engines = [value for value in state.values() if isinstance(value, PortableEngine)]
-    optimizers = [value for value in state.values() if isinstance(value, EngineOptimizer)]
+    optimizers = [value for value in state.values() if isinstance(value, TakenOptimizer)]
     if len(engines) != 1:
         raise UnsupportedError(
             f"The state has {len(engines)} models that fabric.setup returned, its keys are {list(state)}.",

@@ -225,11 +225,13 @@ class NearStorage(ABC):
             initialize: Function that returns the engine and something else.
         """
         from lightning_smartinfinity.zero3.collectives import raising_together
+        from lightning_smartinfinity.zero3.earlier_state import earlier_state, write_earlier_state
         from lightning_smartinfinity.zero3.engine_setup import engine_with, refuse_in_fit
         from lightning_smartinfinity.zero3.parameter_groups import check_parameters
         from lightning_smartinfinity.zero3.parameters.partition import make_contiguous
         from lightning_smartinfinity.zero3.release import end_training_of, release_module
         from lightning_smartinfinity.zero3.storage import require_parameter_space
+        from lightning_smartinfinity.zero3.taken_optimizer import check_takeable, take_over
         from lightning_smartinfinity.zero3.validation import (
             check_dtype,
             check_model,
@@ -242,27 +244,32 @@ class NearStorage(ABC):
             check_model(model)
             if self._planned is not None:
                 self._planned.require_optimizer(type(optimizer).__name__)
+            check_takeable(optimizer)
             check_optimizer(optimizer, state_format=self._settings.state_format)
             check_parameters(optimizer, model)
+            earlier = earlier_state(optimizer)
             check_dtype(model, self._engine_config)
             check_state_format(self._settings.state_format, self._engine_config)
         self._begin_watch()
         later = f"a training of {type(model).__name__} that began at {time.strftime('%H:%M:%S')}"
-        earlier = self._release_storage(later)
+        idle = self._release_storage(later)
         end_training_of(model, since=f"{later} took its module")
         release_module(model)
         make_contiguous(model)
         offload = self._offload_for(optimizer)
         with self._parameters_on_storage(model), engine_with(offload):
             if self._parameters is not None:
-                self._parameters.users -= earlier  # close() of this one removes what it has taken
+                self._parameters.users -= idle  # close() of this one removes what it has taken
                 require_parameter_space(
                     self._parameters.settings, offload, model, optimizer, in_16_bit=is_16_bit(self._engine_config)
                 )
             engine, rest = initialize()
+        take_over(optimizer, engine)
         # This runs at interpreter exit, too: nothing stays on storage unless it is to be kept.
         weakref.finalize(self, engine.optimizer.rank_state.closer())
         self._training_engine = engine
+        if earlier and not offload.resumes:
+            write_earlier_state(engine.optimizer, earlier)
         return engine, rest
 
     def _offload_for(self, optimizer: Optimizer) -> OffloadSettings:

@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args
 import torch
 from lightning.fabric.plugins.precision import DeepSpeedPrecision as FabricDeepSpeedPrecision
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from lightning_utilities import apply_to_collection
@@ -84,12 +83,13 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        optimizer.clip_grad = 0.0
+        optimizer.engine.optimizer.clip_grad = 0.0
         # DeepSpeedPrecision's own version refuses a training_step that returns None. Without backward, parameters have
         # no gradients, and the step changes nothing.
-        closure()
+        result = closure()
         self._after_closure(model, optimizer)
-        return model.trainer.model.step(**kwargs)
+        model.trainer.model.step(**kwargs)
+        return result
 
     @override
     def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
@@ -110,9 +110,9 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
         # DeepSpeedPrecision's own version does nothing.
         from lightning_smartinfinity.zero3.clipping import clip_norm, clip_values
 
-        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if clip_val <= 0:
             return
+        optimizer = optimizer.engine.optimizer
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             clip_values(optimizer, float(clip_val))
         elif self._step_follows:

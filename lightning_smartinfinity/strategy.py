@@ -28,13 +28,12 @@ from lightning_smartinfinity.automatic_plan import Surroundings
 from lightning_smartinfinity.checkpoint_books import CheckpointBooks
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.compatibility import (
-    OptimizerList,
     accumulates,
     adapt_callbacks,
+    admit_batch_size_search,
     averages_weights,
     configured_optimizer,
     copy_around_training,
-    refuse_closure,
     synchronize_layers,
 )
 from lightning_smartinfinity.compression import GradientCodec
@@ -44,6 +43,7 @@ from lightning_smartinfinity.lightning_options import SharedOptions, indexed_dev
 from lightning_smartinfinity.model_checkpoint import save_beside_training, save_in_turn
 from lightning_smartinfinity.native import take_back_ask_to_end
 from lightning_smartinfinity.near_storage import NearStorage
+from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.precision import SmartInfinityPrecision
 from lightning_smartinfinity.recording import FitRecording
 from lightning_smartinfinity.resume.loader_position import keeping_position
@@ -142,6 +142,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         self.config = self._engine_config
         take_options(self, options, known=LightningOptions, answers=OF_TRAINER)
         self._recording = FitRecording()
+        admit_batch_size_search()
         self._books: CheckpointBooks | None = None
         self._may_bind = False
 
@@ -165,15 +166,6 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         self._precision_plugin = swapped_precision(
             precision_plugin, stock=DeepSpeedPrecision, own=SmartInfinityPrecision, entry="Trainer"
         )
-
-    @property
-    @override
-    def optimizers(self) -> list[Optimizer]:
-        return super().optimizers
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Optimizer]) -> None:
-        DeepSpeedStrategy.optimizers.fset(self, OptimizerList(optimizers))  # type: ignore[attr-defined]
 
     @property
     @override
@@ -277,12 +269,6 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
             accumulates = module.trainer.fit_loop._should_accumulate()
             optimizer.step_follows = module.automatic_optimization and not accumulates
             optimizer.may_bind = self._may_bind
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
-            refuse_closure(closure)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def on_train_end(self) -> None:
@@ -411,7 +397,8 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
 
     @override
     def teardown(self) -> None:
-        super().teardown()
+        with replaced(self, "_optimizers", []):  # Lightning would move their state, which is on storage
+            super().teardown()
         if self.lightning_module is not None:
             save_in_turn(self.lightning_module.trainer)
         self._become_idle(completed=not self._recording.was_interrupted)
@@ -431,7 +418,8 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
     ) -> tuple[SmartInfinityEngine, Optimizer]:
         assert optimizer is not None
         initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
-        return self._build_engine(model, optimizer, initialize)
+        engine, _ = self._build_engine(model, optimizer, initialize)
+        return engine, optimizer
 
     @override
     def init_deepspeed(self) -> None:

@@ -294,7 +294,7 @@ class SmartInfinityTraining(NearStorage):
 
         def build() -> tuple[Any, Any]:
             results = initialize(config=config, **kwargs)
-            return results[0], results
+            return results[0], (results[0], optimizer, *results[2:])
 
         _, results = self._build_engine(model, optimizer, build)
         # An evaluation by another Trainer would take the model away from this training.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.zero3.checkpoints import optimizer_state
 from lightning_smartinfinity.zero3.state_by_parameter import StateByParameter
-from lightning_smartinfinity.zero3.untyped import ParamGroup, SavedState
+from lightning_smartinfinity.zero3.untyped import SavedState
 
 __all__ = ["SmartInfinityOptimizer"]
 
@@ -15,11 +16,10 @@ __all__ = ["SmartInfinityOptimizer"]
 class SmartInfinityOptimizer(StateByParameter):
     """The complete stage-3 optimizer of this package."""
 
-    @property
-    def defaults(self) -> ParamGroup:
-        """Default settings of the user's optimizer, which callbacks and modules read of every torch optimizer."""
-        defaults: ParamGroup = self.optimizer.defaults
-        return defaults
+    def destroy(self) -> None:
+        """Call the base class, which would otherwise look for state in memory that it has pinned."""
+        with replaced(self.optimizer, "state_on_storage", {}):
+            super().destroy()
 
     # ---- checkpoints
 
@@ -41,13 +41,6 @@ class SmartInfinityOptimizer(StateByParameter):
         self.outside_writes.refresh_all()
 
     # ---- refused
-
-    def add_param_group(self, param_group: ParamGroup) -> None:
-        """Raise UnsupportedError: the layout of the state on storage is fixed."""
-        raise UnsupportedError(
-            "add_param_group does not work in mid-training with the smart_infinity strategy.",
-            "Give the optimizer every parameter group when you make it.",
-        )
 
     def offload_states(self, *args: object, **kwargs: object) -> None:
         """Raise UnsupportedError: there is no optimizer state in memory to move."""

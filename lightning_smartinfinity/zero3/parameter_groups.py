@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -10,25 +10,16 @@ import torch
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
 from lightning_smartinfinity.zero3.untyped import ParamGroup, SavedState, ZeroOptimizer, ZeroParameter
 
-__all__ = ["check_parameters", "restore_groups", "saved_numbers", "take_parameters"]
-
-# Optimizers whose parameters a training has taken. Their groups look empty, or hold what was added afterwards.
-_TAKEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+__all__ = ["check_parameters", "find_changed", "restore_groups", "saved_numbers"]
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
     """Check that an optimizer holds parameters to train, and that all of them are the model's.
 
     Raises:
-        UnsupportedError: An earlier training has taken the optimizer's parameters, it never had any to train, or it
-            holds one that the model does not have.
+        UnsupportedError: The optimizer has no parameters to train, or it holds one that the model does not have.
     """
     name = type(optimizer).__name__
-    if optimizer in _TAKEN:
-        raise UnsupportedError(
-            f"This {name} was used by an earlier training, which took its parameters: its parameter groups are empty.",
-            "Make a new optimizer for each training: build it in configure_optimizers, or before each fabric.setup.",
-        )
     if not any(param.requires_grad for group in optimizer.param_groups for param in group["params"]):
         raise UnsupportedError(
             f"{name} has no parameters to train: every parameter group is empty or frozen.",
@@ -65,15 +56,27 @@ def restore_groups(optimizer: ZeroOptimizer, groups: Sequence[ParamGroup]) -> tu
     return left
 
 
-def take_parameters(optimizer: torch.optim.Optimizer) -> list[ZeroParameter]:
-    """Remove all parameters from the groups of the user's optimizer, and return those that are frozen."""
-    frozen: list[ZeroParameter] = []
-    for group in optimizer.param_groups:
-        frozen += [param for param in group["params"] if not param.requires_grad]
-        group["params"] = []
-    optimizer.state.clear()  # Adagrad's constructor puts a whole array there
-    _TAKEN.add(optimizer)
-    return frozen
+def find_changed(groups: Sequence[ParamGroup], given: Sequence[Sequence[ZeroParameter]]) -> UnsupportedError | None:
+    """Return an error if groups do not have the parameters that they had when the training began.
+
+    Args:
+        groups: The groups of the user's optimizer.
+        given: The parameters of each group at the beginning.
+    """
+    if len(groups) != len(given):
+        return _changed(f"has {len(groups)} parameter groups, and had {len(given)}")
+    for number, (group, params) in enumerate(zip(groups, given, strict=True)):
+        if len(group["params"]) != len(params) or any(map(operator.is_not, group["params"], params)):
+            return _changed(f"has other parameters in parameter group {number} than")
+    return None
+
+
+def _changed(found: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"The optimizer {found} when the training began; the layout of its state on storage is fixed.",
+        "Change hyperparameters only. Freeze a parameter by requires_grad_(False), and give all parameters that are to "
+        "be trained to the optimizer when you make it.",
+    )
 
 
 def saved_numbers(optimizer: ZeroOptimizer, saved: Sequence[SavedState]) -> Sequence[int]:

@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from lightning_smartinfinity.transfer.step_plan import StepPlan
 from lightning_smartinfinity.zero3.activations import open_activations
 from lightning_smartinfinity.zero3.collectives import raise_together, raising_together, sum_over_ranks, sums_over_ranks
 from lightning_smartinfinity.zero3.environment import reuse_freed_memory
-from lightning_smartinfinity.zero3.parameter_groups import restore_groups, take_parameters
+from lightning_smartinfinity.zero3.parameter_groups import find_changed, restore_groups
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.parameters.partition import Partition, describe_partition
 from lightning_smartinfinity.zero3.settings import OffloadSettings
@@ -46,6 +47,7 @@ from lightning_smartinfinity.zero3.step.rank_state import RankState, warn_of_rol
 from lightning_smartinfinity.zero3.step.speculation import Speculation, gradients_given_up
 from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight
 from lightning_smartinfinity.zero3.storage import gradient_store, open_storage, with_cache, with_gradient_budget
+from lightning_smartinfinity.zero3.taken_optimizer import has_step_hooks, with_step_hooks
 from lightning_smartinfinity.zero3.untyped import ParamGroup, ZeroParameter
 from lightning_smartinfinity.zero3.validation import find_ignored
 
@@ -104,6 +106,8 @@ class StorageOptimizer(GradientPath):
         self.outside_writes.watch(self.module.parameters())
         self.update.watch(self.module.parameters(), self.parameter_offload.get_param_coordinator())
         self._watch_releases()
+        # bool[num_parameters]: those whose gradient torch would hold, and those whose gradient it would hold as zeros.
+        self._had_gradient, self._zeros = np.zeros((2, len(self.partition.layout.parameters)), np.bool_)
         self._kept_gathered: list[ZeroParameter] = self.persistent_parameters
         self._choose_kept_gathered()
         return_freed_memory()
@@ -209,7 +213,9 @@ class StorageOptimizer(GradientPath):
         for _ in self.fp16_groups:
             self.fp32_partitioned_groups_flat.append(torch.empty(0, dtype=torch.float32))
         self.groups_left = restore_groups(self, self._groups)
-        self._frozen += take_parameters(self.optimizer)
+        self._given = [list(group["params"]) for group in self._groups]
+        self._frozen += [param for group in self._given for param in group if not param.requires_grad]
+        self.optimizer.state.clear()  # Adagrad's constructor puts a whole array there
 
     def _create_buckets(self) -> None:
         if self.bypasses_buckets:
@@ -253,6 +259,7 @@ class StorageOptimizer(GradientPath):
             self.rank_state.background.take_failure()
             or self._failure_of_gradients()
             or self._failure_of_activations()
+            or find_changed(self.optimizer.param_groups, self._given)
             or find_ignored(list(self.partition.params()), self._frozen, names=self.param_names)
         )
         self._pre_step()
@@ -263,6 +270,8 @@ class StorageOptimizer(GradientPath):
         self.rank_state.complete_record()  # on all ranks, before they enter the sum over gradients
         # This is the scale that backward used; below, the loss scaler may raise it for the next window.
         loss_scale = float(self.loss_scale)
+        for index in np.flatnonzero(self._zeros & ~self.arena.active).tolist():
+            self.arena.replace(index, torch.empty(0))
         squares = math.nan if refused is not None else self.arena.sum_of_squares()
         refused = refused or self._failure_of_gradients()  # some may have been read from storage for the sum
         norm = self._scaled_gradient_norm(math.nan if refused is not None else squares)
@@ -276,7 +285,8 @@ class StorageOptimizer(GradientPath):
             self.checkpoint_event_epilogue()
             return
         self._global_grad_norm = norm / loss_scale
-        self._update(loss_scale=loss_scale, clip_factor=self._clip_factor(self._global_grad_norm))
+        clip_factor = self._clip_factor(self._global_grad_norm)
+        with_step_hooks(self.optimizer, partial(self._update, loss_scale=loss_scale, clip_factor=clip_factor))
         # torch's schedulers warn unless the optimizer they wrap has stepped; its step() never runs here.
         self.optimizer._opt_called = True
         self._post_step(set())
@@ -346,6 +356,7 @@ class StorageOptimizer(GradientPath):
             self.update.roll_back(error)
             raise
         self.update.step_returns()
+        self._had_gradient |= self.arena.active
         self.arena.reset()
 
     def _partition_all_parameters(self) -> None:
@@ -376,7 +387,8 @@ class StorageOptimizer(GradientPath):
         if self.overlap.backward_begins(step_follows=follows) and not retain_graph:
             everything = np.ones(len(self.partition.layout.parameters), np.bool_)
             plan = self._plan(active=everything, loss_scale=float(self.loss_scale))
-            self.update.begin_speculatively(plan, binds=self.may_bind and plan.window is not None)
+            may_bind = self.may_bind and not has_step_hooks(self.optimizer)
+            self.update.begin_speculatively(plan, binds=may_bind and plan.window is not None)
         else:
             self.speculation.discard()
         self.arena.backward_begins(binds=self.speculation.binds)
@@ -395,6 +407,16 @@ class StorageOptimizer(GradientPath):
         """Call the base class after discarding the speculative update."""
         self.speculation.discard()
         super().zero_grad(set_to_none)
+
+    def zero_grad_as_torch(self, set_to_none: bool) -> None:
+        """Do :meth:`zero_grad`; unless ``set_to_none``, the next steps update what had a gradient as if it were zero.
+
+        DeepSpeed's engine calls :meth:`zero_grad` by itself, and users call this one.
+        """
+        had = self._had_gradient | self.arena.active
+        self._had_gradient = had & (not set_to_none)
+        self._zeros = self._had_gradient.copy()
+        self.zero_grad(set_to_none)
 
     def _watch_releases(self) -> None:
         offload = self.parameter_offload

@@ -68,7 +68,6 @@ MISUSES: dict[str, tuple[Misuse, tuple[str, ...]]] = {
         lambda fabric, model, optimizer, _: fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type="inf"),
         ("norm_type='inf'",),
     ),
-    "a closure": (lambda fabric, model, optimizer, _: optimizer.step(lambda: None), ("closure",)),
     "a late parameter group": (
         lambda fabric, model, optimizer, _: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
         ("add_param_group",),
@@ -105,7 +104,7 @@ MISUSES: dict[str, tuple[Misuse, tuple[str, ...]]] = {
     ),
     "plain optimizer state": (
         lambda fabric, model, optimizer, _: fabric.load_raw("state.pt", optimizer),
-        ("state.pt", "EngineOptimizer"),
+        ("state.pt", "AdamW"),
     ),
 }
 

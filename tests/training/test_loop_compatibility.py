@@ -1,4 +1,4 @@
-"""Callbacks of Lightning that cannot work are refused at the start. GradientAccumulationScheduler works."""
+"""Callbacks of Lightning that cannot work are refused at the start. Schedules of accumulation and searches work."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch import callbacks
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import UnsupportedError
-from lightning_smartinfinity.compatibility import REFUSED_CALLBACKS
+from lightning_smartinfinity.compatibility import REFUSED_CALLBACKS, adapt_callbacks
+from tests.helpers.models import Recipe
 from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
 from tests.helpers.trainers import quiet_trainer
 
@@ -31,8 +35,6 @@ REFUSED: dict[str, Callable[[], callbacks.Callback]] = {
     "StochasticWeightAveraging": lambda: callbacks.StochasticWeightAveraging(swa_lrs=0.1),
     "WeightAveraging": lambda: callbacks.WeightAveraging(),  # in 16 bit
     "EMAWeightAveraging": lambda: callbacks.EMAWeightAveraging(),
-    "BatchSizeFinder": lambda: callbacks.BatchSizeFinder(),
-    "LearningRateFinder": lambda: callbacks.LearningRateFinder(),
     "BackboneFinetuning": lambda: callbacks.BackboneFinetuning(),
     "ModelPruning": lambda: callbacks.ModelPruning("l1_unstructured"),
     "Own": Own,
@@ -59,15 +61,83 @@ def test_every_refusal_is_tested() -> None:
     assert all(any(isinstance(callback, refusal.callback) for callback in made) for refusal in REFUSED_CALLBACKS)
 
 
-def test_the_tuner_is_refused(tmp_path: Path) -> None:
-    """The error names lr_find, whose search is a callback. Lightning itself refuses scale_batch_size."""
-    module = Everything()
-    module.batch_size = module.lr = 1  # type: ignore[assignment]
-    with pytest.raises(UnsupportedError, match=r"Tuner\.lr_find"):
-        Tuner(quiet_trainer(tmp_path)).lr_find(module)
-    with pytest.raises(ValueError, match="distributed strategies"):
-        Tuner(quiet_trainer(tmp_path)).scale_batch_size(module)
-    assert not list(tmp_path.iterdir())
+class Tuned(Everything):
+    """A module whose learning rate and batch size are searched; memory seems to run out beyond four sequences."""
+
+    def __init__(self) -> None:
+        super().__init__(Recipe(epoch_batches=16, depth=1))
+        self.lr, self.batch_size = 1e-3, 1
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(super().train_dataloader().dataset, batch_size=self.batch_size)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return OutOfMemory.apply(loss) if len(batch) > 4 else loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"}]
+
+
+class OutOfMemory(torch.autograd.Function):
+    """Raises in backward what torch raises on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+FINDERS: dict[str, Callable[[], callbacks.Callback]] = {
+    "rate": lambda: callbacks.LearningRateFinder(min_lr=1e-4, max_lr=0.1, num_training_steps=24),
+    "batch size": lambda: callbacks.BatchSizeFinder(init_val=1, max_trials=5),
+}
+
+
+@pytest.mark.parametrize("finder", FINDERS)
+def test_a_search_by_a_callback(finder: str, tmp_path: Path) -> None:
+    """It finds what plain Lightning finds, and the training that follows begins from the first weights."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        module = Tuned()
+        trainer = make(max_steps=4, callbacks=[FINDERS[finder]()])
+        trainer.fit(module)
+        left = [path.name for path in root.iterdir() if path.name.startswith(".")]
+        return module.lr, module.batch_size, module.losses[-4:], trainer.global_step, left
+
+    rate, size, *_ = assert_like_plain_lightning(scenario, tmp_path)
+    assert (size == 4) is (finder == "batch size") and (rate == 1e-3) is (finder == "batch size")
+
+
+@pytest.mark.parametrize("method", ["lr_find", "scale_batch_size"])
+def test_a_search_by_the_tuner(method: str, tmp_path: Path) -> None:
+    """It finds what plain Lightning finds, and a fit by the same Trainer begins anew."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        module, trainer = Tuned(), make(max_steps=4)
+        if method == "lr_find":
+            found = Tuner(trainer).lr_find(module, min_lr=1e-4, max_lr=0.1, num_training=24).suggestion()
+        else:
+            found = Tuner(trainer).scale_batch_size(module, init_val=1, max_trials=5)
+        before = len(module.losses)
+        trainer.fit(module)
+        return found, module.lr, module.batch_size, before, module.losses[before:]
+
+    assert_like_plain_lightning(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("of", [{"devices": 2}, {}], ids=["two processes", "an evaluation"])
+def test_a_search_of_the_batch_size_that_cannot_work(of: dict[str, Any], tmp_path: Path) -> None:
+    """The error says what to call instead."""
+    trainer = quiet_trainer(tmp_path, callbacks=[callbacks.BatchSizeFinder()], **of)
+    trainer.state.fn = TrainerFn.FITTING if of else TrainerFn.VALIDATING
+    with pytest.raises(UnsupportedError, match="BatchSizeFinder") as caught:
+        adapt_callbacks(trainer)
+    assert "smart-infinity plan --batch" in caught.value.remedy
 
 
 def test_gradient_accumulation_scheduler(tmp_path: Path) -> None:

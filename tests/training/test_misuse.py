@@ -18,28 +18,6 @@ from tests.training.test_bad_input import assert_helpful
 RECIPE = Recipe(depth=1)
 
 
-class RawOptimizer(LitTiny):
-    """A module that steps the object that Lightning returns as the optimizer."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
-        optimizers: Any = self.optimizers(use_pl_optimizer=False)
-        assert len(optimizers) == 1
-        assert not hasattr(optimizers, "anything else")
-        self.manual_backward(self.model(batch))
-        optimizers.step()
-
-
-def test_the_list_of_optimizers_taken_for_an_optimizer(tmp_path: Path) -> None:
-    """Lightning returns a list, since DeepSpeed's optimizer is no torch optimizer. The error says what to call."""
-    with pytest.raises(UnsupportedError) as caught:
-        fit(RawOptimizer(RECIPE), tmp_path)
-    assert_helpful(caught.value, "use_pl_optimizer=False", "self.optimizers().step")
-
-
 class WithoutOptimizer(LitTiny):
     """A module that returns nothing from configure_optimizers."""
 

@@ -137,7 +137,7 @@ class Recorder(pl.Callback):
             "loss_scale": float(optimizer.loss_scale),
             "steps": optimizer.update.drained_handler().steps.tolist(),
             "generation": int(optimizer.update.drained_handler().generation),
-            "state_entries": len(optimizer.optimizer.state),
+            "state_entries": len(vars(optimizer).get("state", ())),
             "fp32_numel": sum(p.numel() for p in optimizer.fp32_partitioned_groups_flat),
             "lr": [group["lr"] for group in optimizer.param_groups],
         }

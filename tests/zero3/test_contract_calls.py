@@ -413,7 +413,7 @@ def test_callbacks_are_complete_before_setup_environment_and_set_up_after_it(see
 
 def test_the_accumulation_scheduler_asks_its_trainer_for_the_strategy(seen: Observed) -> None:
     """The scheduler's check reads trainer.strategy in a method that is looked up on the instance (compatibility.py)."""
-    assert seen.has("_call_callback_hooks", "_check_schedule"), "GradientAccumulationScheduler would raise again"
+    assert seen.has("_call_callback_hooks", "_run_admitted"), "GradientAccumulationScheduler would raise again"
     assert seen.has("GradientAccumulationScheduler.on_train_start", "_AnyStrategy.__getattr__")
 
 

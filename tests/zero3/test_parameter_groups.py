@@ -14,7 +14,6 @@ from lightning_smartinfinity.zero3.parameter_groups import (
     check_parameters,
     restore_groups,
     saved_numbers,
-    take_parameters,
 )
 
 
@@ -77,17 +76,6 @@ def test_an_optimizer_that_trains_the_module_is_accepted() -> None:
     check_parameters(torch.optim.SGD(groups), module)
 
 
-def test_an_optimizer_whose_parameters_were_taken_is_refused_even_if_others_were_added() -> None:
-    """It would train the new parameters alone."""
-    module = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([module.weight])
-    take_parameters(optimizer)
-    optimizer.add_param_group({"params": [module.bias]})
-    with pytest.raises(UnsupportedError, match="SGD was used by an earlier training") as caught:
-        check_parameters(optimizer, module)
-    assert "new optimizer" in caught.value.remedy
-
-
 @pytest.mark.parametrize("params", [[], [nn.Parameter(torch.ones(2), requires_grad=False)]], ids=["empty", "frozen"])
 def test_an_optimizer_with_nothing_to_train_is_refused(params: list[nn.Parameter]) -> None:
     """Torch accepts it if it is given as a group."""
@@ -101,11 +89,3 @@ def test_a_parameter_of_another_module_is_refused() -> None:
     groups = [{"params": [module.weight]}, {"params": [nn.Parameter(torch.ones(3, 5))]}]
     with pytest.raises(UnsupportedError, match=r"group 1 of SGD .* shape \(3, 5\) that Linear does not have"):
         check_parameters(torch.optim.SGD(groups), module)
-
-
-def test_frozen_parameters_are_returned_when_an_optimizer_gives_its_parameters_away() -> None:
-    """Afterwards the optimizer holds neither parameters nor state."""
-    weight, bias = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1), requires_grad=False)
-    optimizer = torch.optim.Adagrad([{"params": [weight]}, {"params": [bias]}])
-    assert take_parameters(optimizer) == [bias]
-    assert [group["params"] for group in optimizer.param_groups] == [[], []] and not optimizer.state

@@ -10,6 +10,7 @@ from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CON
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.taken_optimizer import TakenOptimizer
 
 __all__ = ["refuse_foreign_steps"]
 
@@ -20,7 +21,7 @@ _num_engines = 0
 
 
 def refuse_foreign_steps() -> None:
-    """Make ``step`` of every optimizer in this process raise on partitioned parameters; ours gives torch none.
+    """Make ``step`` of every optimizer in this process raise on partitioned parameters, except ours.
 
     Every engine calls this before it partitions parameters, as other optimizers may hold some of them.
     """
@@ -35,6 +36,8 @@ def _register() -> None:
 
 
 def _refuse(optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    if isinstance(optimizer, TakenOptimizer):
+        return
     looks = (_num_engines, sum(len(group["params"]) for group in optimizer.param_groups))
     if _ACCEPTED.get(optimizer) != looks:
         _refuse_partitioned(optimizer)
