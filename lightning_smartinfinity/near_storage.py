@@ -330,6 +330,7 @@ class NearStorage(ABC):
             sharded: Function that makes Lightning's context, which takes the parameters' swapper when it is made.
             module: Module that is being built, if it exists already.
         """
+        from lightning_smartinfinity.zero3.engine_setup import gathering_when_called
         from lightning_smartinfinity.zero3.parameters.gather_on_use import gathering_on_use
         from lightning_smartinfinity.zero3.parameters.module_guard import checking_layers
         from lightning_smartinfinity.zero3.parameters.partitioning import partitioning
@@ -343,6 +344,7 @@ class NearStorage(ABC):
             partitioning("Building the model", None),
             gathering_on_use(module),
             checking_layers(),
+            gathering_when_called(lambda: self._engine_config),
             loading_pretrained(self._engine_config),
         ):
             yield

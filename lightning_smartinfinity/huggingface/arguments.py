@@ -22,7 +22,7 @@ _RULED = frozenset(name.lower() for rule in RULES for name in rule.optimizers)
 
 
 def check_arguments(args: Arguments) -> None:
-    """Refuse arguments that would switch DeepSpeed off, or whose optimizer keeps its state in memory.
+    """Refuse arguments that would switch DeepSpeed off, try batch sizes, or keep the optimizer's state in memory.
 
     Raises:
         UnsupportedError: There is such an argument.
@@ -32,6 +32,13 @@ def check_arguments(args: Arguments) -> None:
             "TrainingArguments(use_cpu=True) switches DeepSpeed off, and the model would train in memory.",
             "Leave it out: without a GPU the training runs on the CPU all the same. There, leave bf16=True out, too: "
             "transformers trains in bf16 on GPUs only.",
+        )
+    if args.auto_find_batch_size:
+        raise UnsupportedError(
+            "TrainingArguments(auto_find_batch_size=True) does not work with ZeRO-3: it would build the engine and its "
+            "storage anew for each batch size.",
+            "Leave it out. Set per_device_train_batch_size to what fits, which `smart-infinity plan` estimates, and "
+            "reach the size of a step by gradient_accumulation_steps.",
         )
     name = str(getattr(args.optim, "value", args.optim))
     if not has_rule(name):

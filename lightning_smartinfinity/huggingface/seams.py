@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
+
+import torch
 
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.huggingface.arguments import Arguments
-from lightning_smartinfinity.patches import wrapped
+from lightning_smartinfinity.patches import replaced, wrapped
 
 __all__ = [
     "Trainer",
@@ -202,6 +206,7 @@ def trainers_of_context() -> Iterator[None]:
     import transformers
 
     made: list[weakref.ref[Trainer]] = []  # a subclass that defines == has no hash
+    patches = ExitStack()
 
     def build(original: Callable[..., None], trainer: Trainer, *args: object, **kwargs: object) -> None:
         try:
@@ -215,9 +220,10 @@ def trainers_of_context() -> Iterator[None]:
             ) from error
         made.append(weakref.ref(trainer))
         _keep_given(trainer)
+        patches.enter_context(_hashing_weights(type(trainer)))
 
     try:
-        with wrapped(transformers.Trainer, "__init__", build):
+        with patches, wrapped(transformers.Trainer, "__init__", build):
             yield
     finally:
         for trainer in [trainer for known in made if (trainer := known()) is not None]:
@@ -240,6 +246,32 @@ def _keep_given(trainer: Trainer) -> None:
     for name, method in (("optimizer", "create_optimizer"), ("lr_scheduler", "create_scheduler")):
         if given[name] is not None:
             setattr(trainer, method, create(name, getattr(trainer, method)))
+
+
+@contextmanager
+def _hashing_weights(trainer_class: type) -> Iterator[None]:
+    """Let TRL hash weights, not ZeRO-3's empty tensors: it looks up precomputed log-probabilities by the hash."""
+    modules = {sys.modules[each.__module__] for each in trainer_class.__mro__}
+    with ExitStack() as patches:
+        for module in modules:
+            if hasattr(module, "hash_module"):
+                patches.enter_context(replaced(module, "hash_module", _hash_of_weights))
+        yield
+
+
+def _hash_of_weights(model: torch.nn.Module) -> str:
+    from lightning_smartinfinity.zero3.checkpoints.live_weights import LiveWeights
+
+    digest, weights = hashlib.sha256(), LiveWeights(model)
+
+    def add(name: str, first: int, values: torch.Tensor) -> None:
+        digest.update(f"{name} {first} {values.dtype}".encode())
+        digest.update(values.flatten().view(torch.uint8).numpy().tobytes())
+
+    weights.read(weights.contents.parameters, add, masters=False)
+    for name, value in weights.contents.buffers.items():
+        add(name, 0, value)
+    return digest.hexdigest()
 
 
 def _refused_after(name: str) -> Callable[..., Any]:

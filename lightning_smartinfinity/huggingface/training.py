@@ -67,6 +67,8 @@ _AUTO: DeepSpeedConfig = {
 }
 _SAVES_16_BIT = {"stage3_gather_16bit_weights_on_model_save": True}
 _DEFAULT_JOB = TransferConfig().job
+# What a model without an optimizer shares with the one that is trained, of the section zero_optimization.
+_PARTITIONING = ("stage", "offload_param")
 
 
 @documents_settings
@@ -176,7 +178,7 @@ class SmartInfinityTraining(NearStorage):
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._prepare_environment(torch.device("cuda" if on_gpu else "cpu"), local_world_size=local_world_size)
         from lightning_smartinfinity.zero3.checkpoints.trust import door
-        from lightning_smartinfinity.zero3.engine_setup import initializing_with
+        from lightning_smartinfinity.zero3.engine_setup import gathering_when_called, initializing_with
         from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answering
         from lightning_smartinfinity.zero3.parameters.scalars import send_scalars
         from lightning_smartinfinity.zero3.parameters.torch_functions import putting_torch_back
@@ -199,6 +201,7 @@ class SmartInfinityTraining(NearStorage):
             contexts.enter_context(trainers_of_context())
             contexts.enter_context(accelerators_with_deepspeed())
             contexts.enter_context(initializing_with(self._initialize))
+            contexts.enter_context(gathering_when_called(lambda: self._engine_config))
             _ACTIVE.append(self)
             contexts.callback(_ACTIVE.remove, self)
             self._contexts = contexts.pop_all()
@@ -271,26 +274,29 @@ class SmartInfinityTraining(NearStorage):
 
     def _initialize(self, initialize: Callable[..., Any], **kwargs: Any) -> Any:
         """Build our engine for a call of ``deepspeed.initialize``, and return what that returns."""
-        from lightning_smartinfinity.zero3.engine_setup import evaluation_engine, refuse_in_fit
+        from lightning_smartinfinity.zero3.engine_setup import evaluation_config, evaluation_engine, refuse_in_fit
         from lightning_smartinfinity.zero3.release import release_module
         from lightning_smartinfinity.zero3.validation import check_dtype
 
         config = kwargs.pop("config_params", None) or kwargs.pop("config", None) or {}
-        self._require_own(config)
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
+        self._require_own(config, trained=optimizer is not None)
         refuse_quantized(model)
-        self._last_model = model
-        several = config["gradient_accumulation_steps"] > 1
-        config = {**config, "data_types": data_types(self._settings.transfer, accumulates=several)}
-        self._engine_config = config
         self._choose_storage(Path.cwd())
         if optimizer is None:
+            self._engine_config = config
+            self._last_model = self._last_model or model  # a reference is not what save_pretrained saves
             refuse_in_fit(model)
             check_dtype(model, config)
             self._begin_watch()
             release_module(model)
             with self._parameters_on_storage(model), evaluation_engine():
-                return initialize(config=config, **kwargs)
+                return initialize(config=evaluation_config(config), **kwargs)
+        self._refuse_second(model)
+        self._last_model = model
+        several = config["gradient_accumulation_steps"] > 1
+        config = {**config, "data_types": data_types(self._settings.transfer, accumulates=several)}
+        self._engine_config = config
 
         def build() -> tuple[Any, Any]:
             results = initialize(config=config, **kwargs)
@@ -300,6 +306,20 @@ class SmartInfinityTraining(NearStorage):
         # An evaluation by another Trainer would take the model away from this training.
         results[0].optimizer.rank_state.in_fit = True
         return results
+
+    def _refuse_second(self, model: torch.nn.Module) -> None:
+        """Refuse to train a model while another one is trained; ``Trainer.train`` ends its training itself."""
+        from lightning_smartinfinity.zero3.release import has_engine
+
+        engine = self._training_engine
+        if engine is None or engine.module is model or not engine.optimizer.rank_state.in_fit:
+            return
+        if has_engine(engine.module):
+            raise UnsupportedError(
+                f"{type(model).__name__} was given an optimizer while {type(engine.module).__name__} is being trained.",
+                "One model trains at a time: put both into one module with one optimizer, or end the first training by "
+                "accelerator.free_memory(). A model that is only called needs no optimizer.",
+            )
 
     def _save_model(self, trainer: Trainer, folder: str, begins_checkpoint: bool, original: Callable[[], None]) -> None:
         """Write a model window by window, and let the Trainer write what belongs to it, such as the tokenizer."""
@@ -341,18 +361,23 @@ class SmartInfinityTraining(NearStorage):
             )
         return self._last_model
 
-    def _require_own(self, config: DeepSpeedConfig) -> None:
+    def _require_own(self, config: DeepSpeedConfig, *, trained: bool = True) -> None:
         for section in ("optimizer", "scheduler"):
             if section in config:
                 raise ConfigError(
                     f"DeepSpeed's configuration has a section {section!r}, and DeepSpeed would build its own.",
                     "Leave it out: transformers builds what TrainingArguments ask for.",
                 )
-        if config.get("zero_optimization") != self._config["zero_optimization"]:
+        given, own = config.get("zero_optimization") or {}, self._config["zero_optimization"]
+        if not trained and all(given.get(key) == own.get(key) for key in _PARTITIONING):
+            return
+        if given != own:
             raise ConfigError(
                 "Within SmartInfinityTraining, transformers or accelerate was given another configuration of DeepSpeed:"
                 f" zero_optimization={config.get('zero_optimization')!r}.",
-                "Pass deepspeed=training.config, and what you want to change as SmartInfinityTraining(zero={...}).",
+                "Pass deepspeed=training.config, and what you want to change as SmartInfinityTraining(zero={...})."
+                if trained
+                else "Pass a copy of training.config, whose zero_optimization keeps stage and offload_param.",
             )
 
 

@@ -102,6 +102,13 @@ class PortableEngine(DeepSpeedEngine):
         if torch.distributed.get_world_size() > 1:
             reading_group()  # while all ranks are here
 
+    def destroy(self) -> None:
+        """Remove all hooks from the module; the base class leaves two."""
+        super().destroy()
+        for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+            if (handle := vars(self).get(name)) is not None:
+                handle.remove()
+
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
         # The base class casts nothing if zero.Init has partitioned a parameter. Parameters that were copied or assigned
         # without it still need the dtype. Otherwise it would keep the memory of what it casts.
@@ -180,6 +187,14 @@ class EvaluationEngine(PortableEngine):
     def __init__(self, *, model: torch.nn.Module, **kwargs: object) -> None:
         with having_a_parameter(model):
             super().__init__(model=model, **kwargs)
+
+    def backward(self, *args: object, **kwargs: object) -> None:
+        """Raise UnsupportedError: nothing takes the gradients."""
+        raise UnsupportedError(
+            f"backward was called for {type(self.module).__name__}, which was set up without an optimizer.",
+            "Pass the loss to the model that is trained. An Accelerator trains the model that it has prepared first: "
+            "prepare that one before others, or leave the others unprepared.",
+        )
 
 
 class SmartInfinityEngine(PortableEngine):

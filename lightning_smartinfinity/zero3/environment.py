@@ -7,12 +7,14 @@ import ctypes
 import os
 import resource
 import sys
+from collections.abc import Iterator
 
 from lightning_smartinfinity.errors import StorageError, UnsupportedError
 from lightning_smartinfinity.zero3.collectives import has_ended
 
 __all__ = [
     "forbid_jit_builds",
+    "having_local_rank",
     "prepare_environment",
     "require_descriptors",
     "reuse_freed_memory",
@@ -53,6 +55,22 @@ def prepare_environment(device_type: str, *, local_world_size: int) -> None:
     forbid_jit_builds()
     _forget_ended_groups()
     _map_blocks_from(_LEAN_THRESHOLD)
+
+
+@contextlib.contextmanager
+def having_local_rank() -> Iterator[None]:
+    """Set ``LOCAL_RANK`` in this context if no launcher has: DeepSpeed reads it in the midst of a forward pass.
+
+    It is not left set, since accelerate takes it for a launcher's.
+    """
+    if "LOCAL_RANK" in os.environ:
+        yield
+        return
+    os.environ["LOCAL_RANK"] = "0"
+    try:
+        yield
+    finally:
+        del os.environ["LOCAL_RANK"]
 
 
 def require_descriptors(*, num_processes: int, num_folders: int) -> None:

@@ -14,7 +14,7 @@ from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
-__all__ = ["end_training_of", "release_module", "trainings_of"]
+__all__ = ["end_training_of", "has_engine", "release_module", "trainings_of"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Modules whose functions engines hook in.
@@ -57,11 +57,19 @@ def release_module(module: torch.nn.Module) -> None:
     _partition_parameters(module)
 
 
+def has_engine(module: torch.nn.Module) -> bool:
+    """Return whether an engine gathers the module's own parameters for its forward pass."""
+    return any(_is_of_engine(hook) for hook in module._forward_pre_hooks.values())
+
+
+def _is_of_engine(hook: object) -> bool:
+    return getattr(hook, "__module__", "").startswith(_HOOKS_OF)
+
+
 def _remove_hooks(module: torch.nn.Module) -> None:
     for name in _HOOKS:
         hooks = getattr(module, name)
-        of_engines = [key for key, hook in hooks.items() if getattr(hook, "__module__", "").startswith(_HOOKS_OF)]
-        for key in of_engines:
+        for key in [key for key, hook in hooks.items() if _is_of_engine(hook)]:
             del hooks[key]
             for flags in _HOOK_FLAGS:
                 getattr(module, flags).pop(key, None)

@@ -32,7 +32,7 @@ __all__ = [
     "parameter_settings",
 ]
 
-_SIXTEEN_BIT = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SIXTEEN_BIT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _DENSE_EXPERTS = "Build the experts from ordinary torch modules: ZeRO-3 partitions those over all ranks."
 
 
@@ -218,7 +218,7 @@ def check_dtype(model: torch.nn.Module, config: DeepSpeedConfig) -> None:
     Raises:
         UnsupportedError: A partition has another dtype; the message names the parameter and both dtypes.
     """
-    wanted = next((dtype for key, dtype in _SIXTEEN_BIT.items() if config.get(key, {}).get("enabled")), torch.float32)
+    wanted = next((dtype for key, dtype in SIXTEEN_BIT.items() if config.get(key, {}).get("enabled")), torch.float32)
     for name, parameter in model.named_parameters():
         partition = getattr(parameter, "ds_tensor", None)
         if partition is not None and partition.is_floating_point() and partition.dtype != wanted:

@@ -22,6 +22,12 @@ def test_a_cpu_that_is_asked_for_by_name(tmp_path: Path) -> None:
         arguments(tmp_path, training.config, use_cpu=True)
 
 
+def test_batch_sizes_that_are_tried(tmp_path: Path) -> None:
+    """Transformers would refuse ``auto_find_batch_size`` with ZeRO-3, and recommend other stages, which do not help."""
+    with SmartInfinityTraining() as training, pytest.raises(UnsupportedError, match="Set per_device_train_batch_size"):
+        arguments(tmp_path, training.config, auto_find_batch_size=True)
+
+
 @pytest.mark.parametrize("name", ["paged_adamw_8bit", "adamw_bnb_8bit", "adafactor", "galore_adamw"])
 def test_an_optimizer_that_keeps_its_state_in_memory(name: str, tmp_path: Path) -> None:
     """Paged and 8-bit optimizers, and others without an update rule, are refused by the name that was typed."""

@@ -48,6 +48,13 @@ def load(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
+def judge(folder: Path) -> Any:
+    """Load the model as one that rates texts, with a random head, in fp32."""
+    torch.manual_seed(3)
+    classes = transformers.AutoModelForSequenceClassification
+    return classes.from_pretrained(folder, dtype=torch.float32, num_labels=1, pad_token_id=1)
+
+
 def adapters(model: Any) -> Any:
     """Return the model with LoRA adapters, and all else frozen."""
     import peft

@@ -106,8 +106,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
 
 def test_initialize_builds_the_engine_from_its_module_global(seen: Observed) -> None:
     """deepspeed.initialize looks DeepSpeedEngine up by its global name: ours can replace it (zero3/engine_setup.py)."""
-    assert seen.has("initialize", "SmartInfinityEngine.__init__"), "stock engines would train instead of ours"
-    assert seen.has("initialize", "EvaluationEngine.__init__"), "stock engines would evaluate instead of ours"
+    assert seen.has("_build", "SmartInfinityEngine.__init__"), "stock engines would train instead of ours"
+    assert seen.has("_build", "EvaluationEngine.__init__"), "stock engines would evaluate instead of ours"
 
 
 def test_engine_imports_the_optimizer_class_at_call_time(seen: Observed) -> None:
@@ -281,11 +281,13 @@ def test_hooks_of_deepspeed_can_be_told_by_their_module(seen: Observed) -> None:
     }
     theirs = {name: [m for m in modules if m.startswith("deepspeed.")] for name, modules in owned.items()}
     assert theirs["_forward_pre_hooks"] and theirs["_forward_hooks"], "an engine leaves no hook of its own to be told"
-    assert sum(map(len, owned.values())) - sum(map(len, theirs.values())) == 1, "beside the one of this test"
+    others = [m for modules in owned.values() for m in modules if not m.startswith(("deepspeed.", "lightning_smart"))]
+    assert len(others) == 1, "beside the one of this test, and ours that wait for a call without an engine"
     release_module(seen.module)
     left = [
         hook.__module__ for child in seen.module.modules() for name in HOOKS for hook in getattr(child, name).values()
     ]
+    left = [module for module in left if not module.startswith("lightning_smart")]
     assert left == [__name__], "a second fit of the module would run hooks of the first one's engine"
 
 

@@ -15,6 +15,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
+from deepspeed.runtime.zero import partition_parameters
 from transformers.integrations import deepspeed as integration
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -23,6 +24,8 @@ from lightning_smartinfinity.huggingface import SmartInfinityTraining
 from lightning_smartinfinity.huggingface.launch import launched
 from lightning_smartinfinity.huggingface.seams import fresh_accelerate
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
+from lightning_smartinfinity.zero3.release import has_engine
+from tests.helpers.runif import RunIf
 from tests.huggingface.trained import arguments
 
 
@@ -187,3 +190,29 @@ def test_accelerate_forgets_its_state() -> None:
             config = {**SmartInfinityTraining()._config, "train_micro_batch_size_per_gpu": 1}
             accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
             assert accelerator.distributed_type == "DEEPSPEED"
+
+
+def test_the_hooks_that_gather_go_with_their_engine(tmp_path: Path) -> None:
+    """Every module has one while its engine exists, and none of DeepSpeed's afterwards."""
+    with SmartInfinityTraining(tmp_path / "storage") as training:
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=training.config))
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        loader = torch.utils.data.DataLoader([1, 2], batch_size=2)  # type: ignore[arg-type]
+        engine, _ = accelerator.prepare(model, loader)
+        assert all(has_engine(each) for each in model.modules())
+        engine.destroy()
+        assert not any(has_engine(each) for each in model.modules())
+        assert partition_parameters.zero_init_context == 0
+        with partition_parameters.Init():
+            assert partition_parameters.zero_init_context == 1
+
+
+@RunIf(package="trl")
+def test_trl_hashes_the_reference_after_the_trainer_is_made() -> None:
+    """Both trainers that precompute look ``hash_module`` up in their module, behind ``Trainer.__init__``."""
+    from trl.trainer import dpo_trainer, kto_trainer
+
+    for module, trainer in ((dpo_trainer, dpo_trainer.DPOTrainer), (kto_trainer, kto_trainer.KTOTrainer)):
+        source = inspect.getsource(trainer.__init__)
+        assert 0 < source.index("super().__init__(") < source.index("hash_module(self.ref_model or self.model)")
+        assert callable(module.hash_module)

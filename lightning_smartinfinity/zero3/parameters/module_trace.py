@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_smartinfinity.zero3.environment import having_local_rank
 from lightning_smartinfinity.zero3.untyped import ZeroOffload
 
 __all__ = ["ModuleTrace", "read_trace_lazily"]
@@ -35,7 +36,8 @@ def read_trace_lazily(offload: ZeroOffload) -> None:
     reset = coordinator.reset_step
 
     def reset_step() -> None:
-        reset()
+        with having_local_rank():
+            reset()
         trace = getattr(coordinator, _TRACE)
         if type(trace) is tuple:
             setattr(coordinator, _TRACE, ModuleTrace(trace))

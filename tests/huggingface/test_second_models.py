@@ -1,0 +1,209 @@
+"""Models beside the one that is trained: teachers, references and reward models, prepared or not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+from torch.utils.data import DataLoader
+
+from lightning_smartinfinity import ConfigError, UnsupportedError
+from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from tests.huggingface.trained import BATCH, arguments, dataset, judge, load
+
+Use = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+IDS = dataset()[0]["input_ids"][None]
+
+
+@torch.no_grad()
+def asked(second: Any, _: object, ids: torch.Tensor) -> torch.Tensor:
+    answer: torch.Tensor = second(input_ids=ids).logits.mean()
+    return answer
+
+
+@torch.no_grad()
+def asked_in_parts(second: Any, _: object, ids: torch.Tensor) -> torch.Tensor:
+    """Call parts of the model before the whole, and after it."""
+    parts = second.get_input_embeddings()(ids).mean() + second.score(second.model(ids).last_hidden_state).mean()
+    answer: torch.Tensor = parts + asked(second, None, ids) + second.model(ids).last_hidden_state.mean()
+    return answer
+
+
+def asked_for_gradients(second: Any, logits: torch.Tensor, _: object) -> torch.Tensor:
+    """Let gradients flow through the frozen model."""
+    mixed = logits.softmax(-1) @ torch.ones(logits.shape[-1], 64)
+    answer: torch.Tensor = second(inputs_embeds=mixed * 0.01).logits.mean()
+    return answer
+
+
+class Distilling(transformers.Trainer):
+    """Adds what a second model answers to each loss."""
+
+    second: Any
+    use: Any
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        outputs = model(**inputs)
+        return outputs.loss + self.use(self.second, outputs.logits, inputs["input_ids"])
+
+
+def distil(
+    folder: Path, out: Path, use: Use = asked, *, early: bool = False, strategy: dict[str, Any] | None = None
+) -> list[float]:
+    """Return the losses, and what the second model answers after the training's context.
+
+    Args:
+        folder: The model's folder.
+        out: ``output_dir``.
+        use: Function that asks the second model.
+        early: Whether the second model is loaded before the arguments are made.
+        strategy: Settings of the training; None for a training in memory.
+    """
+    with nullcontext() if strategy is None else SmartInfinityTraining(out / "storage", **strategy) as training:
+        second = judge(folder) if early else None
+        changes: dict[str, Any] = {} if training else {"use_cpu": True}
+        args = arguments(out, training and training.config, max_steps=3, **changes)
+        trainer = Distilling(model=load(folder), args=args, train_dataset=dataset())
+        trainer.second = (second or judge(folder)).eval().requires_grad_(False)
+        trainer.use = use
+        trainer.train()
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        losses.append(asked(trainer.second, None, IDS).item())
+    # Parameters on storage are removed with the context.
+    return losses if strategy and "zero" in strategy else [*losses, asked(trainer.second, None, IDS).item()]
+
+
+@pytest.mark.parametrize(
+    ("use", "early", "strategy"),
+    [
+        (asked, False, {}),
+        (asked, True, {}),
+        (asked, False, {"zero": {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}}),
+        (asked_in_parts, False, {"zero": {"stage3_param_persistence_threshold": 0}}),
+        (asked_for_gradients, False, {}),
+    ],
+)
+def test_a_second_model_that_nothing_prepares(
+    use: Use, early: bool, strategy: dict[str, Any], model_folder: Path, tmp_path: Path
+) -> None:
+    """It answers as in memory: when it is called in parts, for gradients, from storage, and after the context."""
+    expected = distil(model_folder, tmp_path / "memory", use)
+    ours = distil(model_folder, tmp_path / "ours", use, early=early, strategy=strategy)
+    assert ours == pytest.approx(expected[: len(ours)], abs=1e-6)
+
+
+def test_a_model_that_was_trained_teaches_the_next(model_folder: Path, tmp_path: Path) -> None:
+    """The engine of its own training is gone by then."""
+
+    def rounds(out: Path, config: dict[str, Any] | None, **changes: Any) -> list[float]:
+        losses, teacher = [], None
+        for number in range(3):
+            args = arguments(out / str(number), config, max_steps=2, learning_rate=1e-2, **changes)
+            trainer = Distilling(model=load(model_folder), args=args, train_dataset=dataset())
+            trainer.second = teacher or trainer.model
+            trainer.use = lambda second, logits, ids: (logits - second(ids).logits.detach()).square().mean()
+            if teacher is None:
+                trainer.use = lambda *_: 0.0
+            trainer.train()
+            teacher = trainer.model.eval()
+            losses += [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        return losses
+
+    expected = rounds(tmp_path / "memory", None, use_cpu=True)
+    with SmartInfinityTraining(tmp_path / "storage") as training:
+        assert rounds(tmp_path / "ours", training.config) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_model_is_called_before_it_is_trained(model_folder: Path, tmp_path: Path) -> None:
+    """Its first answers are those in memory, and it trains afterwards."""
+    expected = asked(load(model_folder), None, IDS).item()
+    with SmartInfinityTraining(tmp_path / "storage") as training:
+        args = arguments(tmp_path / "out", training.config, max_steps=2)
+        model = load(model_folder)
+        assert asked(model, None, IDS).item() == pytest.approx(expected, abs=1e-6)
+        transformers.Trainer(model=model, args=args, train_dataset=dataset()).train()
+        assert asked(model, None, IDS).item() != pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_reference_by_a_copy_of_the_configuration(late: bool, model_folder: Path, tmp_path: Path) -> None:
+    """DeepSpeed's engine of a second model answers, before the training and in it, and is not what is saved."""
+    expected = asked(judge(model_folder), None, IDS).item()
+    with SmartInfinityTraining(tmp_path / "storage") as training:
+        args = arguments(tmp_path / "out", training.config, max_steps=2)
+        trainer = transformers.Trainer(model=load(model_folder), args=args, train_dataset=dataset())
+        config = copy.deepcopy(trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
+        del config["zero_optimization"]["offload_optimizer"]
+        if late:
+            trainer.train()
+        engine, *_ = deepspeed.initialize(model=judge(model_folder).eval(), config=config)
+        if not late:
+            trainer.train()
+        assert asked(engine, None, IDS).item() == pytest.approx(expected, abs=1e-6)
+        training.save_pretrained(tmp_path / "saved")
+        for section in ({"stage": 2}, {"stage": 3, "offload_param": {"device": "cpu"}}):
+            with pytest.raises(ConfigError, match=r"zero_optimization=.*keeps stage and offload_param"):
+                deepspeed.initialize(model=judge(model_folder), config={"zero_optimization": section})
+    assert load(tmp_path / "saved").lm_head.weight.isfinite().all()
+
+
+def prepared(training: SmartInfinityTraining, model_folder: Path) -> tuple[Accelerator, Any, Any, Any]:
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=training.config))
+    model = load(model_folder)
+    return accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-3), DataLoader(dataset(), batch_size=BATCH)
+
+
+def test_accelerate_prepares_a_second_model_after_the_trained_one(model_folder: Path, tmp_path: Path) -> None:
+    """Prepared or not, it answers as in memory, and the model that is trained takes the backward pass."""
+    expected = asked(judge(model_folder), None, IDS).item()
+    with SmartInfinityTraining(tmp_path / "storage") as training:
+        accelerator, model, optimizer, loader = prepared(training, model_folder)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        seconds = [
+            judge(model_folder).eval(),
+            accelerator.prepare(judge(model_folder).eval()),
+            accelerator.prepare_model(judge(model_folder).eval(), evaluation_mode=True),
+        ]
+        for second in seconds:
+            assert asked(second, None, IDS).item() == pytest.approx(expected, abs=1e-6)
+        losses = []
+        for batch in [*loader][:2] * 2:
+            losses.append(model(**batch).loss)
+            accelerator.backward(losses[-1])
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[2] < losses[0]
+
+
+def test_accelerate_is_given_the_second_model_first(model_folder: Path, tmp_path: Path) -> None:
+    """Accelerate sends every loss to the engine that it prepared first: that one says so."""
+    with SmartInfinityTraining(tmp_path / "storage") as training:
+        accelerator, model, optimizer, loader = prepared(training, model_folder)
+        accelerator.prepare(judge(model_folder), loader)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        with pytest.raises(UnsupportedError, match=r"LlamaForSequenceClassification.*prepare that one before others"):
+            accelerator.backward(model(**next(iter(loader))).loss)
+
+
+def test_a_second_model_that_is_trained_too(model_folder: Path, tmp_path: Path) -> None:
+    """It is refused by name, and the first training goes on, or ends by ``free_memory``."""
+    with SmartInfinityTraining(tmp_path / "storage") as training:
+        accelerator, first, optimizer, loader = prepared(training, model_folder)
+        model, optimizer, loader = accelerator.prepare(first, optimizer, loader)
+        second = judge(model_folder)
+        others = torch.optim.AdamW(second.parameters())
+        with pytest.raises(UnsupportedError, match=r"LlamaForSequenceClassification was given an optimizer while"):
+            accelerator.prepare(second, others)
+        accelerator.backward(model(**next(iter(loader))).loss)
+        optimizer.step()
+        accelerator.free_memory()
+        accelerator.prepare(second, others, loader)
