@@ -39,7 +39,7 @@ from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import ActivationOffload, PlanConfig, SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
-from lightning_smartinfinity.model_checkpoint import save_beside_training, save_in_turn
+from lightning_smartinfinity.model_checkpoint import check_folders, save_beside_training, save_in_turn
 from lightning_smartinfinity.native import take_back_ask_to_end
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityPrecision
@@ -207,6 +207,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._choose_storage(trainer.default_root_dir)
+        check_folders(trainer)
         self._plan_fit()
         self._recording.begin_run(trainer, self._settings.transfer)
         super().setup(trainer)
