@@ -34,6 +34,7 @@ from lightning_smartinfinity.compatibility import (
     configured_optimizer,
     copy_around_training,
     refuse_closure,
+    warn_of_changed_weights,
 )
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import ActivationOffload, PlanConfig, SmartSSDConfig, TransferConfig
@@ -306,6 +307,9 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
                 "save_checkpoint was called on a Trainer that has trained nothing.",
                 "Call it during or after fit; what was evaluated is in the checkpoint that it came from.",
             )
+        if self.lightning_module is not None:
+            excludes_frozen = self.exclude_frozen_parameters
+            warn_of_changed_weights(self.lightning_module, checkpoint, excludes_frozen=excludes_frozen)
         present, optimizer = self.model, self._near_storage_optimizer
         self.model = self._training_engine
         try:
