@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from types import MethodType, SimpleNamespace
@@ -44,6 +44,7 @@ __all__ = [
     "configured_optimizer",
     "copy_around_training",
     "synchronize_layers",
+    "warn_of_changed_weights",
 ]
 
 
@@ -180,6 +181,32 @@ def _several_optimizers(found: str) -> UnsupportedError:
         f"configure_optimizers returned {found}.",
         "The smart_infinity strategy trains with one optimizer and at most one scheduler; use parameter groups.",
     )
+
+
+def warn_of_changed_weights(
+    module: pl.LightningModule, checkpoint: Mapping[str, Any], *, excludes_frozen: bool
+) -> None:
+    """Warn if an ``on_save_checkpoint`` has changed which weights a checkpoint names: DeepSpeed saves its partitions.
+
+    Args:
+        module: The module.
+        checkpoint: What Lightning saves.
+        excludes_frozen: Whether parameters that are not trained are left out.
+    """
+    if "state_dict" not in checkpoint:
+        return
+    saved, names = set(module.state_dict()), set(checkpoint["state_dict"])
+    if excludes_frozen:
+        parameters = module.named_parameters(remove_duplicate=False)
+        saved -= {name for name, parameter in parameters if not parameter.requires_grad} - names
+    changed = sorted(saved ^ names)
+    if changed:
+        rank_zero_warn(
+            f"on_save_checkpoint has added or removed {changed[0]!r} and {len(changed) - 1} more in "
+            "checkpoint['state_dict']. The checkpoint has the module's own weights all the same. To leave out those "
+            "that are not trained, pass SmartInfinityStrategy(exclude_frozen_parameters=True); to add values, use "
+            "a key of their own beside 'state_dict'."
+        )
 
 
 def _callbacks(trainer: pl.Trainer) -> list[Callback]:

@@ -12,16 +12,30 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_smartinfinity.checkpoint_books import CheckpointBooks, model_checkpoints
 from lightning_smartinfinity.patches import replaced
+from lightning_smartinfinity.settings import check_save_path
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
 
-__all__ = ["save_beside_training", "save_in_turn"]
+__all__ = ["check_folders", "save_beside_training", "save_in_turn"]
 
 _PATCHES = ("_save_checkpoint", "file_exists", "_link_checkpoint")
+
+
+def check_folders(trainer: pl.Trainer) -> None:
+    """Check where the Trainer's ModelCheckpoints will save, once Lightning has chosen their folders.
+
+    Raises:
+        CheckpointError: One would save to a URL, for which Lightning would make a local folder of that name.
+    """
+    if trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        for callback in filter(_saves, model_checkpoints(trainer)):
+            if callback.dirpath is not None:
+                check_save_path(callback.dirpath)
 
 
 def save_beside_training(

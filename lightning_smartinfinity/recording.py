@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_smartinfinity.checkpoint_books import CheckpointBooks, model_checkpoints
 from lightning_smartinfinity.config import TransferConfig
@@ -216,16 +218,26 @@ def restore_books(
 def loop_state(trainer: pl.Trainer) -> ClientState:
     """Return what a checkpoint of Lightning holds of the loop, callbacks and schedulers, and the metrics.
 
-    The metrics are those that callbacks and schedulers see of what was logged so far.
+    The metrics are those that callbacks and schedulers see of what was logged so far. If nothing has an
+    ``on_load_checkpoint``, no ``on_save_checkpoint`` is called: it serves checkpoints, of which a record is none.
     """
     connector = trainer._checkpoint_connector
-    without_weights = replaced(connector, "_get_lightning_module_state_dict", dict)
-    with without_weights, replaced(trainer.fit_loop, "on_save_checkpoint", dict):
+    with ExitStack() as changes:
+        changes.enter_context(replaced(trainer.fit_loop, "on_save_checkpoint", dict))
+        hooked = (trainer.lightning_module, *trainer.callbacks)  # type: ignore[attr-defined]
+        if not any(is_overridden("on_load_checkpoint", each) for each in hooked):
+            changes.enter_context(replaced(connector, "_get_lightning_module_state_dict", dict))
+            for each in hooked:
+                changes.enter_context(replaced(each, "on_save_checkpoint", _saves_nothing))
         checkpoint: ClientState = connector.dump_checkpoint(weights_only=False)
     return {
         "checkpoint": {key: value for key, value in checkpoint.items() if key not in _LEFT_OUT},
         "metrics": dict(trainer.callback_metrics),
     }
+
+
+def _saves_nothing(*_: object) -> None:
+    """Take the place of an ``on_save_checkpoint``."""
 
 
 def restore_loop(trainer: pl.Trainer, state: ClientState) -> ClientState:

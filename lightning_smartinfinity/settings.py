@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from lightning_smartinfinity.checks import STRATEGY, Rule, among, as_passed, instance, number, one_of, optional, require
 from lightning_smartinfinity.compression import CODEC, GradientCodec
 from lightning_smartinfinity.config import (
+    LOCAL_FOLDER,
     ActivationOffload,
     PlanConfig,
     SmartSSDConfig,
@@ -176,10 +177,15 @@ def documents_settings(strategy: Strategy) -> Strategy:
 
 
 def check_save_path(path: object) -> None:
-    """Refuses a path that names no folder for a checkpoint, such as an empty one, which means the current folder."""
+    """Refuse a path that names no folder for a checkpoint: an empty one means the current folder, a URL none."""
     if not isinstance(path, (str, os.PathLike)) or os.fspath(path) in ("", os.curdir) or "\0" in str(path):
         raise CheckpointError(
             f"{path!r} names no folder to save a checkpoint into.", "Pass a path such as 'last.ckpt'."
+        )
+    if not LOCAL_FOLDER.holds(path):
+        raise CheckpointError(
+            f"{str(path)!r} is a URL, and a checkpoint is a local folder.",
+            "Pass a local path, also as ModelCheckpoint(dirpath=...), and copy the folder to the URL after training.",
         )
 
 

@@ -35,12 +35,13 @@ from lightning_smartinfinity.compatibility import (
     configured_optimizer,
     copy_around_training,
     synchronize_layers,
+    warn_of_changed_weights,
 )
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import ActivationOffload, PlanConfig, SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
-from lightning_smartinfinity.model_checkpoint import save_beside_training, save_in_turn
+from lightning_smartinfinity.model_checkpoint import check_folders, save_beside_training, save_in_turn
 from lightning_smartinfinity.native import take_back_ask_to_end
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.patches import replaced
@@ -203,6 +204,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._choose_storage(trainer.default_root_dir)
+        check_folders(trainer)
         self._plan_fit()
         self._recording.begin_run(trainer, self._settings.transfer)
         if trainer.state.fn is TrainerFn.FITTING and self.model is not None:
@@ -301,6 +303,9 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
                 "save_checkpoint was called on a Trainer that has trained nothing.",
                 "Call it during or after fit; what was evaluated is in the checkpoint that it came from.",
             )
+        if self.lightning_module is not None:
+            excludes_frozen = self.exclude_frozen_parameters
+            warn_of_changed_weights(self.lightning_module, checkpoint, excludes_frozen=excludes_frozen)
         present, optimizer = self.model, self._near_storage_optimizer
         self.model = self._training_engine
         try:

@@ -76,6 +76,10 @@ MISUSES: dict[str, tuple[Misuse, tuple[str, ...]]] = {
         lambda fabric, model, *_: fabric.save("", {"model": model}),
         ("'' names no folder",),
     ),
+    "saving to a URL": (
+        lambda fabric, model, *_: fabric.save("s3://bucket/step5", {"model": model}),
+        ("'s3://bucket/step5' is a URL",),
+    ),
     "the optimizer's state dict": (lambda fabric, model, optimizer, _: optimizer.state_dict(), ("fabric.save",)),
     "loading a state dict into the optimizer": (
         lambda fabric, model, optimizer, _: optimizer.load_state_dict({}),

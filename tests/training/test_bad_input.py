@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 from torch import nn
 
 from lightning_smartinfinity import (
+    CheckpointError,
+    CheckpointNotFoundError,
     ConfigError,
     SmartInfinityError,
     SmartInfinityFabricStrategy,
@@ -153,6 +156,25 @@ def test_a_root_folder_that_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match=r"^SmartInfinityStrategy\(storage=None\).*'memory://run', which is a URL"):
         fit(LitTiny(Recipe()), SmartInfinityStrategy(), "memory://run")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+
+
+def test_checkpoints_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that would go to a URL, or come from one, is refused; no folder with its name is created."""
+    monkeypatch.chdir(tmp_path)
+    made = partial(SmartInfinityStrategy, tmp_path / "s")
+    keeper = pl.callbacks.ModelCheckpoint("memory://run")
+    with pytest.raises(CheckpointError, match=r"'memory://run' is a URL.*ModelCheckpoint\(dirpath=...\)"):
+        fit(LitTiny(Recipe()), made(), tmp_path, callbacks=[keeper], enable_checkpointing=True)
+    assert not (tmp_path / "s").exists()
+    with pytest.raises(CheckpointError, match=r"'memory://logs/checkpoints' is a URL"):
+        fit(LitTiny(Recipe()), made(), "memory://logs", enable_checkpointing=True)  # type: ignore[arg-type]
+    trainer = fit(LitTiny(Recipe()), made(), "memory://logs")  # type: ignore[arg-type]
+    for path in ("memory://run/last.ckpt", Path("s3://bucket/last.ckpt")):
+        with pytest.raises(CheckpointError, match="is a URL"):
+            trainer.save_checkpoint(path)
+    with pytest.raises(CheckpointNotFoundError, match="URLs are not read"):
+        trainer.fit(LitTiny(Recipe()), ckpt_path="memory://run/last.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
 def test_a_bucket_larger_than_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,3 +273,51 @@ def test_callbacks_are_copied_within_a_fit(tmp_path: Path) -> None:
 
     copies, _ = assert_like_plain_lightning(scenario, tmp_path)
     assert len(copies) == 5 and all("ModelCheckpoint" in each and each == copies[0] for each in copies)
+
+
+class Saving(Everything):
+    """A module that leaves a weight out of its checkpoints, and notes what it is asked to save and when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[int, list[str]]] = []
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.asked.append((self.trainer.global_step, list(checkpoint["state_dict"])))
+        checkpoint["state_dict"].pop("model.positions.weight")
+        checkpoint["mine"] = self.trainer.global_step
+
+
+class Loading(Saving):
+    """A module that also loads what it has saved."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["mine"] is not None
+
+
+def test_saving_hooks_are_called_for_checkpoints(tmp_path: Path) -> None:
+    """Hooks of a module and a callback that only save are called as in plain Lightning, and see the weights' names."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        steps: list[int] = []
+        watcher = callbacks.LambdaCallback(on_save_checkpoint=lambda trainer, *_: steps.append(trainer.global_step))
+        keeper, module = callbacks.ModelCheckpoint(root / "kept", every_n_train_steps=2), Saving()
+        make(max_steps=4, callbacks=[watcher, keeper], enable_checkpointing=True).fit(module)
+        return module.asked, steps
+
+    _, steps = assert_like_plain_lightning(scenario, tmp_path)
+    assert steps == [2, 4]
+
+
+def test_saving_hooks_of_what_loads_are_called_for_training_records(tmp_path: Path) -> None:
+    """What a module can load is in the record of each step; its hook sees the names that it sees for a checkpoint.
+
+    A name that the hook removes is saved all the same, and a warning says so.
+    """
+    module = Loading()
+    trainer = quiet_trainer(tmp_path, max_steps=2)
+    trainer.fit(module)
+    with pytest.warns(UserWarning, match=r"added or removed 'model.positions.weight' and 0 more in.*exclude_frozen"):
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert [step for step, _ in module.asked] == [0, 1, 2, 2]
+    assert all(names == module.asked[-1][1] for _, names in module.asked)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_smartinfinity.checks import shown
+from lightning_smartinfinity.config import LOCAL_FOLDER
 from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, SmartInfinityError
 from lightning_smartinfinity.store.in_time import unless_idle
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE
@@ -84,7 +85,8 @@ def reading_checkpoint(path: str | Path) -> Iterator[None]:
 
 
 def _not_found(path: str | Path) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(f"The checkpoint {path} does not exist.", "Check the path.")
+    remedy = "Check the path." if LOCAL_FOLDER.holds(path) else "Copy it to a local folder: URLs are not read."
+    return CheckpointNotFoundError(f"The checkpoint {path} does not exist.", remedy)
 
 
 def tagged_folder(path: Path, tag: str | None = None) -> Path:
