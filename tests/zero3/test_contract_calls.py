@@ -320,8 +320,8 @@ def test_the_watched_partition_method_takes_what_the_original_takes(seen: Observ
 
 
 def test_gathered_parameters_are_marked(seen: Observed) -> None:
-    """A parameter carries the mark that permits load_state_dict inside GatheredParameters, and only there."""
-    assert seen.depths == [1], "checkpoints/full_weights.py would refuse load_state_dict also inside GatheredParameters"
+    """A parameter carries this mark inside GatheredParameters, and only there."""
+    assert seen.depths == [1], "parameters/partitioned_parameter.py would take it for one outside of GatheredParameters"
     assert getattr(seen.param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) == 0
 
 

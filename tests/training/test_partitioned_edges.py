@@ -1,0 +1,247 @@
+"""Partitioned parameters at their edges: updates in flight, budgets, writes within forward, inference, after the fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig, UnsupportedError
+from lightning_smartinfinity.zero3.parameters import partitioned_tensor
+from tests.helpers import native_testing as testing
+from tests.helpers.trainers import quiet_trainer
+
+Hook = Callable[["Small"], Any]
+NOTHING = lambda module: None  # noqa: E731
+
+
+class Small(pl.LightningModule):
+    """A network whose hooks run functions of a test, and note what these return."""
+
+    def __init__(self, **hooks: Hook) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+        self.hooks = hooks
+        self.seen: list[Any] = []
+
+    def run(self, name: str) -> Any:
+        result = self.hooks.get(name, NOTHING)(self)
+        if result is not None:
+            self.seen.append(result)
+        return result
+
+    def on_train_start(self) -> None:
+        self.run("on_train_start")
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = ((self.net(batch) - 1) ** 2).mean()
+        self.seen.append(float(loss.detach()))
+        term = self.hooks.get("term")
+        return loss if term is None else loss + term(self)
+
+    def on_train_batch_end(self, *args: object) -> None:
+        self.run("on_train_batch_end")
+
+    def on_validation_epoch_end(self) -> None:
+        self.run("on_validation_epoch_end")
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.net[0](batch)  # a part: what ZeRO-3 gathers ahead for the rest is still on its way afterwards
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> Any:
+        data = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+        return DataLoader(data, batch_size=2)  # type: ignore[arg-type]
+
+    val_dataloader = train_dataloader
+
+
+def fitted(root: Path, module: Small, strategy: Any = None, **settings: Any) -> Small:
+    """Fit for an epoch in fp32 by our strategy, or by another."""
+    strategy = SmartInfinityStrategy(root / "storage") if strategy is None else strategy
+    options = {"max_epochs": 1, "precision": "32-true", "use_distributed_sampler": False, "num_sanity_val_steps": 0}
+    quiet_trainer(root, strategy, **{**options, **settings}).fit(module)
+    return module
+
+
+def assert_as_in_memory(root: Path, make: Callable[[], Small]) -> None:
+    """Assert that a fit sees what a fit in memory sees, and ends with the same weights."""
+    ours, theirs = fitted(root, make()), fitted(root, make(), "auto")
+    assert ours.seen == pytest.approx(theirs.seen, rel=1e-5)
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own.detach().clone(), other.detach())
+
+
+def test_a_read_waits_for_the_update_whatever_is_gathered_with_it(tmp_path: Path) -> None:
+    """A trained bias beside a frozen weight, gathered together, has its new value, also in the next forward."""
+
+    class Biases(Small):
+        def __init__(self, **hooks: Hook) -> None:
+            super().__init__(**hooks)
+            for name, param in self.named_parameters():
+                param.requires_grad_("bias" in name)
+
+    def slow_down(module: Small) -> None:
+        if isinstance(module.trainer.strategy, SmartInfinityStrategy):
+            optimizer = module.trainer.strategy._near_storage_optimizer
+            assert optimizer is not None
+            testing.inject(optimizer.update.drained_handler()._device._pipeline, max_delay_us=50_000)  # type: ignore[attr-defined]
+
+    def read(module: Small) -> float:
+        both = [module.net[0].weight, module.net[0].bias]
+        return float(torch.cat([param.detach().flatten() for param in both]).sum())
+
+    make = lambda: Biases(on_train_start=slow_down, on_train_batch_end=read)  # noqa: E731
+    results = [
+        fitted(tmp_path / str(number), make(), strategy).seen
+        for number, strategy in enumerate([SmartInfinityStrategy(tmp_path / "s", overlap="forward"), "auto"])
+    ]
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
+def test_a_penalty_gathers_one_parameter_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gathers no list of parameters, in forward and in backward, and leaves none gathered."""
+    numbers: list[int] = []
+    original = partitioned_tensor.gathered
+    module = Small(term=lambda m: 0.01 * sum(p.pow(2).sum() for p in m.net.parameters()))
+
+    @contextmanager
+    def counted(params: Any, written: Any = ()) -> Iterator[None]:
+        before = [param.ds_status is ZeroParamStatus.AVAILABLE for param in module.parameters()]
+        numbers.append(len(params))
+        with original(params, written):
+            yield
+        assert before == [param.ds_status is ZeroParamStatus.AVAILABLE for param in module.parameters()]
+
+    monkeypatch.setattr(partitioned_tensor, "gathered", counted)
+    zero = {"offload_param": {"device": "nvme"}}
+    strategy = SmartInfinityStrategy(tmp_path / "s", zero=zero, transfer=TransferConfig(parameter_bytes="16KB"))
+    fitted(tmp_path, module, strategy)
+    assert set(numbers) == {1} and len(numbers) >= 4 * 2 * len(list(module.parameters()))
+
+
+def test_a_module_writes_its_weight_within_forward(tmp_path: Path) -> None:
+    """A weight that is normalized under no_grad in forward stays normalized, by itself and by ``data``."""
+
+    class Normalized(nn.Linear):
+        by_data = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                with torch.no_grad():
+                    weight = self.weight.data if self.by_data else self.weight
+                    weight.copy_(nn.functional.normalize(self.weight.detach(), dim=1))
+            return super().forward(x)
+
+    for by_data in (False, True):
+
+        def make(by_data: bool = by_data) -> Small:
+            module = Small(on_train_batch_end=lambda m: float(m.net[2].weight.detach().norm(dim=1).max()))
+            module.net[2].__class__, module.net[2].by_data = Normalized, by_data  # type: ignore[assignment]
+            return module
+
+        assert_as_in_memory(tmp_path / str(by_data), make)
+
+
+def test_parameters_are_read_and_written_in_inference_mode(tmp_path: Path) -> None:
+    """Validation, which runs in inference mode, reads and writes, after a forward of a part of the model."""
+
+    def swap(module: Small) -> float:
+        kept = [param.detach().clone() for param in module.parameters()]
+        for param in module.parameters():
+            param.data.mul_(0.5)
+        half = float(sum(param.double().abs().sum() for param in module.parameters()))
+        for param, value in zip(module.parameters(), kept, strict=True):
+            param.data.copy_(value)
+        return half
+
+    assert_as_in_memory(tmp_path, lambda: Small(on_validation_epoch_end=swap))
+
+
+def test_all_are_gathered_after_a_validation_of_a_part(tmp_path: Path) -> None:
+    """GatheredParameters waits for what ZeRO-3 has begun to gather ahead."""
+
+    def gather(module: Small) -> float:
+        params = list(module.parameters())
+        if not hasattr(params[0], "ds_id"):
+            return float(sum(param.abs().sum() for param in params))
+        with deepspeed.zero.GatheredParameters(params):
+            return float(sum(param.abs().sum() for param in params))
+
+    assert_as_in_memory(tmp_path, lambda: Small(on_validation_epoch_end=gather))
+
+
+def test_parameters_answer_after_the_fit_and_before_the_next(tmp_path: Path) -> None:
+    """What is written between two fits is where the second begins."""
+    results = []
+    for strategy in (None, "auto"):
+        module = fitted(tmp_path / str(strategy), Small(), strategy)
+        with torch.no_grad():
+            for param in module.parameters():
+                param.mul_(0.5)
+        again = fitted(tmp_path / str(strategy), module, strategy and "auto")
+        results.append([*again.seen, float(sum(param.detach().abs().sum() for param in again.parameters()))])
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
+def test_what_is_written_in_gathered_parameters_without_a_rank_lasts(tmp_path: Path) -> None:
+    """In one process no rank has other values."""
+
+    def double(module: Small) -> None:
+        params = list(module.net[2].parameters())
+        if hasattr(params[0], "ds_id"):
+            with deepspeed.zero.GatheredParameters(params), torch.no_grad():
+                params[0].mul_(2)
+        else:
+            with torch.no_grad():
+                params[0].mul_(2)
+
+    assert_as_in_memory(tmp_path, lambda: Small(on_train_batch_end=double))
+
+
+def test_gradients_are_gone_after_the_step(tmp_path: Path) -> None:
+    """They are None then; a kept one raises."""
+
+    def look(module: Small) -> None:
+        assert all(param.grad is None for param in module.parameters())
+        if "gradient" in vars(module):
+            with pytest.raises(UnsupportedError, match="a step has used it"):
+                module.gradient.sum()  # type: ignore[operator, union-attr]
+            module.seen.append(-1.0)
+
+    class Keeping(Small):
+        def on_after_backward(self) -> None:
+            vars(self)["gradient"] = self.net[0].weight.grad
+
+    assert -1.0 in fitted(tmp_path, Keeping(on_train_batch_end=look)).seen
+
+
+def test_a_parameter_keeps_its_shape(tmp_path: Path) -> None:
+    """Data of another shape, and operations that would give a parameter other memory, raise."""
+
+    def try_all(module: Small) -> None:
+        weight = module.net[0].weight
+        with pytest.raises(UnsupportedError, match=r"given the shape \(2, 2\)"):
+            weight.data = torch.zeros(2, 2)
+        for change in (lambda: weight.data.resize_(2, 2), lambda: weight.data.set_(torch.zeros(2))):
+            with pytest.raises(UnsupportedError):
+                change()
+        with pytest.raises(UnsupportedError, match=r"detach\(\)\.clone\(\)"):
+            nn.Parameter(weight)
+        with pytest.raises(RuntimeError, match="leaf Variable"), torch.enable_grad():
+            weight.mul_(2)
+        module.seen.append(-1.0)
+
+    assert -1.0 in fitted(tmp_path, Small(on_train_batch_end=try_all)).seen
