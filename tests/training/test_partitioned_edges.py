@@ -1,4 +1,4 @@
-"""Partitioned parameters at their edges: updates in flight, budgets, writes within forward, inference, after the fit."""
+"""Partitioned parameters at their edges: updates in flight, budgets, writes within forward, after the fit."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_penalty_gathers_one_parameter_at_a_time(tmp_path: Path, monkeypatch: 
     zero = {"offload_param": {"device": "nvme"}}
     strategy = SmartInfinityStrategy(tmp_path / "s", zero=zero, transfer=TransferConfig(parameter_bytes="16KB"))
     fitted(tmp_path, module, strategy)
-    assert set(numbers) == {1} and len(numbers) >= 4 * 2 * len(list(module.parameters()))
+    assert set(numbers) == {1} and len(numbers) >= 4 * len(list(module.parameters()))
 
 
 def test_a_module_writes_its_weight_within_forward(tmp_path: Path) -> None:
