@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 class Counted(torch.Tensor):
     """A tensor without memory that counts the operations on it."""
 
-    calls: list[str] = []
+    calls: ClassVar[list[str]] = []
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
