@@ -76,6 +76,10 @@ _GET_GRAD, _SET_GRAD = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[
 _DETACHING = {_GET_DATA, Tensor.detach, torch.detach}
 
 
+_APPLY = torch.nn.Module._apply
+# Functions within Module.to, Module.cpu and their like.
+_MOVING = ("<lambda>", "convert", "compute_should_use_set_data")
+
 # Not empty while a model is built.
 _BUILDING: list[bool] = []
 
@@ -169,7 +173,7 @@ class PartitionedParameter(_ZeroParameter):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in UNAFFECTED or _is_ours(sys._getframe(1)):
+            if func in UNAFFECTED or _is_ours(sys._getframe(1)) or _moves_module(sys._getframe(1)):
                 return func(*args, **kwargs)
             if func in ANSWERS:
                 # The tensor is the first argument, or the keyword `input` or `self`.
@@ -278,18 +282,23 @@ def _write(param: ZeroParameter, value: torch.Tensor) -> None:
     """Do what ``param.data = value`` does in memory, as far as ZeRO-3 can."""
     if value is param or (isinstance(value, PartitionedTensor) and value.param is param and not value.views):
         return
+    moved = sys._getframe(2).f_code is _APPLY.__code__
+    if moved and value.dtype != param.dtype:
+        raise UnsupportedError(
+            f"Module.to() and its like were asked to turn parameters of {param.dtype} into {value.dtype}; their dtype "
+            "is that of the training.",
+            "Choose it by the precision of Trainer, Fabric or TrainingArguments.",
+        )
+    if moved and (value.numel() == 0 or value.device != param.device):
+        if param.ds_status is not ZeroParamStatus.AVAILABLE:
+            _SET_DATA(param, value)  # the empty tensor
+        return
     if value.shape != torch.Size(param.ds_shape):
         raise UnsupportedError(
             f"A parameter of shape {tuple(param.ds_shape)} was given the shape {tuple(value.shape)}; ZeRO-3 has "
             "partitioned it.",
             "Replace the whole parameter, module.name = torch.nn.Parameter(...), before the fit, or give it its final "
             "shape in the constructor of its module.",
-        )
-    if value.dtype != param.dtype and sys._getframe(2).f_code.co_name == "_apply":
-        raise UnsupportedError(
-            f"Module.to() and its like were asked to turn parameters of {param.dtype} into {value.dtype}; their dtype "
-            "is that of the training.",
-            "Choose it by the precision of Trainer, Fabric or TrainingArguments.",
         )
     with torch.no_grad():
         PartitionedTensor.detached(param).copy_(value)
@@ -331,6 +340,11 @@ def _refuse_tie(param: ZeroParameter) -> None:
 
 def _is_in_context(param: ZeroParameter) -> bool:
     return DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR in param.__dict__
+
+
+def _moves_module(frame: Any) -> bool:
+    """Return whether ``Module.to`` or its like asks: they move the empty tensor, and the partition stays."""
+    return frame.f_code.co_name in _MOVING and frame.f_globals.get("__name__") == _APPLY.__module__
 
 
 def _is_ours(frame: Any) -> bool:

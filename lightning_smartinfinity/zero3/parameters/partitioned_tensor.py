@@ -217,7 +217,7 @@ def _take_shape(param: ZeroParameter) -> None:
     """Give a partitioned parameter its shape without memory: autograd compares the shape of its gradient with it."""
     if param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
         with torch._C.DisableTorchFunctionSubclass():
-            param.data = torch.empty(1, dtype=param.dtype, device=param.device).expand(param.ds_shape)
+            param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(param.ds_shape)
 
 
 def _leave_shape(param: ZeroParameter) -> None:
