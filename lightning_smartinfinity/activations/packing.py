@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import Parameter
@@ -91,10 +91,10 @@ class Packing:
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what autograd keeps instead of a tensor."""
         base = tensor._base
-        if type(tensor) is Parameter:
-            return _SavedParameter(tensor, tensor)
-        if type(base) is Parameter and _is_part(tensor, base):
-            return _SavedParameter(base, tensor)
+        if _is_plain_parameter(tensor):
+            return _SavedParameter(cast(Parameter, tensor), tensor)
+        if base is not None and _is_plain_parameter(base) and _is_part(tensor, base):
+            return _SavedParameter(cast(Parameter, base), tensor)
         if (
             type(tensor) is not torch.Tensor
             or tensor.layout is not torch.strided
@@ -204,7 +204,7 @@ class Packing:
         parameter = saved.parameter
         if parameter._version != saved.version:
             raise change_error(saved.geometry, parameter, saved.version)
-        if parameter.shape != saved.shape:
+        if parameter.shape != saved.shape or (parameter.numel() > 1 and not any(parameter.stride())):
             if self._gather is None:
                 raise StorageError(
                     f"A parameter of shape {tuple(saved.shape)} was released between forward and backward.",
@@ -245,7 +245,12 @@ def _identity(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def _is_part(tensor: torch.Tensor, parameter: Parameter) -> bool:
+def _is_plain_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether torch computes with a tensor as with any parameter; subclasses may change that."""
+    return issubclass(type(tensor), Parameter) and type(tensor).__torch_function__ is Parameter.__torch_function__
+
+
+def _is_part(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Return whether a view of a parameter is a part of its memory, whose elements it does not change.
 
     The parameter may have been given other memory since the view was made.

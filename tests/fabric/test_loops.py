@@ -316,7 +316,7 @@ def test_model_built_in_init_module_trains_like_any(empty_init: bool | None, fab
     """ZeRO-3 partitions every layer as it is built, and training gives the same values."""
     with fabric.init_module(empty_init=empty_init):
         net = build_net()
-    assert all(p.numel() == 0 for p in net.parameters())
+    assert all(p.ds_status.name == "NOT_AVAILABLE" for p in net.parameters())  # type: ignore[attr-defined]
     model, optimizer = set_up(fabric, net)
     plain = build_net()
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=EPS)
@@ -336,7 +336,7 @@ def test_layers_initialised_again_in_init_module_have_the_values_of_torch(fabric
         net = Initialised()
     torch.manual_seed(0)
     expected = Initialised()
-    whole = {name for name, part in net.parts.items() if part.weight.numel() > 0}
+    whole = {name for name, part in net.parts.items() if not hasattr(part.weight, "ds_id")}
     assert whole == {"assigned", "copied", "parameter"}, "new parameters of finished layers wait for setup"
     weights = dict(expected.named_parameters())
     with deepspeed.zero.GatheredParameters(list(net.parameters())):

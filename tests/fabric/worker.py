@@ -92,7 +92,7 @@ def train(run: Run) -> Outcome:
         "loss_scale": optimizer.loss_scale,
         "steps": inner.update.drained_handler().steps.tolist(),
         "lr": [group["lr"] for group in optimizer.param_groups],
-        "state_entries": len(inner.optimizer.state) + len(optimizer.state),
+        "state_entries": len(vars(inner.optimizer).get("state", ())),
     }
     fabric.strategy.close()
     return Outcome(losses, masters, extra, "")

@@ -71,7 +71,7 @@ def test_the_other_ranks_are_watched(
 ) -> None:
     """A training, and an evaluation without one, begin the watch with the user's limit before an engine is built."""
     watched: list[float | None] = []
-    monkeypatch.setattr(near_storage, "begin_watch", watched.append)
+    monkeypatch.setattr(near_storage, "begin_watch", lambda silence, join_limit: watched.append(silence))
     with SmartInfinityTraining(tmp_path / "storage", watchdog_timeout=7) as training:
         trainer = transformers.Trainer(
             model=load(model_folder),

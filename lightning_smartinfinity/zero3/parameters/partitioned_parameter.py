@@ -52,7 +52,7 @@ ANSWERS: dict[object, Callable[..., object]] = {
     torch.numel: lambda param: param.ds_numel,
     Tensor.nbytes.__get__: lambda param: param.ds_numel * param.element_size(),  # type: ignore[attr-defined]
 }
-"""What a partitioned parameter tells without its values, by function of torch."""
+"""A partitioned parameter answers these functions of torch without its values."""
 
 UNAFFECTED: set[object] = {
     getattr(Tensor, name).__get__

@@ -198,32 +198,46 @@ class _AsLeaf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        _take_shape(ctx.param)
-        torch.autograd.Variable._execution_engine.queue_callback(partial(_leave_shape, ctx.param))
+        if _take_shape(ctx.param):
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_leave_shape, ctx.param))
         if isinstance(gradient, PartitionedTensor):
             gradient = gradient.clone()
         return gradient
 
     @classmethod
     def apply(cls, param: ZeroParameter) -> Any:
-        _take_shape(param)
+        taken = _take_shape(param)
         try:
             return super().apply(param)  # type: ignore[no-untyped-call]
         finally:
-            _leave_shape(param)
+            if taken:
+                _leave_shape(param)
 
 
-def _take_shape(param: ZeroParameter) -> None:
-    """Give a partitioned parameter its shape without memory: autograd compares the shape of its gradient with it."""
-    if param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+def _take_shape(param: ZeroParameter) -> bool:
+    """Give a partitioned parameter its shape without memory: autograd compares the shape of its gradient with it.
+
+    All strides are 0, so that nothing takes the element for values. A parameter of one element is gathered.
+
+    Returns:
+        Whether the parameter was partitioned.
+    """
+    if param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
+        return False
+    if param.ds_numel == 1:
+        param.all_gather()
+    else:
         with torch._C.DisableTorchFunctionSubclass():
             param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(param.ds_shape)
+    return True
 
 
 def _leave_shape(param: ZeroParameter) -> None:
     if param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
         with torch._C.DisableTorchFunctionSubclass():
             param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+    elif param.ds_numel == 1 and not param.ds_active_sub_modules:
+        param.partition()
 
 
 def _whole_view(param: ZeroParameter, dtype: torch.dtype | None = None) -> PartitionedTensor:
