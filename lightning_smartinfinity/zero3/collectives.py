@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import weakref
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -88,27 +89,33 @@ def _group_for(purpose: str, *, timeout: timedelta | None) -> ProcessGroup:
     return made[1]
 
 
-def agree_to_gather(names: Sequence[str], reader: str) -> None:
+def agree_to_gather(numbers: Sequence[int], describe: Callable[[], tuple[list[str], str]]) -> None:
     """Return when all ranks are about to gather the same parameters outside of forward and backward. Collective.
 
     It uses a group of its own. A gather without it on one rank could meet another gather of the other ranks, and fill
     parameters with wrong values. If a rank does not come, all raise :class:`RanksDivergedError`, as in any collective.
 
     Args:
-        names: Names of the parameters, in order.
-        reader: Words for the line that reads them.
+        numbers: Numbers of the parameters (``ds_id``), in order.
+        describe: Returns the names of the parameters, and words for the line that reads them.
 
     Raises:
         UnsupportedError: Another rank is about to gather other parameters.
     """
-    met = gather((list(names), reader), reading_group())
-    for rank, (others, place) in enumerate(met):
-        if others != met[0][0]:
-            raise UnsupportedError(
-                f"Rank {rank} reads {', '.join(map(repr, others))} at {place}, and rank 0 "
-                f"{', '.join(map(repr, met[0][0]))} at {met[0][1]}: all ranks gather a parameter together.",
-                "Read the same parameters on all ranks, in the same order.",
-            )
+    group = reading_group()
+    digest = zlib.crc32(repr(list(numbers)).encode())
+    met = torch.empty(dist.get_world_size(group), dtype=torch.int64)
+    dist.all_gather_into_tensor(met, torch.tensor([digest]), group=group)
+    if bool((met == digest).all()):
+        return
+    described = gather(describe(), group)
+    rank = next(rank for rank, value in enumerate(met.tolist()) if value != met[0])
+    (names, place), (first, first_place) = described[rank], described[0]
+    raise UnsupportedError(
+        f"Rank {rank} reads {', '.join(map(repr, names))} at {place}, and rank 0 {', '.join(map(repr, first))} at "
+        f"{first_place}: all ranks gather a parameter together.",
+        "Read the same parameters on all ranks, in the same order.",
+    )
 
 
 def has_ended(group: ProcessGroup) -> bool:

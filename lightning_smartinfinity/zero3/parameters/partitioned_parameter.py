@@ -72,6 +72,8 @@ UNAFFECTED: set[object] = {
 
 _GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_GRAD, _SET_GRAD = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[union-attr]
+# Functions that find parameters in a graph.
+_DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 # Functions whose results are no part of a graph.
 _DETACHING = {_GET_DATA, Tensor.detach, torch.detach}
 
@@ -180,6 +182,8 @@ class PartitionedParameter(_ZeroParameter):
                 rest = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
                 param = args[0] if args else kwargs.get("input", kwargs.get("self"))
                 return ANSWERS[func](param, *args[1:], **rest)
+            if func in _DIFFERENTIATING:
+                return func(*args, **kwargs)
             if func == _GET_GRAD:
                 return _gradient(args[0])
             if func == _SET_GRAD:

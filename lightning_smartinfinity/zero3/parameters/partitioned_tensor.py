@@ -14,6 +14,7 @@ is gathered there, too. Every operation that gathers is collective.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -25,6 +26,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.collectives import agree_to_gather
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["PartitionedTensor", "broadcast", "refuse_use_of_memory", "whole_data"]
@@ -33,6 +35,9 @@ __all__ = ["PartitionedTensor", "broadcast", "refuse_use_of_memory", "whole_data
 # several results it is.
 _View = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
 
+# Of torch's task id outside of backward, and of modules between a line of user code and an operation.
+_NO_GRAPH_TASK = -1
+_LIBRARIES = ("torch.", "contextlib", "deepspeed.", "lightning_smartinfinity.")
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -53,6 +58,8 @@ def gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter] =
     """
     missing = [param for param in params if param.ds_status is not ZeroParamStatus.AVAILABLE]
     if missing:
+        if dist.get_world_size() > 1 and torch._C._current_graph_task_id() == _NO_GRAPH_TASK:
+            agree_to_gather([param.ds_id for param in missing], partial(_describe, missing, sys._getframe()))
         missing[0].all_gather(param_list=missing)
     changed: set[int] = set()
     try:
@@ -65,6 +72,16 @@ def gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter] =
             param.was_written = param.was_written or param.ds_id in changed
         if missing:
             missing[0].partition(param_list=missing)  # which keeps what was written
+
+
+def _describe(params: Sequence[ZeroParameter], frame: Any) -> tuple[list[str], str]:
+    """Return the names of parameters, and the line of user code that uses them."""
+    owner = params[0].__dict__.get("_z3_optimizer")
+    known = getattr(owner, "param_names", {})
+    names = [str(known.get(param, f"a parameter of shape {tuple(param.ds_shape)}")) for param in params]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
+        frame = frame.f_back
+    return names, f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def broadcast(param: ZeroParameter) -> None:
