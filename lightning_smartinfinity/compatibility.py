@@ -274,7 +274,7 @@ def _admit_average(callback: Any, trainer: pl.Trainer) -> None:
         raise UnsupportedError(
             f"{type(callback).__name__} with precision={trainer.precision!r} does not work with the smart_infinity "
             "strategy: the swap for validation would round the masters to 16 bit.",
-            "Use precision='32-true', or keep an AveragedModel of torch in the module and validate with it.",
+            "Use precision='32-true', or average the weights of saved checkpoints after training.",
         )
     callback.on_save_checkpoint = partial(_save_average, callback)
     callback.on_load_checkpoint = partial(_load_average, callback)

@@ -143,7 +143,7 @@ def gathering_when_called(config: Callable[[], DeepSpeedConfig]) -> Iterator[Non
 
 
 def _gather_when_called(modules: Iterable[torch.nn.Module], config: DeepSpeedConfig) -> None:
-    def gather(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def gather(module: torch.nn.Module, args: Any, kwargs: Any = None) -> Any:
         if has_engine(module) or partition_parameters.zero_init_context or not _has_partitioned(module):
             return None
         before, stack = set(module._forward_pre_hooks), list(parameter_offload.FWD_MODULE_STACK)
@@ -155,7 +155,7 @@ def _gather_when_called(modules: Iterable[torch.nn.Module], config: DeepSpeedCon
                 args, kwargs = missed(module, args, kwargs) or (args, kwargs)
             elif number not in before and (changed := missed(module, args)) is not None:
                 args = changed if isinstance(changed, tuple) else (changed,)
-        return args, kwargs
+        return args if kwargs is None else (args, kwargs)  # some copies of modules lose that a hook takes both
 
     hook = functools.wraps(gather)(torch.compiler.disable(gather))  # type: ignore[no-untyped-call]
     for module in modules:

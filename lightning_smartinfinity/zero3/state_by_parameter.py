@@ -167,8 +167,16 @@ class StateByParameter(StorageOptimizer):
                 self.set_fp32_grad_for_param(update_func(gradient, param), param)
 
     def has_reduced_gradient(self, param: ZeroParameter) -> bool:
-        """Return whether backward is over and has left a gradient of the parameter for the next step."""
-        return self.rank_state.is_open and not self._in_backward and self._has_gradient(param)
+        """Return whether backward has left a gradient of the parameter for the next step.
+
+        Within backward only a gradient that goes into the arena at once is there, which a hook of the user may read.
+        """
+        ready = self.bypasses_buckets or not self._in_backward
+        return self.rank_state.is_open and ready and self._has_gradient(param)
+
+    def takes_gradient(self, param: ZeroParameter) -> bool:
+        """Return whether the parameter is trained, and its training goes on."""
+        return self.rank_state.is_open and self._has_state(param)
 
     def _has_gradient(self, param: ZeroParameter) -> bool:
         # The same on all ranks: a gradient arrives even on a rank that has none of its elements.

@@ -119,6 +119,11 @@ def _copy_whole(module: Touched) -> None:
     module.kept["forward"] = float(copied(torch.ones(3, WIDTH)).sum())
 
 
+def _swap(module: Touched) -> None:
+    for mean, own in _pairs(module):
+        mean.data, own.data = own.data, mean.data
+
+
 def _pairs(module: Touched) -> list[tuple[nn.Parameter, nn.Parameter]]:
     return list(zip(module.mean.parameters(), module.net.parameters(), strict=True))
 
@@ -133,6 +138,8 @@ WRITES: dict[str, Callable[[Touched], object]] = {
     "a column of data": lambda m: m.net[0].weight.data[:, 1].zero_(),
     "nn.init": lambda m: nn.init.constant_(m.net[3].bias, 0.1),
     "data assigned": lambda m: setattr(m.net[5].weight, "data", m.net[5].weight.data * 0.5),
+    "data swapped": _swap,
+    "set_": lambda m: m.net[3].bias.set_(torch.full((6,), 0.3)),
     "index_fill_": lambda m: m.net[0].weight.index_fill_(0, torch.tensor([5]), 0.2),
     "out=": lambda m: torch.mul(m.net[3].weight.data, 0.9, out=m.net[3].weight.data),
     "vector_to_parameters": lambda m: nn.utils.vector_to_parameters(
@@ -196,6 +203,15 @@ TERMS: dict[str, Callable[[Touched], torch.Tensor]] = {
     "a constant": lambda m: (m.net[3].weight * m.net[3].weight.detach()).sum() * 0.1,
     "a kept one": lambda m: (lambda p: p.square().sum() * p.norm() * 0.01)(next(iter(m.net.parameters()))),
     "before": lambda m: torch.zeros(()),
+    "autograd.grad of all": lambda m: (
+        0.01
+        * sum(
+            each.square().sum()
+            for each in torch.autograd.grad(
+                m.net(torch.ones(2, WIDTH)).square().mean(), list(m.net.parameters()), create_graph=True
+            )
+        )
+    ),
     "autograd.grad": lambda m: (
         torch.autograd.grad(m.net[3].weight.square().sum(), m.net[3].weight, create_graph=True)[0].square().sum() * 0.01
     ),

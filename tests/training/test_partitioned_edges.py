@@ -245,3 +245,41 @@ def test_a_parameter_keeps_its_shape(tmp_path: Path) -> None:
         module.seen.append(-1.0)
 
     assert -1.0 in fitted(tmp_path, Small(on_train_batch_end=try_all)).seen
+
+
+def test_gradients_in_fp16_have_no_loss_scale(tmp_path: Path) -> None:
+    """Clipping by hand in fp16 sees the norms of fp32, and trains as with them."""
+
+    class Clipping(Small):
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            norm = float(nn.utils.clip_grad_norm_(self.net.parameters(), 0.05))
+            if norm < 1e3:  # a skipped step has infinite ones
+                self.seen.append(norm)
+
+    zero = {"stage3_param_persistence_threshold": 0}
+    strategy = SmartInfinityStrategy(tmp_path / "s", zero=zero, initial_scale_power=8)
+    ours = fitted(tmp_path, Clipping(), strategy, precision="16-mixed")
+    assert ours.seen == pytest.approx(fitted(tmp_path, Clipping(), "auto").seen, rel=0.05)
+
+
+def test_what_cannot_be_a_gradient_is_refused(tmp_path: Path) -> None:
+    """A gradient of another shape, and one of a frozen parameter, raise; DeepSpeed would train with the first."""
+
+    def assign(module: Small) -> None:
+        with pytest.raises(UnsupportedError, match=r"gradient of shape \(8, 32\)"):
+            module.net[0].weight.grad = torch.ones(8, 32)
+        with pytest.raises(UnsupportedError, match="not being trained"):
+            module.net[4].weight.grad = torch.ones(1, 32)
+        module.seen.append(-1.0)
+
+    module = Small(on_train_batch_end=assign)
+    module.net[4].weight.requires_grad_(False)
+    assert -1.0 in fitted(tmp_path, module).seen
+
+
+def test_small_changes_in_16_bit_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A moving average in bf16 stands still, which a warning says once."""
+    monkeypatch.setattr(partitioned_tensor, "_ROUNDED", {"aten::mul_"})
+    module = Small(on_train_batch_end=lambda m: m.net[0].weight.data.mul_(0.999) is None or None)
+    with pytest.warns(UserWarning, match="moving averages with a decay near 1 stand still"):
+        fitted(tmp_path, module, precision="bf16-mixed")

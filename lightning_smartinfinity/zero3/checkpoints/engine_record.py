@@ -15,6 +15,7 @@ from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of,
 from lightning_smartinfinity.zero3.checkpoints.saved_residual import begin_residual
 from lightning_smartinfinity.zero3.checkpoints.weight_source import persistent_buffers
 from lightning_smartinfinity.zero3.collectives import gather
+from lightning_smartinfinity.zero3.parameters.module_guard import refuse_late_parameters
 from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import SavedState, ZeroParameter
@@ -102,6 +103,7 @@ def _restore_residual(optimizer: StorageOptimizer) -> None:
 
 def frozen_checksum(module: torch.nn.Module) -> int:
     """Return a checksum of the parameters that are not trained, the same for any number of ranks. Collective."""
+    refuse_late_parameters(module)
     frozen = [param for param in module.parameters() if not param.requires_grad]
     crc = 0
     # Of each parameter the ranks hold consecutive parts.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,20 +26,24 @@ from torch.utils._pytree import tree_map
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.patches import wrapped
+from lightning_smartinfinity.zero3.collectives import agree_to_gather
 from lightning_smartinfinity.zero3.parameters.partitioned_tensor import (
     PartitionedTensor,
     broadcast,
+    describe,
+    keep_values,
     refuse_use_of_memory,
 )
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
 __all__ = ["ANSWERS", "UNAFFECTED", "answer_in", "answering", "building", "notify_of_writes", "wait_before_gather"]
 
-# Callers that find ZeRO-3's own tensors, and callers whose own callers count instead.
+# Modules of callers that see ZeRO-3's empty tensors, as user code does not; and modules that user code calls, so that
+# the caller of their functions decides.
 _OURS = ("deepspeed.", "lightning_smartinfinity.", "torch._dynamo.", "torch._subclasses.", "torch._functorch.")
 _BETWEEN = (
-    *("torch.", "deepspeed.runtime.zero.linear", "copy", "contextlib", "functools"),
-    *("lightning_smartinfinity.patches", "lightning_smartinfinity.zero3.parameters.pretrained"),
+    *("torch.", "deepspeed.runtime.zero.linear.", "copy.", "contextlib.", "functools."),
+    *("lightning_smartinfinity.patches.", "lightning_smartinfinity.zero3.parameters.pretrained."),
 )
 
 Tensor = torch.Tensor
@@ -104,6 +109,13 @@ class _ZeroParameter(torch.nn.Parameter):
             attributes["_version_when_gathered"] = _version(self)
         else:
             self.__class__ = PartitionedParameter
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Do what torch's ``set_`` does; for user code, take the values of another tensor. torch asks no class here."""
+        if _BUILDING or _is_in_context(self) or _is_ours(sys._getframe(1)) or not isinstance(source, torch.Tensor):
+            return super().set_(source, *args, **kwargs)
+        _write(self, source)
+        return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.nn.Parameter:
         """Return a copy, partitioned over the same ranks. Collective.
@@ -284,7 +296,7 @@ def wait_before_gather(param: ZeroParameter, wait: Callable[[Iterable[ZeroParame
 
 def _write(param: ZeroParameter, value: torch.Tensor) -> None:
     """Do what ``param.data = value`` does in memory, as far as ZeRO-3 can."""
-    if value is param or (isinstance(value, PartitionedTensor) and value.param is param and not value.views):
+    if value is param or (isinstance(value, PartitionedTensor) and value.stands_for(param)):
         return
     moved = sys._getframe(2).f_code is _APPLY.__code__
     if moved and value.dtype != param.dtype:
@@ -304,6 +316,7 @@ def _write(param: ZeroParameter, value: torch.Tensor) -> None:
             "Replace the whole parameter, module.name = torch.nn.Parameter(...), before the fit, or give it its final "
             "shape in the constructor of its module.",
         )
+    keep_values(param)
     with torch.no_grad():
         PartitionedTensor.detached(param).copy_(value)
 
@@ -325,14 +338,22 @@ def _set_gradient(param: ZeroParameter, value: torch.Tensor | None) -> None:
     if isinstance(value, PartitionedTensor) and value.is_gradient and value.param is param and not value.views:
         return
     owner = param.__dict__.get("_z3_optimizer")
+    if value is not None and value.shape != torch.Size(param.ds_shape):
+        raise UnsupportedError(
+            f"A parameter of shape {tuple(param.ds_shape)} was given a gradient of shape {tuple(value.shape)}.",
+            "Assign a gradient of the parameter's shape.",
+        )
     if value is None:
         _SET_GRAD(param, None)
         if _owner_of_gradient(param) is not None:
             owner.drop_gradient(param)
-    elif hasattr(owner, "has_reduced_gradient") and _GET_GRAD(param) is None:
-        owner.set_fp32_grad_for_param(value, param)
+    elif not hasattr(owner, "has_reduced_gradient") or not owner.takes_gradient(param):
+        raise UnsupportedError(
+            f"A gradient was assigned to a parameter of shape {tuple(param.ds_shape)} that is not being trained.",
+            "Assign gradients in a training, to parameters that were given to its optimizer.",
+        )
     else:
-        _SET_GRAD(param, value)
+        owner.set_fp32_grad_for_param(value.detach() * owner.loss_scale, param)
 
 
 def _refuse_tie(param: ZeroParameter) -> None:
@@ -354,7 +375,7 @@ def _moves_module(frame: Any) -> bool:
 def _is_ours(frame: Any) -> bool:
     """Return whether DeepSpeed, this package or a compiler runs the operation, rather than user code."""
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
+        name = frame.f_globals.get("__name__", "") + "."
         if not name.startswith(_BETWEEN) or name.startswith(_OURS[2:]):
             return bool(name.startswith(_OURS))
         frame = frame.f_back
@@ -435,6 +456,7 @@ def _was_written(param: ZeroParameter) -> bool:
             "modifier_rank: ranks may have different values of it.",
             "Pass modifier_rank=0, and write on that rank or on all.",
         )
+    agree_to_gather([param.ds_id], partial(describe, [param], sys._getframe()))
     broadcast(param)
     return True
 

@@ -15,6 +15,8 @@ is gathered there, too. Every operation that gathers is collective.
 from __future__ import annotations
 
 import sys
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -29,7 +31,7 @@ from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.collectives import agree_to_gather
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
-__all__ = ["PartitionedTensor", "broadcast", "refuse_use_of_memory", "whole_data"]
+__all__ = ["PartitionedTensor", "broadcast", "describe", "keep_values", "refuse_use_of_memory", "whole_data"]
 
 # How a tensor follows from the one before: an operation that returns a view, its further arguments, and which of
 # several results it is.
@@ -37,6 +39,7 @@ _View = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
 
 # Of torch's task id outside of backward, and of modules between a line of user code and an operation.
 _NO_GRAPH_TASK = -1
+_MANY_STAND_INS = 64
 _LIBRARIES = ("torch.", "contextlib", "deepspeed.", "lightning_smartinfinity.")
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
@@ -59,7 +62,7 @@ def gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter] =
     missing = [param for param in params if param.ds_status is not ZeroParamStatus.AVAILABLE]
     if missing:
         if dist.get_world_size() > 1 and torch._C._current_graph_task_id() == _NO_GRAPH_TASK:
-            agree_to_gather([param.ds_id for param in missing], partial(_describe, missing, sys._getframe()))
+            agree_to_gather([param.ds_id for param in missing], partial(describe, missing, sys._getframe()))
         missing[0].all_gather(param_list=missing)
     changed: set[int] = set()
     try:
@@ -74,7 +77,7 @@ def gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter] =
             missing[0].partition(param_list=missing)  # which keeps what was written
 
 
-def _describe(params: Sequence[ZeroParameter], frame: Any) -> tuple[list[str], str]:
+def describe(params: Sequence[ZeroParameter], frame: Any) -> tuple[list[str], str]:
     """Return the names of parameters, and the line of user code that uses them."""
     owner = params[0].__dict__.get("_z3_optimizer")
     known = getattr(owner, "param_names", {})
@@ -99,12 +102,14 @@ class PartitionedTensor(torch.Tensor):
         views: How the tensor follows from it.
         in_graph: Whether it stands for the parameter as a leaf of a graph, which nothing may change in place.
         is_gradient: Whether it stands for the parameter's gradient instead, which ranks have in parts.
+        kept: Its elements, if ``param.data`` was assigned since: in memory such a tensor keeps the old memory.
     """
 
     param: ZeroParameter
     views: tuple[_View, ...]
     in_graph: bool = False
     is_gradient: bool = False
+    kept: torch.Tensor | None = None
 
     @staticmethod
     def of(param: ZeroParameter) -> PartitionedTensor:
@@ -129,6 +134,14 @@ class PartitionedTensor(torch.Tensor):
         tensor = _whole_view(param, torch.float32)
         tensor.is_gradient = True
         return tensor
+
+    def stands_for(self, param: ZeroParameter) -> bool:
+        """Return whether this is the whole parameter as it is now."""
+        return self.param is param and not self.views and self.kept is None and not self.is_gradient
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise UnsupportedError. torch asks no class about this function."""
+        _refuse_shape(self.param, "set_")
 
     @classmethod
     def __torch_function__(
@@ -273,7 +286,32 @@ def _made(param: ZeroParameter, views: tuple[_View, ...], like: torch.Tensor, of
             device=param.device,
         )
     tensor.param, tensor.views = param, views
+    param.__dict__.setdefault("_stand_ins", []).append(weakref.ref(tensor))
+    if len(param.__dict__["_stand_ins"]) > _MANY_STAND_INS:
+        param.__dict__["_stand_ins"] = [known for known in param.__dict__["_stand_ins"] if known() is not None]
     return tensor
+
+
+def keep_values(param: ZeroParameter) -> None:
+    """Give the tensors that stand for a parameter outside of graphs elements of their own, before it gets others."""
+    known = [tensor for ref in param.__dict__.pop("_stand_ins", []) if (tensor := ref()) is not None]
+    kept = [tensor for tensor in known if not tensor.in_graph and not tensor.is_gradient and tensor.kept is None]
+    if kept:
+        with torch.no_grad():
+            values = PartitionedTensor.detached(param).clone()
+        for tensor in kept:
+            tensor.kept = _replayed(values, tensor)
+
+
+def _warn_of_rounding(tensor: PartitionedTensor) -> None:
+    """Warn once of small changes in 16 bit: in Lightning's mixed precisions parameters are fp32, and keep them."""
+    warnings.warn(
+        f"A parameter was changed in place in {tensor.dtype}, which loses changes of less than a part in 256 "
+        "(bfloat16) or 2048 (float16): moving averages with a decay near 1 stand still. Train in precision='32-true', "
+        "or keep the average in fp32 tensors of your own.",
+        stacklevel=2,
+    )
+    _ROUNDED.clear()
 
 
 def _view(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -286,6 +324,9 @@ def _view(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
         views = (*source.views, (func, rest, kwargs, index))
         view = _made(source.param, views, result, source.storage_offset() + result.storage_offset())
         view.in_graph, view.is_gradient = source.in_graph, source.is_gradient
+        if source.kept is not None:
+            kept = func(source.kept, *rest, **kwargs)
+            view.kept = kept if index is None else kept[index]
         return view
 
     if isinstance(results, torch.Tensor):
@@ -300,6 +341,8 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     for tensor in changed:
         if tensor.in_graph and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        if tensor.dtype.itemsize == 2 and func._schema.name in _ROUNDED:
+            _warn_of_rounding(tensor)
     with ExitStack() as opened:
         real = _opened(list(tensors.values()), changed, opened)
         given = {id(value): tensors[key] for key, value in real.items()}
@@ -313,14 +356,22 @@ def _opened(
     tensors: Sequence[PartitionedTensor], changed: Sequence[PartitionedTensor], opened: ExitStack
 ) -> dict[int, torch.Tensor]:
     """Return the elements of each tensor by its id, until the stack is closed; then write what was changed."""
-    params = dict.fromkeys(tensor.param for tensor in tensors if not tensor.is_gradient)
-    written = dict.fromkeys(tensor.param for tensor in changed if not tensor.is_gradient)
+    own = [tensor for tensor in tensors if not tensor.is_gradient and tensor.kept is None]
+    params = dict.fromkeys(tensor.param for tensor in own)
+    written = dict.fromkeys(tensor.param for tensor in changed if not tensor.is_gradient and tensor.kept is None)
     opened.enter_context(gathered(list(params), list(written)))
     written = dict.fromkeys(tensor.param for tensor in changed if tensor.is_gradient)
     of_gradients = dict.fromkeys(tensor.param for tensor in tensors if tensor.is_gradient)
+    if of_gradients and dist.get_world_size() > 1:
+        agree_to_gather([param.ds_id for param in of_gradients], partial(describe, list(of_gradients), sys._getframe()))
     gradients = {param: opened.enter_context(_whole_gradient(param, param in written)) for param in of_gradients}
-    bases = {id(each): gradients[each.param] if each.is_gradient else whole_data(each.param) for each in tensors}
-    return {key: _replayed(base, each) for each, (key, base) in zip(tensors, bases.items(), strict=True)}
+
+    def elements(tensor: PartitionedTensor) -> torch.Tensor:
+        if tensor.kept is not None:
+            return tensor.kept
+        return _replayed(gradients[tensor.param] if tensor.is_gradient else whole_data(tensor.param), tensor)
+
+    return {id(tensor): elements(tensor) for tensor in tensors}
 
 
 @contextmanager
@@ -333,10 +384,10 @@ def _whole_gradient(param: ZeroParameter, written: bool) -> Iterator[torch.Tenso
             "was called.",
             "Read it between backward and step, and clone() what is needed later.",
         )
-    gradient = gradient.reshape(param.ds_shape)
+    gradient = gradient.reshape(param.ds_shape).div_(owner.loss_scale)
     yield gradient
     if written:
-        owner.set_fp32_grad_for_param(gradient, param)
+        owner.set_fp32_grad_for_param(gradient.mul_(owner.loss_scale), param)
 
 
 def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[PartitionedTensor]:
@@ -417,6 +468,11 @@ _REFUSED: set[object] = {
     Tensor.share_memory_,
     Tensor.set_,
     Tensor.resize_,
+}
+# Operations in place whose small changes 16 bit may lose; empty once the user was warned.
+_ROUNDED = {
+    *("aten::add_", "aten::sub_", "aten::mul_", "aten::lerp_", "aten::addcmul_"),
+    *("aten::_foreach_add_", "aten::_foreach_mul_", "aten::_foreach_lerp_"),
 }
 _REFUSED_OPERATIONS = {"aten::set_", "aten::resize_"}
 
