@@ -137,6 +137,7 @@ class UsedLate(Stack):
 
     def __init__(self) -> None:
         super().__init__()
+        self.front.register_parameter("bias", None)  # before a norm its gradient would be rounding noise
         self.norm = nn.BatchNorm1d(WIDTH)
         self.child = Bias()
 

@@ -132,7 +132,8 @@ def test_what_stays_gathered_has_its_values_until_the_step(tmp_path: Path) -> No
         strategy = SmartInfinityStrategy(tmp_path / overlap, overlap=overlap, zero=BUCKET)
         quiet_trainer(tmp_path, strategy, callbacks=[AfterBackward(read)], max_steps=4).fit(LitTiny(BF16))
         if overlap == "backward":
-            assert strategy.optimizers[0].speculation.num_adopted == 4
+            # Before ZeRO-3 knows the order of modules, in the first step, nothing stays gathered: the read gathers it.
+            assert strategy.optimizers[0].speculation.num_adopted == 3
         strategy.close()
     assert len(seen["none"][-1]) == 32
     assert all(torch.equal(a, b) for a, b in zip(seen["none"], seen["backward"], strict=True))

@@ -238,8 +238,11 @@ def test_a_parameter_keeps_its_shape(tmp_path: Path) -> None:
         for change in (lambda: weight.data.resize_(2, 2), lambda: weight.data.set_(torch.zeros(2))):
             with pytest.raises(UnsupportedError):
                 change()
-        with pytest.raises(UnsupportedError, match=r"detach\(\)\.clone\(\)"):
-            nn.Parameter(weight)
+        for function in (nn.Parameter, torch.vmap(torch.norm), torch.func.jacrev(lambda x: weight @ x)):
+            with pytest.raises(UnsupportedError, match=r"detach\(\)\.clone\(\)"):
+                function(weight if function is not None and "jac" not in str(function) else torch.ones(8))
+        with pytest.raises(UnsupportedError, match="another shape"), torch.no_grad():
+            weight.t_()
         with pytest.raises(RuntimeError, match="leaf Variable"), torch.enable_grad():
             weight.mul_(2)
         module.seen.append(-1.0)

@@ -148,7 +148,7 @@ class CallRefused(pl.Callback):
             "engine.reload_states": engine.reload_states,
             "optimizer.offload_states": optimizer.offload_states,
             "optimizer.reload_states": lambda: optimizer.reload_states(non_blocking=True),
-            "optimizer.add_param_group": lambda: optimizer.add_param_group({"params": []}),
+            "optimizer.add_param_group": lambda: trainer.optimizers[0].add_param_group({"params": []}),
         }
         for name, call in calls.items():
             with pytest.raises(UnsupportedError) as caught:

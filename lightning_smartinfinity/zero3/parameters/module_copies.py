@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+
+from lightning_smartinfinity.errors import UnsupportedError
 
 __all__ = ["copy_without_hooks", "is_of_deepspeed"]
 
@@ -29,6 +31,7 @@ def copy_without_hooks(module: torch.nn.Module) -> None:
         if not hasattr(type(part), "__deepcopy__"):
             # copy.deepcopy looks it up on the instance.
             part.__dict__["__deepcopy__"] = partial(_deepcopy, part)
+            part.__dict__["__reduce_ex__"] = partial(_refuse_pickle, part)
 
 
 def is_of_deepspeed(hook: object) -> bool:
@@ -36,12 +39,20 @@ def is_of_deepspeed(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("deepspeed.")
 
 
+def _refuse_pickle(module: torch.nn.Module, protocol: object) -> NoReturn:
+    raise UnsupportedError(
+        f"{type(module).__name__} cannot be pickled: ZeRO-3 has partitioned its parameters.",
+        "Write the model by save_pretrained(folder), a method of the strategy and of SmartInfinityTraining, or a "
+        "checkpoint's by `smart-infinity export`.",
+    )
+
+
 def _deepcopy(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
-    reduced: Any = module.__reduce_ex__(4)
+    reduced: Any = type(module).__reduce_ex__(module, 4)
     make, args, state = reduced[:3]
     copied: torch.nn.Module = make(*args)
     memo[id(module)] = copied
-    kept = {name: value for name, value in state.items() if name not in ("__deepcopy__", *_LEFT)}
+    kept = {name: value for name, value in state.items() if name not in ("__deepcopy__", "__reduce_ex__", *_LEFT)}
     for name in _HOOKS:
         hooks = kept[name]
         kept[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not is_of_deepspeed(hook))

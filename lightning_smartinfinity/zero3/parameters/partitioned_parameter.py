@@ -40,7 +40,7 @@ __all__ = ["ANSWERS", "UNAFFECTED", "answer_in", "answering", "building", "notif
 
 # Modules of callers that see ZeRO-3's empty tensors, as user code does not; and modules that user code calls, so that
 # the caller of their functions decides.
-_OURS = ("deepspeed.", "lightning_smartinfinity.", "torch._dynamo.", "torch._subclasses.", "torch._functorch.")
+_OURS = ("deepspeed.", "lightning_smartinfinity.", "torch._dynamo.", "torch._subclasses.", "torch._functorch._")
 _BETWEEN = (
     *("torch.", "deepspeed.runtime.zero.linear.", "copy.", "contextlib.", "functools."),
     *("lightning_smartinfinity.patches.", "lightning_smartinfinity.zero3.parameters.pretrained."),
@@ -189,6 +189,11 @@ class PartitionedParameter(_ZeroParameter):
         with torch._C.DisableTorchFunctionSubclass():
             if func in UNAFFECTED or _is_ours(sys._getframe(1)) or _moves_module(sys._getframe(1)):
                 return func(*args, **kwargs)
+            if torch._C._functorch.maybe_current_level() is not None or _is_vmap(sys._getframe(1)):
+                raise UnsupportedError(
+                    "A transform of torch.func, such as vmap, was given a parameter that ZeRO-3 has partitioned.",
+                    "Take param.detach().clone() before the transform, and use that within it.",
+                )
             if func in ANSWERS:
                 # The tensor is the first argument, or the keyword `input` or `self`.
                 rest = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
@@ -223,7 +228,7 @@ class PartitionedParameter(_ZeroParameter):
         return back.get(id(result), result) if isinstance(result, PartitionedTensor) else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_use_of_memory(self)
+        refuse_use_of_memory(self, "pickle")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if _is_ours(sys._getframe(1)):
@@ -365,6 +370,10 @@ def _refuse_tie(param: ZeroParameter) -> None:
 
 def _is_in_context(param: ZeroParameter) -> bool:
     return DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR in param.__dict__
+
+
+def _is_vmap(frame: Any) -> bool:
+    return bool(frame.f_globals.get("__name__") == "torch._functorch.vmap")
 
 
 def _moves_module(frame: Any) -> bool:

@@ -155,7 +155,7 @@ class PartitionedTensor(torch.Tensor):
             return NotImplemented  # a partitioned parameter among the arguments answers first
         kwargs = kwargs or {}
         if func in _REFUSED:
-            refuse_use_of_memory(next(arg for arg in args if isinstance(arg, cls)).param)
+            refuse_use_of_memory(next(arg for arg in args if isinstance(arg, cls)).param, _name_of(func))
         with torch._C.DisableTorchFunctionSubclass():
             if func in _FORMS:
                 return _FORMS[func](args[0], *args[1:], **kwargs)
@@ -198,20 +198,26 @@ class PartitionedTensor(torch.Tensor):
             self.copy_(value)
 
 
-def refuse_use_of_memory(param: ZeroParameter) -> NoReturn:
-    """Raise UnsupportedError: something saves, pickles or shares the memory of a partitioned parameter."""
+def refuse_use_of_memory(param: ZeroParameter, what: str) -> NoReturn:
+    """Raise UnsupportedError: something saves, pickles or shares the memory of a partitioned parameter.
+
+    Args:
+        param: The parameter.
+        what: What was called.
+    """
     raise UnsupportedError(
-        f"A parameter of shape {tuple(param.ds_shape)} cannot be saved, pickled or shared here: ZeRO-3 has partitioned "
-        "it, and it has no memory of its own.",
+        f"{what} needs the memory of a parameter of shape {tuple(param.ds_shape)}, which ZeRO-3 has partitioned: it "
+        "cannot be saved, pickled or shared.",
         "Write the model by save_pretrained(folder), a method of the strategy and of SmartInfinityTraining, or a "
-        "checkpoint's by `smart-infinity export`. Code that needs whole parameters in memory runs within "
-        "deepspeed.zero.GatheredParameters(list(module.parameters())), on every rank.",
+        "checkpoint's by `smart-infinity export`. For a single parameter pass param.detach().clone(), which gathers "
+        "it, on every rank.",
     )
 
 
 def _refuse_shape(param: ZeroParameter, what: str) -> NoReturn:
     raise UnsupportedError(
-        f"{what} would give a parameter of shape {tuple(param.ds_shape)} other memory; ZeRO-3 has partitioned it.",
+        f"{what} would give a parameter of shape {tuple(param.ds_shape)} another shape or other memory; ZeRO-3 has "
+        "partitioned it.",
         "Write values by copy_(), or replace the parameter before the fit.",
     )
 
@@ -437,6 +443,10 @@ def _kept_for_backward(
     return result
 
 
+def _name_of(func: Callable[..., Any]) -> str:
+    return str(getattr(func, "__name__", func))
+
+
 def _numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     array = tensor.clone().numpy(*args, **kwargs)
     array.flags.writeable = False  # a write would not reach the parameter
@@ -474,7 +484,10 @@ _ROUNDED = {
     *("aten::add_", "aten::sub_", "aten::mul_", "aten::lerp_", "aten::addcmul_"),
     *("aten::_foreach_add_", "aten::_foreach_mul_", "aten::_foreach_lerp_"),
 }
-_REFUSED_OPERATIONS = {"aten::set_", "aten::resize_"}
+_REFUSED_OPERATIONS = {
+    *("aten::set_", "aten::resize_", "aten::resize_as_", "aten::as_strided_", "aten::t_", "aten::transpose_"),
+    *("aten::squeeze_", "aten::unsqueeze_", "aten::swapaxes_", "aten::swapdims_"),
+}
 
 
 def _geometry(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,18 +11,33 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from deepspeed.runtime.zero import partition_parameters
-from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 
 from lightning_smartinfinity.patches import replaced
 
 __all__ = ["linear_of_partitions", "putting_torch_back"]
 
 _LINEAR = torch.nn.functional.linear
+
+
+class _Linear(LinearFunctionForZeroStage3):
+    """DeepSpeed's linear, which gathers the weight again in backward, with the bits of torch's own in forward."""
+
+    @staticmethod
+    def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return _LINEAR(input, weight, bias)  # DeepSpeed adds the bias separately, which rounds twice in 16 bit
+
+
 # Where zero.Init keeps originals, and what it leaves of its own.
 _LEFT = {
     torch.nn.Module: ("__init_subclass__", "_old_init_subclass", "_old_apply"),
     torch.Tensor: ("__new__", "__old_new__"),
 }
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    result: torch.Tensor = _Linear.apply(input, weight, bias)
+    return result
 
 
 def linear_of_partitions(*, wanted: bool) -> AbstractContextManager[None]:
@@ -32,7 +47,7 @@ def linear_of_partitions(*, wanted: bool) -> AbstractContextManager[None]:
         wanted: The key ``memory_efficient_linear`` of ``zero``.
     """
     if wanted and torch.nn.functional.linear is _LINEAR:
-        return replaced(torch.nn.functional, "linear", zero3_linear_wrap)
+        return replaced(torch.nn.functional, "linear", _linear)
     return nullcontext()
 
 
