@@ -278,13 +278,14 @@ def find_ignored(
                 f"Parameter {names.get(param)!r} was unfrozen in the fit; it has no place on storage.",
                 "Unfreeze it before fit, and freeze it in on_fit_start if it is to be trained later.",
             )
-    for param in parameters:
-        if param.grad is not None:
-            return UnsupportedError(
-                f"Parameter {names.get(param)!r} has a gradient that was never reduced over the ranks: "
-                "loss.backward() was called, or its .grad was set.",
-                "Call self.manual_backward(loss), and scale the loss rather than gradients.",
-            )
+    with torch._C.DisableTorchFunctionSubclass():  # for speed
+        ignored = next((param for param in parameters if param.grad is not None), None)
+    if ignored is not None:
+        return UnsupportedError(
+            f"Parameter {names.get(ignored)!r} has a gradient that was never reduced over the ranks: "
+            "loss.backward() was called, or its .grad was set.",
+            "Call self.manual_backward(loss), and scale the loss rather than gradients.",
+        )
     return None
 
 

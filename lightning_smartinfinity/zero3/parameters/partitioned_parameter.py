@@ -403,7 +403,8 @@ class _Gather:
         for wait in dict.fromkeys(param.__dict__.get("_before_gather") for param in params):
             if wait is not None:
                 wait(params)
-        return self.original(params, *args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # for speed: DeepSpeed sees the empty tensors in any case
+            return self.original(params, *args, **kwargs)
 
 
 class _GatherNow(_Gather):
@@ -442,9 +443,11 @@ class _Partition:
         written = [param for param, flag in zip(params, flags, strict=True) if flag]
         if len(written) < len(params):
             unchanged = [param for param, flag in zip(params, flags, strict=True) if not flag]
-            self.original(unchanged, hierarchy, False, free_data)
+            with torch._C.DisableTorchFunctionSubclass():
+                self.original(unchanged, hierarchy, False, free_data)
         if written:
-            self.original(written, hierarchy, True, free_data)
+            with torch._C.DisableTorchFunctionSubclass():
+                self.original(written, hierarchy, True, free_data)
             _note(written)
 
 

@@ -113,16 +113,18 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         """
         index = self.partition.index
         self.arena.arrive_all([index[param.ds_id] for param in params_to_release], grad_partitions)
-        for param in params_to_release:
-            _drop_gradient(param)
-            self._waiting.pop(param.ds_id, None)
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in params_to_release:
+                _drop_gradient(param)
+                self._waiting.pop(param.ds_id, None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard this window's gradients, those in the arena too."""
         # The base class would record a stream on them, which a CPU does not have.
-        for param in self.partition.params():
-            _drop_gradient(param)
-        super().zero_grad(set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # for speed, as below
+            for param in self.partition.params():
+                _drop_gradient(param)
+            super().zero_grad(set_to_none)
         self.arena.reset()
         if self.rank_state.activations is not None:
             self.rank_state.activations.gradients_are_gone()
