@@ -132,7 +132,7 @@ def describe(places: dict[int, Place], hosts: list[str], limit: float) -> str:
 
 
 class PlaceWatch(threading.Thread):
-    """Looks where this rank is, tells rank 0 if it stands still, and, on rank 0, judges whether the ranks can meet.
+    """Reports to rank 0 where this rank waits. On rank 0 it also decides whether the ranks can still meet.
 
     Args:
         native: The watch over the ranks' processes, by which they tell each other.

@@ -1,4 +1,4 @@
-"""Models that ZeRO-3 has partitioned as they were built, and that nobody sets up: in Fabric and in Lightning."""
+"""Models that ZeRO-3 partitioned while they were built, and that no engine was set up for, still answer."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Channels(nn.Module):
 
 
 class Norms(pl.LightningModule):
-    """Trains a layer behind each kind of norm. Means start at 16, and go to 20 in steps too small for bf16."""
+    """Trains a layer after each kind of norm. Means start at 16, and go to 20 in steps too small for bf16."""
 
     def __init__(self) -> None:
         super().__init__()

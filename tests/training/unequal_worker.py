@@ -85,7 +85,7 @@ class ValidationStreams(Equal):
 
 
 class ForwardInHook(Equal):
-    """Rank 1 runs a forward behind an epoch."""
+    """Rank 1 runs a forward after an epoch."""
 
     def on_train_epoch_end(self) -> None:
         if self.is_alone:

@@ -209,7 +209,7 @@ def test_the_hooks_that_gather_go_with_their_engine(tmp_path: Path) -> None:
 
 @RunIf(package="trl")
 def test_trl_hashes_the_reference_after_the_trainer_is_made() -> None:
-    """Both trainers that precompute look ``hash_module`` up in their module, behind ``Trainer.__init__``."""
+    """Both trainers that precompute call ``hash_module`` of their own module, after ``Trainer.__init__``."""
     from trl.trainer import dpo_trainer, kto_trainer
 
     for module, trainer in ((dpo_trainer, dpo_trainer.DPOTrainer), (kto_trainer, kto_trainer.KTOTrainer)):

@@ -24,7 +24,7 @@ class Counted(torch.Tensor):
 
 
 def test_an_operation_says_what_it_views_and_changes() -> None:
-    """Its schema tells a view from an operation in place and from one that returns new tensors."""
+    """The schema distinguishes views, operations in place, and operations that return new tensors."""
     returned = {
         func: func._schema.returns[0].alias_info for func in (aten.t.default, aten.mul_.Tensor, aten.mul.Tensor)
     }

@@ -288,7 +288,7 @@ def building() -> Iterator[None]:
 
 
 def notify_of_writes(param: ZeroParameter, note: Callable[[Iterable[ZeroParameter]], None] | None) -> None:
-    """Set who is told of writes to the parameter by other means than a step; None for nobody."""
+    """Set the function that is called after a write outside of a step, with the parameters; None for no function."""
     answer([param])
     param.__dict__["_note_writes"] = note
 

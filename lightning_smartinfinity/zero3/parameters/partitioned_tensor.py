@@ -68,7 +68,8 @@ def gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter] =
     try:
         yield
         for param in written:
-            broadcast(param)
+            if all(param is not each for each in missing):  # those are broadcast as they are partitioned
+                broadcast(param)
         changed = {param.ds_id for param in written}
     finally:
         for param in params:
