@@ -91,24 +91,23 @@ _MOVING = ("<lambda>", "convert", "compute_should_use_set_data")
 _BUILDING: list[bool] = []
 
 
+class _Status:
+    """Switches the class of a parameter with its status. Without ``__get__`` reads stay those of an attribute."""
+
+    def __set__(self, param: _ZeroParameter, status: ZeroParamStatus) -> None:
+        attributes = param.__dict__
+        attributes["ds_status"] = status
+        if status is ZeroParamStatus.AVAILABLE:
+            param.__class__ = WholeParameter
+            attributes["_version_when_gathered"] = _version(param)
+        else:
+            param.__class__ = PartitionedParameter
+
+
 class _ZeroParameter(torch.nn.Parameter):
     """A parameter that ZeRO-3 has taken over; its class follows its status."""
 
-    @property
-    def ds_status(self) -> ZeroParamStatus:
-        """Whether the parameter is whole, partitioned or being gathered."""
-        status: ZeroParamStatus = self.__dict__["_ds_status"]
-        return status
-
-    @ds_status.setter
-    def ds_status(self, status: ZeroParamStatus) -> None:
-        attributes = self.__dict__
-        attributes["_ds_status"] = status
-        if status is ZeroParamStatus.AVAILABLE:
-            self.__class__ = WholeParameter
-            attributes["_version_when_gathered"] = _version(self)
-        else:
-            self.__class__ = PartitionedParameter
+    ds_status = _Status()
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Do what torch's ``set_`` does; for user code, take the values of another tensor. torch asks no class here."""
@@ -381,12 +380,25 @@ def _moves_module(frame: Any) -> bool:
     return frame.f_code.co_name in _MOVING and frame.f_globals.get("__name__") == _APPLY.__module__
 
 
+class _Callers(dict[str, bool | None]):
+    """Of each module that has used a parameter: whether it is ours; None where its own caller decides."""
+
+    def __missing__(self, module: str) -> bool | None:
+        name = module + "."
+        between = name.startswith(_BETWEEN) and not name.startswith(_OURS[2:])
+        self[module] = decision = None if between else name.startswith(_OURS)
+        return decision
+
+
+_CALLERS = _Callers()
+
+
 def _is_ours(frame: Any) -> bool:
     """Return whether DeepSpeed, this package or a compiler runs the operation, rather than user code."""
     while frame is not None:
-        name = frame.f_globals.get("__name__", "") + "."
-        if not name.startswith(_BETWEEN) or name.startswith(_OURS[2:]):
-            return bool(name.startswith(_OURS))
+        decision = _CALLERS[frame.f_globals.get("__name__", "")]
+        if decision is not None:
+            return decision
         frame = frame.f_back
     return False
 
@@ -439,24 +451,23 @@ class _Partition:
         free_data: bool = True,
     ) -> None:
         params = [self._param] if param_list is None else list(param_list)
-        flags = [has_been_updated or _was_written(param) for param in params]
-        written = [param for param, flag in zip(params, flags, strict=True) if flag]
-        if len(written) < len(params):
-            unchanged = [param for param, flag in zip(params, flags, strict=True) if not flag]
-            with torch._C.DisableTorchFunctionSubclass():
+        written = [param for param in params if has_been_updated or _was_written(param)]
+        unchanged = params if not written else [param for param in params if all(param is not each for each in written)]
+        with torch._C.DisableTorchFunctionSubclass():
+            if unchanged:
                 self.original(unchanged, hierarchy, False, free_data)
-        if written:
-            with torch._C.DisableTorchFunctionSubclass():
+            if written:
                 self.original(written, hierarchy, True, free_data)
+        if written:
             _note(written)
 
 
 def _was_written(param: ZeroParameter) -> bool:
     """Return whether user code has changed a gathered parameter in place, in the same way on all ranks."""
-    if param.ds_status is not ZeroParamStatus.AVAILABLE or param.ds_tensor is None:
-        return False
     attributes = param.__dict__
-    if not attributes["was_written"] and attributes["_version_when_gathered"] == _version(param):
+    if attributes["ds_status"] is not ZeroParamStatus.AVAILABLE or param.ds_tensor is None:
+        return False
+    if attributes["_version_when_gathered"] == _version(param) and not attributes["was_written"]:
         return False
     attributes["was_written"] = False
     attributes["_version_when_gathered"] = _version(param)

@@ -20,6 +20,10 @@ from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["GradientPath"]
 
+# Autograd's own gradient of a parameter. The attribute of its class would first ask who reads it.
+_grad_of = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_set_grad_of = torch.Tensor.grad.__set__  # type: ignore[union-attr]
+
 
 class GradientPath(DeepSpeedZeroOptimizer_Stage3):
     """A ZeRO-3 optimizer whose reduced gradients go into a :class:`GradientArena`.
@@ -71,7 +75,8 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         Under reentrant checkpointing a shared weight arrives once per segment. As its ``grad`` is a view of the bucket,
         autograd has already added the later arrivals to the first.
         """
-        if param.grad is not None and param.grad.layout is not torch.strided:
+        gradient = _grad_of(param)
+        if gradient is not None and gradient.layout is not torch.strided:
             raise UnsupportedError(
                 f"Parameter {self.param_names[param]!r} received a sparse gradient, which ZeRO-3 cannot partition.",
                 "Build the module with sparse=False.",
@@ -90,7 +95,7 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
             if is_complete:
                 self._waiting[param.ds_id] = param
         elif is_complete and self._in_backward:
-            self.partition_grads([param], [param.grad])
+            self.partition_grads([param], [_grad_of(param)])
         elif is_complete:
             self._waiting[param.ds_id] = param
 
@@ -138,7 +143,7 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         """Call the base class, and release what a retained graph kept gathered once no graph is retained."""
         if self.bypasses_buckets and self._waiting:
             waiting = list(self._waiting.values())
-            self.partition_grads(waiting, [param.grad for param in waiting])
+            self.partition_grads(waiting, [_grad_of(param) for param in waiting])
         self.retained.backward_ended()
         super().backward_epilogue()
 
@@ -161,6 +166,8 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
 
 
 def _drop_gradient(param: ZeroParameter) -> None:
-    if param.grad is not None and not get_accelerator().is_synchronized_device():
-        param.grad.record_stream(get_accelerator().current_stream())
-    param.grad = None
+    gradient = _grad_of(param)
+    if gradient is not None:
+        if not get_accelerator().is_synchronized_device():
+            gradient.record_stream(get_accelerator().current_stream())
+        _set_grad_of(param, None)
