@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial, wraps
@@ -24,7 +25,7 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers,
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner import tuning
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -265,25 +266,31 @@ def admit_batch_size_search() -> None:
 
 
 def _admit_average(callback: Any, trainer: pl.Trainer) -> None:
-    """Let WeightAveraging run: its average is whole in memory, and is saved in a key of its own.
-
-    Raises:
-        UnsupportedError: Parameters are in 16 bit: swapping them with the average would round the masters.
-    """
-    if trainer.precision != "32-true":
-        raise UnsupportedError(
-            f"{type(callback).__name__} with precision={trainer.precision!r} does not work with the smart_infinity "
-            "strategy: the swap for validation would round the masters to 16 bit.",
-            "Use precision='32-true', or average the weights of saved checkpoints after training.",
-        )
+    """Let WeightAveraging run, say what its average takes in memory, and save it in a key of its own."""
+    callback.setup = partial(_set_up_average, callback)
     callback.on_save_checkpoint = partial(_save_average, callback)
     callback.on_load_checkpoint = partial(_load_average, callback)
+
+
+def _set_up_average(callback: Any, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+    type(callback).setup(callback, trainer, module, stage)
+    if callback._average_model is not None:
+        tensors = itertools.chain(callback._average_model.parameters(), callback._average_model.buffers())
+        held = [getattr(tensor, "ds_tensor", tensor) for tensor in tensors]  # a partitioned one's own part
+        gigabytes = sum(tensor.numel() * tensor.element_size() for tensor in held) / 1e9
+        name = type(callback).__name__
+        rank_zero_info(f"{name} holds its average in memory, beside the training: {gigabytes:.2f} GB per process.")
 
 
 def _save_average(callback: Any, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
     if callback._average_model is not None:
         state = callback._average_model.state_dict()
-        checkpoint[_AVERAGE] = {name: value.detach().clone() for name, value in state.items()}
+        # In fp32 what 16 bit would round: an average that configure_model's layers have is partitioned like them.
+        checkpoint[_AVERAGE] = {name: _copied_precisely(value.detach()) for name, value in state.items()}
+
+
+def _copied_precisely(value: torch.Tensor) -> torch.Tensor:
+    return value.clone() if value.dtype not in (torch.bfloat16, torch.float16) else value.float()
 
 
 def _load_average(callback: Any, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:

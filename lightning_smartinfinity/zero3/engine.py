@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 # Imported here, since DeepSpeed would otherwise import it while its base class is replaced (see below).
 import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
@@ -16,6 +17,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import is_optimized_parameter
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from lightning_smartinfinity.checks import shown
@@ -67,6 +69,7 @@ from lightning_smartinfinity.zero3.parameters.partitioning import (
 )
 from lightning_smartinfinity.zero3.parameters.scalars import ScalarsAsBytes
 from lightning_smartinfinity.zero3.parameters.torch_functions import linear_of_partitions, putting_torch_back
+from lightning_smartinfinity.zero3.parameters.unrounded import keep_slice, unrounded_slice
 from lightning_smartinfinity.zero3.release import release_module
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.step.foreign_step import refuse_foreign_steps
@@ -307,25 +310,27 @@ class SmartInfinityEngine(PortableEngine):
     def _get_param_fragment_func(self, param: ZeroParameter) -> torch.Tensor:
         if stored_parameter(param) is None:
             fragment: torch.Tensor = super()._get_param_fragment_func(param)
-            return fragment
-        swapper: ParameterSwapper = param.nvme_swapper
-        return swapper.read_partition(param)
+        else:
+            swapper: ParameterSwapper = param.nvme_swapper
+            fragment = swapper.read_partition(param)
+        return unrounded_slice(param, fragment)
 
     def load_module_state_dict(self, checkpoint: SavedState, *args: object, **kwargs: object) -> None:
-        """Load like the base class, and also into partitions on storage, which the base class cannot write."""
+        """Load like the base class, also into partitions on storage and fp32 values of parameters in 16 bit."""
         fragments = checkpoint.get(FROZEN_PARAM_FRAGMENTS)
-        frozen: list[ZeroParameter] = [param for param in self.module.parameters() if not param.requires_grad]
-        if fragments is None or not any(stored_parameter(param) for param in frozen):
-            super().load_module_state_dict(checkpoint, *args, **kwargs)
-            return
         super().load_module_state_dict({**checkpoint, FROZEN_PARAM_FRAGMENTS: None}, *args, **kwargs)
-        for param in frozen:
+        if fragments is None:
+            return
+        for param in cast(Iterator[ZeroParameter], self.module.parameters()):
+            if is_optimized_parameter(param):
+                continue
             values = fragments[self.param_names[param]]
             if stored_parameter(param) is None:
                 param.ds_tensor.data.copy_(values)
             else:
                 swapper: ParameterSwapper = param.nvme_swapper
                 swapper.write_partition(param, values)
+            keep_slice(param, values)
 
     # ---- checkpoints
 

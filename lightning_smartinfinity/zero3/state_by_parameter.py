@@ -36,15 +36,28 @@ class StateByParameter(StorageOptimizer):
     ) -> tuple[torch.Tensor, int]:
         if not self._has_state(param):
             return _NO_STATE, 0
+        return self._own_values(param, optim_state_key), self._slice_of(param).sub_group
+
+    def has_master(self, param: ZeroParameter) -> bool:
+        """Return whether storage has a master of the parameter now, frozen or not."""
+        return self.rank_state.is_open and param.ds_id in self.partition.index
+
+    def full_master(self, param: ZeroParameter) -> torch.Tensor:
+        """Return the full master (fp32, of the parameter's shape) of a parameter that has one."""
+        own = self._own_values(param, None).to(param.device)
+        return self._fp32_state_allgather(param, own)  # type: ignore[no-any-return]
+
+    def _own_values(self, param: ZeroParameter, key: str | None) -> torch.Tensor:
+        """Return this rank's slice of an array, padded."""
         index = self.partition.index[param.ds_id]
         own = self.partition.layout.parameters[index]
         padded = torch.zeros(own.numel, dtype=torch.float32)
         self.update.drain()
         with raising_together(self.dp_process_group):
-            name = self._array_named(optim_state_key, index)
+            name = self._array_named(key, index)
             values = self.rank_state.handler.state.read_parameter(index, names=[name])[name]
             padded[: own.real_numel] = torch.from_numpy(values)
-        return padded, own.sub_group
+        return padded
 
     def set_full_hp_param(self, value: torch.Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
         """Replace the master, and the parameter with it, or one array of the optimizer state.

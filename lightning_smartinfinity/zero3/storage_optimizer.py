@@ -105,6 +105,8 @@ class StorageOptimizer(GradientPath):
         self.outside_writes = OutsideWrites(rank_state, self.update)
         self.outside_writes.watch(self.module.parameters())
         self.update.watch(self.module.parameters(), self.parameter_offload.get_param_coordinator())
+        if not offload.resumes:
+            self.outside_writes.bring_in(self.partition.params())
         self._watch_releases()
         # bool[num_parameters]: those whose gradient torch would hold, and those whose gradient it would hold as zeros.
         self._had_gradient, self._zeros = np.zeros((2, len(self.partition.layout.parameters)), np.bool_)

@@ -33,8 +33,6 @@ class Own(callbacks.BaseFinetuning):
 
 REFUSED: dict[str, Callable[[], callbacks.Callback]] = {
     "StochasticWeightAveraging": lambda: callbacks.StochasticWeightAveraging(swa_lrs=0.1),
-    "WeightAveraging": lambda: callbacks.WeightAveraging(),  # in 16 bit
-    "EMAWeightAveraging": lambda: callbacks.EMAWeightAveraging(),
     "BackboneFinetuning": lambda: callbacks.BackboneFinetuning(),
     "ModelPruning": lambda: callbacks.ModelPruning("l1_unstructured"),
     "Own": Own,

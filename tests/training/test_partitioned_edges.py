@@ -280,9 +280,14 @@ def test_what_cannot_be_a_gradient_is_refused(tmp_path: Path) -> None:
     assert -1.0 in fitted(tmp_path, module).seen
 
 
-def test_small_changes_in_16_bit_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A moving average in bf16 stands still, which a warning says once."""
-    monkeypatch.setattr(partitioned_tensor, "_ROUNDED", {"aten::mul_"})
-    module = Small(on_train_batch_end=lambda m: m.net[0].weight.data.mul_(0.999) is None or None)
-    with pytest.warns(UserWarning, match="moving averages with a decay near 1 stand still"):
+def test_a_change_that_16_bit_rounds_is_warned_of(tmp_path: Path) -> None:
+    """A whole parameter in bf16 is changed by torch itself."""
+
+    def change(layer: nn.Linear, args: Any) -> None:
+        with torch.no_grad():
+            layer.weight.mul_(0.999)
+
+    module = Small()
+    module.net[0].register_forward_pre_hook(change)
+    with pytest.warns(UserWarning, match=r"Write to param\.data instead"):
         fitted(tmp_path, module, precision="bf16-mixed")

@@ -9,6 +9,7 @@ tensor as before: the module of the calling frame decides.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -27,13 +28,13 @@ from torch.utils._pytree import tree_map
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.patches import wrapped
 from lightning_smartinfinity.zero3.collectives import agree_to_gather
+from lightning_smartinfinity.zero3.parameters.gathering import broadcast, describe
 from lightning_smartinfinity.zero3.parameters.partitioned_tensor import (
     PartitionedTensor,
-    broadcast,
-    describe,
     keep_values,
     refuse_use_of_memory,
 )
+from lightning_smartinfinity.zero3.parameters.unrounded import is_rounded, settle, waiting
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
 __all__ = ["ANSWERS", "UNAFFECTED", "answer_in", "answering", "building", "notify_of_writes", "wait_before_gather"]
@@ -381,7 +382,7 @@ def _moves_module(frame: Any) -> bool:
 
 
 class _Callers(dict[str, bool | None]):
-    """Of each module that has used a parameter: whether it is ours; None where its own caller decides."""
+    """Says of each module that has used a parameter whether it is ours; None where its own caller decides."""
 
     def __missing__(self, module: str) -> bool | None:
         name = module + "."
@@ -471,6 +472,13 @@ def _was_written(param: ZeroParameter) -> bool:
         return False
     attributes["was_written"] = False
     attributes["_version_when_gathered"] = _version(param)
+    if is_rounded(param.dtype) and waiting(param) is None and not _is_in_context(param):
+        warnings.warn(
+            f"A parameter of shape {tuple(param.ds_shape)} was changed in place in {param.dtype} while it was whole, "
+            "within forward or between backward and step: the change was rounded. Write to param.data instead, which "
+            "keeps the precision of fp32.",
+            stacklevel=2,
+        )
     if dist.get_world_size(param.ds_process_group) == 1:
         return True
     if _is_in_context(param):
@@ -485,6 +493,10 @@ def _was_written(param: ZeroParameter) -> bool:
 
 
 def _note(params: Sequence[ZeroParameter]) -> None:
-    for note in dict.fromkeys(param.__dict__.get("_note_writes") for param in params):
-        if note is not None:
-            note([param for param in params if param.__dict__.get("_note_writes") == note])
+    try:
+        for note in dict.fromkeys(param.__dict__.get("_note_writes") for param in params):
+            if note is not None:
+                note([param for param in params if param.__dict__.get("_note_writes") == note])
+    finally:
+        for param in params:
+            settle(param)

@@ -15,9 +15,8 @@ is gathered there, too. Every operation that gathers is collective.
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -29,70 +28,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.collectives import agree_to_gather
+from lightning_smartinfinity.zero3.parameters.gathering import describe, gathered, whole_data
+from lightning_smartinfinity.zero3.parameters.unrounded import is_rounded, unrounded, write_unrounded
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
-__all__ = ["PartitionedTensor", "broadcast", "describe", "keep_values", "refuse_use_of_memory", "whole_data"]
+__all__ = ["PartitionedTensor", "keep_values", "refuse_use_of_memory"]
 
 # How a tensor follows from the one before: an operation that returns a view, its further arguments, and which of
 # several results it is.
 _View = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
 
-# Of torch's task id outside of backward, and of modules between a line of user code and an operation.
-_NO_GRAPH_TASK = -1
 _MANY_STAND_INS = 64
-_LIBRARIES = ("torch.", "contextlib", "deepspeed.", "lightning_smartinfinity.")
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-
-
-def whole_data(param: ZeroParameter) -> torch.Tensor:
-    """Return the memory of a parameter that is gathered."""
-    with torch._C.DisableTorchFunctionSubclass():
-        data: torch.Tensor = _DATA(param)
-        return data
-
-
-@contextmanager
-def gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter] = ()) -> Iterator[None]:
-    """Gather parameters within this context, and partition those again that were partitioned before. Collective.
-
-    Args:
-        params: The parameters.
-        written: Those of them that the context changes. All ranks then get the values of rank 0.
-    """
-    missing = [param for param in params if param.ds_status is not ZeroParamStatus.AVAILABLE]
-    if missing:
-        if dist.get_world_size() > 1 and torch._C._current_graph_task_id() == _NO_GRAPH_TASK:
-            agree_to_gather([param.ds_id for param in missing], partial(describe, missing, sys._getframe()))
-        missing[0].all_gather(param_list=missing)
-    changed: set[int] = set()
-    try:
-        yield
-        for param in written:
-            if all(param is not each for each in missing):  # those are broadcast as they are partitioned
-                broadcast(param)
-        changed = {param.ds_id for param in written}
-    finally:
-        for param in params:
-            param.was_written = param.was_written or param.ds_id in changed
-        if missing:
-            missing[0].partition(param_list=missing)  # which keeps what was written
-
-
-def describe(params: Sequence[ZeroParameter], frame: Any) -> tuple[list[str], str]:
-    """Return the names of parameters, and the line of user code that uses them."""
-    owner = params[0].__dict__.get("_z3_optimizer")
-    known = getattr(owner, "param_names", {})
-    names = [str(known.get(param, f"a parameter of shape {tuple(param.ds_shape)}")) for param in params]
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
-        frame = frame.f_back
-    return names, f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def broadcast(param: ZeroParameter) -> None:
-    """Give all ranks the values that a gathered parameter has on rank 0. Collective."""
-    if dist.get_world_size(param.ds_process_group) > 1:
-        root = dist.get_global_rank(param.ds_process_group, 0)
-        dist.broadcast(whole_data(param).view(-1).view(torch.uint8), root, group=param.ds_process_group)
 
 
 class PartitionedTensor(torch.Tensor):
@@ -305,20 +251,10 @@ def keep_values(param: ZeroParameter) -> None:
     kept = [tensor for tensor in known if not tensor.in_graph and not tensor.is_gradient and tensor.kept is None]
     if kept:
         with torch.no_grad():
-            values = PartitionedTensor.detached(param).clone()
+            now = PartitionedTensor.detached(param)
+            values = now.float() if is_rounded(now.dtype) else now.clone()
         for tensor in kept:
             tensor.kept = _replayed(values, tensor)
-
-
-def _warn_of_rounding(tensor: PartitionedTensor) -> None:
-    """Warn once of small changes in 16 bit: in Lightning's mixed precisions parameters are fp32, and keep them."""
-    warnings.warn(
-        f"A parameter was changed in place in {tensor.dtype}, which loses changes of less than a part in 256 "
-        "(bfloat16) or 2048 (float16): moving averages with a decay near 1 stand still. Train in precision='32-true', "
-        "or keep the average in fp32 tensors of your own.",
-        stacklevel=2,
-    )
-    _ROUNDED.clear()
 
 
 def _view(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -348,10 +284,13 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     for tensor in changed:
         if tensor.in_graph and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-        if tensor.dtype.itemsize == 2 and func._schema.name in _ROUNDED:
-            _warn_of_rounding(tensor)
+    precise = _known_in_fp32(func, list(tensors.values()), changed, (args, kwargs))
+    narrow = [leaf for leaf in tree_leaves((args, kwargs)) if _is_narrow(leaf)]
+    if any(id(tensor) in precise for tensor in changed):
+        # Operations in place ask for one dtype: what is computed with is as wide as what is written.
+        args, kwargs = tree_map(lambda leaf: leaf.float() if _is_narrow(leaf) else leaf, (tuple(args), kwargs))
     with ExitStack() as opened:
-        real = _opened(list(tensors.values()), changed, opened)
+        real = _opened(list(tensors.values()), changed, precise, opened, puts_back=bool(narrow))
         given = {id(value): tensors[key] for key, value in real.items()}
         args, kwargs = tree_map(lambda leaf: real.get(id(leaf), leaf), (tuple(args), kwargs))
         result = func(*args, **kwargs)
@@ -359,14 +298,58 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return tree_map(lambda leaf: given.get(id(leaf), leaf), result)
 
 
+def _known_in_fp32(
+    func: Any, tensors: Sequence[PartitionedTensor], changed: Sequence[PartitionedTensor], arguments: Any
+) -> dict[int, PartitionedTensor]:
+    """Return, by id, the tensors in 16 bit that an operation is to take in fp32, as parameters are in memory.
+
+    These are the ones of an operation that changes one of them, or whose other tensors or result are wider.
+    """
+    rounded = {
+        id(tensor): tensor
+        for tensor in tensors
+        if is_rounded(tensor.dtype) and not tensor.is_gradient and not (tensor.in_graph and torch.is_grad_enabled())
+    }
+    if not rounded or any(id(tensor) in rounded for tensor in changed):
+        return rounded
+    # A tensor without dimensions does not widen the others, except where it takes the result.
+    scalars = func._schema.is_mutable
+    return rounded if any(_is_wide(leaf, scalars=scalars) for leaf in tree_leaves(arguments)) else {}
+
+
+def _is_wide(leaf: Any, *, scalars: bool) -> bool:
+    dtype = leaf.dtype if isinstance(leaf, torch.Tensor) and (scalars or leaf.dim() > 0) else leaf
+    return dtype in (torch.float32, torch.float64)
+
+
+def _is_narrow(leaf: Any) -> bool:
+    is_plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, PartitionedTensor)
+    return is_plain and is_rounded(leaf.dtype)
+
+
 def _opened(
-    tensors: Sequence[PartitionedTensor], changed: Sequence[PartitionedTensor], opened: ExitStack
+    tensors: Sequence[PartitionedTensor],
+    changed: Sequence[PartitionedTensor],
+    in_fp32: Mapping[int, PartitionedTensor],
+    opened: ExitStack,
+    *,
+    puts_back: bool,
 ) -> dict[int, torch.Tensor]:
-    """Return the elements of each tensor by its id, until the stack is closed; then write what was changed."""
+    """Return the elements of each tensor by its id, until the stack is closed; then write what was changed.
+
+    Args:
+        tensors: The tensors.
+        changed: Those of them that the operation changes.
+        in_fp32: Those of them, by id, that it takes in fp32.
+        opened: The stack.
+        puts_back: Whether the operation has values in 16 bit, which may have been read here and are put back.
+    """
     own = [tensor for tensor in tensors if not tensor.is_gradient and tensor.kept is None]
     params = dict.fromkeys(tensor.param for tensor in own)
     written = dict.fromkeys(tensor.param for tensor in changed if not tensor.is_gradient and tensor.kept is None)
     opened.enter_context(gathered(list(params), list(written)))
+    precise = dict.fromkeys(tensor.param for tensor in own if id(tensor) in in_fp32)
+    values = {param: opened.enter_context(_unrounded(param, param in written, puts_back)) for param in precise}
     written = dict.fromkeys(tensor.param for tensor in changed if tensor.is_gradient)
     of_gradients = dict.fromkeys(tensor.param for tensor in tensors if tensor.is_gradient)
     if of_gradients and dist.get_world_size() > 1:
@@ -375,10 +358,24 @@ def _opened(
 
     def elements(tensor: PartitionedTensor) -> torch.Tensor:
         if tensor.kept is not None:
-            return tensor.kept
-        return _replayed(gradients[tensor.param] if tensor.is_gradient else whole_data(tensor.param), tensor)
+            return tensor.kept if id(tensor) in in_fp32 else tensor.kept.to(tensor.dtype)
+        if tensor.is_gradient:
+            return _replayed(gradients[tensor.param], tensor)
+        return _replayed(values[tensor.param] if id(tensor) in in_fp32 else whole_data(tensor.param), tensor)
 
     return {id(tensor): elements(tensor) for tensor in tensors}
+
+
+@contextmanager
+def _unrounded(param: ZeroParameter, written: bool, puts_back: bool) -> Iterator[torch.Tensor]:
+    values = unrounded(param)
+    before = values.clone() if written and puts_back else None
+    yield values
+    if before is not None:
+        unchanged = values == before.to(param.dtype).float()
+        values.copy_(torch.where(unchanged, before, values))
+    if written:
+        write_unrounded(param, values)
 
 
 @contextmanager
@@ -479,11 +476,6 @@ _REFUSED: set[object] = {
     Tensor.share_memory_,
     Tensor.set_,
     Tensor.resize_,
-}
-# Operations in place whose small changes 16 bit may lose; empty once the user was warned.
-_ROUNDED = {
-    *("aten::add_", "aten::sub_", "aten::mul_", "aten::lerp_", "aten::addcmul_"),
-    *("aten::_foreach_add_", "aten::_foreach_mul_", "aten::_foreach_lerp_"),
 }
 _REFUSED_OPERATIONS = {
     *("aten::set_", "aten::resize_", "aten::resize_as_", "aten::as_strided_", "aten::t_", "aten::transpose_"),

@@ -16,6 +16,7 @@ from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
 from lightning_smartinfinity.zero3.collectives import raising_together, sum_over_ranks
 from lightning_smartinfinity.zero3.parameters.partitioned_parameter import notify_of_writes
+from lightning_smartinfinity.zero3.parameters.unrounded import take_full, waiting
 from lightning_smartinfinity.zero3.step.rank_state import RankState
 from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
@@ -76,6 +77,19 @@ class OutsideWrites:
         for begin, end in _windows(layout, range(len(layout.tasklets))):
             self._modify(begin, self._partition.read(begin, end).float().numpy())
 
+    def bring_in(self, parameters: Iterable[ZeroParameter]) -> None:
+        """Bring what was written in fp32 to parameters in 16 bit before the training into new masters."""
+        layout = self._partition.layout
+        for param in parameters:
+            if param.ds_id in self._partition.index and (full := take_full(param)) is not None:
+                index = self._partition.index[param.ds_id]
+                self._refresh([index], {layout.parameters[index].name: full})
+
+    def _known_precisely(self, params: Iterable[ZeroParameter]) -> dict[str, torch.Tensor]:
+        index, layout = self._partition.index, self._partition.layout
+        given = {param.ds_id: full for param in params if (full := waiting(param)) is not None}
+        return {layout.parameters[index[key]].name: full for key, full in given.items() if key in index}
+
     def _note_writes(self, params: Iterable[ZeroParameter]) -> None:
         if not self._rank_state.is_open:
             return
@@ -86,7 +100,7 @@ class OutsideWrites:
         if self._deferred is not None:
             self._deferred |= written
         else:
-            self._refresh(written, {})
+            self._refresh(written, self._known_precisely(params))
 
     def _refresh(self, written: Iterable[int], precise: Mapping[str, torch.Tensor]) -> None:
         layout = self._partition.layout

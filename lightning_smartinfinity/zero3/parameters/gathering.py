@@ -1,0 +1,80 @@
+"""Gathers parameters for a moment, and writes to them on all ranks alike."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from lightning_smartinfinity.zero3.collectives import agree_to_gather
+from lightning_smartinfinity.zero3.untyped import ZeroParameter
+
+__all__ = ["broadcast", "describe", "gathered", "whole_data"]
+
+# Of torch's task id outside of backward, and of modules between a line of user code and an operation.
+_NO_GRAPH_TASK = -1
+_LIBRARIES = ("torch.", "contextlib", "deepspeed.", "lightning_smartinfinity.")
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def whole_data(param: ZeroParameter) -> torch.Tensor:
+    """Return the memory of a parameter that is gathered."""
+    with torch._C.DisableTorchFunctionSubclass():
+        data: torch.Tensor = _DATA(param)
+        return data
+
+
+@contextmanager
+def gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter] = ()) -> Iterator[None]:
+    """Gather parameters within this context, and partition those again that were partitioned before. Collective.
+
+    Args:
+        params: The parameters.
+        written: Those of them that the context changes. All ranks then get the values of rank 0.
+    """
+    missing = [param for param in params if param.ds_status is not ZeroParamStatus.AVAILABLE]
+    if missing:
+        if dist.get_world_size() > 1 and torch._C._current_graph_task_id() == _NO_GRAPH_TASK:
+            agree_to_gather([param.ds_id for param in missing], partial(describe, missing, sys._getframe()))
+        missing[0].all_gather(param_list=missing)
+    changed: set[int] = set()
+    try:
+        yield
+        for param in written:
+            if all(param is not each for each in missing):  # those are broadcast as they are partitioned
+                broadcast(param)
+        changed = {param.ds_id for param in written}
+    finally:
+        for param in params:
+            param.was_written = param.was_written or param.ds_id in changed
+        if missing:
+            missing[0].partition(param_list=missing)  # which keeps what was written
+
+
+def describe(params: Sequence[ZeroParameter], frame: Any) -> tuple[list[str], str]:
+    """Return the names of parameters, and the line of user code that uses them."""
+    owner = params[0].__dict__.get("_z3_optimizer")
+    known = getattr(owner, "param_names", {})
+    names = [str(known.get(param, f"a parameter of shape {tuple(param.ds_shape)}")) for param in params]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
+        frame = frame.f_back
+    return names, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def broadcast(param: ZeroParameter, values: torch.Tensor | None = None) -> None:
+    """Give all ranks the values that a gathered parameter has on rank 0. Collective.
+
+    Args:
+        param: The parameter.
+        values: Its values, if others are meant than those that it holds.
+    """
+    if dist.get_world_size(param.ds_process_group) > 1:
+        values = whole_data(param) if values is None else values
+        root = dist.get_global_rank(param.ds_process_group, 0)
+        dist.broadcast(values.view(-1).view(torch.uint8), root, group=param.ds_process_group)

@@ -1,0 +1,135 @@
+"""The fp32 values behind parameters in 16 bit: what is written in place keeps what rounding would lose.
+
+In Lightning's mixed precisions parameters are fp32, and a moving average with a decay near 1 moves. Here a parameter of
+16 bit is computed with, and fp32 values stand behind it. Those of a trained parameter are its masters on storage. A
+parameter that is not trained, such as a teacher's, gets an fp32 copy of this rank's slice with the first write.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from lightning_smartinfinity.zero3.parameters.gathering import broadcast, whole_data
+from lightning_smartinfinity.zero3.untyped import ZeroParameter
+
+__all__ = [
+    "is_rounded",
+    "keep_slice",
+    "settle",
+    "take_full",
+    "unrounded",
+    "unrounded_slice",
+    "waiting",
+    "write_unrounded",
+]
+
+# Full values that wait until the parameter is partitioned, and the slice of one that is not trained.
+_WAITING, _SLICE = "_unrounded", "_unrounded_slice"
+
+
+def is_rounded(dtype: torch.dtype) -> bool:
+    """Return whether numbers of this dtype have 16 bits."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def unrounded(param: ZeroParameter) -> torch.Tensor:
+    """Return the fp32 values of a parameter in 16 bit, in its shape. Collective.
+
+    Where the parameter holds something else than these values, rounded, it was written since: the result has that.
+
+    Args:
+        param: The parameter, gathered.
+    """
+    now = whole_data(param)
+    owner = param.__dict__.get("_z3_optimizer")
+    values = param.__dict__.get(_WAITING)
+    if values is not None:
+        pass
+    elif hasattr(owner, "has_master") and owner.has_master(param):
+        values = owner.full_master(param)
+    elif _SLICE in param.__dict__:
+        values = _gathered_slices(param)
+    else:
+        return now.float()
+    values = values.view(now.shape)
+    return torch.where(values.to(now.dtype) == now, values, now.float())
+
+
+def write_unrounded(param: ZeroParameter, values: torch.Tensor) -> None:
+    """Give a gathered parameter new values; all ranks get those of rank 0. Collective.
+
+    Args:
+        param: The parameter. Partitioning it brings its values into masters.
+        values: Its values (fp32, of its shape), which the function keeps.
+    """
+    broadcast(param, values)
+    whole_data(param).copy_(values)
+    param.__dict__[_WAITING] = values
+
+
+def waiting(param: ZeroParameter) -> torch.Tensor | None:
+    """Return the fp32 values that a parameter was given and that no master has yet."""
+    values: torch.Tensor | None = param.__dict__.get(_WAITING)
+    return values
+
+
+def settle(param: ZeroParameter) -> None:
+    """Keep this rank's slice of what was written, once the parameter is partitioned, unless a master has it.
+
+    Args:
+        param: The parameter.
+    """
+    values = param.__dict__.pop(_WAITING, None)
+    if values is None:
+        return
+    owner = param.__dict__.get("_z3_optimizer")
+    if hasattr(owner, "has_master") and owner.has_master(param):
+        return
+    numel = param.ds_tensor.ds_numel
+    own = torch.zeros(numel, dtype=torch.float32, device=param.device)
+    given = values.flatten()[numel * dist.get_rank(param.ds_process_group) :][:numel]
+    own[: given.numel()] = given
+    param.__dict__[_SLICE] = own
+
+
+def unrounded_slice(param: ZeroParameter, partition: torch.Tensor) -> torch.Tensor:
+    """Return this rank's slice of a parameter, in fp32 where more than its partition in 16 bit is known.
+
+    Args:
+        param: The parameter, which is not trained.
+        partition: Its partition (flat, padded), on the CPU.
+    """
+    own = param.__dict__.get(_SLICE)
+    if own is None:
+        return partition
+    own = own.cpu()
+    return torch.where(own.to(partition.dtype) == partition, own, partition.float())
+
+
+def keep_slice(param: ZeroParameter, values: torch.Tensor) -> None:
+    """Set this rank's slice of a parameter that is not trained, as a checkpoint has it.
+
+    Args:
+        param: The parameter.
+        values: Its slice (flat, padded); kept only in fp32 where the parameter is in 16 bit.
+    """
+    param.__dict__.pop(_SLICE, None)
+    if is_rounded(param.dtype) and values.dtype is torch.float32:
+        param.__dict__[_SLICE] = values.detach().to(param.device, copy=True)
+
+
+def take_full(param: ZeroParameter) -> torch.Tensor | None:
+    """Return the fp32 values that were written to a parameter before its training, and forget them. Collective."""
+    if _SLICE not in param.__dict__:
+        return None
+    full = _gathered_slices(param)
+    del param.__dict__[_SLICE]
+    return full
+
+
+def _gathered_slices(param: ZeroParameter) -> torch.Tensor:
+    own: torch.Tensor = param.__dict__[_SLICE]
+    full = own.new_empty(own.numel() * dist.get_world_size(param.ds_process_group))
+    dist.all_gather_into_tensor(full, own, group=param.ds_process_group)
+    return full[: param.ds_numel].view(param.ds_shape)

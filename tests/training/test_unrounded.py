@@ -1,0 +1,179 @@
+"""What is written to parameters in 16 bit keeps the precision that memory has in Lightning's mixed precisions: fp32."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
+from tests.helpers.trainers import quiet_trainer
+
+DECAY = 0.999
+
+
+class Distilled(pl.LightningModule):
+    """A student with a teacher that follows it, and a mean of its own; weights are numbers of bf16 at first."""
+
+    def __init__(self, write: Callable[[Distilled], None] | None = None, lr: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.student = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+        for param in self.student.parameters():
+            param.data = param.data.bfloat16().float()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.mean = [param.detach().clone() for param in self.student.parameters()]
+        self.write, self.lr = write, lr
+        self.found: dict[str, list[torch.Tensor]] = {}
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return ((self.student(batch) - 1) ** 2).mean()
+
+    def on_train_batch_end(self, *args: object) -> None:
+        if self.write is not None:
+            with torch.no_grad():
+                self.write(self)
+
+    def on_train_end(self) -> None:
+        self.found = {
+            "student": [masters(param) for param in self.student.parameters()],
+            "teacher": [param.detach().float() for param in self.teacher.parameters()],
+            "mean": self.mean,
+        }
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.student.parameters(), lr=self.lr)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(6, 8), batch_size=2)  # type: ignore[arg-type]
+
+
+def masters(param: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 values of a parameter, here or in memory."""
+    full = safe_get_full_fp32_param(param) if hasattr(param, "ds_id") else None
+    return param.detach().float() if full is None else full
+
+
+def pairs(module: Distilled) -> Any:
+    """Return the parameters of the student with those of the teacher."""
+    return zip(module.student.parameters(), module.teacher.parameters(), strict=True)
+
+
+def scale(module: Distilled) -> None:
+    for param in module.student.parameters():
+        param.data.mul_(DECAY)
+
+
+def scale_by_lists(module: Distilled) -> None:
+    torch._foreach_mul_([param.data for param in module.student.parameters()], DECAY)
+
+
+def draw(module: Distilled) -> None:
+    torch.manual_seed(3)
+    nn.init.normal_(module.student[0].weight, std=0.1)
+    module.student[0].weight.data[1].uniform_()
+
+
+def write_parts(module: Distilled) -> None:
+    weight = module.student[0].weight.data
+    weight[:, 2:4].add_(1e-4)
+    weight[torch.tensor([1, 5])] = weight.float()[torch.tensor([1, 5])] * DECAY
+    weight[2:6:3] *= DECAY
+    weight.T[0].clamp_(-0.01, 0.01)
+    weight.index_copy_(0, torch.tensor([7]), torch.full((1, 8), 1 / 3))
+    weight.masked_scatter_(weight > 0.3, torch.full((256,), 1 / 7))
+    module.student[2].bias.data.fill_(1 / 3)
+
+
+def follow(module: Distilled) -> None:
+    scale(module)
+    for own, its in pairs(module):
+        its.lerp_(own, 1 - DECAY)
+
+
+def follow_by_data(module: Distilled) -> None:
+    scale(module)
+    for own, its in pairs(module):
+        its.data.mul_(DECAY).add_(own.data, alpha=1 - DECAY)
+
+
+def average(module: Distilled) -> None:
+    scale(module)
+    torch._foreach_lerp_(module.mean, [param.detach() for param in module.student.parameters()], 1 - DECAY)
+    module.mean[0].copy_(module.student[0].weight.detach())
+    module.mean[2].add_(module.teacher[2].weight.float())
+
+
+def swap(module: Distilled) -> None:
+    follow(module)
+    for _ in range(3):
+        for own, its in pairs(module):
+            own.data, its.data = its.data, own.data
+
+
+def keep(module: Distilled) -> None:
+    scale(module)
+    for param in module.student.parameters():
+        kept = param.detach().clone()
+        param.copy_(kept)
+        param[:1] = kept[:1]
+        param[1:].fill_(0.125)
+
+
+def load(module: Distilled) -> None:
+    scale(module)
+    saved = {name: value.float() * DECAY for name, value in module.student.state_dict().items()}
+    module.teacher.load_state_dict(saved)
+
+
+WRITES = [scale, scale_by_lists, draw, write_parts, follow, follow_by_data, average, swap, load, keep]
+
+
+@pytest.mark.parametrize(
+    ("write", "place"),
+    [*((write, "memory") for write in WRITES), *((write, "storage") for write in (write_parts, follow, swap))],
+)
+def test_writes_are_those_to_fp32_parameters(write: Callable[[Distilled], None], place: str, tmp_path: Path) -> None:
+    """Masters, a teacher and a mean have the bits of fp32 arithmetic, with parameters in memory or on storage."""
+    found = {}
+    for strategy in ("auto", ours(tmp_path, place)):
+        module = Distilled(write)
+        quiet_trainer(tmp_path, strategy, precision="bf16-mixed").fit(module)
+        found[strategy] = module.found
+    (theirs, own) = found.values()
+    for name, values in theirs.items():
+        for value, expected in zip(own[name], values, strict=True):
+            torch.testing.assert_close(value, expected, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def ours(root: Path, place: str = "memory") -> SmartInfinityStrategy:
+    """Return the strategy, with parameters in memory or on storage."""
+    stored: Any = {"zero": {"offload_param": {"device": "nvme"}}, "transfer": TransferConfig(parameter_bytes="64KB")}
+    return SmartInfinityStrategy(root / "storage", **(stored if place == "storage" else {}))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_a_teacher_resumes_with_every_bit(precision: Any, tmp_path: Path) -> None:
+    """A training that is saved after the second step and resumed ends as one that never stopped."""
+    whole = Distilled(follow, lr=0.1)
+    quiet_trainer(tmp_path, ours(tmp_path), precision=precision, max_steps=4).fit(whole)
+    begun = quiet_trainer(tmp_path, ours(tmp_path), precision=precision, max_steps=2)
+    begun.fit(Distilled(follow, lr=0.1))
+    begun.save_checkpoint(tmp_path / "two.ckpt")
+    resumed = Distilled(follow, lr=0.1)
+    quiet_trainer(tmp_path, ours(tmp_path), precision=precision, max_steps=4).fit(
+        resumed, ckpt_path=tmp_path / "two.ckpt", weights_only=False
+    )
+    assert whole.found.keys() == resumed.found.keys()
+    for name in ("student", "teacher"):
+        for value, expected in zip(resumed.found[name], whole.found[name], strict=True):
+            assert torch.equal(value, expected), name
+    assert any((value.bfloat16().float() != value).any() for value in whole.found["teacher"])
