@@ -44,6 +44,7 @@ __all__ = [
     "averages_weights",
     "configured_optimizer",
     "copy_around_training",
+    "keep_samplers",
     "synchronize_layers",
     "warn_of_changed_weights",
 ]
@@ -128,6 +129,11 @@ def copy_around_training(trainer: pl.Trainer) -> None:
     for callback in _callbacks(trainer):
         for name in ("log", "log_dict"):
             setattr(callback, name, _as_function(getattr(callback, name)))
+
+
+def keep_samplers(trainer: pl.Trainer) -> None:
+    """Leave the order of batches as it is: Lightning takes one process of DeepSpeed's for several, and would shuffle."""
+    trainer._accelerator_connector.use_distributed_sampler = False
 
 
 def _copied(trainer: pl.Trainer, memo: dict[int, object]) -> pl.Trainer:

@@ -217,6 +217,12 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             precision, stock=DeepSpeedPrecision, own=SmartInfinityFabricPrecision, entry="Fabric"
         )
 
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:  # type: ignore[override]
+        # A single process keeps the loader's own order, as in memory.
+        return super().distributed_sampler_kwargs if self.num_nodes * self.num_processes > 1 else None
+
     @override
     def setup_environment(self) -> None:
         self._prepare_environment(super().root_device, local_world_size=self.num_processes)

@@ -34,6 +34,7 @@ from lightning_smartinfinity.compatibility import (
     averages_weights,
     configured_optimizer,
     copy_around_training,
+    keep_samplers,
     synchronize_layers,
     warn_of_changed_weights,
 )
@@ -187,6 +188,8 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         if self.lightning_module is not None:
             adapt_callbacks(self.lightning_module.trainer)
             copy_around_training(self.lightning_module.trainer)
+            if self.num_nodes * self.num_processes == 1:
+                keep_samplers(self.lightning_module.trainer)
         # DeepSpeedStrategy's own version refuses every accelerator but CUDA.
         super(DeepSpeedStrategy, self).setup_environment()
 
