@@ -168,7 +168,7 @@ def trainings_seen_by(begin: Callable[[Trainer, Any], Any], end: Callable[[], No
     """Call functions whenever ``Trainer.train`` begins and ends within this context.
 
     The Trainer also builds an engine for every training. Otherwise it would take the one of an evaluation before it,
-    which has no optimizer and which it has released by then.
+    which has no optimizer and which it has released by then. Its callbacks find gradients before each step.
 
     Args:
         begin: Function that takes the Trainer and ``resume_from_checkpoint``, and returns the checkpoint to resume.
@@ -185,11 +185,38 @@ def trainings_seen_by(begin: Callable[[Trainer, Any], Any], end: Callable[[], No
     ) -> Any:
         trainer.model_wrapped = trainer.model
         try:
-            return original(trainer, begin(trainer, resume_from_checkpoint), *args, **kwargs)
+            resume_from_checkpoint = begin(trainer, resume_from_checkpoint)
+            with _callbacks_before_steps(trainer):
+                return original(trainer, resume_from_checkpoint, *args, **kwargs)
         finally:
             end()
 
     with wrapped(transformers.Trainer, "train", train):
+        yield
+
+
+@contextmanager
+def _callbacks_before_steps(trainer: Trainer) -> Iterator[None]:
+    """Call ``on_pre_optimizer_step`` of a Trainer's callbacks between backward and step within this context.
+
+    Accelerate steps at the end of backward, and the Trainer calls them after that, when gradients are gone.
+    """
+    handler = trainer.callback_handler
+    called: list[bool] = []
+
+    def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with wrapped(trainer.deepspeed, "step", step):
+            return original(*args, **kwargs)
+
+    def step(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        trainer.control = handler.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control)
+        called.append(True)
+        original(*args, **kwargs)
+
+    def call(original: Callable[..., Any], args: object, state: object, control: object) -> Any:
+        return control if called and called.pop() else original(args, state, control)
+
+    with wrapped(trainer, "training_step", run), wrapped(handler, "on_pre_optimizer_step", call):
         yield
 
 

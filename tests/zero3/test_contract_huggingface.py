@@ -89,6 +89,15 @@ def test_the_boundary_of_a_window_is_told_before_backward() -> None:
     ]
 
 
+def test_callbacks_before_a_step_are_called_behind_it() -> None:
+    """The Trainer calls them once in a window, after a training step within which accelerate has stepped."""
+    source = inspect.getsource(transformers.Trainer)
+    call = "self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)"
+    assert source.count("self.training_step(") == source.count(call) == 1
+    assert source.index("self.training_step(") < source.index("if do_sync_step:") < source.index(call)
+    assert "self.accelerator.backward(loss" in inspect.getsource(transformers.Trainer.training_step)
+
+
 def test_the_trainer_saves_models_by_one_method() -> None:
     """``save_model`` asks the engine for a state dict if DeepSpeed is on, and writes by the model's own method."""
     assert list(inspect.signature(transformers.Trainer.save_model).parameters) == [
