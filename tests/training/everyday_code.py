@@ -1,7 +1,8 @@
 """Code that touches parameters and gradients outside of forward: ``python -m tests.training.everyday_code OUT``.
 
-Each function of a table runs in a hook of a small fit, under plain Lightning or under our strategy. As a program it
-runs all of them on two processes and saves what each rank saw to ``OUT/<rank>.pt``.
+Each function of a table runs in a small training, in memory or by us, through each of our doors: Lightning's Trainer,
+Fabric and transformers' Trainer. As a program it runs them on two processes, and saves what each rank saw to
+``OUT/<rank>.pt``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -22,22 +24,26 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.trainers import quiet_trainer
 
-WIDTH = 8
+WIDTH, STEPS_PER_TERM = 8, 3
 
 
-class Touched(pl.LightningModule):
-    """A network with a frozen mean of its own weights, whose hooks run functions of the tables below.
+class Touched(nn.Module):
+    """A network with a frozen mean of its own weights.
+
+    Args:
+        *args: Arguments of the next class.
+        late: Whether somebody else calls ``build``.
 
     Attributes:
-        seen: What the functions returned, and the losses, as plain numbers.
+        seen: What the functions of the tables returned, and the losses, as plain numbers.
+        kept: What functions keep for later ones.
     """
 
-    def __init__(self, *, builds_late: bool = False, term: str | None = None) -> None:
-        super().__init__()
-        self.builds_late, self.term = builds_late, term
+    def __init__(self, *args: Any, late: bool = False) -> None:
+        super().__init__(*args)
         self.seen: list[Any] = []
         self.kept: dict[str, Any] = {}
-        if not builds_late:
+        if not late:
             self.build()
 
     def build(self) -> None:
@@ -47,52 +53,59 @@ class Touched(pl.LightningModule):
         )
         self.mean = copy.deepcopy(self.net).requires_grad_(False)
 
-    def configure_model(self) -> None:
-        if not hasattr(self, "net"):
-            self.build()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        matrices = [param for param in self.net.parameters() if param.ndim >= 2]
-        others = [param for param in self.net.parameters() if param.ndim < 2]
-        self.seen.append((len(matrices), len(others), sum(param.numel() for param in self.parameters())))
-        groups = [{"params": matrices, "weight_decay": 0.3, "lr": 0.02}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=1e-3)
 
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        before = TERMS[self.term](self) if self.term is not None and self.term.startswith("before") else 0
-        weight = self.net[3].weight  # looked up before the forward that releases it
-        loss = ((self.net(batch) - 1) ** 2).mean() + before
-        if self.term is not None and not self.term.startswith("before"):
-            loss = loss + TERMS[self.term](self)
-        if self.term == "before":
-            loss = loss + (weight @ weight.T).square().sum() * 0.01
-        self.seen.append(float(loss.detach()))
-        return loss
+def make_optimizer(module: Touched) -> torch.optim.Optimizer:
+    matrices = [param for param in module.net.parameters() if param.ndim >= 2]
+    others = [param for param in module.net.parameters() if param.ndim < 2]
+    module.seen.append((len(matrices), len(others), sum(param.numel() for param in module.parameters())))
+    groups = [{"params": matrices, "weight_decay": 0.3, "lr": 0.02}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-3)
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.term is None:
-            name = list(GRADIENTS)[self.global_step % len(GRADIENTS)]
-            self.seen.append((name, GRADIENTS[name](self)))
 
-    @torch.no_grad()
-    def on_train_batch_end(self, outputs: object, batch: torch.Tensor, index: int) -> None:
-        if self.term is not None:
-            return
-        names = list(WRITES)
-        if index < len(names):
-            WRITES[names[index]](self)
-            self.seen.append((names[index], self.sums()))
-        elif index == len(names):
-            self.seen.extend((name, read(self)) for name, read in READS.items())
+def batches(terms: bool) -> list[torch.Tensor]:
+    """Return the data of a training whose loss has terms, or which runs the other tables."""
+    number = STEPS_PER_TERM * len(TERMS) if terms else len(WRITES) + 2
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, WIDTH, generator=generator) for _ in range(number)]
 
-    def sums(self) -> list[float]:
-        """Return the sum of the squares of each parameter."""
-        return [float(param.square().sum()) for param in self.parameters()]
 
-    def train_dataloader(self) -> Any:
-        batches = len(WRITES) + 2 if self.term is None else 4
-        data = torch.randn(2 * batches, WIDTH, generator=torch.Generator().manual_seed(1))
-        return DataLoader(data, batch_size=2)  # type: ignore[arg-type]
+def loss_of(
+    module: Touched, forward: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor, step: int, terms: bool
+) -> torch.Tensor:
+    """Return a loss, with the term of the step if terms are asked for."""
+    name = list(TERMS)[step // STEPS_PER_TERM] if terms else ""
+    before = TERMS[name](module) if name.startswith("before") else 0
+    weight = module.net[3].weight  # looked up before the forward that releases it
+    loss = ((forward(batch) - 1) ** 2).mean() + before
+    if name and not name.startswith("before"):
+        loss = loss + TERMS[name](module)
+    if name == "before":
+        loss = loss + (weight @ weight.T).square().sum() * 0.01
+    module.seen.append((name, float(loss.detach())))
+    return loss
+
+
+def between_backward_and_step(module: Touched, step: int) -> None:
+    name = list(GRADIENTS)[step % len(GRADIENTS)]
+    module.seen.append((name, GRADIENTS[name](module)))
+
+
+@torch.no_grad()
+def after_step(module: Touched, step: int) -> None:
+    names = list(WRITES)
+    if step < len(names):
+        WRITES[names[step]](module)
+        module.seen.append((names[step], sums(module)))
+    elif step == len(names):
+        module.seen.extend((name, read(module)) for name, read in READS.items())
+
+
+def sums(module: Touched) -> list[float]:
+    """Return the sum of the squares of each parameter."""
+    return [float(param.detach().square().sum()) for param in module.parameters()]
 
 
 def _keep(module: Touched) -> None:
@@ -218,26 +231,161 @@ TERMS: dict[str, Callable[[Touched], torch.Tensor]] = {
 }
 
 
-def run(root: Path, strategy: Any = "auto", *, devices: int = 1, **module: Any) -> list[Any]:
-    """Fit for one epoch and return what the module saw."""
-    touched = Touched(**module)
+class LitTouched(Touched, pl.LightningModule):
+    """Runs the tables in hooks of Lightning."""
+
+    def __init__(self, *, terms: bool, late: bool) -> None:
+        super().__init__(late=late)
+        self.terms = terms
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.build()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return loss_of(self, self.net, batch, index, self.terms)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.terms:
+            between_backward_and_step(self, self.global_step)
+
+    def on_train_batch_end(self, outputs: object, batch: torch.Tensor, index: int) -> None:
+        if not self.terms:
+            after_step(self, index)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(batches(self.terms), batch_size=None)  # type: ignore[arg-type]
+
+
+def by_lightning(
+    root: Path, options: dict[str, Any] | None, *, terms: bool = False, late: bool = False, devices: int = 1
+) -> list[Any]:
+    from lightning_smartinfinity import SmartInfinityStrategy
+
+    strategy: Any = "auto" if options is None else SmartInfinityStrategy(root / "storage", **options)
+    module = LitTouched(terms=terms, late=late)
     trainer = quiet_trainer(
         root, strategy, precision="32-true", max_epochs=1, devices=devices, use_distributed_sampler=False
     )
-    trainer.fit(touched)
-    touched.seen.append(touched.sums())
-    return touched.seen
+    trainer.fit(module)
+    module.seen.append(sums(module))
+    if options is not None:
+        strategy.close()
+    return module.seen
+
+
+def by_fabric(
+    root: Path, options: dict[str, Any] | None, *, terms: bool = False, late: bool = False, devices: int = 1
+) -> list[Any]:
+    """Run the tables in a loop of Fabric, on the wrapper that it returns."""
+    from lightning_smartinfinity import SmartInfinityFabricStrategy
+
+    strategy: Any = "auto" if options is None else SmartInfinityFabricStrategy(root / "storage", **options)
+    fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+    fabric.launch()
+    with fabric.init_module():
+        module = Touched(late=not late)
+    if not late:
+        module.build()
+    model, optimizer = fabric.setup(module, make_optimizer(module))
+    touched: Any = model
+    for step, batch in enumerate(batches(terms)):
+        fabric.backward(loss_of(touched, model, batch, step, terms))
+        if not terms:
+            between_backward_and_step(touched, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not terms:
+            after_step(touched, step)
+    module.seen.append(sums(module))
+    if options is not None:
+        strategy.close()
+    return module.seen
+
+
+def by_transformers(
+    root: Path, options: dict[str, Any] | None, *, terms: bool = False, late: bool = False
+) -> list[Any]:
+    """Run the tables in a callback and an overridden loss of transformers' Trainer."""
+    import transformers
+
+    from lightning_smartinfinity.huggingface import SmartInfinityTraining
+
+    class Model(Touched, transformers.PreTrainedModel):  # type: ignore[misc]
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.post_init()
+
+        def _init_weights(self, module: nn.Module) -> None:
+            """Leave the weights as torch makes them."""
+
+    class Trainer(transformers.Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = self.optimizer or make_optimizer(self.model)
+            return self.optimizer
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return loss_of(self.model, model, inputs["x"][0], self.state.global_step, terms)
+
+    class Hooks(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not terms:
+                between_backward_and_step(kwargs["model"], state.global_step)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not terms:
+                after_step(kwargs["model"], state.global_step - 1)
+
+    def train(config: dict[str, Any] | None) -> list[Any]:
+        args = transformers.TrainingArguments(
+            str(root / "out"),
+            per_device_train_batch_size=1,
+            num_train_epochs=1,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.0,
+            save_strategy="no",
+            train_sampling_strategy="sequential",
+            report_to=[],
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            use_cpu=config is None,
+            deepspeed=config,
+        )
+        model: Any = Model.from_pretrained(root / "model") if late else Model(transformers.PretrainedConfig())
+        data: Any = [{"x": batch} for batch in batches(terms)]
+        Trainer(model=model, args=args, train_dataset=data, callbacks=[Hooks()]).train()
+        model.seen.append(sums(model))
+        seen: list[Any] = model.seen
+        return seen
+
+    if late:
+        Model(transformers.PretrainedConfig()).save_pretrained(root / "model")
+    if options is None:
+        return train(None)
+    with SmartInfinityTraining(root / "storage", **options) as training:
+        return train(training.config)
+
+
+DOORS: dict[str, Callable[..., list[Any]]] = {
+    "Lightning": by_lightning,
+    "Fabric": by_fabric,
+    "transformers": by_transformers,
+}
 
 
 def main() -> None:
-    from lightning_smartinfinity import SmartInfinityStrategy
-
-    out, seen = Path(sys.argv[1]), {}
-    for name in (None, *TERMS):
-        strategy = SmartInfinityStrategy(out / "storage")
-        seen[name] = run(out, strategy, devices=2, builds_late=name is None, term=name)
-        strategy.close()
-    torch.save(seen, out / f"{strategy.global_rank}.pt")
+    out = Path(sys.argv[1])
+    seen = {
+        (door, terms): DOORS[door](out, {}, terms=terms, late=not terms, devices=2)
+        for door in ("Lightning", "Fabric")
+        for terms in (False, True)
+    }
+    torch.save(seen, out / f"{torch.distributed.get_rank()}.pt")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""User code that touches partitioned parameters and their gradients behaves as in memory."""
+"""User code that touches partitioned parameters and their gradients behaves as in memory, through each door."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
+from lightning_smartinfinity import TransferConfig
 from tests.helpers.processes import run_module
-from tests.training.everyday_code import GRADIENTS, READS, TERMS, WRITES, run
+from tests.training.everyday_code import DOORS, GRADIENTS, READS, TERMS, WRITES
 
-ON_STORAGE = {"zero": {"offload_param": {"device": "nvme"}}, "transfer": TransferConfig(parameter_bytes="64KB")}
+BACKWARD = {"overlap": "backward"}
+ON_STORAGE = {
+    "state_format": "fp32",
+    "zero": {"offload_param": {"device": "nvme"}},
+    "transfer": TransferConfig(parameter_bytes="64KB"),
+}
 
 
 @cache
-def in_memory(term: str | None) -> list[Any]:
-    """Return what plain Lightning sees."""
-    return run(Path(mkdtemp()), term=term)
+def in_memory(door: str, terms: bool) -> list[Any]:
+    """Return what the same training sees in memory."""
+    return DOORS[door](Path(mkdtemp()), None, terms=terms)
 
 
-def assert_same(seen: list[Any], term: str | None) -> None:
-    """Assert that a fit saw what plain Lightning sees, to the rounding of sums in another order."""
-    expected = in_memory(term)
+def assert_same(seen: list[Any], door: str, terms: bool) -> None:
+    """Assert that a training saw what it sees in memory, to the rounding of sums in another order."""
+    expected = in_memory(door, terms)
     assert len(seen) == len(expected)
     for ours, theirs in zip(seen, expected, strict=True):
         if isinstance(theirs, tuple) and theirs and isinstance(theirs[0], str):
@@ -45,29 +50,39 @@ def flat(value: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"overlap": "none"}, {"overlap": "backward"}, {"state_format": "fp32", **ON_STORAGE}],
-    ids=["no overlap", "backward", "parameters on storage"],
+    ("door", "options", "late"),
+    [
+        ("Lightning", {"overlap": "none"}, False),
+        ("Lightning", {"overlap": "none"}, True),
+        ("Lightning", BACKWARD, False),
+        ("Lightning", BACKWARD, True),
+        ("Lightning", ON_STORAGE, False),
+        ("Lightning", ON_STORAGE, True),
+        ("Fabric", BACKWARD, False),
+        ("Fabric", ON_STORAGE, True),
+        ("transformers", BACKWARD, False),
+        ("transformers", ON_STORAGE, True),
+    ],
 )
-@pytest.mark.parametrize("builds_late", [False, True])
 def test_hooks_read_and_write_parameters_and_gradients(
-    options: dict[str, Any], builds_late: bool, tmp_path: Path
+    door: str, options: dict[str, Any], late: bool, tmp_path: Path
 ) -> None:
-    """Groups by shape, writes, reads and gradients are those of memory, one after the other in one fit."""
+    """Groups by shape, writes, reads and gradients are those of memory, one after the other in one training."""
     assert len(WRITES) > 15 and len(READS) > 15 and len(GRADIENTS) > 8
-    assert_same(run(tmp_path, SmartInfinityStrategy(tmp_path / "s", **options), builds_late=builds_late), None)
+    assert_same(DOORS[door](tmp_path, options, late=late), door, False)
 
 
-@pytest.mark.parametrize("term", TERMS)
-def test_terms_of_the_loss_over_parameters(term: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("door", DOORS)
+def test_terms_of_the_loss_over_parameters(door: str, tmp_path: Path) -> None:
     """Penalties train as in memory, before or after the forward, over parameters, views and kept ones."""
-    assert_same(run(tmp_path, SmartInfinityStrategy(tmp_path / "s", overlap="backward"), term=term), term)
+    assert len(TERMS) > 8
+    assert_same(DOORS[door](tmp_path, BACKWARD, terms=True), door, True)
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    """Both ranks see what one process sees of the same data."""
+    """Both ranks see what one process sees of the same data; transformers' Trainer has one process on CPUs."""
     done = run_module("tests.training.everyday_code", tmp_path, ranks=2)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     for rank in range(2):
-        for term, seen in torch.load(tmp_path / f"{rank}.pt", weights_only=False).items():
-            assert_same(seen, term)
+        for (door, terms), seen in torch.load(tmp_path / f"{rank}.pt", weights_only=False).items():
+            assert_same(seen, door, terms)
