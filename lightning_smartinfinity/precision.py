@@ -141,6 +141,15 @@ class SmartInfinityFabricPrecision(FabricDeepSpeedPrecision):
         with _converting(module, self.precision, self._desired_dtype):
             return super().convert_module(module)
 
+    @override
+    def convert_input(self, data: Any) -> Any:
+        # Fabric's own 32-true leaves inputs and outputs as they are: doubles, and 16 bits of an autocast.
+        return data if self._desired_dtype is torch.float else super().convert_input(data)
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        return data if self._desired_dtype is torch.float else super().convert_output(data)
+
 
 @contextmanager
 def _converting(module: Module, precision: str, dtype: torch.dtype) -> Iterator[None]:

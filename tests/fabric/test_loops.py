@@ -304,6 +304,13 @@ def test_a_model_without_parameters_evaluates(fabric: Fabric) -> None:
     assert torch.equal(fabric.setup(nn.Tanh())(batch(0)), torch.tanh(batch(0)))
 
 
+def test_inputs_and_outputs_of_a_model_in_fp32_keep_their_dtype(fabric: Fabric) -> None:
+    """As in Fabric's own 32-true, a double stays a double, and 16 bits stay 16 bits."""
+    model = fabric.setup(nn.Identity())
+    for dtype in (torch.float64, torch.bfloat16):
+        assert model(torch.ones(2, dtype=dtype)).dtype is dtype
+
+
 @pytest.mark.parametrize("precision", ["bf16-true", "16-mixed"])
 def test_a_model_evaluates_in_sixteen_bit(precision: str, tmp_path: Path) -> None:
     """A model without an optimizer runs in 16 bit on a CPU."""
