@@ -68,7 +68,11 @@ from lightning_smartinfinity.zero3.parameters.partitioning import (
     whole_bytes,
 )
 from lightning_smartinfinity.zero3.parameters.scalars import ScalarsAsBytes
-from lightning_smartinfinity.zero3.parameters.torch_functions import linear_of_partitions, putting_torch_back
+from lightning_smartinfinity.zero3.parameters.torch_functions import (
+    autocast_of_caller,
+    linear_of_partitions,
+    putting_torch_back,
+)
 from lightning_smartinfinity.zero3.parameters.unrounded import keep_slice, unrounded_slice
 from lightning_smartinfinity.zero3.release import release_module
 from lightning_smartinfinity.zero3.settings import OffloadSettings
@@ -134,7 +138,7 @@ class PortableEngine(DeepSpeedEngine):
         Raises:
             RankLostError: Another rank is missing.
         """
-        with naming_lost_rank(), self._mending_gathers(), self._linear_of_partitions():
+        with naming_lost_rank(), self._mending_gathers(), self._linear_of_partitions(), autocast_of_caller():
             return super().forward(*inputs, **kwargs)
 
     def _linear_of_partitions(self) -> AbstractContextManager[None]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,25 @@ def loss_of(
     name = list(TERMS)[step // STEPS_PER_TERM] if terms else ""
     before = TERMS[name](module) if name.startswith("before") else 0
     weight = module.net[3].weight  # looked up before the forward that releases it
-    loss = ((forward(batch) - 1) ** 2).mean() + before
+    with autocast() if name == "autocast" else nullcontext():
+        loss = ((forward(batch) - 1) ** 2).mean() + before
     if name and not name.startswith("before"):
         loss = loss + TERMS[name](module)
     if name == "before":
         loss = loss + (weight @ weight.T).square().sum() * 0.01
     module.seen.append((name, float(loss.detach())))
     return loss
+
+
+@contextmanager
+def autocast() -> Iterator[None]:
+    """Compute in bf16. On a CPU, too, DeepSpeed asks whether the autocast of CUDA is on."""
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
 
 
 def between_backward_and_step(module: Touched, step: int) -> None:
@@ -205,7 +218,14 @@ GRADIENTS: dict[str, Callable[[Touched], object]] = {
     "sum": lambda m: sum(float(p.grad.abs().sum()) for p in m.net.parameters() if p.grad is not None),
 }
 
+
+def _in_autocast(module: Touched) -> torch.Tensor:
+    with autocast():
+        return (module.net[3].weight @ module.net[3].weight.T).square().mean() * 0.1
+
+
 TERMS: dict[str, Callable[[Touched], torch.Tensor]] = {
+    "autocast": _in_autocast,
     "L2": lambda m: 0.01 * sum(p.pow(2).sum() for p in m.net.parameters()),
     "before, L2": lambda m: 0.01 * sum(p.pow(2).sum() for p in m.net.parameters()),
     "L1 of a vector": lambda m: 0.01 * nn.utils.parameters_to_vector(m.net.parameters()).abs().sum(),

@@ -116,6 +116,15 @@ def test_engine_imports_the_optimizer_class_at_call_time(seen: Observed) -> None
     assert built == {"DeepSpeedEngine._configure_zero_optimizer"}, "the stock optimizer would keep state in memory"
 
 
+def test_forward_ends_an_autocast_by_a_global() -> None:
+    """An engine asks its module's name for what it does about an autocast (zero3/parameters/torch_functions.py)."""
+    forward = undecorated(deepspeed.DeepSpeedEngine.forward)
+    assert "autocast_if_enabled" in forward.__code__.co_names
+    assert (
+        "autocast_if_enabled" in forward.__globals__ and forward.__globals__["__name__"] == "deepspeed.runtime.engine"
+    )
+
+
 def test_engine_looks_for_duplicates_in_the_overridden_method(seen: Observed) -> None:
     """The engine calls our check before it builds the optimizer; the base's check is quadratic (zero3/engine.py)."""
     looked = seen.callers("SmartInfinityEngine._check_for_duplicates")

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from deepspeed.runtime import engine
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 
 from lightning_smartinfinity.patches import replaced
 
-__all__ = ["linear_of_partitions", "putting_torch_back"]
+__all__ = ["autocast_of_caller", "linear_of_partitions", "putting_torch_back"]
 
 _LINEAR = torch.nn.functional.linear
 
@@ -48,6 +49,13 @@ def linear_of_partitions(*, wanted: bool) -> AbstractContextManager[None]:
     """
     if wanted and torch.nn.functional.linear is _LINEAR:
         return replaced(torch.nn.functional, "linear", _linear)
+    return nullcontext()
+
+
+def autocast_of_caller() -> AbstractContextManager[None]:
+    """Let an engine's forward in this context run under the ``torch.autocast`` of its caller, which DeepSpeed ends."""
+    if torch.is_autocast_enabled():  # of CUDA, as DeepSpeed asks
+        return replaced(engine, "autocast_if_enabled", lambda _: nullcontext())
     return nullcontext()
 
 
