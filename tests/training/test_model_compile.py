@@ -53,10 +53,16 @@ class CompiledWrapper(Eager):
 
 
 def test_a_module_compiled_in_place_trains_like_torch(tmp_path: Path) -> None:
-    """Graphs break at ZeRO-3's hooks, which gather and release parameters. The parts between the hooks are compiled."""
+    """Graphs break at ZeRO-3's hooks, which gather and release parameters. The parts between the hooks are compiled.
+
+    Our classes of parameters break none.
+    """
     torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
     trained = train_near_storage(Case(CompiledInPlace), tmp_path)
-    assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 0
+    assert counters["stats"]["calls_captured"] > 0
+    assert counters["graph_break"] and not [why for why in counters["graph_break"] if "zero3.parameters" in why]
     assert_trains_like_torch(Case(Eager), trained)
 
 
