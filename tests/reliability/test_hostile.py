@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import callbacks
 
 from lightning_smartinfinity import BlockScaled, CheckpointError, RandomStates, SmartInfinityStrategy
+from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.huggingface import SmartInfinityTraining
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
@@ -215,6 +217,37 @@ def test_conversion(checkpoints: Path, attack: Attack) -> None:
     into = checkpoints / "new"
     assert sorted(attacked(files, lambda: convert_checkpoint(checkpoints / "ordinary", into))) == [MODEL, OPTIMIZER]
     assert not into.exists()
+
+
+# ---- hyperparameters that name code
+
+
+def test_code_that_hyperparameters_name(checkpoints: Path, fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No door imports or calls it (GHSA-qqmf-gpg7-g8gw); what was exported says it, and Lightning refuses that."""
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    ordinary = checkpoints / "ordinary"
+    (model_file,) = ordinary.rglob(MODEL)
+    states = torch.load(model_file, weights_only=True)
+    states["hyper_parameters"] |= {"_instantiator": "this.s", "_class_path": "this.d"}
+    torch.save(states, model_file)
+
+    module = Remembering(RECIPE)
+    model, _ = fabric.setup(module, RECIPE.build_optimizer(list(module.named_parameters())))
+    fabric.load(ordinary, {"model": model})
+    convert_checkpoint(ordinary, checkpoints / "converted")
+    for to in ("safetensors", "lightning"):
+        export_checkpoint(checkpoints / "converted", checkpoints / to, ExportSettings(to=to))
+    assert main(["scrub", str(ordinary)]) == 0
+    for path in (ordinary, checkpoints / "lightning"):
+        strategy = SmartInfinityStrategy(checkpoints / "fits", load_full_weights=path.is_file())
+        trainer = quiet_trainer(checkpoints, strategy, precision=RECIPE.precision, max_steps=3)
+        trainer.validate(Remembering(RECIPE), ckpt_path=path, verbose=False)
+        trainer.fit(Remembering(RECIPE), ckpt_path=path)
+        strategy.close()
+    assert torch.load(checkpoints / "lightning", weights_only=True)["hyper_parameters"]["_instantiator"] == "this.s"
+    with pytest.raises(ValueError, match=r"'this\.s' from the checkpoint is not in the allowlist"):
+        Remembering.load_from_checkpoint(checkpoints / "lightning", recipe=RECIPE)
+    assert "this" not in sys.modules
 
 
 @pytest.mark.long
