@@ -9,52 +9,28 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
-from torch import nn
-from torch.utils.data import DataLoader
 
 from tests.helpers.trainers import quiet_trainer
+from tests.training.small import Small
 
 
-class Averaged(pl.LightningModule):
-    """A small network that notes its losses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[float] = []
-        self.build()
-
-    def build(self) -> None:
-        """Make the layers."""
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        loss = ((self.net(batch) - 1) ** 2).mean()
-        self.losses.append(float(loss.detach()))
-        return loss
+class Averaged(Small):
+    """Notes the losses of validation, too."""
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
-        self.losses.append(float(((self.net(batch) - 1) ** 2).mean()))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    def train_dataloader(self) -> Any:
-        data = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
-        return DataLoader(data, batch_size=2)  # type: ignore[arg-type]
-
-    val_dataloader = train_dataloader
+        self.seen.append(float(((self.net(batch) - 1) ** 2).mean()))
 
 
 class BuiltLate(Averaged):
     """The same network, whose layers are divided over the processes as they are made."""
 
-    def build(self) -> None:
-        """Make nothing yet."""
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
 
     def configure_model(self) -> None:
         if not hasattr(self, "net"):
-            super().build()
+            self.net = Averaged().net
 
 
 CALLBACKS: dict[str, Any] = {
@@ -66,7 +42,7 @@ CALLBACKS: dict[str, Any] = {
 
 def final(module: Averaged) -> list[float]:
     """Return the losses and the sum of the squares of each final weight."""
-    return [*module.losses, *(float(param.detach().square().sum()) for param in module.parameters())]
+    return [*module.seen, *(float(param.detach().square().sum()) for param in module.parameters())]
 
 
 @pytest.mark.parametrize(
