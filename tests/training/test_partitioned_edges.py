@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig, UnsupportedError
-from lightning_smartinfinity.zero3.parameters import partitioned_tensor
+from lightning_smartinfinity.zero3.parameters import param_swapper, partitioned_parameter, partitioned_tensor
 from tests.helpers import native_testing as testing
 from tests.helpers.trainers import quiet_trainer
 from tests.training.small import Hook, Small
@@ -82,6 +82,36 @@ def test_a_penalty_gathers_one_parameter_at_a_time(tmp_path: Path, monkeypatch: 
     strategy = SmartInfinityStrategy(tmp_path / "s", zero=zero, transfer=TransferConfig(parameter_bytes="16KB"))
     fitted(tmp_path, module, strategy)
     assert set(numbers) == {1} and len(numbers) >= 4 * len(list(module.parameters()))
+
+
+def test_a_penalty_stays_within_the_budget_of_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with a penalty over all parameters never has more of them gathered than the budget and two layers."""
+    budget, most = 64 << 10, [0, 0]
+    whole: dict[int, int] = {}
+    status = partitioned_parameter._ZeroParameter.ds_status
+    lend = param_swapper.lent_tensor
+
+    def note(param: Any, value: ZeroParamStatus) -> None:
+        status.fset(param, value)  # type: ignore[attr-defined]
+        whole[param.ds_id] = 0 if value is ZeroParamStatus.NOT_AVAILABLE else param.ds_numel * param.element_size()
+        most[0] = max(most[0], sum(whole.values()))
+
+    def noted(pool: Any, nbytes: int) -> torch.Tensor:
+        tensor = lend(pool, nbytes)
+        most[1] = max(most[1], pool.nbytes)
+        return tensor
+
+    module = Small(term=lambda m: 0.01 * sum(p.pow(2).sum() for p in m.net.parameters()))
+    layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    module.net = nn.Sequential(nn.Linear(8, 64), *layers, nn.Linear(64, 1))
+    monkeypatch.setattr(partitioned_parameter._ZeroParameter, "ds_status", property(status.fget, note))  # type: ignore[attr-defined]
+    monkeypatch.setattr(param_swapper, "lent_tensor", noted)
+    transfer = TransferConfig(parameter_bytes=budget)
+    strategy = SmartInfinityStrategy(tmp_path / "s", zero={"offload_param": {"device": "nvme"}}, transfer=transfer)
+    fitted(tmp_path, module, strategy)
+    sizes = sorted(param.numel() * param.element_size() for param in module.parameters())
+    assert sum(sizes) > 2 * (budget + sum(sizes[-2:]))
+    assert sizes[-1] <= most[0] <= budget + sum(sizes[-2:]) and 0 < most[1] <= budget
 
 
 def test_a_module_writes_its_weight_within_forward(tmp_path: Path) -> None:
