@@ -132,7 +132,7 @@ def copy_around_training(trainer: pl.Trainer) -> None:
 
 
 def keep_samplers(trainer: pl.Trainer) -> None:
-    """Leave the order of batches as it is: Lightning takes one process of DeepSpeed's for several, and would shuffle."""
+    """Keep the order of batches: Lightning takes one process of DeepSpeed's for several, and would shuffle."""
     trainer._accelerator_connector.use_distributed_sampler = False
 
 

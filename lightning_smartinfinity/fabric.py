@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +16,7 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.strategies.strategy import Strategy, _BackwardSyncControl
 from lightning.fabric.utilities import rank_zero_info
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.wrappers import _unwrap_objects, is_wrapped
@@ -223,6 +223,9 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         # A single process keeps the loader's own order, as in memory.
         return super().distributed_sampler_kwargs if self.num_nodes * self.num_processes > 1 else None
 
+    def _has_fp32_in_memory(self, model: torch.nn.Module) -> bool:
+        return "mixed" in self.precision.precision
+
     @override
     def setup_environment(self) -> None:
         self._prepare_environment(super().root_device, local_world_size=self.num_processes)
@@ -305,7 +308,9 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             tell=rank_zero_info,
         )
 
+    # Fabric fails every backward but its own where a strategy seems to override this: torch.autograd.grad, too.
     @override
+    @wraps(Strategy.backward)
     def backward(self, tensor: torch.Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         if module is not self._training_engine:
             raise UnsupportedError(

@@ -229,6 +229,7 @@ class NearStorage(ABC):
         from lightning_smartinfinity.zero3.engine_setup import engine_with, refuse_in_fit
         from lightning_smartinfinity.zero3.parameter_groups import check_parameters
         from lightning_smartinfinity.zero3.parameters.partition import make_contiguous
+        from lightning_smartinfinity.zero3.parameters.unrounded import note_fp32_in_memory
         from lightning_smartinfinity.zero3.release import end_training_of, release_module
         from lightning_smartinfinity.zero3.storage import require_parameter_space
         from lightning_smartinfinity.zero3.taken_optimizer import check_takeable, take_over
@@ -265,12 +266,18 @@ class NearStorage(ABC):
                 )
             engine, rest = initialize()
         take_over(optimizer, engine)
+        if self._has_fp32_in_memory(model):
+            note_fp32_in_memory(model.parameters())
         # This runs at interpreter exit, too: nothing stays on storage unless it is to be kept.
         weakref.finalize(self, engine.optimizer.rank_state.closer())
         self._training_engine = engine
         if earlier and not offload.resumes:
             write_earlier_state(engine.optimizer, earlier)
         return engine, rest
+
+    def _has_fp32_in_memory(self, model: torch.nn.Module) -> bool:
+        """Return whether the same training in memory has parameters in fp32, as in a mixed precision."""
+        raise NotImplementedError
 
     def _offload_for(self, optimizer: Optimizer) -> OffloadSettings:
         """Return the settings with the chosen update device; warn if compression brings no gain."""

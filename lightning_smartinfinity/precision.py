@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.precision import DeepSpeedPrecision as FabricDeepSpeedPrecision
+from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities import apply_to_collection
 from torch.nn import Module
 from typing_extensions import override
 
 from lightning_smartinfinity.checks import check, one_of
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.patches import replaced, wrapped
 
 __all__ = ["SmartInfinityFabricPrecision", "SmartInfinityPrecision"]
 
@@ -92,11 +97,29 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
         return result
 
     @override
-    def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        # Lightning calls this in automatic optimization only, when nothing but the step follows.
-        self._step_follows = True
+    def backward(  # type: ignore[override]
+        self, tensor: torch.Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        engine: Any = model.trainer.model
+        if not is_overridden("backward", model):
+            engine.backward(tensor, *args, **kwargs)
+            return
+
+        # DeepSpeedPrecision's own version leaves the user's method out.
+        def backward(original: Callable[..., None], loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            with replaced(torch.Tensor, "backward", original):
+                engine.backward(loss, *args, **kwargs)
+
+        with wrapped(torch.Tensor, "backward", backward):
+            model.backward(tensor, *args, **kwargs)
+
+    @override
+    def _clip_gradients(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        # Lightning calls this in automatic optimization only, when nothing but the step follows: not even a module's
+        # own configure_gradient_clipping, which may look at what it has clipped.
+        self._step_follows = not is_overridden("configure_gradient_clipping", model)
         try:
-            super()._clip_gradients(*args, **kwargs)
+            super()._clip_gradients(model, *args, **kwargs)
         finally:
             self._step_follows = False
 
@@ -149,6 +172,12 @@ class SmartInfinityFabricPrecision(FabricDeepSpeedPrecision):
     @override
     def convert_output(self, data: Any) -> Any:
         return data if self._desired_dtype is torch.float else super().convert_output(data)
+
+    # Fabric fails torch.autograd.grad where a precision seems to override this.
+    @override
+    @functools.wraps(Precision.backward)
+    def backward(self, tensor: torch.Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().backward(tensor, model, *args, **kwargs)
 
 
 @contextmanager

@@ -182,6 +182,9 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         # ZeRO-3 reduces the gradients of every micro-batch: no rank has room for whole gradients.
         yield
 
+    def _has_fp32_in_memory(self, model: torch.nn.Module) -> bool:
+        return "mixed" in self.precision_plugin.precision
+
     @override
     def setup_environment(self) -> None:
         self._prepare_environment(super().root_device, local_world_size=self.num_processes)

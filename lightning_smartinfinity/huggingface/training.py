@@ -307,6 +307,10 @@ class SmartInfinityTraining(NearStorage):
         results[0].optimizer.rank_state.in_fit = True
         return results
 
+    def _has_fp32_in_memory(self, model: torch.nn.Module) -> bool:
+        # transformers notes the dtype in which it has loaded a model; its Trainer's bf16 and fp16 are mixed precisions.
+        return getattr(getattr(model, "config", None), "dtype", None) in (None, torch.float32)
+
     def _refuse_second(self, model: torch.nn.Module) -> None:
         """Refuse to train a model while another one is trained; ``Trainer.train`` ends its training itself."""
         from lightning_smartinfinity.zero3.release import has_engine

@@ -60,7 +60,7 @@ from lightning_smartinfinity.zero3.parameters.module_outputs import accept_any_o
 from lightning_smartinfinity.zero3.parameters.module_trace import read_trace_lazily
 from lightning_smartinfinity.zero3.parameters.norm_statistics import keep_statistics
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
-from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answer_in, answering
+from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answer_in, answering, unanswered
 from lightning_smartinfinity.zero3.parameters.partitioning import (
     cast_parameters,
     having_a_parameter,
@@ -73,7 +73,7 @@ from lightning_smartinfinity.zero3.parameters.torch_functions import (
     linear_of_partitions,
     putting_torch_back,
 )
-from lightning_smartinfinity.zero3.parameters.unrounded import keep_slice, unrounded_slice
+from lightning_smartinfinity.zero3.parameters.unrounded import in_forward, keep_slice, unrounded_slice
 from lightning_smartinfinity.zero3.release import release_module
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.step.foreign_step import refuse_foreign_steps
@@ -138,7 +138,13 @@ class PortableEngine(DeepSpeedEngine):
         Raises:
             RankLostError: Another rank is missing.
         """
-        with naming_lost_rank(), self._mending_gathers(), self._linear_of_partitions(), autocast_of_caller():
+        with (
+            naming_lost_rank(),
+            self._mending_gathers(),
+            self._linear_of_partitions(),
+            autocast_of_caller(),
+            in_forward(),
+        ):
             return super().forward(*inputs, **kwargs)
 
     def _linear_of_partitions(self) -> AbstractContextManager[None]:
@@ -319,10 +325,17 @@ class SmartInfinityEngine(PortableEngine):
             fragment = swapper.read_partition(param)
         return unrounded_slice(param, fragment)
 
+    def module_state_dict(self, *args: object, **kwargs: object) -> dict[str, torch.Tensor]:
+        """Return the base class's: buffers, and empty parameters even where modules override ``state_dict``."""
+        with unanswered():
+            states: dict[str, torch.Tensor] = super().module_state_dict(*args, **kwargs)
+        return states
+
     def load_module_state_dict(self, checkpoint: SavedState, *args: object, **kwargs: object) -> None:
         """Load like the base class, also into partitions on storage and fp32 values of parameters in 16 bit."""
         fragments = checkpoint.get(FROZEN_PARAM_FRAGMENTS)
-        super().load_module_state_dict({**checkpoint, FROZEN_PARAM_FRAGMENTS: None}, *args, **kwargs)
+        with unanswered():
+            super().load_module_state_dict({**checkpoint, FROZEN_PARAM_FRAGMENTS: None}, *args, **kwargs)
         if fragments is None:
             return
         for param in cast(Iterator[ZeroParameter], self.module.parameters()):

@@ -88,11 +88,11 @@ def test_a_penalty_stays_within_the_budget_of_parameters(tmp_path: Path, monkeyp
     """A step with a penalty over all parameters never has more of them gathered than the budget and two layers."""
     budget, most = 64 << 10, [0, 0]
     whole: dict[int, int] = {}
-    status = partitioned_parameter._ZeroParameter.ds_status
+    switch = partitioned_parameter._Status.__set__
     lend = param_swapper.lent_tensor
 
-    def note(param: Any, value: ZeroParamStatus) -> None:
-        status.fset(param, value)  # type: ignore[attr-defined]
+    def note(status: Any, param: Any, value: ZeroParamStatus) -> None:
+        switch(status, param, value)
         whole[param.ds_id] = 0 if value is ZeroParamStatus.NOT_AVAILABLE else param.ds_numel * param.element_size()
         most[0] = max(most[0], sum(whole.values()))
 
@@ -104,7 +104,7 @@ def test_a_penalty_stays_within_the_budget_of_parameters(tmp_path: Path, monkeyp
     module = Small(term=lambda m: 0.01 * sum(p.pow(2).sum() for p in m.net.parameters()))
     layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())]
     module.net = nn.Sequential(nn.Linear(8, 64), *layers, nn.Linear(64, 1))
-    monkeypatch.setattr(partitioned_parameter._ZeroParameter, "ds_status", property(status.fget, note))  # type: ignore[attr-defined]
+    monkeypatch.setattr(partitioned_parameter._Status, "__set__", note)
     monkeypatch.setattr(param_swapper, "lent_tensor", noted)
     transfer = TransferConfig(parameter_bytes=budget)
     strategy = SmartInfinityStrategy(tmp_path / "s", zero={"offload_param": {"device": "nvme"}}, transfer=transfer)

@@ -46,7 +46,7 @@ def final(module: Averaged) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("how", "precision", "rel"), [*((how, "32-true", 1e-5) for how in CALLBACKS), ("EMA", "bf16-mixed", 0.03)]
+    ("how", "precision", "rel"), [*((how, "32-true", 1e-5) for how in CALLBACKS), ("EMA", "bf16-mixed", 0.1)]
 )
 def test_an_average_trains_validates_and_resumes_as_in_memory(
     how: str, precision: str, rel: float, tmp_path: Path

@@ -15,10 +15,10 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from lightning_smartinfinity.zero3.collectives import agree_to_gather
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
-__all__ = ["broadcast", "describe", "gathered", "whole_data"]
+__all__ = ["NO_GRAPH_TASK", "broadcast", "describe", "gathered", "whole_data"]
 
 # Of torch's task id outside of backward, and of modules between a line of user code and an operation.
-_NO_GRAPH_TASK = -1
+NO_GRAPH_TASK = -1
 _LIBRARIES = ("torch.", "contextlib", "deepspeed.", "lightning_smartinfinity.")
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
@@ -40,7 +40,7 @@ def gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter] =
     """
     missing = [param for param in params if param.ds_status is not ZeroParamStatus.AVAILABLE]
     if missing:
-        if dist.get_world_size() > 1 and torch._C._current_graph_task_id() == _NO_GRAPH_TASK:
+        if dist.get_world_size() > 1 and torch._C._current_graph_task_id() == NO_GRAPH_TASK:
             agree_to_gather([param.ds_id for param in missing], partial(describe, missing, sys._getframe()))
         missing[0].all_gather(param_list=missing)
     changed: set[int] = set()

@@ -28,16 +28,32 @@ from torch.utils._pytree import tree_map
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.patches import wrapped
 from lightning_smartinfinity.zero3.collectives import agree_to_gather
-from lightning_smartinfinity.zero3.parameters.gathering import broadcast, describe
+from lightning_smartinfinity.zero3.parameters.gathering import NO_GRAPH_TASK, broadcast, describe
 from lightning_smartinfinity.zero3.parameters.partitioned_tensor import (
     PartitionedTensor,
     keep_values,
     refuse_use_of_memory,
 )
-from lightning_smartinfinity.zero3.parameters.unrounded import is_rounded, settle, waiting
+from lightning_smartinfinity.zero3.parameters.unrounded import (
+    is_fp32_in_memory,
+    is_in_forward,
+    is_rounded,
+    note_fp32_in_memory,
+    settle,
+    waiting,
+)
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
-__all__ = ["ANSWERS", "UNAFFECTED", "answer_in", "answering", "building", "notify_of_writes", "wait_before_gather"]
+__all__ = [
+    "ANSWERS",
+    "UNAFFECTED",
+    "answer_in",
+    "answering",
+    "building",
+    "notify_of_writes",
+    "unanswered",
+    "wait_before_gather",
+]
 
 # Modules of callers that see ZeRO-3's empty tensors, as user code does not; and modules that user code calls, so that
 # the caller of their functions decides.
@@ -88,8 +104,9 @@ _APPLY = torch.nn.Module._apply
 # Functions within Module.to, Module.cpu and their like.
 _MOVING = ("<lambda>", "convert", "compute_should_use_set_data")
 
-# Not empty while a model is built.
+# Not empty while a model is built, and while all code sees the empty tensors.
 _BUILDING: list[bool] = []
+_UNANSWERED: list[bool] = []
 
 
 class _Status:
@@ -123,11 +140,13 @@ class _ZeroParameter(torch.nn.Parameter):
         Within GatheredParameters, and while a model is built, the copy is an ordinary parameter.
         """
         with torch.no_grad():
-            values = PartitionedTensor.detached(self).clone()
+            values = PartitionedTensor.detached(self).clone().to(self.dtype)
         copied = torch.nn.Parameter(values, requires_grad=self.requires_grad)
         if not (_BUILDING or _is_in_context(self)):
             self.convert_to_zero_parameters(param_list=[copied])  # type: ignore[attr-defined]
             answer([copied])
+            if is_fp32_in_memory(self):
+                note_fp32_in_memory([copied])
         memo[id(self)] = copied
         return copied
 
@@ -148,7 +167,7 @@ class WholeParameter(_ZeroParameter):
         if _BUILDING or _is_in_context(self) or _is_ours(sys._getframe(1)):
             data: torch.Tensor = _GET_DATA(self)
             return data
-        return PartitionedTensor.detached(self)
+        return PartitionedTensor.data_of(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -192,7 +211,7 @@ class PartitionedParameter(_ZeroParameter):
             if torch._C._functorch.maybe_current_level() is not None or _is_vmap(sys._getframe(1)):
                 raise UnsupportedError(
                     "A transform of torch.func, such as vmap, was given a parameter that ZeRO-3 has partitioned.",
-                    "Take param.detach().clone() before the transform, and use that within it.",
+                    "Take param.clone() before it, and use that within it: its gradient reaches the parameter.",
                 )
             if func in ANSWERS:
                 # The tensor is the first argument, or the keyword `input` or `self`.
@@ -208,6 +227,7 @@ class PartitionedParameter(_ZeroParameter):
             if func == _SET_DATA:
                 return _write(args[0], args[1])
             make = PartitionedTensor.detached if func in _DETACHING else PartitionedTensor.of
+            make = PartitionedTensor.data_of if func == _GET_DATA else make
             stand_ins: dict[int, tuple[PartitionedTensor, ZeroParameter]] = {}
 
             def stand_in(leaf: Any) -> Any:
@@ -233,7 +253,9 @@ class PartitionedParameter(_ZeroParameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if _is_ours(sys._getframe(1)):
             return f"PartitionedParameter of shape {tuple(self.ds_shape)}"  # type: ignore[attr-defined]
-        return f"Parameter containing:\n{PartitionedTensor.detached(self)!r}"
+        with torch.no_grad():
+            values = PartitionedTensor.detached(self).clone()
+        return repr(torch.nn.Parameter(values, requires_grad=self.requires_grad))
 
 
 def answer(params: Iterable[torch.nn.Parameter]) -> None:
@@ -287,6 +309,19 @@ def building() -> Iterator[None]:
         _BUILDING.pop()
 
 
+@contextmanager
+def unanswered() -> Iterator[None]:
+    """Show all code the empty tensors within this context: a module's own ``state_dict`` or ``load_state_dict``, too.
+
+    The engine saves and loads partitions beside them.
+    """
+    _UNANSWERED.append(True)
+    try:
+        yield
+    finally:
+        _UNANSWERED.pop()
+
+
 def notify_of_writes(param: ZeroParameter, note: Callable[[Iterable[ZeroParameter]], None] | None) -> None:
     """Set the function that is called after a write outside of a step, with the parameters; None for no function."""
     answer([param])
@@ -323,7 +358,7 @@ def _write(param: ZeroParameter, value: torch.Tensor) -> None:
         )
     keep_values(param)
     with torch.no_grad():
-        PartitionedTensor.detached(param).copy_(value)
+        PartitionedTensor.data_of(param).copy_(value)
 
 
 def _owner_of_gradient(param: ZeroParameter) -> Any:
@@ -396,6 +431,8 @@ _CALLERS = _Callers()
 
 def _is_ours(frame: Any) -> bool:
     """Return whether DeepSpeed, this package or a compiler runs the operation, rather than user code."""
+    if _UNANSWERED:
+        return True
     while frame is not None:
         decision = _CALLERS[frame.f_globals.get("__name__", "")]
         if decision is not None:
@@ -452,6 +489,9 @@ class _Partition:
         free_data: bool = True,
     ) -> None:
         params = [self._param] if param_list is None else list(param_list)
+        for param in params:
+            if param.ds_active_sub_modules and _is_in_context(param):
+                _forget_modules(param)
         written = [param for param in params if has_been_updated or _was_written(param)]
         unchanged = params if not written else [param for param in params if all(param is not each for each in written)]
         with torch._C.DisableTorchFunctionSubclass():
@@ -461,6 +501,12 @@ class _Partition:
                 self.original(written, hierarchy, True, free_data)
         if written:
             _note(written)
+
+
+def _forget_modules(param: ZeroParameter) -> None:
+    """Forget modules that a backward of a part left active: ``torch.autograd.grad`` may end before their own."""
+    if torch._C._current_graph_task_id() == NO_GRAPH_TASK and not is_in_forward():
+        param.ds_active_sub_modules.clear()
 
 
 def _was_written(param: ZeroParameter) -> bool:

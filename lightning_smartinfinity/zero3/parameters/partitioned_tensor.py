@@ -26,10 +26,16 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.zero3.collectives import agree_to_gather
-from lightning_smartinfinity.zero3.parameters.gathering import describe, gathered, whole_data
-from lightning_smartinfinity.zero3.parameters.unrounded import is_rounded, unrounded, write_unrounded
+from lightning_smartinfinity.zero3.parameters.gathering import NO_GRAPH_TASK, describe, gathered, whole_data
+from lightning_smartinfinity.zero3.parameters.unrounded import (
+    is_fp32_in_memory,
+    is_in_forward,
+    is_rounded,
+    unrounded,
+    write_unrounded,
+)
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["PartitionedTensor", "keep_values", "refuse_use_of_memory"]
@@ -49,6 +55,7 @@ class PartitionedTensor(torch.Tensor):
         views: How the tensor follows from it.
         in_graph: Whether it stands for the parameter as a leaf of a graph, which nothing may change in place.
         is_gradient: Whether it stands for the parameter's gradient instead, which ranks have in parts.
+        is_data: Whether it came from ``param.data``, by which autograd sees no change.
         kept: Its elements, if ``param.data`` was assigned since: in memory such a tensor keeps the old memory.
     """
 
@@ -56,6 +63,7 @@ class PartitionedTensor(torch.Tensor):
     views: tuple[_View, ...]
     in_graph: bool = False
     is_gradient: bool = False
+    is_data: bool = False
     kept: torch.Tensor | None = None
 
     @staticmethod
@@ -72,8 +80,15 @@ class PartitionedTensor(torch.Tensor):
 
     @staticmethod
     def detached(param: ZeroParameter) -> PartitionedTensor:
-        """Return a tensor for the parameter outside any graph, as ``param.data`` is."""
+        """Return a tensor for the parameter outside any graph, as ``param.detach()`` is."""
         return _whole_view(param)
+
+    @staticmethod
+    def data_of(param: ZeroParameter) -> PartitionedTensor:
+        """Return a tensor for the parameter outside any graph, as ``param.data`` is."""
+        tensor = _whole_view(param)
+        tensor.is_data = True
+        return tensor
 
     @staticmethod
     def gradient(param: ZeroParameter) -> PartitionedTensor:
@@ -126,6 +141,9 @@ class PartitionedTensor(torch.Tensor):
             _refuse_shape(args[0].param, func._schema.name)
         if func._schema.name.startswith("aten::_foreach_"):
             return _one_by_one(func, args, kwargs)
+        if func._schema.name in _JOINING:
+            args, kwargs = tree_map(_copied, (tuple(args), kwargs))
+            return func(*args, **kwargs)
         return _computed(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
@@ -266,7 +284,7 @@ def _view(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     def like(result: torch.Tensor, index: int | None) -> PartitionedTensor:
         views = (*source.views, (func, rest, kwargs, index))
         view = _made(source.param, views, result, source.storage_offset() + result.storage_offset())
-        view.in_graph, view.is_gradient = source.in_graph, source.is_gradient
+        view.in_graph, view.is_gradient, view.is_data = source.in_graph, source.is_gradient, source.is_data
         if source.kept is not None:
             kept = func(source.kept, *rest, **kwargs)
             view.kept = kept if index is None else kept[index]
@@ -277,6 +295,10 @@ def _view(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     return [like(result, index) for index, result in enumerate(results)]
 
 
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, PartitionedTensor) else leaf
+
+
 def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operation on gathered parameters."""
     tensors = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartitionedTensor)}
@@ -284,13 +306,31 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     for tensor in changed:
         if tensor.in_graph and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    precise = _known_in_fp32(func, list(tensors.values()), changed, (args, kwargs))
-    narrow = [leaf for leaf in tree_leaves((args, kwargs)) if _is_narrow(leaf)]
-    if any(id(tensor) in precise for tensor in changed):
-        # Operations in place ask for one dtype: what is computed with is as wide as what is written.
+    rounded = {key: tensor for key, tensor in tensors.items() if is_rounded(tensor.dtype) and not tensor.is_gradient}
+    precise = _taken_in_fp32(func, rounded, changed, (args, kwargs))
+    try:
+        return _run(func, args, kwargs, tensors, changed, precise)
+    except RuntimeError as error:
+        if changed or precise == rounded or isinstance(error, (SmartInfinityError, torch.OutOfMemoryError)):
+            raise
+        # torch has no such operation in 16 bit, or not with fp32 tensors beside it; in memory the parameter is fp32.
+        return _run(func, args, kwargs, tensors, changed, rounded)
+
+
+def _run(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    tensors: Mapping[int, PartitionedTensor],
+    changed: Sequence[PartitionedTensor],
+    in_fp32: Mapping[int, PartitionedTensor],
+) -> Any:
+    narrow = any(_is_narrow(leaf) for leaf in tree_leaves((args, kwargs)))
+    if in_fp32 and narrow:
+        # Most operations ask for one dtype.
         args, kwargs = tree_map(lambda leaf: leaf.float() if _is_narrow(leaf) else leaf, (tuple(args), kwargs))
     with ExitStack() as opened:
-        real = _opened(list(tensors.values()), changed, precise, opened, puts_back=bool(narrow))
+        real = _opened(list(tensors.values()), changed, in_fp32, opened, puts_back=narrow)
         given = {id(value): tensors[key] for key, value in real.items()}
         args, kwargs = tree_map(lambda leaf: real.get(id(leaf), leaf), (tuple(args), kwargs))
         result = func(*args, **kwargs)
@@ -298,26 +338,31 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return tree_map(lambda leaf: given.get(id(leaf), leaf), result)
 
 
-def _known_in_fp32(
-    func: Any, tensors: Sequence[PartitionedTensor], changed: Sequence[PartitionedTensor], arguments: Any
-) -> dict[int, PartitionedTensor]:
-    """Return, by id, the tensors in 16 bit that an operation is to take in fp32, as parameters are in memory.
+def _taken_in_fp32(
+    func: Any, rounded: Mapping[int, PartitionedTensor], changed: Sequence[PartitionedTensor], arguments: Any
+) -> Mapping[int, PartitionedTensor]:
+    """Return, by id, those of the tensors in 16 bit that an operation takes in fp32, as parameters are in memory.
 
-    These are the ones of an operation that changes one of them, or whose other tensors or result are wider.
+    What is written is written in fp32, and what meets wider tensors becomes as wide. Other reads give fp32 where the
+    same parameter is fp32 in memory, except within forward: activations are in 16 bit there.
     """
-    rounded = {
-        id(tensor): tensor
-        for tensor in tensors
-        if is_rounded(tensor.dtype) and not tensor.is_gradient and not (tensor.in_graph and torch.is_grad_enabled())
-    }
-    if not rounded or any(id(tensor) in rounded for tensor in changed):
-        return rounded
-    # A tensor without dimensions does not widen the others, except where it takes the result.
-    scalars = func._schema.is_mutable
-    return rounded if any(_is_wide(leaf, scalars=scalars) for leaf in tree_leaves(arguments)) else {}
+    if not rounded:
+        return {}
+    outside = {key: each for key, each in rounded.items() if not (each.in_graph and torch.is_grad_enabled())}
+    if any(id(tensor) in rounded for tensor in changed):
+        return outside
+    if torch._C._current_graph_task_id() != NO_GRAPH_TASK:
+        return {}
+    leaves = tree_leaves(arguments)
+    if any(_is_wide(leaf, scalars=func._schema.is_mutable) for leaf in leaves):
+        return outside
+    if is_in_forward() or any(_is_narrow(leaf) and leaf.dim() > 0 for leaf in leaves):
+        return {}
+    return {key: each for key, each in rounded.items() if is_fp32_in_memory(each.param)}
 
 
 def _is_wide(leaf: Any, *, scalars: bool) -> bool:
+    # A tensor without dimensions does not widen the others, except where it takes the result.
     dtype = leaf.dtype if isinstance(leaf, torch.Tensor) and (scalars or leaf.dim() > 0) else leaf
     return dtype in (torch.float32, torch.float64)
 
@@ -348,6 +393,9 @@ def _opened(
     params = dict.fromkeys(tensor.param for tensor in own)
     written = dict.fromkeys(tensor.param for tensor in changed if not tensor.is_gradient and tensor.kept is None)
     opened.enter_context(gathered(list(params), list(written)))
+    for param in dict.fromkeys(tensor.param for tensor in changed if not tensor.is_data):
+        if param in written and not param.is_inference():
+            torch.autograd.graph.increment_version(param)  # a graph that has kept it is told so
     precise = dict.fromkeys(tensor.param for tensor in own if id(tensor) in in_fp32)
     values = {param: opened.enter_context(_unrounded(param, param in written, puts_back)) for param in precise}
     written = dict.fromkeys(tensor.param for tensor in changed if tensor.is_gradient)
@@ -368,7 +416,9 @@ def _opened(
 
 @contextmanager
 def _unrounded(param: ZeroParameter, written: bool, puts_back: bool) -> Iterator[torch.Tensor]:
-    values = unrounded(param)
+    # Within backward a read must not wait for an update, and may be of another parameter than it is about.
+    in_backward = torch._C._current_graph_task_id() != NO_GRAPH_TASK
+    values = whole_data(param).float() if in_backward and not written else unrounded(param)
     before = values.clone() if written and puts_back else None
     yield values
     if before is not None:
@@ -445,14 +495,15 @@ def _name_of(func: Callable[..., Any]) -> str:
     return str(getattr(func, "__name__", func))
 
 
-def _numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    array = tensor.clone().numpy(*args, **kwargs)
+def _numpy(tensor: PartitionedTensor, *args: Any, **kwargs: Any) -> Any:
+    values = tensor.float() if is_fp32_in_memory(tensor.param) and is_rounded(tensor.dtype) else tensor.clone()
+    array = values.numpy(*args, **kwargs)
     array.flags.writeable = False  # a write would not reach the parameter
     return array
 
 
 def _array(tensor: PartitionedTensor, dtype: Any = None) -> Any:
-    array = _numpy(tensor.detach())
+    array = _numpy(tensor)
     return array if dtype is None else array.astype(dtype, copy=False)
 
 
@@ -477,6 +528,8 @@ _REFUSED: set[object] = {
     Tensor.set_,
     Tensor.resize_,
 }
+# Operations that join tensors: each is copied, one at a time, since many may not be gathered at once.
+_JOINING = {"aten::cat", "aten::stack", "aten::block_diag"}
 _REFUSED_OPERATIONS = {
     *("aten::set_", "aten::resize_", "aten::resize_as_", "aten::as_strided_", "aten::t_", "aten::transpose_"),
     *("aten::squeeze_", "aten::unsqueeze_", "aten::swapaxes_", "aten::swapdims_"),

@@ -13,6 +13,7 @@ import torch
 from deepspeed.runtime import engine
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
 from lightning_smartinfinity.patches import replaced
 
@@ -37,6 +38,8 @@ _LEFT = {
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if input.dtype is torch.float32 and weight.dtype in (torch.bfloat16, torch.float16) and is_zero_param(weight):
+        input = input.to(weight.dtype)  # as autocast does in memory, which is off here
     result: torch.Tensor = _Linear.apply(input, weight, bias)
     return result
 
