@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -308,9 +308,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             tell=rank_zero_info,
         )
 
-    # Fabric fails every backward but its own where a strategy seems to override this: torch.autograd.grad, too.
     @override
-    @wraps(Strategy.backward)
     def backward(self, tensor: torch.Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         if module is not self._training_engine:
             raise UnsupportedError(
@@ -325,6 +323,9 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             )
         self._require_loaded()
         super().backward(tensor, module, **kwargs)
+
+    # Fabric fails torch.autograd.grad where a strategy overrides this method; it looks behind what is wrapped.
+    backward.__wrapped__ = Strategy.backward  # type: ignore[attr-defined]
 
     @override
     def clip_gradients_norm(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
@@ -173,11 +172,12 @@ class SmartInfinityFabricPrecision(FabricDeepSpeedPrecision):
     def convert_output(self, data: Any) -> Any:
         return data if self._desired_dtype is torch.float else super().convert_output(data)
 
-    # Fabric fails torch.autograd.grad where a precision seems to override this.
     @override
-    @functools.wraps(Precision.backward)
     def backward(self, tensor: torch.Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         super().backward(tensor, model, *args, **kwargs)
+
+    # Fabric fails torch.autograd.grad where a precision overrides this method; it looks behind what is wrapped.
+    backward.__wrapped__ = Precision.backward  # type: ignore[attr-defined]
 
 
 @contextmanager
