@@ -304,6 +304,11 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
     @override
     def save_checkpoint(self, checkpoint: ClientState, filepath: str | Path, storage_options: Any = None) -> None:
         check_save_path(filepath)
+        if storage_options is not None:
+            raise UnsupportedError(
+                f"save_checkpoint(storage_options={storage_options!r}) does not work with the smart_infinity strategy.",
+                "Leave it out: a checkpoint is a folder of this machine's file system.",
+            )
         if self._training_engine is None:
             raise UnsupportedError(
                 "save_checkpoint was called on a Trainer that has trained nothing.",
@@ -378,6 +383,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
                 needed=_RESUMED_FROM,
             )
         client_state.setdefault(LIGHTNING_KEY, lightning.__version__)  # Lightning reads it before an evaluation, too
+        client_state.setdefault("state_dict", self.lightning_module.state_dict())  # for on_load_checkpoint
         self._recording.take_random_state(trainer, client_state)
         return client_state
 

@@ -187,6 +187,10 @@ class StateByParameter(StorageOptimizer):
         ready = self.bypasses_buckets or not self._in_backward
         return self.rank_state.is_open and ready and self._has_gradient(param)
 
+    def has_used_gradient(self, param: ZeroParameter) -> bool:
+        """Return whether a step has used up the gradient of a parameter that torch would hold until ``zero_grad``."""
+        return self.takes_gradient(param) and bool(self._had_gradient[self.partition.index[param.ds_id]])
+
     def takes_gradient(self, param: ZeroParameter) -> bool:
         """Return whether the parameter is trained, and its training goes on."""
         return self.rank_state.is_open and self._has_state(param)

@@ -283,8 +283,8 @@ def find_ignored(
     if ignored is not None:
         return UnsupportedError(
             f"Parameter {names.get(ignored)!r} has a gradient that was never reduced over the ranks: "
-            "loss.backward() was called, or its .grad was set.",
-            "Call self.manual_backward(loss), and scale the loss rather than gradients.",
+            "loss.backward() was called within training_step.",
+            "Call self.manual_backward(loss) instead.",
         )
     return None
 

@@ -91,10 +91,10 @@ def saved_and_loaded(value: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("how", READS)
 def test_reading_a_partitioned_parameter(how: str, trained: LitTiny) -> None:
-    """Copies have its values, as in memory."""
+    """Copies have its values: in a mixed precision those of the masters, which the gathered ones round."""
     with deepspeed.zero.GatheredParameters(list(trained.parameters())):
-        expected = weight_of(trained).detach().double().clone()
-    assert torch.equal(READS[how](weight_of(trained)).double(), expected)
+        expected = weight_of(trained).detach().clone()
+    assert torch.equal(READS[how](weight_of(trained)).to(expected.dtype), expected)
 
 
 def test_an_array_of_a_partitioned_parameter_is_not_writeable(tmp_path: Path) -> None:
@@ -108,17 +108,23 @@ def test_an_array_of_a_partitioned_parameter_is_not_writeable(tmp_path: Path) ->
 
 
 def test_a_copied_module_is_partitioned_and_trains_no_more(trained: LitTiny) -> None:
-    """copy.deepcopy gives other parameters of the same values, which answer and compute; the original stays."""
+    """copy.deepcopy gives other parameters of the same values in 16 bit, which answer; the original stays."""
     copied = copy.deepcopy(trained.model)
     for own, other in zip(copied.parameters(), trained.model.parameters(), strict=True):
         assert own is not other and hasattr(own, "ds_id") and own.ds_id != other.ds_id  # type: ignore[attr-defined]
-        assert torch.equal(own.detach().clone(), other.detach().clone())
+        assert torch.equal(own.detach().bfloat16(), other.detach().clone().bfloat16())
     tokens = torch.zeros(1, 4, dtype=torch.long)
     with torch.no_grad():
         expected = trained.model(tokens).clone()
         assert torch.equal(copied(tokens), expected)
         copied.head.weight.zero_()  # type: ignore[union-attr, operator]
         assert torch.equal(trained.model(tokens), expected)
+
+
+def test_a_shallow_copy_shares_the_parameters(trained: LitTiny) -> None:
+    """copy.copy is no pickling."""
+    copied = copy.copy(trained.model.head)
+    assert copied.weight is trained.model.head.weight
 
 
 @pytest.mark.parametrize("dump", [pickle.dumps, ForkingPickler.dumps, lambda module: torch.save(module, io.BytesIO())])

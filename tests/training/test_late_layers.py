@@ -164,9 +164,16 @@ def test_what_trains_as_in_memory(make: Callable[[], Lit], tmp_path: Path) -> No
 def test_a_trained_module_is_not_traced(tmp_path: Path) -> None:
     """Its parameters are partitioned; a module with its weights can be traced instead."""
     module = trained(Lit(), tmp_path)
-    with pytest.raises(UnsupportedError) as caught:
-        torch.jit.trace(module.net, torch.zeros(4, 8))
-    assert_helpful(caught.value, "Sequential 'net' was traced", "save_pretrained")
+    batch = torch.zeros(4, 8)
+    ways: list[Callable[[], object]] = [
+        lambda: torch.jit.trace(module.net, batch),
+        lambda: torch.jit.script(module.net),
+        lambda: torch.export.export(module.net, (batch,)),
+    ]
+    for way in ways:
+        with pytest.raises(UnsupportedError) as caught:
+            way()
+        assert_helpful(caught.value, "was traced, scripted or exported", "save_pretrained")
     refuse_late_parameters(module)
     module.net.append(nn.LayerNorm(1, bias=False))
     with pytest.raises(UnsupportedError, match=r"Parameter 'net\.3\.weight' of LayerNorm came"):

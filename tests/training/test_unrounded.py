@@ -177,3 +177,44 @@ def test_a_teacher_resumes_with_every_bit(precision: Any, tmp_path: Path) -> Non
         for value, expected in zip(resumed.found[name], whole.found[name], strict=True):
             assert torch.equal(value, expected), name
     assert any((value.bfloat16().float() != value).any() for value in whole.found["teacher"])
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_hooks_read_the_dtype_of_memory(precision: Any, tmp_path: Path) -> None:
+    """In a mixed precision copies, norms and arrays are fp32, also of operations that torch lacks in 16 bit."""
+
+    def read(module: Distilled) -> None:
+        weight = module.student[0].weight
+        found = [weight.clone(), weight.norm(), weight * 2, weight - module.teacher[0].weight, torch.zeros_like(weight)]
+        found += [param.detach().clone() for param in module.teacher.parameters()]
+        if precision == "bf16-mixed":
+            found += [
+                torch.linalg.svdvals(weight),
+                torch.quantile(weight, 0.5),
+                torch.from_numpy(weight.numpy().copy()),
+            ]
+        dtypes.extend(tensor.dtype for tensor in found)
+        values.extend(float(tensor.double().sum()) for tensor in found)
+
+    expected = []
+    for strategy in ("auto", None):
+        dtypes: list[torch.dtype] = []
+        values: list[float] = []
+        quiet_trainer(tmp_path / str(strategy), strategy, precision=precision).fit(Distilled(read))
+        expected.append((dtypes, values))
+    assert expected[1][0] == expected[0][0]
+    assert expected[1][1] == pytest.approx(expected[0][1], rel=1e-5)
+
+
+def test_forward_reads_sixteen_bit(tmp_path: Path) -> None:
+    """Within training_step a weight goes with activations; linear layers take fp32 inputs, as under autocast."""
+
+    class Reading(Distilled):
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            hidden = nn.functional.linear(self.student[0](batch).tanh(), self.student[2].weight * 2)
+            wide = nn.functional.linear(torch.ones(2, 32, dtype=torch.float32), self.student[2].weight)
+            return hidden.mean() + wide.mean() + self.student[0](batch + torch.arange(8).float()).mean()
+
+    module = Reading(lr=0.1)
+    quiet_trainer(tmp_path, precision="bf16-mixed").fit(module)
+    assert all((value != start).any() for value, start in zip(module.found["student"], module.mean, strict=True))

@@ -7,16 +7,19 @@ its parameters gathers it. Within GatheredParameters the copy has whole paramete
 from __future__ import annotations
 
 import copy
+import sys
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.parameters.module_guard import refuse_tracing
 
 __all__ = ["copy_without_hooks", "is_of_deepspeed"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_METHODS = ("__deepcopy__", "__reduce_ex__", "__prepare_scriptable__")
 # What an engine leaves on its modules.
 _LEFT = ("ds_id", "ds_inflight_param_registry", "_original_parameters", "_external_params", "pre_bwd_fn", "post_bwd_fn")
 
@@ -31,7 +34,8 @@ def copy_without_hooks(module: torch.nn.Module) -> None:
         if not hasattr(type(part), "__deepcopy__"):
             # copy.deepcopy looks it up on the instance.
             part.__dict__["__deepcopy__"] = partial(_deepcopy, part)
-            part.__dict__["__reduce_ex__"] = partial(_refuse_pickle, part)
+            part.__dict__["__reduce_ex__"] = partial(_reduced, part)
+            part.__dict__["__prepare_scriptable__"] = partial(_refuse_script, part)
 
 
 def is_of_deepspeed(hook: object) -> bool:
@@ -39,7 +43,12 @@ def is_of_deepspeed(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("deepspeed.")
 
 
-def _refuse_pickle(module: torch.nn.Module, protocol: object) -> NoReturn:
+def _reduced(module: torch.nn.Module, protocol: Any) -> Any:
+    """Return what ``copy.copy`` makes a copy of, and refuse to pickle."""
+    if sys._getframe(1).f_globals.get("__name__") == copy.__name__:
+        reduced: Any = type(module).__reduce_ex__(module, protocol)
+        make, args, state = reduced[:3]
+        return make, args, {name: value for name, value in state.items() if name not in _METHODS}
     raise UnsupportedError(
         f"{type(module).__name__} cannot be pickled: ZeRO-3 has partitioned its parameters.",
         "Write the model by save_pretrained(folder), a method of the strategy and of SmartInfinityTraining, or a "
@@ -47,12 +56,16 @@ def _refuse_pickle(module: torch.nn.Module, protocol: object) -> NoReturn:
     )
 
 
+def _refuse_script(module: torch.nn.Module) -> NoReturn:
+    refuse_tracing(type(module).__name__)
+
+
 def _deepcopy(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
     reduced: Any = type(module).__reduce_ex__(module, 4)
     make, args, state = reduced[:3]
     copied: torch.nn.Module = make(*args)
     memo[id(module)] = copied
-    kept = {name: value for name, value in state.items() if name not in ("__deepcopy__", "__reduce_ex__", *_LEFT)}
+    kept = {name: value for name, value in state.items() if name not in (*_METHODS, *_LEFT)}
     for name in _HOOKS:
         hooks = kept[name]
         kept[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not is_of_deepspeed(hook))

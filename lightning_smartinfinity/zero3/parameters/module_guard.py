@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init
@@ -16,7 +17,7 @@ from lightning_smartinfinity.patches import wrapped
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroModule, ZeroOffload
 from lightning_smartinfinity.zero3.validation import check_layers
 
-__all__ = ["checking_layers", "guard_modules", "refuse_late_parameters"]
+__all__ = ["checking_layers", "guard_modules", "refuse_late_parameters", "refuse_tracing"]
 
 _BY_FUNCTIONS = (
     "Compute with functions on the parameters instead, such as torch.nn.functional.linear(x, scale * layer.weight, "
@@ -52,12 +53,8 @@ def guard_modules(offload: ZeroOffload) -> None:
                 "Use torch.autograd.grad for gradients, and a batch in place of vmap; or transform a function that "
                 "calls no module.",
             )
-        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            raise UnsupportedError(
-                f"{_named(offload, sub_module)} was traced by torch.jit, and ZeRO-3 has partitioned its parameters.",
-                "Save the weights (save_pretrained, or `smart-infinity export`), load them into a module that is built "
-                "anew, and trace that.",
-            )
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
+            refuse_tracing(_named(offload, sub_module))
         for name, param in sub_module._parameters.items():
             if param is not None and not hasattr(param, "ds_id"):
                 if isinstance(param, torch.nn.Parameter):
@@ -70,6 +67,19 @@ def guard_modules(offload: ZeroOffload) -> None:
         gather(sub_module)
 
     offload.pre_sub_module_forward_function = checked
+
+
+def refuse_tracing(what: str) -> NoReturn:
+    """Raise UnsupportedError: a module is traced, scripted or exported.
+
+    Args:
+        what: The module.
+    """
+    raise UnsupportedError(
+        f"{what} was traced, scripted or exported, and ZeRO-3 has partitioned its parameters.",
+        "Save the weights (save_pretrained, or `smart-infinity export`), load them into a module that is built anew, "
+        "and trace that.",
+    )
 
 
 def refuse_late_parameters(model: torch.nn.Module) -> None:
@@ -89,8 +99,8 @@ def _late(what: str) -> UnsupportedError:
     return UnsupportedError(
         f"{what} into the model, or was replaced, after the training was set up. ZeRO-3 has not partitioned it.",
         "Build every layer in the constructor or in configure_model, and leave unused ones out of forward. To replace "
-        "values, write into the parameter within deepspeed.zero.GatheredParameters(..., modifier_rank=0). To grow a "
-        "model, end the fit, save its weights and fit the larger model.",
+        "values, write into the parameter, by copy_() or load_state_dict() without assign=True. To grow a model, end "
+        "the fit, save its weights and fit the larger model.",
     )
 
 

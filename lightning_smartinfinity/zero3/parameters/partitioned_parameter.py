@@ -370,7 +370,19 @@ def _owner_of_gradient(param: ZeroParameter) -> Any:
 
 def _gradient(param: ZeroParameter) -> torch.Tensor | None:
     own: torch.Tensor | None = _GET_GRAD(param)
-    return own if own is not None or _owner_of_gradient(param) is None else PartitionedTensor.gradient(param)
+    if own is not None:
+        return own
+    if _owner_of_gradient(param) is not None:
+        return PartitionedTensor.gradient(param)
+    owner = param.__dict__.get("_z3_optimizer")
+    by_torch = str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")  # such as Module.to
+    if not by_torch and hasattr(owner, "has_used_gradient") and owner.has_used_gradient(param):
+        warnings.warn(
+            "The gradient of a parameter was read after the step that used it, and is None: read gradients between "
+            "backward and step, such as in on_before_optimizer_step.",
+            stacklevel=3,
+        )
+    return None
 
 
 def _set_gradient(param: ZeroParameter, value: torch.Tensor | None) -> None:

@@ -123,7 +123,14 @@ class PartitionedTensor(torch.Tensor):
                 return _FORMS[func](args[0], *args[1:], **kwargs)
             if torch.is_grad_enabled():
                 args, kwargs = _kept_for_backward(func, args, kwargs)
-            return func(*args, **kwargs)
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as error:
+                if isinstance(error, (SmartInfinityError, torch.OutOfMemoryError)) or not _may_be_widened(func, args):
+                    raise
+                # torch has no such operation in 16 bit, or not with fp32 beside it; in memory the parameter is fp32.
+                wider = tree_map(lambda leaf: leaf.float() if _is_rounded(leaf) else leaf, (tuple(args), kwargs))
+                return func(*wider[0], **wider[1])
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -308,29 +315,12 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     rounded = {key: tensor for key, tensor in tensors.items() if is_rounded(tensor.dtype) and not tensor.is_gradient}
     precise = _taken_in_fp32(func, rounded, changed, (args, kwargs))
-    try:
-        return _run(func, args, kwargs, tensors, changed, precise)
-    except RuntimeError as error:
-        if changed or precise == rounded or isinstance(error, (SmartInfinityError, torch.OutOfMemoryError)):
-            raise
-        # torch has no such operation in 16 bit, or not with fp32 tensors beside it; in memory the parameter is fp32.
-        return _run(func, args, kwargs, tensors, changed, rounded)
-
-
-def _run(
-    func: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    tensors: Mapping[int, PartitionedTensor],
-    changed: Sequence[PartitionedTensor],
-    in_fp32: Mapping[int, PartitionedTensor],
-) -> Any:
+    # Most operations ask for one dtype.
     narrow = any(_is_narrow(leaf) for leaf in tree_leaves((args, kwargs)))
-    if in_fp32 and narrow:
-        # Most operations ask for one dtype.
-        args, kwargs = tree_map(lambda leaf: leaf.float() if _is_narrow(leaf) else leaf, (tuple(args), kwargs))
+    if precise and narrow:
+        args, kwargs = tree_map(_widened, (tuple(args), kwargs))
     with ExitStack() as opened:
-        real = _opened(list(tensors.values()), changed, in_fp32, opened, puts_back=narrow)
+        real = _opened(list(tensors.values()), changed, precise, opened, puts_back=narrow)
         given = {id(value): tensors[key] for key, value in real.items()}
         args, kwargs = tree_map(lambda leaf: real.get(id(leaf), leaf), (tuple(args), kwargs))
         result = func(*args, **kwargs)
@@ -367,9 +357,22 @@ def _is_wide(leaf: Any, *, scalars: bool) -> bool:
     return dtype in (torch.float32, torch.float64)
 
 
+def _is_rounded(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and is_rounded(leaf.dtype)
+
+
 def _is_narrow(leaf: Any) -> bool:
-    is_plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, PartitionedTensor)
-    return is_plain and is_rounded(leaf.dtype)
+    return _is_rounded(leaf) and not isinstance(leaf, PartitionedTensor)
+
+
+def _widened(leaf: Any) -> Any:
+    return leaf.float() if _is_narrow(leaf) else leaf
+
+
+def _may_be_widened(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Return whether a function changes none of its arguments, of which one is a tensor of this kind in 16 bit."""
+    changes = _name_of(func).endswith("_")
+    return not changes and any(isinstance(leaf, PartitionedTensor) and _is_rounded(leaf) for leaf in tree_leaves(args))
 
 
 def _opened(
