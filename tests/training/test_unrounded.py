@@ -217,4 +217,5 @@ def test_forward_reads_sixteen_bit(tmp_path: Path) -> None:
 
     module = Reading(lr=0.1)
     quiet_trainer(tmp_path, precision="bf16-mixed").fit(module)
-    assert all((value != start).any() for value, start in zip(module.found["student"], module.mean, strict=True))
+    for index in (0, 2):  # the weights
+        assert (module.found["student"][index] != module.mean[index]).any()
