@@ -90,6 +90,23 @@ def test_manual_optimization(module: type[Manual], tmp_path: Path) -> None:
     assert_like_plain_lightning(scenario, tmp_path)
 
 
+class Keeping(Manual):
+    """A module that leaves out zero_grad, and steps twice."""
+
+    def finish(self, optimizer: Any) -> None:
+        optimizer.step()
+        optimizer.step()
+
+
+def test_a_step_takes_its_gradients(tmp_path: Path) -> None:
+    """Gradients of the step before do not add up, and a second step has none: the losses are those with zero_grad."""
+    losses = []
+    for module in (Manual(), Keeping()):
+        quiet_trainer(tmp_path / type(module).__name__, precision="32-true", max_epochs=1).fit(module)
+        losses.append(module.losses)
+    assert losses[0] == losses[1]
+
+
 class Direct(Manual):
     """A module that does not use manual_backward."""
 

@@ -294,6 +294,18 @@ def test_a_weight_that_a_graph_needs_is_not_changed(tmp_path: Path) -> None:
         fitted(tmp_path / str(strategy) / "data", Small(term=change_data), strategy)
 
 
+def test_data_of_another_parameter_is_copied(tmp_path: Path) -> None:
+    """Two parameters cannot have one memory: both are trained, each by itself."""
+
+    def alias(module: Small) -> None:
+        if not module.seen:
+            module.net[2].bias.data = module.net[0].bias.data  # type: ignore[union-attr]
+            assert torch.equal(module.net[2].bias, module.net[0].bias)  # type: ignore[arg-type]
+
+    module = fitted(tmp_path, Small(on_train_start=alias))
+    assert not torch.equal(module.net[2].bias, module.net[0].bias)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "join", [nn.utils.parameters_to_vector, lambda params: torch.cat([p.flatten() for p in params])]
 )

@@ -253,9 +253,14 @@ class PartitionedParameter(_ZeroParameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if _is_ours(sys._getframe(1)):
             return f"PartitionedParameter of shape {tuple(self.ds_shape)}"  # type: ignore[attr-defined]
+        return repr(self._whole_copy())
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self._whole_copy(), format_spec)
+
+    def _whole_copy(self) -> torch.nn.Parameter:
         with torch.no_grad():
-            values = PartitionedTensor.detached(self).clone()
-        return repr(torch.nn.Parameter(values, requires_grad=self.requires_grad))
+            return torch.nn.Parameter(PartitionedTensor.detached(self).clone(), requires_grad=self.requires_grad)
 
 
 def answer(params: Iterable[torch.nn.Parameter]) -> None:
