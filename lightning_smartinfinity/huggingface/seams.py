@@ -7,7 +7,7 @@ import hashlib
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
@@ -209,15 +209,31 @@ def _callbacks_before_steps(trainer: Trainer) -> Iterator[None]:
             return original(*args, **kwargs)
 
     def step(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        norm = _clipped_for(handler.callbacks, trainer.deepspeed.optimizer)
         trainer.control = handler.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control)
         called.append(True)
         original(*args, **kwargs)
+        if norm is not None:
+            trainer.deepspeed._global_grad_norm = norm  # the Trainer logs what it was before clipping
 
     def call(original: Callable[..., Any], args: object, state: object, control: object) -> Any:
         return control if called and called.pop() else original(args, state, control)
 
     with wrapped(trainer, "training_step", run), wrapped(handler, "on_pre_optimizer_step", call):
         yield
+
+
+def _clipped_for(callbacks: Iterable[Any], optimizer: Any) -> float | None:
+    """Clip gradients before a step if a callback looks at them then, and return their norm before; else None.
+
+    Otherwise the step clips them on their way.
+    """
+    from transformers import TrainerCallback
+
+    from lightning_smartinfinity.zero3.clipping import clip_norm
+
+    looks = (type(each).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step for each in callbacks)
+    return clip_norm(optimizer, optimizer.clip_grad) if optimizer.clip_grad > 0 and any(looks) else None
 
 
 _AFTER_IT = {"save_model": "SmartInfinityTraining.save_pretrained(folder) still saves the model that was trained."}

@@ -283,8 +283,8 @@ def find_ignored(
     if ignored is not None:
         return UnsupportedError(
             f"Parameter {names.get(ignored)!r} has a gradient that was never reduced over the ranks: "
-            "loss.backward() was called within training_step.",
-            "Call self.manual_backward(loss) instead.",
+            "loss.backward() was called, within training_step or for a graph that was differentiated before.",
+            "Call self.manual_backward(loss) or fabric.backward(loss) instead.",
         )
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -405,3 +405,51 @@ def test_a_forgotten_fabric_does_not_hold_its_folder(tmp_path: Path) -> None:
     finally:
         gc.enable()
         gc.collect()
+
+
+def of_the_input(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    (gradient,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)
+    return model(batch).square().mean() + gradient.square().mean()  # type: ignore[no-any-return]
+
+
+def of_parameters(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    loss = model(batch).square().mean()
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + sum(gradient.square().sum() for gradient in gradients)  # type: ignore[no-any-return]
+
+
+def of_a_graph_that_is_used_again(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    loss = model(batch).square().mean()
+    gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    return loss * float(gradients[0].norm())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "directly"),
+    [(of_the_input, False), (of_the_input, True), (of_parameters, False), (of_a_graph_that_is_used_again, False)],
+)
+def test_gradients_of_what_a_model_returns(
+    loss_of: Callable[[Any, torch.Tensor], torch.Tensor], directly: bool, tmp_path: Path
+) -> None:
+    """torch.autograd.grad works on it as in memory, and so does loss.backward()."""
+    losses = []
+    zero = {"stage3_param_persistence_threshold": 0}
+    for strategy in ("auto", SmartInfinityFabricStrategy(tmp_path, zero=zero)):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        fabric.launch()
+        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+        found = []
+        for step in range(6):
+            batch = torch.randn(5, 6, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            found.append(float(loss.detach()))
+            if directly:
+                loss.backward()  # type: ignore[no-untyped-call]
+            else:
+                fabric.backward(loss)
+            optimizer.step()
+        losses.append(found)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

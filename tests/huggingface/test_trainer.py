@@ -84,7 +84,7 @@ def test_it_trains_like_the_trainer_in_memory(model_folder: Path, tmp_path: Path
 
 
 def test_callbacks_find_gradients_before_each_step(model_folder: Path, tmp_path: Path) -> None:
-    """Once a window, before clipping; behind a training step, in which Accelerate steps, there are none."""
+    """Once a window, clipped; behind a training step, in which Accelerate steps, there are none."""
     norms: list[float] = []
     left: list[bool] = []
 
@@ -104,7 +104,8 @@ def test_callbacks_find_gradients_before_each_step(model_folder: Path, tmp_path:
         trainer.add_callback(Hooks())
 
     ours = train(model_folder, tmp_path, max_grad_norm=0.1, gradient_accumulation_steps=2, before=watch)
-    assert norms == pytest.approx(ours.norms, rel=1e-5) and len(norms) == STEPS // 2 and min(norms) > 0.1
+    assert norms == pytest.approx([0.1] * (STEPS // 2), rel=1e-4)
+    assert len(ours.norms) == STEPS // 2 and min(ours.norms) > 0.1  # what the Trainer logs
     assert left == [True, False] * (STEPS // 2)
 
 

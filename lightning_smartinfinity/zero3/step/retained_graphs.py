@@ -26,6 +26,7 @@ class RetainedGraphs:
         self._offload = offload
         self._any_retained = False
         self._is_last_use = True
+        self._in_engine = False
         offload.pre_sub_module_backward_function = self._noticing(offload.pre_sub_module_backward_function)
         self._release_leftovers = offload.release_backward_leftovers
         for name in (
@@ -39,9 +40,11 @@ class RetainedGraphs:
         """Record that the engine's backward begins."""
         self._any_retained = self._any_retained or retain_graph
         self._is_last_use = not retain_graph
+        self._in_engine = True
 
     def backward_ended(self) -> None:
-        """Release what was kept when the engine's backward ends, unless its graph will be used again, too."""
+        """Release what was kept when a backward ends, the engine's or the user's, unless its graph is used again."""
+        self._in_engine = False
         if self._is_last_use:
             self.release()
 
@@ -54,7 +57,11 @@ class RetainedGraphs:
 
     def _noticing(self, gather: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
         def noticing(sub_module: torch.nn.Module) -> None:
-            self._any_retained = self._any_retained or _graph_is_retained()
+            is_retained = _graph_is_retained()
+            self._any_retained = self._any_retained or is_retained
+            if not self._in_engine:
+                # DeepSpeed takes torch.autograd.grad of what its engine returns for a backward, which ends.
+                self._is_last_use = not is_retained
             gather(sub_module)
 
         return noticing
