@@ -51,6 +51,7 @@ from lightning_smartinfinity.zero3.collectives import (
 )
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
+from lightning_smartinfinity.zero3.parameters.callers import unanswered
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
 from lightning_smartinfinity.zero3.parameters.generation import sync_generation
 from lightning_smartinfinity.zero3.parameters.live_parameters import keep_within_budget
@@ -60,7 +61,7 @@ from lightning_smartinfinity.zero3.parameters.module_outputs import accept_any_o
 from lightning_smartinfinity.zero3.parameters.module_trace import read_trace_lazily
 from lightning_smartinfinity.zero3.parameters.norm_statistics import keep_statistics
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
-from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answer_in, answering, unanswered
+from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answer_in, answering
 from lightning_smartinfinity.zero3.parameters.partitioning import (
     cast_parameters,
     having_a_parameter,

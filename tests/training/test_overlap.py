@@ -16,7 +16,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError
-from lightning_smartinfinity.zero3.parameters.partitioned_parameter import _Gather
+from lightning_smartinfinity.zero3.parameters.gather_methods import Gather
 from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight
 from tests.fabric import worker as fabric_worker
 from tests.helpers import native_testing as testing
@@ -340,8 +340,8 @@ def test_without_overlap_small_parameters_are_gathered_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This happens at the end of the step; beside an update each is gathered when its module runs."""
-    call, calls = _Gather.__call__, []
-    monkeypatch.setattr(_Gather, "__call__", lambda self, *args, **kw: (calls.append(1), call(self, *args, **kw))[1])
+    call, calls = Gather.__call__, []
+    monkeypatch.setattr(Gather, "__call__", lambda self, *args, **kw: (calls.append(1), call(self, *args, **kw))[1])
     last = {}
     for overlap in ("none", "forward"):
         # Prefetching would gather all of a model as small as this one.

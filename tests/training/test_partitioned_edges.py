@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig, UnsupportedError
-from lightning_smartinfinity.zero3.parameters import param_swapper, partitioned_parameter, partitioned_tensor
+from lightning_smartinfinity.zero3.parameters import operations, param_swapper, partitioned_parameter
 from tests.helpers import native_testing as testing
 from tests.helpers.trainers import quiet_trainer
 from tests.training.small import Hook, Small
@@ -66,7 +66,7 @@ def test_a_read_waits_for_the_update_whatever_is_gathered_with_it(tmp_path: Path
 def test_a_penalty_gathers_one_parameter_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gathers no list of parameters, in forward and in backward, and leaves none gathered."""
     numbers: list[int] = []
-    original = partitioned_tensor.gathered
+    original = operations.gathered
     module = Small(term=lambda m: 0.01 * sum(p.pow(2).sum() for p in m.net.parameters()))
 
     @contextmanager
@@ -77,7 +77,7 @@ def test_a_penalty_gathers_one_parameter_at_a_time(tmp_path: Path, monkeypatch: 
             yield
         assert before == [param.ds_status is ZeroParamStatus.AVAILABLE for param in module.parameters()]
 
-    monkeypatch.setattr(partitioned_tensor, "gathered", counted)
+    monkeypatch.setattr(operations, "gathered", counted)
     zero = {"offload_param": {"device": "nvme"}}
     strategy = SmartInfinityStrategy(tmp_path / "s", zero=zero, transfer=TransferConfig(parameter_bytes="16KB"))
     fitted(tmp_path, module, strategy)

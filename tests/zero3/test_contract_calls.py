@@ -211,7 +211,9 @@ def test_parameters_gather_and_partition_through_their_init(seen: Observed) -> N
 def test_engine_ends_every_backward_in_the_optimizer(seen: Observed) -> None:
     """The engine's epilogue calls the optimizer's, where graphs that are no longer retained are released."""
     assert seen.callers(f"{STEPPING}.backward_epilogue") == {"DeepSpeedEngine._backward_epilogue"}
-    assert seen.callers("SmartInfinityEngine.backward") == {"DeepSpeedPrecision.backward"}, "retain_graph goes unseen"
+    assert seen.callers("SmartInfinityEngine.backward") == {"SmartInfinityPrecision.backward"}, (
+        "retain_graph goes unseen"
+    )
 
 
 @pytest.mark.parametrize(
@@ -315,8 +317,10 @@ def test_a_forward_pass_marks_modules_where_the_marks_are_removed(seen: Observed
 
 def test_writes_end_in_the_partition_method_of_the_first_parameter(seen: Observed) -> None:
     """GatheredParameters ends in param.partition, which ours wraps, so writes reach the master weights."""
-    callers = {caller for caller in seen.callers("_Partition.__call__") if caller.startswith("GatheredParameters.")}
-    assert callers, "parameters/partitioned_parameter.py would miss what is written in GatheredParameters"
+    callers = {
+        caller for caller in seen.callers("PartitionKeepingWrites.__call__") if caller.startswith("GatheredParameters.")
+    }
+    assert callers, "parameters/gather_methods.py would miss what is written in GatheredParameters"
     before, after = seen.masters
     assert (after == 2).all() and (before != 2).any(), "the masters on storage are those before the write"
 
@@ -330,7 +334,7 @@ def test_the_watched_partition_method_takes_what_the_original_takes(seen: Observ
 
 def test_gathered_parameters_are_marked(seen: Observed) -> None:
     """A parameter carries this mark inside GatheredParameters, and only there."""
-    assert seen.depths == [1], "parameters/partitioned_parameter.py would take it for one outside of GatheredParameters"
+    assert seen.depths == [1], "parameters/gather_methods.py would take it for one outside of GatheredParameters"
     assert getattr(seen.param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) == 0
 
 
@@ -403,9 +407,9 @@ def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -
     assert seen.has(base, f"{STEPPING}._partition_all_parameters"), (
         "checkpoints/resharding.py would load into gathered ones"
     )
-    # Ours wraps the method that zero.Init installs (parameters/partitioned_parameter.py).
-    assert seen.has(epilogue, "_GatherNow.__call__"), "zero3/storage_optimizer.py, skipped step"
-    assert seen.has("_Gather.__call__", "Init._convert_to_deepspeed_param.<locals>.all_gather")
+    # Ours wraps the method that zero.Init installs (parameters/gather_methods.py).
+    assert seen.has(epilogue, "GatherNow.__call__"), "zero3/storage_optimizer.py, skipped step"
+    assert seen.has("Gather.__call__", "Init._convert_to_deepspeed_param.<locals>.all_gather")
 
 
 # ---- Lightning's loops

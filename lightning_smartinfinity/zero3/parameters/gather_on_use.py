@@ -27,10 +27,11 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.patches import wrapped
+from lightning_smartinfinity.zero3.parameters.callers import building
 from lightning_smartinfinity.zero3.parameters.gathering import whole_data
 from lightning_smartinfinity.zero3.parameters.live_parameters import require_budget_for
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
-from lightning_smartinfinity.zero3.parameters.partitioned_parameter import ANSWERS, UNAFFECTED, answering, building
+from lightning_smartinfinity.zero3.parameters.partitioned_parameter import ANSWERS, UNAFFECTED, answering
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
 __all__ = ["gathering_on_use"]

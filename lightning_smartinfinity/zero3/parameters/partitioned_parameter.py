@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import (
-    DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR,
     Init,
     ZeroParamStatus,
     is_zero_param,
@@ -27,8 +24,14 @@ from torch.utils._pytree import tree_map
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.patches import wrapped
-from lightning_smartinfinity.zero3.collectives import agree_to_gather
-from lightning_smartinfinity.zero3.parameters.gathering import NO_GRAPH_TASK, broadcast, describe
+from lightning_smartinfinity.zero3.parameters.callers import is_building, is_ours, is_vmap, moves_module
+from lightning_smartinfinity.zero3.parameters.gather_methods import (
+    Gather,
+    GatherNow,
+    PartitionKeepingWrites,
+    is_in_context,
+    version,
+)
 from lightning_smartinfinity.zero3.parameters.partitioned_tensor import (
     PartitionedTensor,
     keep_values,
@@ -36,32 +39,11 @@ from lightning_smartinfinity.zero3.parameters.partitioned_tensor import (
 )
 from lightning_smartinfinity.zero3.parameters.unrounded import (
     is_fp32_in_memory,
-    is_in_forward,
-    is_rounded,
     note_fp32_in_memory,
-    settle,
-    waiting,
 )
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
-__all__ = [
-    "ANSWERS",
-    "UNAFFECTED",
-    "answer_in",
-    "answering",
-    "building",
-    "notify_of_writes",
-    "unanswered",
-    "wait_before_gather",
-]
-
-# Modules of callers that see ZeRO-3's empty tensors, as user code does not; and modules that user code calls, so that
-# the caller of their functions decides.
-_OURS = ("deepspeed.", "lightning_smartinfinity.", "torch._dynamo.", "torch._subclasses.", "torch._functorch._")
-_BETWEEN = (
-    *("torch.", "deepspeed.runtime.zero.linear.", "copy.", "contextlib.", "functools."),
-    *("lightning_smartinfinity.patches.", "lightning_smartinfinity.zero3.parameters.pretrained."),
-)
+__all__ = ["ANSWERS", "UNAFFECTED", "answer_in", "answering", "notify_of_writes", "wait_before_gather"]
 
 Tensor = torch.Tensor
 ANSWERS: dict[object, Callable[..., object]] = {
@@ -101,12 +83,6 @@ _DETACHING = {_GET_DATA, Tensor.detach, torch.detach}
 
 
 _APPLY = torch.nn.Module._apply
-# Functions within Module.to, Module.cpu and their like.
-_MOVING = ("<lambda>", "convert", "compute_should_use_set_data")
-
-# Not empty while a model is built, and while all code sees the empty tensors.
-_BUILDING: list[bool] = []
-_UNANSWERED: list[bool] = []
 
 
 class _Status:
@@ -117,7 +93,7 @@ class _Status:
         attributes["ds_status"] = status
         if status is ZeroParamStatus.AVAILABLE:
             param.__class__ = WholeParameter
-            attributes["_version_when_gathered"] = _version(param)
+            attributes["_version_when_gathered"] = version(param)
         else:
             param.__class__ = PartitionedParameter
 
@@ -129,7 +105,7 @@ class _ZeroParameter(torch.nn.Parameter):
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Do what torch's ``set_`` does; for user code, take the values of another tensor. torch asks no class here."""
-        if _BUILDING or _is_in_context(self) or _is_ours(sys._getframe(1)) or not isinstance(source, torch.Tensor):
+        if is_building() or is_in_context(self) or is_ours(sys._getframe(1)) or not isinstance(source, torch.Tensor):
             return super().set_(source, *args, **kwargs)
         _write(self, source)
         return self
@@ -142,18 +118,13 @@ class _ZeroParameter(torch.nn.Parameter):
         with torch.no_grad():
             values = PartitionedTensor.detached(self).clone().to(self.dtype)
         copied = torch.nn.Parameter(values, requires_grad=self.requires_grad)
-        if not (_BUILDING or _is_in_context(self)):
+        if not (is_building() or is_in_context(self)):
             self.convert_to_zero_parameters(param_list=[copied])  # type: ignore[attr-defined]
             answer([copied])
             if is_fp32_in_memory(self):
                 note_fp32_in_memory([copied])
         memo[id(self)] = copied
         return copied
-
-
-def _version(param: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 for one that was gathered in inference mode."""
-    return 0 if param.is_inference() else param._version
 
 
 class WholeParameter(_ZeroParameter):
@@ -164,14 +135,14 @@ class WholeParameter(_ZeroParameter):
     @property
     def data(self) -> torch.Tensor:
         """The memory; for user code outside of GatheredParameters, a tensor that stays right when this is released."""
-        if _BUILDING or _is_in_context(self) or _is_ours(sys._getframe(1)):
+        if is_building() or is_in_context(self) or is_ours(sys._getframe(1)):
             data: torch.Tensor = _GET_DATA(self)
             return data
         return PartitionedTensor.data_of(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if _BUILDING or _is_in_context(self) or _is_ours(sys._getframe(1)):
+        if is_building() or is_in_context(self) or is_ours(sys._getframe(1)):
             _SET_DATA(self, value)
         else:
             _write(self, value)
@@ -183,11 +154,11 @@ class WholeParameter(_ZeroParameter):
     @property
     def grad(self) -> torch.Tensor | None:
         """Autograd's gradient; for user code between backward and step, the one reduced over the ranks."""
-        return _GET_GRAD(self) if _is_ours(sys._getframe(1)) else _gradient(self)
+        return _GET_GRAD(self) if is_ours(sys._getframe(1)) else _gradient(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if _is_ours(sys._getframe(1)):
+        if is_ours(sys._getframe(1)):
             _SET_GRAD(self, value)
         else:
             _set_gradient(self, value)
@@ -206,9 +177,9 @@ class PartitionedParameter(_ZeroParameter):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in UNAFFECTED or _is_ours(sys._getframe(1)) or _moves_module(sys._getframe(1)):
+            if func in UNAFFECTED or is_ours(sys._getframe(1)) or moves_module(sys._getframe(1)):
                 return func(*args, **kwargs)
-            if torch._C._functorch.maybe_current_level() is not None or _is_vmap(sys._getframe(1)):
+            if torch._C._functorch.maybe_current_level() is not None or is_vmap(sys._getframe(1)):
                 raise UnsupportedError(
                     "A transform of torch.func, such as vmap, was given a parameter that ZeRO-3 has partitioned.",
                     "Take param.clone() before it, and use that within it: its gradient reaches the parameter.",
@@ -251,7 +222,7 @@ class PartitionedParameter(_ZeroParameter):
         refuse_use_of_memory(self, "pickle")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if _is_ours(sys._getframe(1)):
+        if is_ours(sys._getframe(1)):
             return f"PartitionedParameter of shape {tuple(self.ds_shape)}"  # type: ignore[attr-defined]
         return repr(self._whole_copy())
 
@@ -275,9 +246,9 @@ def answer(params: Iterable[torch.nn.Parameter]) -> None:
             status = zero.__dict__.pop("ds_status")
             zero.__dict__.pop("item", None)  # DeepSpeed's own leaves the parameter gathered
             zero.__class__ = WholeParameter
-            zero.partition = _Partition(zero, zero.partition)
-            zero.all_gather = _GatherNow(zero, zero.all_gather)
-            zero.all_gather_coalesced = _Gather(zero, zero.all_gather_coalesced)
+            zero.partition = PartitionKeepingWrites(zero, zero.partition)
+            zero.all_gather = GatherNow(zero, zero.all_gather)
+            zero.all_gather_coalesced = Gather(zero, zero.all_gather_coalesced)
             zero.was_written = False
             zero.ds_status = status
 
@@ -302,29 +273,6 @@ def answering() -> AbstractContextManager[None]:
         answer([param])
 
     return wrapped(Init, "_convert_to_deepspeed_param", convert)
-
-
-@contextmanager
-def building() -> Iterator[None]:
-    """Leave gathered parameters as torch has them within this context, which knows what is written to them."""
-    _BUILDING.append(True)
-    try:
-        yield
-    finally:
-        _BUILDING.pop()
-
-
-@contextmanager
-def unanswered() -> Iterator[None]:
-    """Show all code the empty tensors within this context: a module's own ``state_dict`` or ``load_state_dict``, too.
-
-    The engine saves and loads partitions beside them.
-    """
-    _UNANSWERED.append(True)
-    try:
-        yield
-    finally:
-        _UNANSWERED.pop()
 
 
 def notify_of_writes(param: ZeroParameter, note: Callable[[Iterable[ZeroParameter]], None] | None) -> None:
@@ -418,148 +366,3 @@ def _refuse_tie(param: ZeroParameter) -> None:
         f"torch.nn.Parameter(...) was given a parameter of shape {tuple(param.ds_shape)} that ZeRO-3 has partitioned.",
         "Pass param.detach().clone() for a copy; to tie two modules, assign one parameter to both.",
     )
-
-
-def _is_in_context(param: ZeroParameter) -> bool:
-    return DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR in param.__dict__
-
-
-def _is_vmap(frame: Any) -> bool:
-    return bool(frame.f_globals.get("__name__") == "torch._functorch.vmap")
-
-
-def _moves_module(frame: Any) -> bool:
-    """Return whether ``Module.to`` or its like asks: they move the empty tensor, and the partition stays."""
-    return frame.f_code.co_name in _MOVING and frame.f_globals.get("__name__") == _APPLY.__module__
-
-
-class _Callers(dict[str, bool | None]):
-    """Says of each module that has used a parameter whether it is ours; None where its own caller decides."""
-
-    def __missing__(self, module: str) -> bool | None:
-        name = module + "."
-        between = name.startswith(_BETWEEN) and not name.startswith(_OURS[2:])
-        self[module] = decision = None if between else name.startswith(_OURS)
-        return decision
-
-
-_CALLERS = _Callers()
-
-
-def _is_ours(frame: Any) -> bool:
-    """Return whether DeepSpeed, this package or a compiler runs the operation, rather than user code."""
-    if _UNANSWERED:
-        return True
-    while frame is not None:
-        decision = _CALLERS[frame.f_globals.get("__name__", "")]
-        if decision is not None:
-            return decision
-        frame = frame.f_back
-    return False
-
-
-class _Gather:
-    """DeepSpeed's ``param.all_gather`` or ``all_gather_coalesced``, which first waits for what its parameters need."""
-
-    def __init__(self, param: ZeroParameter, original: Callable[..., object]) -> None:
-        self._param, self.original = param, original
-
-    def __call__(self, param_list: Iterable[ZeroParameter] | None = None, *args: Any, **kwargs: Any) -> object:
-        # The first argument lists the parameters; without it, all_gather gathers its own parameter.
-        params = [self._param] if param_list is None else list(param_list)
-        for wait in dict.fromkeys(param.__dict__.get("_before_gather") for param in params):
-            if wait is not None:
-                wait(params)
-        with torch._C.DisableTorchFunctionSubclass():  # for speed: DeepSpeed sees the empty tensors in any case
-            return self.original(params, *args, **kwargs)
-
-
-class _GatherNow(_Gather):
-    """DeepSpeed's ``param.all_gather``, of parameters that may be on their way already."""
-
-    def __call__(self, param_list: Iterable[ZeroParameter] | None = None, *args: Any, **kwargs: Any) -> object:
-        params = [self._param] if param_list is None else list(param_list)
-        for param in params:
-            if param.ds_status is ZeroParamStatus.INFLIGHT:
-                _await_gather(param)
-        return super().__call__(params, *args, **kwargs)
-
-
-def _await_gather(param: ZeroParameter) -> None:
-    """Complete a gather that DeepSpeed has begun ahead of a forward that did not come."""
-    registry = param.__dict__.get("_in_flight_registry")
-    if registry is not None and param in registry:
-        registry.pop(param).wait()
-
-
-class _Partition:
-    """DeepSpeed's ``param.partition``, which keeps what user code has written to gathered parameters."""
-
-    def __init__(self, param: ZeroParameter, original: Callable[..., None]) -> None:
-        self._param, self.original = param, original
-
-    def __call__(
-        self,
-        param_list: list[ZeroParameter] | None = None,
-        hierarchy: int = 0,
-        has_been_updated: bool = False,
-        free_data: bool = True,
-    ) -> None:
-        params = [self._param] if param_list is None else list(param_list)
-        for param in params:
-            if param.ds_active_sub_modules and _is_in_context(param):
-                _forget_modules(param)
-        written = [param for param in params if has_been_updated or _was_written(param)]
-        unchanged = params if not written else [param for param in params if all(param is not each for each in written)]
-        with torch._C.DisableTorchFunctionSubclass():
-            if unchanged:
-                self.original(unchanged, hierarchy, False, free_data)
-            if written:
-                self.original(written, hierarchy, True, free_data)
-        if written:
-            _note(written)
-
-
-def _forget_modules(param: ZeroParameter) -> None:
-    """Forget modules that a backward of a part left active: ``torch.autograd.grad`` may end before their own."""
-    if torch._C._current_graph_task_id() == NO_GRAPH_TASK and not is_in_forward():
-        param.ds_active_sub_modules.clear()
-
-
-def _was_written(param: ZeroParameter) -> bool:
-    """Return whether user code has changed a gathered parameter in place, in the same way on all ranks."""
-    attributes = param.__dict__
-    if attributes["ds_status"] is not ZeroParamStatus.AVAILABLE or param.ds_tensor is None:
-        return False
-    if attributes["_version_when_gathered"] == _version(param) and not attributes["was_written"]:
-        return False
-    attributes["was_written"] = False
-    attributes["_version_when_gathered"] = _version(param)
-    if is_rounded(param.dtype) and waiting(param) is None and not _is_in_context(param):
-        warnings.warn(
-            f"A parameter of shape {tuple(param.ds_shape)} was changed in place in {param.dtype} while it was whole, "
-            "within forward or between backward and step: the change was rounded. Write to param.data instead, which "
-            "keeps the precision of fp32.",
-            stacklevel=2,
-        )
-    if dist.get_world_size(param.ds_process_group) == 1:
-        return True
-    if _is_in_context(param):
-        raise UnsupportedError(
-            f"A parameter of shape {tuple(param.ds_shape)} was changed within GatheredParameters without "
-            "modifier_rank: ranks may have different values of it.",
-            "Pass modifier_rank=0, and write on that rank or on all.",
-        )
-    agree_to_gather([param.ds_id], partial(describe, [param], sys._getframe()))
-    broadcast(param)
-    return True
-
-
-def _note(params: Sequence[ZeroParameter]) -> None:
-    try:
-        for note in dict.fromkeys(param.__dict__.get("_note_writes") for param in params):
-            if note is not None:
-                note([param for param in params if param.__dict__.get("_note_writes") == note])
-    finally:
-        for param in params:
-            settle(param)

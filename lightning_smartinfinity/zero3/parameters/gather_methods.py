@@ -1,0 +1,138 @@
+"""What replaces ``param.all_gather`` and ``param.partition``: gathers wait for updates, and writes are kept."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
+
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.collectives import agree_to_gather
+from lightning_smartinfinity.zero3.parameters.gathering import NO_GRAPH_TASK, broadcast, describe
+from lightning_smartinfinity.zero3.parameters.unrounded import is_in_forward, is_rounded, settle, waiting
+from lightning_smartinfinity.zero3.untyped import ZeroParameter
+
+__all__ = ["Gather", "GatherNow", "PartitionKeepingWrites", "is_in_context", "version"]
+
+
+def is_in_context(param: ZeroParameter) -> bool:
+    """Return whether a parameter is within ``GatheredParameters``."""
+    return DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR in param.__dict__
+
+
+def version(param: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for one that was gathered in inference mode."""
+    return 0 if param.is_inference() else param._version
+
+
+class Gather:
+    """DeepSpeed's ``param.all_gather`` or ``all_gather_coalesced``, which first waits for what its parameters need."""
+
+    def __init__(self, param: ZeroParameter, original: Callable[..., object]) -> None:
+        self._param, self.original = param, original
+
+    def __call__(self, param_list: Iterable[ZeroParameter] | None = None, *args: Any, **kwargs: Any) -> object:
+        # The first argument lists the parameters; without it, all_gather gathers its own parameter.
+        params = [self._param] if param_list is None else list(param_list)
+        for wait in dict.fromkeys(param.__dict__.get("_before_gather") for param in params):
+            if wait is not None:
+                wait(params)
+        with torch._C.DisableTorchFunctionSubclass():  # for speed: DeepSpeed sees the empty tensors in any case
+            return self.original(params, *args, **kwargs)
+
+
+class GatherNow(Gather):
+    """DeepSpeed's ``param.all_gather``, of parameters that may be on their way already."""
+
+    def __call__(self, param_list: Iterable[ZeroParameter] | None = None, *args: Any, **kwargs: Any) -> object:
+        params = [self._param] if param_list is None else list(param_list)
+        for param in params:
+            if param.ds_status is ZeroParamStatus.INFLIGHT:
+                _await_gather(param)
+        return super().__call__(params, *args, **kwargs)
+
+
+def _await_gather(param: ZeroParameter) -> None:
+    """Complete a gather that DeepSpeed has begun ahead of a forward that did not come."""
+    registry = param.__dict__.get("_in_flight_registry")
+    if registry is not None and param in registry:
+        registry.pop(param).wait()
+
+
+class PartitionKeepingWrites:
+    """DeepSpeed's ``param.partition``, which keeps what user code has written to gathered parameters."""
+
+    def __init__(self, param: ZeroParameter, original: Callable[..., None]) -> None:
+        self._param, self.original = param, original
+
+    def __call__(
+        self,
+        param_list: list[ZeroParameter] | None = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        params = [self._param] if param_list is None else list(param_list)
+        for param in params:
+            if param.ds_active_sub_modules and is_in_context(param):
+                _forget_modules(param)
+        written = [param for param in params if has_been_updated or _was_written(param)]
+        unchanged = params if not written else [param for param in params if all(param is not each for each in written)]
+        with torch._C.DisableTorchFunctionSubclass():
+            if unchanged:
+                self.original(unchanged, hierarchy, False, free_data)
+            if written:
+                self.original(written, hierarchy, True, free_data)
+        if written:
+            _note(written)
+
+
+def _forget_modules(param: ZeroParameter) -> None:
+    """Forget modules that a backward of a part left active: ``torch.autograd.grad`` may end before their own."""
+    if torch._C._current_graph_task_id() == NO_GRAPH_TASK and not is_in_forward():
+        param.ds_active_sub_modules.clear()
+
+
+def _was_written(param: ZeroParameter) -> bool:
+    """Return whether user code has changed a gathered parameter in place, in the same way on all ranks."""
+    attributes = param.__dict__
+    if attributes["ds_status"] is not ZeroParamStatus.AVAILABLE or param.ds_tensor is None:
+        return False
+    if attributes["_version_when_gathered"] == version(param) and not attributes["was_written"]:
+        return False
+    attributes["was_written"] = False
+    attributes["_version_when_gathered"] = version(param)
+    if is_rounded(param.dtype) and waiting(param) is None and not is_in_context(param):
+        warnings.warn(
+            f"A parameter of shape {tuple(param.ds_shape)} was changed in place in {param.dtype} while it was whole, "
+            "within forward or between backward and step: the change was rounded. Write to param.data instead, which "
+            "keeps the precision of fp32.",
+            stacklevel=2,
+        )
+    if dist.get_world_size(param.ds_process_group) == 1:
+        return True
+    if is_in_context(param):
+        raise UnsupportedError(
+            f"A parameter of shape {tuple(param.ds_shape)} was changed within GatheredParameters without "
+            "modifier_rank: ranks may have different values of it.",
+            "Pass modifier_rank=0, and write on that rank or on all.",
+        )
+    agree_to_gather([param.ds_id], partial(describe, [param], sys._getframe()))
+    broadcast(param)
+    return True
+
+
+def _note(params: Sequence[ZeroParameter]) -> None:
+    try:
+        for note in dict.fromkeys(param.__dict__.get("_note_writes") for param in params):
+            if note is not None:
+                note([param for param in params if param.__dict__.get("_note_writes") == note])
+    finally:
+        for param in params:
+            settle(param)

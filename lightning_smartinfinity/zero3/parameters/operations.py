@@ -1,0 +1,236 @@
+"""Runs an operation on tensors that stand for partitioned parameters: on gathered ones, whose changes are kept.
+
+In a mixed precision parameters are fp32 in memory and 16 bit here: what an operation takes in fp32 is decided here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.collectives import agree_to_gather
+from lightning_smartinfinity.zero3.parameters.gathering import NO_GRAPH_TASK, describe, gathered, whole_data
+from lightning_smartinfinity.zero3.parameters.unrounded import (
+    is_fp32_in_memory,
+    is_in_forward,
+    is_rounded,
+    unrounded,
+    write_unrounded,
+)
+from lightning_smartinfinity.zero3.untyped import ZeroParameter
+
+__all__ = ["StandIn", "View", "computed", "is_narrow", "may_be_widened", "name_of", "one_by_one", "replayed"]
+
+# How a tensor follows from the one before: an operation that returns a view, its further arguments, and which of
+# several results it is.
+View = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
+
+
+class StandIn(torch.Tensor):
+    """A tensor without memory that stands for a parameter, or for a view of it.
+
+    Attributes:
+        param: The parameter, partitioned or whole.
+        views: How the tensor follows from it.
+        in_graph: Whether it stands for the parameter as a leaf of a graph, which nothing may change in place.
+        is_gradient: Whether it stands for the parameter's gradient instead, which ranks have in parts.
+        is_data: Whether it came from ``param.data``, by which autograd sees no change.
+        kept: Its elements, if ``param.data`` was assigned since: in memory such a tensor keeps the old memory.
+    """
+
+    param: ZeroParameter
+    views: tuple[View, ...]
+    in_graph: bool = False
+    is_gradient: bool = False
+    is_data: bool = False
+    kept: torch.Tensor | None = None
+
+
+def computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on gathered parameters."""
+    tensors = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)}
+    changed = _changed(func, args, kwargs)
+    for tensor in changed:
+        if tensor.in_graph and torch.is_grad_enabled():
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    rounded = {key: tensor for key, tensor in tensors.items() if is_rounded(tensor.dtype) and not tensor.is_gradient}
+    precise = _taken_in_fp32(func, rounded, changed, (args, kwargs))
+    # Most operations ask for one dtype.
+    narrow = any(_is_plain_narrow(leaf) for leaf in tree_leaves((args, kwargs)))
+    if precise and narrow:
+        args, kwargs = tree_map(_widened, (tuple(args), kwargs))
+    with ExitStack() as opened:
+        real = _opened(list(tensors.values()), changed, precise, opened, puts_back=narrow)
+        given = {id(value): tensors[key] for key, value in real.items()}
+        args, kwargs = tree_map(lambda leaf: real.get(id(leaf), leaf), (tuple(args), kwargs))
+        result = func(*args, **kwargs)
+        # An operation in place returns what it was given.
+        return tree_map(lambda leaf: given.get(id(leaf), leaf), result)
+
+
+def _taken_in_fp32(
+    func: Any, rounded: Mapping[int, StandIn], changed: Sequence[StandIn], arguments: Any
+) -> Mapping[int, StandIn]:
+    """Return, by id, those of the tensors in 16 bit that an operation takes in fp32, as parameters are in memory.
+
+    What is written is written in fp32, and what meets wider tensors becomes as wide. Other reads give fp32 where the
+    same parameter is fp32 in memory, except within forward: activations are in 16 bit there.
+    """
+    if not rounded:
+        return {}
+    outside = {key: each for key, each in rounded.items() if not (each.in_graph and torch.is_grad_enabled())}
+    if any(id(tensor) in rounded for tensor in changed):
+        return outside
+    if torch._C._current_graph_task_id() != NO_GRAPH_TASK:
+        return {}
+    leaves = tree_leaves(arguments)
+    if any(_is_wide(leaf, scalars=func._schema.is_mutable) for leaf in leaves):
+        return outside
+    if is_in_forward() or any(_is_plain_narrow(leaf) and leaf.dim() > 0 for leaf in leaves):
+        return {}
+    return {key: each for key, each in rounded.items() if is_fp32_in_memory(each.param)}
+
+
+def _is_wide(leaf: Any, *, scalars: bool) -> bool:
+    # A tensor without dimensions does not widen the others, except where it takes the result.
+    dtype = leaf.dtype if isinstance(leaf, torch.Tensor) and (scalars or leaf.dim() > 0) else leaf
+    return dtype in (torch.float32, torch.float64)
+
+
+def is_narrow(leaf: Any) -> bool:
+    """Return whether an argument is a tensor of 16 bit."""
+    return isinstance(leaf, torch.Tensor) and is_rounded(leaf.dtype)
+
+
+def _is_plain_narrow(leaf: Any) -> bool:
+    return is_narrow(leaf) and not isinstance(leaf, StandIn)
+
+
+def _widened(leaf: Any) -> Any:
+    return leaf.float() if _is_plain_narrow(leaf) else leaf
+
+
+def may_be_widened(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Return whether a function changes none of its arguments, of which one is a tensor of this kind in 16 bit."""
+    changes = name_of(func).endswith("_")
+    return not changes and any(isinstance(leaf, StandIn) and is_narrow(leaf) for leaf in tree_leaves(args))
+
+
+def _opened(
+    tensors: Sequence[StandIn],
+    changed: Sequence[StandIn],
+    in_fp32: Mapping[int, StandIn],
+    opened: ExitStack,
+    *,
+    puts_back: bool,
+) -> dict[int, torch.Tensor]:
+    """Return the elements of each tensor by its id, until the stack is closed; then write what was changed.
+
+    Args:
+        tensors: The tensors.
+        changed: Those of them that the operation changes.
+        in_fp32: Those of them, by id, that it takes in fp32.
+        opened: The stack.
+        puts_back: Whether the operation has values in 16 bit, which may have been read here and are put back.
+    """
+    own = [tensor for tensor in tensors if not tensor.is_gradient and tensor.kept is None]
+    params = dict.fromkeys(tensor.param for tensor in own)
+    written = dict.fromkeys(tensor.param for tensor in changed if not tensor.is_gradient and tensor.kept is None)
+    opened.enter_context(gathered(list(params), list(written)))
+    for param in dict.fromkeys(tensor.param for tensor in changed if not tensor.is_data):
+        if param in written and not param.is_inference():
+            torch.autograd.graph.increment_version(param)  # a graph that has kept it is told so
+    precise = dict.fromkeys(tensor.param for tensor in own if id(tensor) in in_fp32)
+    values = {param: opened.enter_context(_unrounded(param, param in written, puts_back)) for param in precise}
+    written = dict.fromkeys(tensor.param for tensor in changed if tensor.is_gradient)
+    of_gradients = dict.fromkeys(tensor.param for tensor in tensors if tensor.is_gradient)
+    if of_gradients and dist.get_world_size() > 1:
+        agree_to_gather([param.ds_id for param in of_gradients], partial(describe, list(of_gradients), sys._getframe()))
+    gradients = {param: opened.enter_context(_whole_gradient(param, param in written)) for param in of_gradients}
+
+    def elements(tensor: StandIn) -> torch.Tensor:
+        if tensor.kept is not None:
+            return tensor.kept if id(tensor) in in_fp32 else tensor.kept.to(tensor.dtype)
+        if tensor.is_gradient:
+            return replayed(gradients[tensor.param], tensor)
+        return replayed(values[tensor.param] if id(tensor) in in_fp32 else whole_data(tensor.param), tensor)
+
+    return {id(tensor): elements(tensor) for tensor in tensors}
+
+
+@contextmanager
+def _unrounded(param: ZeroParameter, written: bool, puts_back: bool) -> Iterator[torch.Tensor]:
+    # Within backward a read must not wait for an update, and may be of another parameter than it is about.
+    in_backward = torch._C._current_graph_task_id() != NO_GRAPH_TASK
+    values = whole_data(param).float() if in_backward and not written else unrounded(param)
+    before = values.clone() if written and puts_back else None
+    yield values
+    if before is not None:
+        unchanged = values == before.to(param.dtype).float()
+        values.copy_(torch.where(unchanged, before, values))
+    if written:
+        write_unrounded(param, values)
+
+
+@contextmanager
+def _whole_gradient(param: ZeroParameter, written: bool) -> Iterator[torch.Tensor]:
+    owner = param._z3_optimizer
+    gradient = owner.get_fp32_grad_for_param(param)
+    if gradient is None:
+        raise UnsupportedError(
+            f"The gradient of a parameter of shape {tuple(param.ds_shape)} is gone: a step has used it, or zero_grad() "
+            "was called.",
+            "Read it between backward and step, and clone() what is needed later.",
+        )
+    gradient = gradient.reshape(param.ds_shape).div_(owner.loss_scale)
+    yield gradient
+    if written:
+        owner.set_fp32_grad_for_param(gradient.mul_(owner.loss_scale), param)
+
+
+def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[StandIn]:
+    """Return the tensors that an operation changes."""
+    if not func._schema.is_mutable:
+        return []
+    named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+    mutable = [named.get(each.name) for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(mutable) if isinstance(leaf, StandIn)]
+
+
+def replayed(result: Any, tensor: StandIn) -> torch.Tensor:
+    """Return the view of a whole parameter that a tensor stands for.
+
+    Args:
+        result: The parameter's elements, in its shape.
+        tensor: The tensor.
+    """
+    for func, rest, kwargs, index in tensor.views:
+        result = func(result, *rest, **kwargs)
+        if index is not None:
+            result = result[index]
+    return result  # type: ignore[no-any-return]
+
+
+def one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation over lists element by element, so that one parameter at a time is gathered."""
+    lists = [each.name for each in func._schema.arguments if "List" in str(each.type) or "[]" in str(each.type)]
+    named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+    lists = [name for name in lists if isinstance(named.get(name), (list, tuple))]
+    results = []
+    for index in range(len(named[lists[0]])):
+        one = {name: [value[index]] if name in lists else value for name, value in named.items()}
+        results.append(computed(func, (), one))
+    return None if all(result is None for result in results) else [each for result in results for each in result]
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return the name of a function of torch."""
+    return str(getattr(func, "__name__", func))
