@@ -53,6 +53,7 @@ from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.parameters.callers import unanswered
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
+from lightning_smartinfinity.zero3.parameters.foreign_errors import naming_dtypes, naming_partitions
 from lightning_smartinfinity.zero3.parameters.generation import sync_generation
 from lightning_smartinfinity.zero3.parameters.live_parameters import keep_within_budget
 from lightning_smartinfinity.zero3.parameters.module_copies import copy_without_hooks
@@ -145,6 +146,7 @@ class PortableEngine(DeepSpeedEngine):
             self._linear_of_partitions(),
             autocast_of_caller(),
             in_forward(),
+            naming_dtypes(in_16_bit=self.bfloat16_enabled() or self.fp16_enabled()),
         ):
             return super().forward(*inputs, **kwargs)
 
@@ -303,7 +305,12 @@ class SmartInfinityEngine(PortableEngine):
             self.optimizer.retained.backward_begins(retain_graph=retain_graph)
             self.optimizer.backward_begins(retain_graph=retain_graph)
             # Backward runs checkpointed parts of forward again.
-            with self.optimizer.in_backward(), self._mending_gathers(), self._linear_of_partitions():
+            with (
+                self.optimizer.in_backward(),
+                self._mending_gathers(),
+                self._linear_of_partitions(),
+                naming_partitions(),
+            ):
                 scaled: torch.Tensor = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         return scaled
 

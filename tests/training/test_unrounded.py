@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
+from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
 
 DECAY = 0.999
@@ -26,7 +27,7 @@ class Distilled(pl.LightningModule):
     def __init__(self, write: Callable[[Distilled], None] | None = None, lr: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.student = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+        self.student = nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 1))
         for param in self.student.parameters():
             param.data = param.data.bfloat16().float()
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
@@ -89,7 +90,7 @@ def write_parts(module: Distilled) -> None:
     weight[2:6:3] *= DECAY
     weight.T[0].clamp_(-0.01, 0.01)
     weight.index_copy_(0, torch.tensor([7]), torch.full((1, 8), 1 / 3))
-    weight.masked_scatter_(weight > 0.3, torch.full((256,), 1 / 7))
+    weight.masked_scatter_(weight > 0.3, torch.full((264,), 1 / 7))
     module.student[2].bias.data.fill_(1 / 3)
 
 
@@ -134,6 +135,7 @@ def load(module: Distilled) -> None:
     module.teacher.load_state_dict(saved)
 
 
+TWO_RANKS = [scale, draw, write_parts, follow, swap, load]
 WRITES = [scale, scale_by_lists, draw, write_parts, follow, follow_by_data, average, swap, load, keep]
 
 
@@ -158,6 +160,21 @@ def ours(root: Path, place: str = "memory") -> SmartInfinityStrategy:
     """Return the strategy, with parameters in memory or on storage."""
     stored: Any = {"zero": {"offload_param": {"device": "nvme"}}, "transfer": TransferConfig(parameter_bytes="64KB")}
     return SmartInfinityStrategy(root / "storage", **(stored if place == "storage" else {}))
+
+
+def test_two_ranks_write_what_memory_writes(tmp_path: Path) -> None:
+    """Each has its slices in fp32, whose sizes are not multiples of two, and a resumed training ends alike."""
+    done = run_module("tests.training.unrounded_worker", tmp_path, ranks=2)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    for write in TWO_RANKS:
+        module = Distilled(write)
+        quiet_trainer(tmp_path, "auto", precision="bf16-mixed").fit(module)
+        for found in ranks:
+            torch.testing.assert_close(found[write.__name__], module.found, rtol=0, atol=0)
+    for found in ranks:
+        torch.testing.assert_close(found["resumed"]["student"], found["whole"]["student"], rtol=0, atol=0)
+        torch.testing.assert_close(found["resumed"]["teacher"], found["whole"]["teacher"], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
@@ -212,7 +229,7 @@ def test_forward_reads_sixteen_bit(tmp_path: Path) -> None:
     class Reading(Distilled):
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
             hidden = nn.functional.linear(self.student[0](batch).tanh(), self.student[2].weight * 2)
-            wide = nn.functional.linear(torch.ones(2, 32, dtype=torch.float32), self.student[2].weight)
+            wide = nn.functional.linear(torch.ones(2, 33, dtype=torch.float32), self.student[2].weight)
             return hidden.mean() + wide.mean() + self.student[0](batch + torch.arange(8).float()).mean()
 
     module = Reading(lr=0.1)
