@@ -105,9 +105,17 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
             return
 
         # DeepSpeedPrecision's own version leaves the user's method out.
-        def backward(original: Callable[..., None], loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        def backward(
+            original: Callable[..., None],
+            loss: torch.Tensor,
+            gradient: torch.Tensor | None = None,
+            retain_graph: bool | None = None,
+            **others: Any,
+        ) -> None:
+            given = {name: value for name, value in others.items() if value not in (None, False)}
             with replaced(torch.Tensor, "backward", original):
-                engine.backward(loss, *args, **kwargs)
+                scaled = loss if gradient is None else (loss * gradient).sum()
+                engine.backward(scaled, retain_graph=bool(retain_graph), **given)
 
         with wrapped(torch.Tensor, "backward", backward):
             model.backward(tensor, *args, **kwargs)

@@ -54,6 +54,7 @@ from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.parameters.callers import unanswered
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
 from lightning_smartinfinity.zero3.parameters.foreign_errors import naming_dtypes, naming_partitions
+from lightning_smartinfinity.zero3.parameters.gathering import in_forward
 from lightning_smartinfinity.zero3.parameters.generation import sync_generation
 from lightning_smartinfinity.zero3.parameters.live_parameters import keep_within_budget
 from lightning_smartinfinity.zero3.parameters.module_copies import copy_without_hooks
@@ -75,7 +76,7 @@ from lightning_smartinfinity.zero3.parameters.torch_functions import (
     linear_of_partitions,
     putting_torch_back,
 )
-from lightning_smartinfinity.zero3.parameters.unrounded import in_forward, keep_slice, unrounded_slice
+from lightning_smartinfinity.zero3.parameters.unrounded import keep_slice, unrounded_slice
 from lightning_smartinfinity.zero3.release import release_module
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.step.foreign_step import refuse_foreign_steps

@@ -38,6 +38,7 @@ from lightning_smartinfinity.zero3.collectives import raise_together, raising_to
 from lightning_smartinfinity.zero3.environment import reuse_freed_memory
 from lightning_smartinfinity.zero3.parameter_groups import find_changed, restore_groups
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
+from lightning_smartinfinity.zero3.parameters.gather_methods import bring_in_writes
 from lightning_smartinfinity.zero3.parameters.partition import Partition, describe_partition
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.step.gradient_path import GradientPath
@@ -386,7 +387,12 @@ class StorageOptimizer(GradientPath):
         """Prepare for the engine's backward: begin a speculative update if only the step is to follow it."""
         self._drain_for_residual()
         follows, self.step_follows = self.step_follows, False
-        if self.overlap.backward_begins(step_follows=follows) and not retain_graph:
+        # A speculative update begins from the masters, which lack what was written to parameters that are whole.
+        if (
+            self.overlap.backward_begins(step_follows=follows)
+            and not retain_graph
+            and bring_in_writes(self.partition.params())
+        ):
             everything = np.ones(len(self.partition.layout.parameters), np.bool_)
             plan = self._plan(active=everything, loss_scale=float(self.loss_scale))
             may_bind = self.may_bind and not has_step_hooks(self.optimizer)

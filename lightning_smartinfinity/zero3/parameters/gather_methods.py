@@ -1,4 +1,7 @@
-"""What replaces ``param.all_gather`` and ``param.partition``: gathers wait for updates, and writes are kept."""
+"""What replaces ``param.all_gather`` and ``param.partition``: gathers wait for updates, and writes are kept.
+
+It warns of what 16 bit rounds, and raises if ranks may have written differently.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.collectives import agree_to_gather
-from lightning_smartinfinity.zero3.parameters.gathering import NO_GRAPH_TASK, broadcast, describe
-from lightning_smartinfinity.zero3.parameters.unrounded import is_in_forward, is_rounded, settle, waiting
+from lightning_smartinfinity.zero3.parameters.gathering import (
+    NO_GRAPH_TASK,
+    broadcast,
+    describe,
+    is_in_context,
+    is_in_forward,
+)
+from lightning_smartinfinity.zero3.parameters.unrounded import is_rounded, settle, waiting
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
-__all__ = ["Gather", "GatherNow", "PartitionKeepingWrites", "is_in_context", "version"]
-
-
-def is_in_context(param: ZeroParameter) -> bool:
-    """Return whether a parameter is within ``GatheredParameters``."""
-    return DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR in param.__dict__
+__all__ = ["Gather", "GatherNow", "PartitionKeepingWrites", "bring_in_writes", "version"]
 
 
 def version(param: torch.Tensor) -> int:
@@ -99,12 +103,33 @@ def _forget_modules(param: ZeroParameter) -> None:
         param.ds_active_sub_modules.clear()
 
 
+def bring_in_writes(params: Iterable[ZeroParameter]) -> bool:
+    """Partition the whole parameters that were written, which brings what was written into masters. Collective.
+
+    Args:
+        params: The parameters, in the same order on all ranks.
+
+    Returns:
+        Whether none is left, because a module uses it.
+    """
+    written = [param for param in params if param.ds_status is ZeroParamStatus.AVAILABLE and _has_changed(param)]
+    idle = [param for param in written if not param.ds_active_sub_modules]
+    if idle:
+        idle[0].partition(param_list=idle)
+    return len(idle) == len(written)
+
+
+def _has_changed(param: ZeroParameter) -> bool:
+    attributes = param.__dict__
+    return bool(attributes["was_written"] or attributes["_version_when_gathered"] != version(param))
+
+
 def _was_written(param: ZeroParameter) -> bool:
     """Return whether user code has changed a gathered parameter in place, in the same way on all ranks."""
     attributes = param.__dict__
     if attributes["ds_status"] is not ZeroParamStatus.AVAILABLE or param.ds_tensor is None:
         return False
-    if attributes["_version_when_gathered"] == version(param) and not attributes["was_written"]:
+    if not _has_changed(param):
         return False
     attributes["was_written"] = False
     attributes["_version_when_gathered"] = version(param)

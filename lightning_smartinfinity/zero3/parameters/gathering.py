@@ -10,17 +10,50 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
 
 from lightning_smartinfinity.zero3.collectives import agree_to_gather
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
-__all__ = ["NO_GRAPH_TASK", "broadcast", "describe", "gathered", "whole_data"]
+__all__ = [
+    "NO_GRAPH_TASK",
+    "broadcast",
+    "describe",
+    "gathered",
+    "in_forward",
+    "is_in_context",
+    "is_in_forward",
+    "whole_data",
+]
 
 # Of torch's task id outside of backward, and of modules between a line of user code and an operation.
 NO_GRAPH_TASK = -1
 _LIBRARIES = ("torch.", "contextlib", "deepspeed.", "lightning_smartinfinity.")
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+# Not empty while an engine runs forward.
+_FORWARDS: list[bool] = []
+
+
+@contextmanager
+def in_forward() -> Iterator[None]:
+    """Mark an engine's forward: activations are in 16 bit there, and parameters are read as they are."""
+    _FORWARDS.append(True)
+    try:
+        yield
+    finally:
+        _FORWARDS.pop()
+
+
+def is_in_forward() -> bool:
+    """Return whether an engine runs forward."""
+    return bool(_FORWARDS)
+
+
+def is_in_context(param: ZeroParameter) -> bool:
+    """Return whether a parameter is within ``GatheredParameters``."""
+    return DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR in param.__dict__
 
 
 def whole_data(param: ZeroParameter) -> torch.Tensor:
@@ -53,8 +86,21 @@ def gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter] =
     finally:
         for param in params:
             param.was_written = param.was_written or param.ds_id in changed
-        if missing:
-            missing[0].partition(param_list=missing)  # which keeps what was written
+        # Partitioning brings what was written into masters, at once where nothing needs the parameter whole.
+        leaving = [
+            param
+            for param in params
+            if any(param is each for each in missing) or (param.ds_id in changed and _is_idle(param))
+        ]
+        if leaving:
+            leaving[0].partition(param_list=leaving)
+
+
+def _is_idle(param: ZeroParameter) -> bool:
+    """Return whether a whole parameter may be partitioned: no forward, backward or GatheredParameters uses it."""
+    if param.ds_active_sub_modules or is_in_forward() or torch._C._current_graph_task_id() != NO_GRAPH_TASK:
+        return False
+    return not is_in_context(param)
 
 
 def describe(params: Sequence[ZeroParameter], frame: Any) -> tuple[list[str], str]:

@@ -17,10 +17,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.collectives import agree_to_gather
-from lightning_smartinfinity.zero3.parameters.gathering import NO_GRAPH_TASK, describe, gathered, whole_data
+from lightning_smartinfinity.zero3.parameters.gathering import (
+    NO_GRAPH_TASK,
+    describe,
+    gathered,
+    is_in_forward,
+    whole_data,
+)
 from lightning_smartinfinity.zero3.parameters.unrounded import (
     is_fp32_in_memory,
-    is_in_forward,
     is_rounded,
     unrounded,
     write_unrounded,
@@ -89,12 +94,11 @@ def _taken_in_fp32(
     outside = {key: each for key, each in rounded.items() if not (each.in_graph and torch.is_grad_enabled())}
     if any(id(tensor) in rounded for tensor in changed):
         return outside
-    if torch._C._current_graph_task_id() != NO_GRAPH_TASK:
-        return {}
     leaves = tree_leaves(arguments)
     if any(_is_wide(leaf, scalars=func._schema.is_mutable) for leaf in leaves):
         return outside
-    if is_in_forward() or any(_is_plain_narrow(leaf) and leaf.dim() > 0 for leaf in leaves):
+    in_backward = torch._C._current_graph_task_id() != NO_GRAPH_TASK
+    if in_backward or is_in_forward() or any(_is_plain_narrow(leaf) and leaf.dim() > 0 for leaf in leaves):
         return {}
     return {key: each for key, each in rounded.items() if is_fp32_in_memory(each.param)}
 

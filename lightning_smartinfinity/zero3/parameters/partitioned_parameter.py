@@ -29,9 +29,9 @@ from lightning_smartinfinity.zero3.parameters.gather_methods import (
     Gather,
     GatherNow,
     PartitionKeepingWrites,
-    is_in_context,
     version,
 )
+from lightning_smartinfinity.zero3.parameters.gathering import is_in_context
 from lightning_smartinfinity.zero3.parameters.partitioned_tensor import (
     PartitionedTensor,
     keep_values,

@@ -7,8 +7,7 @@ parameter that is not trained, such as a teacher's, gets an fp32 copy of this ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,7 @@ from lightning_smartinfinity.zero3.parameters.gathering import broadcast, whole_
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = [
-    "in_forward",
     "is_fp32_in_memory",
-    "is_in_forward",
     "is_rounded",
     "keep_slice",
     "note_fp32_in_memory",
@@ -34,25 +31,6 @@ __all__ = [
 # Full values that wait until the parameter is partitioned, and the slice of one that is not trained.
 _WAITING, _SLICE = "_unrounded", "_unrounded_slice"
 _FP32_IN_MEMORY = "_is_fp32_in_memory"
-
-
-# Not empty while an engine runs forward.
-_FORWARDS: list[bool] = []
-
-
-@contextmanager
-def in_forward() -> Iterator[None]:
-    """Mark an engine's forward: activations are in 16 bit there, and parameters are read as they are."""
-    _FORWARDS.append(True)
-    try:
-        yield
-    finally:
-        _FORWARDS.pop()
-
-
-def is_in_forward() -> bool:
-    """Return whether an engine runs forward."""
-    return bool(_FORWARDS)
 
 
 def note_fp32_in_memory(params: Iterable[torch.nn.Parameter]) -> None:
