@@ -453,3 +453,22 @@ def test_gradients_of_what_a_model_returns(
             optimizer.step()
         losses.append(found)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_penalty_in_a_mixed_precision(tmp_path: Path) -> None:
+    """A term over a partitioned weight, computed outside of the model's forward, has a gradient in backward."""
+    ends = []
+    for strategy in ("auto", SmartInfinityFabricStrategy(tmp_path, zero={"stage3_param_persistence_threshold": 0})):
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-mixed")
+        fabric.launch()
+        torch.manual_seed(0)
+        net = nn.Linear(8, 32)
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in range(3):
+            weight = model.module.weight
+            loss = model(torch.ones(2, 8)).float().mean() + (weight.T @ weight - torch.eye(8)).square().mean()
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(net.weight.detach().float())
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=5e-3)

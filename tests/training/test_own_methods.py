@@ -30,7 +30,7 @@ class InTwoParts(Small):
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         (loss * 0.25).backward(retain_graph=True)  # type: ignore[no-untyped-call]
         self.seen.append(float(self.net[0].weight.grad.norm()))  # type: ignore[operator, union-attr]
-        (loss * 2).backward()  # type: ignore[no-untyped-call]
+        (loss * 2).backward(torch.tensor(0.5))  # type: ignore[no-untyped-call]
 
 
 class Clipped(Small):

@@ -294,6 +294,59 @@ def test_a_weight_that_a_graph_needs_is_not_changed(tmp_path: Path) -> None:
         fitted(tmp_path / str(strategy) / "data", Small(term=change_data), strategy)
 
 
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+@pytest.mark.parametrize("directly", [True, False])
+def test_a_write_after_validation_is_in_the_next_step(overlap: str, directly: bool, tmp_path: Path) -> None:
+    """Validation leaves small parameters whole; an update that begins within backward has what was written to them."""
+
+    class Validated(Small):
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            self.net(batch)
+
+        def on_validation_end(self) -> None:
+            for param in self.parameters():
+                with torch.no_grad():
+                    (param if directly else param.data).mul_(0.5)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    norms = []
+    for strategy in ("auto", None):
+        settings: dict[str, Any] = {"precision": "32-true", "max_epochs": 3, "num_sanity_val_steps": 0}
+        trainer = quiet_trainer(tmp_path, strategy, **settings, **({} if strategy else {"overlap": overlap}))
+        module = Validated()
+        trainer.fit(module)
+        norms.append([float(param.detach().norm()) for param in module.parameters()])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_a_term_within_gathered_parameters_is_refused(tmp_path: Path) -> None:
+    """Backward finds the parameters partitioned again; the error says to leave the context out."""
+
+    def term(module: Small) -> torch.Tensor:
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            return sum(param.pow(2).sum() for param in module.parameters())  # type: ignore[return-value]
+
+    with pytest.raises(UnsupportedError, match=r"outside of deepspeed\.zero\.GatheredParameters"):
+        fitted(tmp_path, Small(term=term))
+
+
+def test_dtypes_that_do_not_meet_are_named(tmp_path: Path) -> None:
+    """Autocast would cast an fp32 table in memory."""
+
+    class Positions(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(32)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.norm(self.net[0](batch) + torch.arange(32).float()).float().mean()  # type: ignore[no-any-return]
+
+    with pytest.raises(UnsupportedError, match=r"dtypes of its inputs.*value\.to\(x\.dtype\)"):
+        fitted(tmp_path, Positions(), precision="bf16-mixed")
+
+
 def test_data_of_another_parameter_is_copied(tmp_path: Path) -> None:
     """Two parameters cannot have one memory: both are trained, each by itself."""
 

@@ -223,6 +223,17 @@ def test_hooks_read_the_dtype_of_memory(precision: Any, tmp_path: Path) -> None:
     assert expected[1][1] == pytest.approx(expected[0][1], rel=1e-5)
 
 
+def test_a_second_fit_begins_from_16_bit(tmp_path: Path) -> None:
+    """The masters of the first are gone: nothing keeps fp32 between fits."""
+    module = Distilled(scale)
+    quiet_trainer(tmp_path / "1", precision="bf16-mixed").fit(module)
+    first = module.found["student"]
+    module.write = None
+    quiet_trainer(tmp_path / "2", precision="bf16-mixed").fit(module)
+    for value, before in zip(module.found["student"], first, strict=True):
+        assert torch.equal(value, before.bfloat16().float())
+
+
 def test_forward_reads_sixteen_bit(tmp_path: Path) -> None:
     """Within training_step a weight goes with activations; linear layers take fp32 inputs, as under autocast."""
 

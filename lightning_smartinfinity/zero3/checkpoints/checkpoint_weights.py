@@ -116,7 +116,11 @@ def _contents(folder: SavedWeights) -> Contents:
     module = folder.module
     trained = {name: TensorSpec(shape, module[name].dtype, trained=True) for name, shape in folder.shapes.items()}
     fragments = folder.model_states.get(FROZEN_PARAM_FRAGMENTS) or {}
-    frozen = {name: TensorSpec(shape, fragments[name].dtype) for name, shape in (folder.frozen_shapes() or {}).items()}
+    # The module's dtype: a fragment may have the fp32 values behind a parameter in 16 bit.
+    frozen = {
+        name: TensorSpec(shape, module[name].dtype if name in module else fragments[name].dtype)
+        for name, shape in (folder.frozen_shapes() or {}).items()
+    }
     parameters = {**trained, **frozen}
     aliases = {alias: name for alias, name in folder.shared.items() if name in parameters}
     rest = {name: value for name, value in module.items() if name not in parameters.keys() | aliases.keys()}
@@ -140,6 +144,6 @@ def _read_frozen(file: Path, rank: int, specs: dict[str, TensorSpec], put: Put) 
             fragment = opened.state[FROZEN_PARAM_FRAGMENTS][name]
             first = rank * fragment.numel()
             for begin, end in windows(0, min(fragment.numel(), spec.numel - first)):
-                values = torch.empty(end - begin, dtype=spec.dtype)
+                values = torch.empty(end - begin, dtype=fragment.dtype)
                 opened.read(fragment, begin, values)
-                put(name, first + begin, values)
+                put(name, first + begin, values.to(spec.dtype))

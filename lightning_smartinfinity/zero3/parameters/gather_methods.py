@@ -1,4 +1,4 @@
-"""What replaces ``param.all_gather`` and ``param.partition``: gathers wait for updates, and writes are kept.
+"""Replaces ``param.all_gather`` and ``param.partition``: gathers wait for updates, and writes are kept.
 
 It warns of what 16 bit rounds, and raises if ranks may have written differently.
 """

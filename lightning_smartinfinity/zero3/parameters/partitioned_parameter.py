@@ -3,7 +3,7 @@
 ZeRO-3 marks a parameter by ``ds_status`` and leaves its tensor empty while it is partitioned. Here that attribute also
 switches the parameter's class: :class:`WholeParameter` while the values are there, which costs nothing, and
 :class:`PartitionedParameter` otherwise, which answers for the whole parameter. DeepSpeed and this package see the empty
-tensor as before: the module of the calling frame decides.
+tensor as before (see callers.py).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _ZeroParameter(torch.nn.Parameter):
 
 
 class WholeParameter(_ZeroParameter):
-    """A gathered parameter. Operations on it are torch's own; only ``data`` is watched, which hides writes."""
+    """A gathered parameter. Operations on it are torch's own; ``data``, ``grad``, ``set_`` and copies are watched."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
