@@ -324,7 +324,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         self._require_loaded()
         super().backward(tensor, module, **kwargs)
 
-    # Fabric fails torch.autograd.grad where a strategy overrides this method; it looks behind what is wrapped.
+    # Where a strategy overrides backward, Fabric lets torch.autograd.grad fail. It takes the wrapped one for ours.
     backward.__wrapped__ = Strategy.backward  # type: ignore[attr-defined]
 
     @override

@@ -275,9 +275,9 @@ class NearStorage(ABC):
             write_earlier_state(engine.optimizer, earlier)
         return engine, rest
 
+    @abstractmethod
     def _has_fp32_in_memory(self, model: torch.nn.Module) -> bool:
         """Return whether the same training in memory has parameters in fp32, as in a mixed precision."""
-        raise NotImplementedError
 
     def _offload_for(self, optimizer: Optimizer) -> OffloadSettings:
         """Return the settings with the chosen update device; warn if compression brings no gain."""

@@ -184,7 +184,7 @@ class SmartInfinityFabricPrecision(FabricDeepSpeedPrecision):
     def backward(self, tensor: torch.Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         super().backward(tensor, model, *args, **kwargs)
 
-    # Fabric fails torch.autograd.grad where a precision overrides this method; it looks behind what is wrapped.
+    # Where a precision overrides backward, Fabric lets torch.autograd.grad fail. It takes the wrapped one for ours.
     backward.__wrapped__ = Precision.backward  # type: ignore[attr-defined]
 
 

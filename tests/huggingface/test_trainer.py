@@ -84,7 +84,7 @@ def test_it_trains_like_the_trainer_in_memory(model_folder: Path, tmp_path: Path
 
 
 def test_callbacks_find_gradients_before_each_step(model_folder: Path, tmp_path: Path) -> None:
-    """Once a window, clipped; behind a training step, in which Accelerate steps, there are none."""
+    """They find them once per step, clipped. After training_step there are none, since Accelerate steps within it."""
     norms: list[float] = []
     left: list[bool] = []
 

@@ -116,7 +116,7 @@ def _contents(folder: SavedWeights) -> Contents:
     module = folder.module
     trained = {name: TensorSpec(shape, module[name].dtype, trained=True) for name, shape in folder.shapes.items()}
     fragments = folder.model_states.get(FROZEN_PARAM_FRAGMENTS) or {}
-    # The module's dtype: a fragment may have the fp32 values behind a parameter in 16 bit.
+    # In the dtype of the module. The file may hold a parameter of 16 bit in fp32, as something has written it.
     frozen = {
         name: TensorSpec(shape, module[name].dtype if name in module else fragments[name].dtype)
         for name, shape in (folder.frozen_shapes() or {}).items()

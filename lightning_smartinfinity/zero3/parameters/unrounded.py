@@ -1,4 +1,4 @@
-"""The fp32 values behind parameters in 16 bit: what is written in place keeps what rounding would lose.
+"""Keeps fp32 values of parameters in 16 bit, so that small changes in place are not lost to rounding.
 
 In Lightning's mixed precisions parameters are fp32, and a moving average with a decay near 1 moves. Here a parameter of
 16 bit is computed with, and fp32 values stand behind it. Those of a trained parameter are its masters on storage. A
