@@ -63,7 +63,7 @@ from lightning_smartinfinity.zero3.parameters.module_outputs import accept_any_o
 from lightning_smartinfinity.zero3.parameters.module_trace import read_trace_lazily
 from lightning_smartinfinity.zero3.parameters.norm_statistics import keep_statistics
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
-from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answer_in, answering
+from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answer_in, answering, engine_at_work
 from lightning_smartinfinity.zero3.parameters.partitioning import (
     cast_parameters,
     having_a_parameter,
@@ -147,6 +147,7 @@ class PortableEngine(DeepSpeedEngine):
             self._linear_of_partitions(),
             autocast_of_caller(),
             in_forward(),
+            engine_at_work(),
             naming_dtypes(in_16_bit=self.bfloat16_enabled() or self.fp16_enabled()),
         ):
             return super().forward(*inputs, **kwargs)
@@ -308,6 +309,7 @@ class SmartInfinityEngine(PortableEngine):
             # Backward runs checkpointed parts of forward again.
             with (
                 self.optimizer.in_backward(),
+                engine_at_work(),
                 self._mending_gathers(),
                 self._linear_of_partitions(),
                 naming_partitions(),

@@ -24,7 +24,9 @@ DECAY = 0.999
 class Distilled(pl.LightningModule):
     """A student with a teacher that follows it, and a mean of its own; weights are numbers of bf16 at first."""
 
-    def __init__(self, write: Callable[[Distilled], None] | None = None, lr: float = 0.0) -> None:
+    def __init__(
+        self, write: Callable[[Distilled], None] | None = None, lr: float = 0.0, *, validated: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.student = nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 1))
@@ -32,13 +34,21 @@ class Distilled(pl.LightningModule):
             param.data = param.data.bfloat16().float()
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.mean = [param.detach().clone() for param in self.student.parameters()]
-        self.write, self.lr = write, lr
+        self.write, self.lr, self.validated = write, lr, validated
         self.found: dict[str, list[torch.Tensor]] = {}
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         return ((self.student(batch) - 1) ** 2).mean()
 
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.student(batch), self.teacher(batch)
+
     def on_train_batch_end(self, *args: object) -> None:
+        if self.write is not None and not self.validated:
+            with torch.no_grad():
+                self.write(self)
+
+    def on_validation_end(self) -> None:
         if self.write is not None:
             with torch.no_grad():
                 self.write(self)
@@ -55,6 +65,9 @@ class Distilled(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         return DataLoader(torch.ones(6, 8), batch_size=2)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader() if self.validated else []
 
 
 def masters(param: torch.Tensor) -> torch.Tensor:
@@ -135,20 +148,40 @@ def load(module: Distilled) -> None:
     module.teacher.load_state_dict(saved)
 
 
+def compute(module: Distilled) -> None:
+    """Call operations that torch lacks in 16 bit, and write by a view that was taken before."""
+    scale(module)
+    weight = module.student[0].weight
+    kept = weight.detach()[1:]
+    nn.init.orthogonal_(weight)
+    weight.addmm_(torch.full((33, 2), DECAY), torch.full((2, 8), 1 / 3))
+    kept.mul_(DECAY)
+    module.mean[0][0, 0] = torch.linalg.svdvals(weight)[0].round(decimals=4)
+    module.student[2].weight[0, :4] -= 1e-4
+
+
 TWO_RANKS = [scale, draw, write_parts, follow, swap, load]
-WRITES = [scale, scale_by_lists, draw, write_parts, follow, follow_by_data, average, swap, load, keep]
+WRITES = [scale, scale_by_lists, draw, write_parts, follow, follow_by_data, average, swap, load, keep, compute]
 
 
 @pytest.mark.parametrize(
     ("write", "place"),
-    [*((write, "memory") for write in WRITES), *((write, "storage") for write in (write_parts, follow, swap))],
+    [
+        *((write, "memory") for write in WRITES),
+        *((write, "storage") for write in (write_parts, follow, swap)),
+        *((write, "validated") for write in WRITES),
+    ],
 )
 def test_writes_are_those_to_fp32_parameters(write: Callable[[Distilled], None], place: str, tmp_path: Path) -> None:
-    """Masters, a teacher and a mean have the bits of fp32 arithmetic, with parameters in memory or on storage."""
+    """Masters, a teacher and a mean have the bits of fp32 arithmetic, with parameters in memory or on storage.
+
+    After a validation parameters are still whole.
+    """
     found = {}
     for strategy in ("auto", ours(tmp_path, place)):
-        module = Distilled(write)
-        quiet_trainer(tmp_path, strategy, precision="bf16-mixed").fit(module)
+        module = Distilled(write, validated=place == "validated")
+        settings = {"val_check_interval": 1, "num_sanity_val_steps": 0} if module.validated else {}
+        quiet_trainer(tmp_path, strategy, precision="bf16-mixed", **settings).fit(module)
         found[strategy] = module.found
     (theirs, own) = found.values()
     for name, values in theirs.items():

@@ -135,9 +135,8 @@ def _was_written(param: ZeroParameter) -> bool:
     attributes["_version_when_gathered"] = version(param)
     if is_rounded(param.dtype) and waiting(param) is None and not is_in_context(param):
         warnings.warn(
-            f"A parameter of shape {tuple(param.ds_shape)} was changed in place in {param.dtype} while it was whole, "
-            "within forward or between backward and step: the change was rounded. Write to param.data instead, which "
-            "keeps the precision of fp32.",
+            f"A parameter of shape {tuple(param.ds_shape)} was changed in place in {param.dtype} within forward or "
+            "backward: the change was rounded. Write to param.data instead, which keeps the precision of fp32.",
             stacklevel=2,
         )
     if dist.get_world_size(param.ds_process_group) == 1:

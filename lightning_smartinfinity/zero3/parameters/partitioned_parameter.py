@@ -1,17 +1,17 @@
 """Parameters that answer as in memory while ZeRO-3 has partitioned them.
 
 ZeRO-3 marks a parameter by ``ds_status`` and leaves its tensor empty while it is partitioned. Here that attribute also
-switches the parameter's class: :class:`WholeParameter` while the values are there, which costs nothing, and
-:class:`PartitionedParameter` otherwise, which answers for the whole parameter. DeepSpeed and this package see the empty
-tensor as before (see callers.py).
+switches the parameter's class: :class:`WholeParameter` while the values are there and an engine runs forward or
+backward, which costs nothing, and :class:`PartitionedParameter` otherwise, which answers for the whole parameter.
+DeepSpeed and this package see the empty tensor as before (see callers.py).
 """
 
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ from lightning_smartinfinity.zero3.parameters.gather_methods import (
     PartitionKeepingWrites,
     version,
 )
-from lightning_smartinfinity.zero3.parameters.gathering import is_in_context
+from lightning_smartinfinity.zero3.parameters.gathering import NO_GRAPH_TASK, is_in_context, whole_data
+from lightning_smartinfinity.zero3.parameters.gradients import GET_GRAD, SET_GRAD, gradient_of, set_gradient
 from lightning_smartinfinity.zero3.parameters.partitioned_tensor import (
     PartitionedTensor,
     keep_values,
@@ -43,7 +44,15 @@ from lightning_smartinfinity.zero3.parameters.unrounded import (
 )
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
-__all__ = ["ANSWERS", "UNAFFECTED", "answer_in", "answering", "notify_of_writes", "wait_before_gather"]
+__all__ = [
+    "ANSWERS",
+    "UNAFFECTED",
+    "answer_in",
+    "answering",
+    "engine_at_work",
+    "notify_of_writes",
+    "wait_before_gather",
+]
 
 Tensor = torch.Tensor
 ANSWERS: dict[object, Callable[..., object]] = {
@@ -75,14 +84,18 @@ UNAFFECTED: set[object] = {
 """Functions of torch that return the same whether or not a parameter is partitioned."""
 
 _GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
-_GET_GRAD, _SET_GRAD = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[union-attr]
 # Functions that find parameters in a graph.
 _DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
-# Functions whose results are no part of a graph.
-_DETACHING = {_GET_DATA, Tensor.detach, torch.detach}
+_DETACHING = {Tensor.detach, torch.detach}
+_ABOUT_DATA = {_GET_DATA, _SET_DATA}
+_ABOUT_ONE = {*ANSWERS, *_DETACHING, *_ABOUT_DATA}
 
 
 _APPLY = torch.nn.Module._apply
+
+# Parameters that are whole, by id; and as many entries as engines run forward or backward, one within another.
+_WHOLE: dict[int, weakref.ref[_ZeroParameter]] = {}
+_AT_WORK: list[bool] = []
 
 
 class _Status:
@@ -92,10 +105,38 @@ class _Status:
         attributes = param.__dict__
         attributes["ds_status"] = status
         if status is ZeroParamStatus.AVAILABLE:
-            param.__class__ = WholeParameter
+            param.__class__ = WholeParameter if _AT_WORK else PartitionedParameter
+            _WHOLE[id(param)] = weakref.ref(param)
             attributes["_version_when_gathered"] = version(param)
         else:
             param.__class__ = PartitionedParameter
+            _WHOLE.pop(id(param), None)
+
+
+@contextmanager
+def engine_at_work() -> Iterator[None]:
+    """Leave operations on whole parameters to torch within this context, for speed: an engine runs forward or backward.
+
+    At other times user code runs, and a parameter may be whole because it is small or was validated with.
+    """
+    if not _AT_WORK:
+        _switch(WholeParameter)
+    _AT_WORK.append(True)
+    try:
+        yield
+    finally:
+        _AT_WORK.pop()
+        if not _AT_WORK:
+            _switch(PartitionedParameter)
+
+
+def _switch(kind: type[_ZeroParameter]) -> None:
+    for key, ref in list(_WHOLE.items()):
+        param = ref()
+        if param is None:
+            del _WHOLE[key]
+        else:
+            param.__class__ = kind
 
 
 class _ZeroParameter(torch.nn.Parameter):
@@ -126,6 +167,12 @@ class _ZeroParameter(torch.nn.Parameter):
         memo[id(self)] = copied
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not _is_torchs(self):
+            refuse_use_of_memory(self, "pickle")
+        plain: Any = torch.nn.Parameter(whole_data(self), requires_grad=self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
 
 class WholeParameter(_ZeroParameter):
     """A gathered parameter. Operations on it are torch's own; ``data``, ``grad``, ``set_`` and copies are watched."""
@@ -135,37 +182,33 @@ class WholeParameter(_ZeroParameter):
     @property
     def data(self) -> torch.Tensor:
         """The memory; for user code outside of GatheredParameters, a tensor that stays right when this is released."""
-        if is_building() or is_in_context(self) or is_ours(sys._getframe(1)):
+        if _keeps_memory(self) or is_ours(sys._getframe(1)):
             data: torch.Tensor = _GET_DATA(self)
             return data
         return PartitionedTensor.data_of(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if is_building() or is_in_context(self) or is_ours(sys._getframe(1)):
+        if _keeps_memory(self) or is_ours(sys._getframe(1)):
             _SET_DATA(self, value)
         else:
             _write(self, value)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain: Any = torch.nn.Parameter(_GET_DATA(self), requires_grad=self.requires_grad)
-        return plain.__reduce_ex__(protocol)
-
     @property
     def grad(self) -> torch.Tensor | None:
         """Autograd's gradient; for user code between backward and step, the one reduced over the ranks."""
-        return _GET_GRAD(self) if is_ours(sys._getframe(1)) else _gradient(self)
+        return GET_GRAD(self) if is_ours(sys._getframe(1)) else gradient_of(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if is_ours(sys._getframe(1)):
-            _SET_GRAD(self, value)
+            SET_GRAD(self, value)
         else:
-            _set_gradient(self, value)
+            set_gradient(self, value)
 
 
 class PartitionedParameter(_ZeroParameter):
-    """A parameter whose values are not here. It answers for the whole parameter, or gathers it for an operation."""
+    """A parameter whose values are not here, or may soon be gone: it answers for the whole parameter, or gathers it."""
 
     @classmethod
     def __torch_function__(
@@ -184,42 +227,43 @@ class PartitionedParameter(_ZeroParameter):
                     "A transform of torch.func, such as vmap, was given a parameter that ZeRO-3 has partitioned.",
                     "Take param.clone() before it, and use that within it: its gradient reaches the parameter.",
                 )
+            # Most functions about one tensor take it as the first argument, or as the keyword `input` or `self`.
+            first = args[0] if args else kwargs.get("input", kwargs.get("self"))
+            if func in _ABOUT_ONE and (_keeps_memory(first) if func in _ABOUT_DATA else _is_torchs(first)):
+                return func(*args, **kwargs)
             if func in ANSWERS:
-                # The tensor is the first argument, or the keyword `input` or `self`.
                 rest = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
-                param = args[0] if args else kwargs.get("input", kwargs.get("self"))
-                return ANSWERS[func](param, *args[1:], **rest)
+                return ANSWERS[func](first, *args[1:], **rest)
             if func in _DIFFERENTIATING:
                 return func(*args, **kwargs)
-            if func == _GET_GRAD:
-                return _gradient(args[0])
-            if func == _SET_GRAD:
-                return _set_gradient(args[0], args[1])
+            if func == GET_GRAD:
+                return gradient_of(first)
+            if func == SET_GRAD:
+                return set_gradient(first, args[1])
             if func == _SET_DATA:
-                return _write(args[0], args[1])
-            make = PartitionedTensor.detached if func in _DETACHING else PartitionedTensor.of
-            make = PartitionedTensor.data_of if func == _GET_DATA else make
+                return _write(first, args[1])
+            if func == _GET_DATA:
+                return PartitionedTensor.data_of(first)
+            if func in _DETACHING:
+                if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
+                    _refuse_tie(first)
+                return PartitionedTensor.detached(first)
             stand_ins: dict[int, tuple[PartitionedTensor, ZeroParameter]] = {}
 
             def stand_in(leaf: Any) -> Any:
-                if not isinstance(leaf, PartitionedParameter):
+                if not isinstance(leaf, PartitionedParameter) or _is_torchs(leaf):
                     return leaf
                 if id(leaf) not in stand_ins:
-                    stand_ins[id(leaf)] = (make(leaf), leaf)
+                    stand_ins[id(leaf)] = (PartitionedTensor.of(leaf), leaf)
                 return stand_ins[id(leaf)][0]
 
             args, kwargs = tree_map(stand_in, (tuple(args), kwargs))
-            if func in _DETACHING:
-                if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
-                    _refuse_tie(args[0].param)
-                return args[0]
+            if not stand_ins:
+                return func(*args, **kwargs)
         result = func(*args, **kwargs)
         # An operation in place, and one that changes nothing, returns the parameter itself.
         back = {id(tensor): param for tensor, param in stand_ins.values()}
         return back.get(id(result), result) if isinstance(result, PartitionedTensor) else result
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_use_of_memory(self, "pickle")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if is_ours(sys._getframe(1)):
@@ -232,6 +276,20 @@ class PartitionedParameter(_ZeroParameter):
     def _whole_copy(self) -> torch.nn.Parameter:
         with torch.no_grad():
             return torch.nn.Parameter(PartitionedTensor.detached(self).clone(), requires_grad=self.requires_grad)
+
+
+def _keeps_memory(param: ZeroParameter) -> bool:
+    """Return whether a parameter is whole, and user code may take or replace its memory."""
+    is_whole: bool = param.__dict__["ds_status"] is ZeroParamStatus.AVAILABLE
+    return is_whole and (is_building() or is_in_context(param))
+
+
+def _is_torchs(param: ZeroParameter) -> bool:
+    """Return whether operations on a parameter are torch's own: it is whole, and will be until they have run."""
+    return _keeps_memory(param) or (
+        param.__dict__["ds_status"] is ZeroParamStatus.AVAILABLE
+        and (bool(_AT_WORK) or bool(param.ds_active_sub_modules) or torch._C._current_graph_task_id() != NO_GRAPH_TASK)
+    )
 
 
 def answer(params: Iterable[torch.nn.Parameter]) -> None:
@@ -312,53 +370,6 @@ def _write(param: ZeroParameter, value: torch.Tensor) -> None:
     keep_values(param)
     with torch.no_grad():
         PartitionedTensor.data_of(param).copy_(value)
-
-
-def _owner_of_gradient(param: ZeroParameter) -> Any:
-    """Return the optimizer that has the reduced gradient of a parameter, between backward and step."""
-    owner = param.__dict__.get("_z3_optimizer")
-    has_gradient = getattr(owner, "has_reduced_gradient", None)
-    return owner if has_gradient is not None and has_gradient(param) else None
-
-
-def _gradient(param: ZeroParameter) -> torch.Tensor | None:
-    own: torch.Tensor | None = _GET_GRAD(param)
-    if own is not None:
-        return own
-    if _owner_of_gradient(param) is not None:
-        return PartitionedTensor.gradient(param)
-    owner = param.__dict__.get("_z3_optimizer")
-    by_torch = str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")  # such as Module.to
-    if not by_torch and hasattr(owner, "has_used_gradient") and owner.has_used_gradient(param):
-        warnings.warn(
-            "The gradient of a parameter was read after the step that used it, and is None: read gradients between "
-            "backward and step, such as in on_before_optimizer_step.",
-            stacklevel=3,
-        )
-    return None
-
-
-def _set_gradient(param: ZeroParameter, value: torch.Tensor | None) -> None:
-    """Do what ``param.grad = value`` does in memory: the next step uses the value, or no gradient at all."""
-    if isinstance(value, PartitionedTensor) and value.is_gradient and value.param is param and not value.views:
-        return
-    owner = param.__dict__.get("_z3_optimizer")
-    if value is not None and value.shape != torch.Size(param.ds_shape):
-        raise UnsupportedError(
-            f"A parameter of shape {tuple(param.ds_shape)} was given a gradient of shape {tuple(value.shape)}.",
-            "Assign a gradient of the parameter's shape.",
-        )
-    if value is None:
-        _SET_GRAD(param, None)
-        if _owner_of_gradient(param) is not None:
-            owner.drop_gradient(param)
-    elif not hasattr(owner, "has_reduced_gradient") or not owner.takes_gradient(param):
-        raise UnsupportedError(
-            f"A gradient was assigned to a parameter of shape {tuple(param.ds_shape)} that is not being trained.",
-            "Assign gradients in a training, to parameters that were given to its optimizer.",
-        )
-    else:
-        owner.set_fp32_grad_for_param(value.detach() * owner.loss_scale, param)
 
 
 def _refuse_tie(param: ZeroParameter) -> None:

@@ -1,0 +1,70 @@
+"""Answers ``param.grad`` of parameters that ZeRO-3 has taken over, whose gradients leave for the optimizer."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.parameters.partitioned_tensor import PartitionedTensor
+from lightning_smartinfinity.zero3.untyped import ZeroParameter
+
+__all__ = ["GET_GRAD", "SET_GRAD", "gradient_of", "set_gradient"]
+
+GET_GRAD, SET_GRAD = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__  # type: ignore[union-attr]
+"""The functions behind ``tensor.grad``."""
+
+
+def _owner_of_gradient(param: ZeroParameter) -> Any:
+    """Return the optimizer that has the reduced gradient of a parameter, between backward and step."""
+    owner = param.__dict__.get("_z3_optimizer")
+    has_gradient = getattr(owner, "has_reduced_gradient", None)
+    return owner if has_gradient is not None and has_gradient(param) else None
+
+
+def gradient_of(param: ZeroParameter) -> torch.Tensor | None:
+    """Return what ``param.grad`` is in memory; between backward and step, the gradient reduced over the ranks."""
+    own: torch.Tensor | None = GET_GRAD(param)
+    if own is not None:
+        return own
+    if _owner_of_gradient(param) is not None:
+        return PartitionedTensor.gradient(param)
+    owner = param.__dict__.get("_z3_optimizer")
+    by_torch = str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")  # such as Module.to
+    if not by_torch and hasattr(owner, "has_used_gradient") and owner.has_used_gradient(param):
+        warnings.warn(
+            "The gradient of a parameter was read after the step that used it, and is None: read gradients between "
+            "backward and step, such as in on_before_optimizer_step.",
+            stacklevel=3,
+        )
+    return None
+
+
+def set_gradient(param: ZeroParameter, value: torch.Tensor | None) -> None:
+    """Do what ``param.grad = value`` does in memory: the next step uses the value, or no gradient at all.
+
+    Raises:
+        UnsupportedError: The value has another shape, or the parameter is not trained.
+    """
+    if isinstance(value, PartitionedTensor) and value.is_gradient and value.param is param and not value.views:
+        return
+    owner = param.__dict__.get("_z3_optimizer")
+    if value is not None and value.shape != torch.Size(param.ds_shape):
+        raise UnsupportedError(
+            f"A parameter of shape {tuple(param.ds_shape)} was given a gradient of shape {tuple(value.shape)}.",
+            "Assign a gradient of the parameter's shape.",
+        )
+    if value is None:
+        SET_GRAD(param, None)
+        if _owner_of_gradient(param) is not None:
+            owner.drop_gradient(param)
+    elif not hasattr(owner, "has_reduced_gradient") or not owner.takes_gradient(param):
+        raise UnsupportedError(
+            f"A gradient was assigned to a parameter of shape {tuple(param.ds_shape)} that is not being trained.",
+            "Assign gradients in a training, to parameters that were given to its optimizer.",
+        )
+    else:
+        owner.set_fp32_grad_for_param(value.detach() * owner.loss_scale, param)
