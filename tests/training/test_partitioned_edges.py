@@ -294,6 +294,20 @@ def test_a_weight_that_a_graph_needs_is_not_changed(tmp_path: Path) -> None:
         fitted(tmp_path / str(strategy) / "data", Small(term=change_data), strategy)
 
 
+def test_a_tensor_outside_is_not_given_data_without_memory(tmp_path: Path) -> None:
+    """Torch refuses it by its kind of device; it would crash in the next operation otherwise."""
+
+    def tie(module: Small) -> None:
+        for outside in (nn.Parameter(torch.zeros(32, 8)), torch.zeros(32, 8)):
+            with pytest.raises(RuntimeError, match="incompatible tensor type"):
+                outside.data = module.net[0].weight.data  # type: ignore[assignment, union-attr]
+            assert float(outside.sum()) == 0
+        assert module.net[0].weight.data.device == torch.device("cpu")
+        module.seen.append(-1.0)
+
+    assert -1.0 in fitted(tmp_path, Small(on_train_batch_end=tie)).seen
+
+
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 @pytest.mark.parametrize("directly", [True, False])
 def test_a_write_after_validation_is_in_the_next_step(overlap: str, directly: bool, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
@@ -20,7 +21,9 @@ class Counted(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cls.calls.append(str(func))
-        return torch.zeros(2, 3)
+        if func is torch.ops.prim.device.default:
+            return torch.device("cpu")
+        return torch.zeros(2, 3, dtype=(kwargs or {}).get("dtype"))
 
 
 def test_an_operation_says_what_it_views_and_changes() -> None:
@@ -45,6 +48,25 @@ def test_a_tensor_without_memory_has_a_shape_and_is_asked_for_each_operation() -
     assert Counted.calls == ["aten.pow.Tensor_Scalar"]
     result.backward()
     assert len(Counted.calls) > in_forward
+
+
+def test_a_tensor_without_memory_is_cast_by_autocast_and_is_nobodys_data() -> None:
+    """Its device is asked for, so that torch keeps it apart from ordinary tensors; a key says that autocast casts."""
+    cast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    tensor: Any = torch.Tensor._make_wrapper_subclass(
+        Counted,
+        (2, 2),
+        dtype=torch.float32,
+        device=torch.device("meta"),
+        dispatch_device=True,
+        _extra_dispatch_keys=cast,
+    )
+    Counted.calls.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.mm(tensor, torch.ones(3, 2)).dtype is torch.bfloat16
+    assert "prim.device.default" in Counted.calls and "aten._to_copy.default" in Counted.calls
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        torch.zeros(2, 3).data = tensor
 
 
 def test_a_parameter_class_without_a_function_of_its_own_breaks_no_graph() -> None:

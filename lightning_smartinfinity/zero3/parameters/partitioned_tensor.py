@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -123,6 +123,8 @@ class PartitionedTensor(StandIn):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return args[0].param.device
         returned = [value.alias_info for value in func._schema.returns]
         if func.namespace == "aten" and any(alias is not None and not alias.is_write for alias in returned):
             return _view(func, args, kwargs)
@@ -243,13 +245,24 @@ def _made(param: ZeroParameter, views: tuple[View, ...], like: torch.Tensor, off
             strides=like.stride(),
             storage_offset=offset,
             dtype=like.dtype,
-            device=param.device,
+            device=torch.device(
+                "meta"
+            ),  # torch refuses this one as the data of an ordinary tensor, which it would take otherwise
+            dispatch_device=True,
+            _extra_dispatch_keys=_autocast_of(param.device.type),
         )
     tensor.param, tensor.views = param, views
     param.__dict__.setdefault("_stand_ins", []).append(weakref.ref(tensor))
     if len(param.__dict__["_stand_ins"]) > _MANY_STAND_INS:
         param.__dict__["_stand_ins"] = [known for known in param.__dict__["_stand_ins"] if known() is not None]
     return tensor
+
+
+@cache
+def _autocast_of(kind: str) -> torch._C.DispatchKeySet:
+    """Return the key by which torch's autocast casts tensors of a kind of device, if it has one."""
+    key = getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}", torch._C.DispatchKey.Undefined)
+    return torch._C.DispatchKeySet(key)
 
 
 def keep_values(param: ZeroParameter) -> None:
