@@ -92,6 +92,10 @@ def edit_gradient(module: Any) -> None:
     safe_set_full_grad(param, safe_get_full_grad(param) * 2)
 
 
+def write(module: Any) -> None:
+    module.model.norm.weight.data.mul_(0.5)  # which stays whole after backward
+
+
 def change_rate(module: Any) -> None:
     for group in module.trainer.strategy.optimizers[0].param_groups:
         group["lr"] *= 0.5
@@ -99,7 +103,7 @@ def change_rate(module: Any) -> None:
 
 @pytest.mark.parametrize(
     "action",
-    long_but([look, edit_gradient], [look, gather, edit_gradient, change_rate]),
+    long_but([look, edit_gradient, write], [look, gather, edit_gradient, write, change_rate]),
     ids=lambda action: action.__name__,
 )
 def test_what_happens_between_backward_and_the_step(action: Callable[[Any], None], tmp_path: Path) -> None:

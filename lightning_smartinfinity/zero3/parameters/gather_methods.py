@@ -87,6 +87,7 @@ class PartitionKeepingWrites:
             if param.ds_active_sub_modules and is_in_context(param):
                 _forget_modules(param)
         written = [param for param in params if has_been_updated or _was_written(param)]
+        _discard_updates_of(written)
         unchanged = params if not written else [param for param in params if all(param is not each for each in written)]
         with torch._C.DisableTorchFunctionSubclass():
             if unchanged:
@@ -95,6 +96,13 @@ class PartitionKeepingWrites:
                 self.original(written, hierarchy, True, free_data)
         if written:
             _note(written)
+
+
+def _discard_updates_of(written: Sequence[ZeroParameter]) -> None:
+    """Discard an update that has begun within backward: to roll it back later would undo what is written."""
+    for owner in dict.fromkeys(param.__dict__.get("_z3_optimizer") for param in written):
+        if hasattr(owner, "speculation"):
+            owner.speculation.before_use(written)
 
 
 def _forget_modules(param: ZeroParameter) -> None:
