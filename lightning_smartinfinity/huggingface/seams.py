@@ -7,7 +7,7 @@ import hashlib
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
@@ -25,6 +25,7 @@ __all__ = [
     "fresh_accelerate",
     "models_saved_by",
     "random_states_seen_by",
+    "steps_taken_by_optimizers",
     "trainers_of_context",
     "trainings_seen_by",
     "without_weights",
@@ -109,6 +110,27 @@ def accelerators_with_deepspeed() -> Iterator[None]:
 
 
 @contextmanager
+def steps_taken_by_optimizers() -> Iterator[None]:
+    """Let accelerate's optimizers step and drop gradients within this context, as in memory.
+
+    With DeepSpeed, ``Accelerator.backward`` ends with the step, and both methods of these optimizers do nothing.
+    """
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
+
+    def backward(original: Callable[..., None], wrapper: Any, *args: object, **kwargs: object) -> None:
+        with replaced(wrapper.engine, "step", lambda: None):
+            original(wrapper, *args, **kwargs)
+
+    with (
+        wrapped(DeepSpeedEngineWrapper, "backward", backward),
+        replaced(DeepSpeedOptimizerWrapper, "step", AcceleratedOptimizer.step),
+        replaced(DeepSpeedOptimizerWrapper, "zero_grad", AcceleratedOptimizer.zero_grad),
+    ):
+        yield
+
+
+@contextmanager
 def models_saved_by(save: Callable[[Trainer, str, bool, Callable[[], None]], None]) -> Iterator[None]:
     """Let a function save models in place of ``Trainer.save_model`` within this context.
 
@@ -168,7 +190,7 @@ def trainings_seen_by(begin: Callable[[Trainer, Any], Any], end: Callable[[], No
     """Call functions whenever ``Trainer.train`` begins and ends within this context.
 
     The Trainer also builds an engine for every training. Otherwise it would take the one of an evaluation before it,
-    which has no optimizer and which it has released by then. Its callbacks find gradients before each step.
+    which has no optimizer and which it has released by then.
 
     Args:
         begin: Function that takes the Trainer and ``resume_from_checkpoint``, and returns the checkpoint to resume.
@@ -186,7 +208,7 @@ def trainings_seen_by(begin: Callable[[Trainer, Any], Any], end: Callable[[], No
         trainer.model_wrapped = trainer.model
         try:
             resume_from_checkpoint = begin(trainer, resume_from_checkpoint)
-            with _callbacks_before_steps(trainer):
+            with _losses_and_clipping_of(trainer):
                 return original(trainer, resume_from_checkpoint, *args, **kwargs)
         finally:
             end()
@@ -196,44 +218,32 @@ def trainings_seen_by(begin: Callable[[Trainer, Any], Any], end: Callable[[], No
 
 
 @contextmanager
-def _callbacks_before_steps(trainer: Trainer) -> Iterator[None]:
-    """Call ``on_pre_optimizer_step`` of a Trainer's callbacks between backward and step within this context.
+def _losses_and_clipping_of(trainer: Trainer) -> Iterator[None]:
+    """Let a Trainer divide losses alone, and show its callbacks clipped gradients, as in memory, within this context.
 
-    Accelerate steps at the end of backward, and the Trainer calls them after that, when gradients are gone.
-    """
-    handler = trainer.callback_handler
-    called: list[bool] = []
-
-    def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with wrapped(trainer.deepspeed, "step", step):
-            return original(*args, **kwargs)
-
-    def step(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        norm = _clipped_for(handler.callbacks, trainer.deepspeed.optimizer)
-        trainer.control = handler.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control)
-        called.append(True)
-        original(*args, **kwargs)
-        if norm is not None:
-            trainer.deepspeed._global_grad_norm = norm  # the Trainer logs what it was before clipping
-
-    def call(original: Callable[..., Any], args: object, state: object, control: object) -> Any:
-        return control if called and called.pop() else original(args, state, control)
-
-    with wrapped(trainer, "training_step", run), wrapped(handler, "on_pre_optimizer_step", call):
-        yield
-
-
-def _clipped_for(callbacks: Iterable[Any], optimizer: Any) -> float | None:
-    """Clip gradients before a step if a callback looks at them then, and return their norm before; else None.
-
-    Otherwise the step clips them on their way.
+    DeepSpeed would divide the loss of code that calls ``trainer.accelerator.backward`` once more, and the step clips
+    gradients on their way.
     """
     from transformers import TrainerCallback
 
     from lightning_smartinfinity.zero3.clipping import clip_norm
 
-    looks = (type(each).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step for each in callbacks)
-    return clip_norm(optimizer, optimizer.clip_grad) if optimizer.clip_grad > 0 and any(looks) else None
+    handler = trainer.callback_handler
+
+    def backward(original: Callable[..., None], loss: torch.Tensor, **kwargs: object) -> None:
+        original(loss, **{"scale_wrt_gas": False, **kwargs})
+
+    def call(original: Callable[..., Any], *args: object) -> Any:
+        optimizer = trainer.deepspeed.optimizer
+        looks = (
+            type(each).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step for each in handler.callbacks
+        )
+        if optimizer.clip_grad > 0 and any(looks):  # else the step has less to do
+            clip_norm(optimizer, optimizer.clip_grad)
+        return original(*args)
+
+    with wrapped(trainer.accelerator, "backward", backward), wrapped(handler, "on_pre_optimizer_step", call):
+        yield
 
 
 _AFTER_IT = {"save_model": "SmartInfinityTraining.save_pretrained(folder) still saves the model that was trained."}

@@ -45,6 +45,7 @@ from lightning_smartinfinity.huggingface.seams import (
     fresh_accelerate,
     models_saved_by,
     random_states_seen_by,
+    steps_taken_by_optimizers,
     trainers_of_context,
     trainings_seen_by,
     without_weights,
@@ -200,6 +201,7 @@ class SmartInfinityTraining(NearStorage):
             contexts.enter_context(answering())
             contexts.enter_context(trainers_of_context())
             contexts.enter_context(accelerators_with_deepspeed())
+            contexts.enter_context(steps_taken_by_optimizers())
             contexts.enter_context(initializing_with(self._initialize))
             contexts.enter_context(gathering_when_called(lambda: self._engine_config))
             _ACTIVE.append(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -43,6 +44,7 @@ from lightning_smartinfinity.zero3.checkpoints.saved_weights import RANK_KEY, SA
 from lightning_smartinfinity.zero3.checkpoints.staged_save import LATEST
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
+from lightning_smartinfinity.zero3.clipping import clip_norm
 from lightning_smartinfinity.zero3.collectives import (
     background_group,
     broadcast_buffers,
@@ -230,6 +232,7 @@ class SmartInfinityEngine(PortableEngine):
 
     optimizer: SmartInfinityOptimizer
     saves: BackgroundSaves
+    _global_grad_norm: float | None
 
     def __init__(
         self, *, offload: OffloadSettings, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **kwargs: object
@@ -303,6 +306,7 @@ class SmartInfinityEngine(PortableEngine):
                 "of parameters leave for the gradient arena at once.",
                 "Compute gradients of gradients by torch.autograd.grad(..., create_graph=True) within the loss.",
             )
+        self._global_grad_norm = None  # until the step sets it
         with naming_lost_rank():
             self.optimizer.retained.backward_begins(retain_graph=retain_graph)
             self.optimizer.backward_begins(retain_graph=retain_graph)
@@ -325,6 +329,10 @@ class SmartInfinityEngine(PortableEngine):
         """
         with naming_lost_rank():
             super().step(*args, **kwargs)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the gradients that wait for a step, or of those of the last step. Collective."""
+        return clip_norm(self.optimizer, math.inf) if self._global_grad_norm is None else self._global_grad_norm
 
     # ---- parameters that are not trained lie outside the optimizer's partition
 

@@ -15,8 +15,8 @@ from tests.huggingface.trained import BATCH, dataset, load, weights_in
 
 
 def run(model_folder: Path, out: Path, *, accumulate: int = 1, save_at: int = 0, resume: Path | None = None) -> Any:
-    """Train over the data once, and return the losses and the weights."""
-    losses = []
+    """Train over the data once, and return the losses, the norms behind each backward, and the weights."""
+    losses, norms = [], []
     with SmartInfinityTraining(out / "storage") as training:
         plugin = DeepSpeedPlugin(hf_ds_config=training.config, gradient_accumulation_steps=accumulate)
         accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=accumulate)
@@ -31,40 +31,49 @@ def run(model_folder: Path, out: Path, *, accumulate: int = 1, save_at: int = 0,
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 accelerator.backward(loss)
+                norms.append([norm_of(model), float(accelerator.clip_grad_norm_(model.parameters(), 1.0))])
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.item())
             if resume is None and number == save_at:
                 accelerator.save_state(str(out / "state"))
         training.save_pretrained(out / "saved")
-    return losses, weights_in(out / "saved")
+    return losses, norms, weights_in(out / "saved")
 
 
-def reference(model_folder: Path, accumulate: int) -> list[float]:
-    """Return the losses of plain torch."""
+def norm_of(model: Any) -> float:
+    """Return the norm of the gradients."""
+    return float(torch.nn.utils.get_total_norm([param.grad for param in model.parameters()]))
+
+
+def reference(model_folder: Path, accumulate: int) -> tuple[list[float], list[list[float]]]:
+    """Return the losses of plain torch, and the norms behind each backward."""
     model = load(model_folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
+    losses, norms = [], []
     for number, batch in enumerate(DataLoader(dataset(), batch_size=BATCH), 1):
         loss = model(**batch).loss
         (loss / accumulate).backward()
+        norms.append([norm_of(model)] * 2)
         losses.append(loss.item())
         if number % accumulate == 0:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # accelerate takes 1.0 for "auto"
             optimizer.step()
             optimizer.zero_grad()
-    return losses
+    return losses, norms
 
 
 def test_a_loop_with_accumulation_trains_like_torch(model_folder: Path, tmp_path: Path) -> None:
-    """Losses are those of plain torch: "auto" takes the accumulation from Accelerate, and its clipping at 1.0."""
-    losses, _ = run(model_folder, tmp_path, accumulate=2)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(reference(model_folder, 2)), atol=1e-5, rtol=0)
+    """Losses and norms are those of plain torch: "auto" takes accumulation from Accelerate, and its clipping at 1.0."""
+    losses, norms, _ = run(model_folder, tmp_path, accumulate=2)
+    expected = reference(model_folder, 2)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[0]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor(norms), torch.tensor(expected[1]), atol=1e-4, rtol=0)
 
 
 def test_a_loop_goes_on_from_its_saved_state(model_folder: Path, tmp_path: Path) -> None:
     """``save_state`` and ``load_state`` resume bit for bit."""
-    whole, weights = run(model_folder, tmp_path / "whole", save_at=2)
-    resumed, after = run(model_folder, tmp_path / "resumed", save_at=2, resume=tmp_path / "whole" / "state")
+    whole, _, weights = run(model_folder, tmp_path / "whole", save_at=2)
+    resumed, _, after = run(model_folder, tmp_path / "resumed", save_at=2, resume=tmp_path / "whole" / "state")
     assert resumed == whole[2:]
     assert all(torch.equal(after[name], weights[name]) for name in weights)

@@ -83,32 +83,6 @@ def test_it_trains_like_the_trainer_in_memory(model_folder: Path, tmp_path: Path
     torch.testing.assert_close(torch.tensor(ours.norms), torch.tensor(norms), atol=1e-4, rtol=0)
 
 
-def test_callbacks_find_gradients_before_each_step(model_folder: Path, tmp_path: Path) -> None:
-    """They find them once per step, clipped. After training_step there are none, since Accelerate steps within it."""
-    norms: list[float] = []
-    left: list[bool] = []
-
-    class Hooks(transformers.TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in kwargs["model"].parameters()])))
-
-    def watch(trainer: Any) -> None:
-        step = trainer.training_step
-
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            loss = step(*args, **kwargs)
-            left.append(any(param.grad is not None for param in trainer.model.parameters()))
-            return loss
-
-        trainer.training_step = training_step
-        trainer.add_callback(Hooks())
-
-    ours = train(model_folder, tmp_path, max_grad_norm=0.1, gradient_accumulation_steps=2, before=watch)
-    assert norms == pytest.approx([0.1] * (STEPS // 2), rel=1e-4)
-    assert len(ours.norms) == STEPS // 2 and min(ours.norms) > 0.1  # what the Trainer logs
-    assert left == [True, False] * (STEPS // 2)
-
-
 def test_by_transformers_own_loss_with_shuffled_batches(model_folder: Path, tmp_path: Path) -> None:
     """With answers of several lengths, an incomplete window and evaluations it is as in memory, and resumes exactly."""
     rows = dataset()

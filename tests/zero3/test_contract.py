@@ -48,6 +48,7 @@ OVERRIDDEN_OF_ENGINE = [
     "offload_states",
     "forward",
     "step",
+    "get_global_grad_norm",
 ]
 
 

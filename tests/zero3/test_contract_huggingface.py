@@ -13,8 +13,10 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DeepSpeedPlugin
-from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import partition_parameters
 from transformers.integrations import deepspeed as integration
 from transformers.trainer import TRAINER_STATE_NAME
@@ -89,13 +91,41 @@ def test_the_boundary_of_a_window_is_told_before_backward() -> None:
     ]
 
 
-def test_callbacks_before_a_step_are_called_behind_it() -> None:
-    """The Trainer calls them once in a window, after a training step within which accelerate has stepped."""
-    source = inspect.getsource(transformers.Trainer)
-    call = "self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)"
-    assert source.count("self.training_step(") == source.count(call) == 1
-    assert source.index("self.training_step(") < source.index("if do_sync_step:") < source.index(call)
-    assert "self.accelerator.backward(loss" in inspect.getsource(transformers.Trainer.training_step)
+def test_accelerates_optimizers_do_nothing_for_deepspeed_alone() -> None:
+    """Their base's methods step and drop gradients at the end of a window; the norm is asked of the engine."""
+    engine, optimizer = mock.MagicMock(), mock.create_autospec(torch.optim.SGD, instance=True)
+    wrapper = mock.MagicMock(optimizer=optimizer, scaler=None)
+    assert issubclass(DeepSpeedOptimizerWrapper, AcceleratedOptimizer)
+    for name in ("step", "zero_grad"):
+        getattr(DeepSpeedOptimizerWrapper, name)(wrapper)
+    assert optimizer.mock_calls == []
+    for wrapper.gradient_state.sync_gradients in (False, True):
+        AcceleratedOptimizer.step(wrapper)
+        AcceleratedOptimizer.zero_grad(wrapper)
+    assert optimizer.mock_calls == [mock.call.step(None), mock.call.zero_grad(set_to_none=True)]
+    accelerator = mock.MagicMock(distributed_type="DEEPSPEED", deepspeed_engine_wrapped=DeepSpeedEngineWrapper(engine))
+    engine.get_global_grad_norm.return_value = 2.0
+    assert Accelerator.clip_grad_norm_(accelerator, [], 1.0) == 2.0
+    stepping = inspect.getsource(DeepSpeedEngine._take_model_step)
+    assert stepping.index("self.optimizer.step()") < stepping.index("self._global_grad_norm = ")
+
+
+def test_a_trainer_divides_the_loss_and_asks_for_the_norm_before_it_steps() -> None:
+    """Its Accelerator divides by 1. Behind a training step come norm, callbacks, the step and the schedule."""
+    loop, step = inspect.getsource(transformers.Trainer._run_epoch), transformers.Trainer.training_step
+    calls = (
+        "self.training_step(",
+        "self._clip_grad_norm(model)",
+        "self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)",
+        "self.optimizer.step()",
+        "self.lr_scheduler.step()",
+    )
+    places = [loop.index(call) for call in calls]
+    assert places == sorted(places)
+    backward = 'kwargs["scale_wrt_gas"] = False\n\n            self.accelerator.backward(loss, **kwargs)'
+    assert backward in inspect.getsource(step)
+    made = inspect.getsource(transformers.Trainer.create_accelerator_and_postprocess)
+    assert 'grad_acc_kwargs["num_steps"] = 1' in made
 
 
 def test_the_trainer_saves_models_by_one_method() -> None:
