@@ -19,6 +19,7 @@ _OURS = ("deepspeed.", "lightning_smartinfinity.", "torch._dynamo.", "torch._sub
 _BETWEEN = (
     *("torch.", "deepspeed.runtime.zero.linear.", "copy.", "contextlib.", "functools."),
     *("lightning_smartinfinity.patches.", "lightning_smartinfinity.zero3.parameters.pretrained."),
+    "lightning_smartinfinity.zero3.parameters.torch_functions.",
 )
 
 # Functions within Module.to, Module.cpu and their like.

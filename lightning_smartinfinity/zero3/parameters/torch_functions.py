@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime import engine
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
-from deepspeed.runtime.zero.partition_parameters import is_zero_param
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 
 from lightning_smartinfinity.patches import replaced
 
@@ -40,8 +40,14 @@ _LEFT = {
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if input.dtype is torch.float32 and weight.dtype in (torch.bfloat16, torch.float16) and is_zero_param(weight):
         input = input.to(weight.dtype)  # as autocast does in memory, which is off here
+    if not torch.compiler.is_compiling() and any(map(_is_partitioned, (input, weight, bias))):
+        return _LINEAR(input, weight, bias)  # user code passed a parameter whose module does not run
     result: torch.Tensor = _Linear.apply(input, weight, bias)
     return result
+
+
+def _is_partitioned(tensor: torch.Tensor | None) -> bool:
+    return is_zero_param(tensor) and tensor.ds_status is not ZeroParamStatus.AVAILABLE  # type: ignore[union-attr]
 
 
 def linear_of_partitions(*, wanted: bool) -> AbstractContextManager[None]:
