@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.update_rules import optimizer_names
+from lightning_smartinfinity.zero3.parameters.unrounded import is_rounded
 
 __all__ = [
     "REFUSED_CALLBACKS",
@@ -292,11 +293,10 @@ def _save_average(callback: Any, trainer: pl.Trainer, module: pl.LightningModule
     if callback._average_model is not None:
         state = callback._average_model.state_dict()
         # In fp32 what 16 bit would round: an average that configure_model's layers have is partitioned like them.
-        checkpoint[_AVERAGE] = {name: _copied_precisely(value.detach()) for name, value in state.items()}
-
-
-def _copied_precisely(value: torch.Tensor) -> torch.Tensor:
-    return value.clone() if value.dtype not in (torch.bfloat16, torch.float16) else value.float()
+        checkpoint[_AVERAGE] = {
+            name: value.detach().float() if is_rounded(value.dtype) else value.detach().clone()
+            for name, value in state.items()
+        }
 
 
 def _load_average(callback: Any, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.collectives import agree_to_gather
@@ -61,40 +61,40 @@ class StandIn(torch.Tensor):
 
 def computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operation on gathered parameters."""
-    tensors = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)}
+    leaves, spec = tree_flatten((tuple(args), kwargs))
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, StandIn)}
     changed = _changed(func, args, kwargs)
     for tensor in changed:
         if tensor.in_graph and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    rounded = {key: tensor for key, tensor in tensors.items() if is_rounded(tensor.dtype) and not tensor.is_gradient}
-    precise = _taken_in_fp32(func, rounded, changed, (args, kwargs))
+    precise = _taken_in_fp32(func, leaves, changed)
     # Most operations ask for one dtype.
-    narrow = any(_is_plain_narrow(leaf) for leaf in tree_leaves((args, kwargs)))
+    narrow = any(map(_is_plain_narrow, leaves))
     if precise and narrow:
-        args, kwargs = tree_map(_widened, (tuple(args), kwargs))
+        leaves = [leaf.float() if _is_plain_narrow(leaf) else leaf for leaf in leaves]
     with ExitStack() as opened:
         real = _opened(list(tensors.values()), changed, precise, opened, puts_back=narrow)
         given = {id(value): tensors[key] for key, value in real.items()}
-        args, kwargs = tree_map(lambda leaf: real.get(id(leaf), leaf), (tuple(args), kwargs))
+        args, kwargs = tree_unflatten([real.get(id(leaf), leaf) for leaf in leaves], spec)
         result = func(*args, **kwargs)
         # An operation in place returns what it was given.
         return tree_map(lambda leaf: given.get(id(leaf), leaf), result)
 
 
-def _taken_in_fp32(
-    func: Any, rounded: Mapping[int, StandIn], changed: Sequence[StandIn], arguments: Any
-) -> Mapping[int, StandIn]:
-    """Return, by id, those of the tensors in 16 bit that an operation takes in fp32, as parameters are in memory.
+def _taken_in_fp32(func: Any, leaves: Sequence[Any], changed: Sequence[StandIn]) -> Mapping[int, StandIn]:
+    """Return, by id, those arguments in 16 bit that an operation takes in fp32, as parameters are in memory.
 
     What is written is written in fp32, and what meets wider tensors becomes as wide. Other reads give fp32 where the
     same parameter is fp32 in memory, except within forward: activations are in 16 bit there.
     """
+    rounded = {
+        id(leaf): leaf for leaf in leaves if isinstance(leaf, StandIn) and is_narrow(leaf) and not leaf.is_gradient
+    }
     if not rounded:
         return {}
     outside = {key: each for key, each in rounded.items() if not (each.in_graph and torch.is_grad_enabled())}
     if any(id(tensor) in rounded for tensor in changed):
         return outside
-    leaves = tree_leaves(arguments)
     if any(_is_wide(leaf, scalars=func._schema.is_mutable) for leaf in leaves):
         return outside
     in_backward = torch._C._current_graph_task_id() != NO_GRAPH_TASK
@@ -116,10 +116,6 @@ def is_narrow(leaf: Any) -> bool:
 
 def _is_plain_narrow(leaf: Any) -> bool:
     return is_narrow(leaf) and not isinstance(leaf, StandIn)
-
-
-def _widened(leaf: Any) -> Any:
-    return leaf.float() if _is_plain_narrow(leaf) else leaf
 
 
 def may_be_widened(func: Callable[..., Any], args: Sequence[Any]) -> bool:
