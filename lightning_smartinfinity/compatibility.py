@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch.optim import Optimizer
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.near_storage import NearStorage
+from lightning_smartinfinity.patches import Shared, wrapped
 from lightning_smartinfinity.update_rules import optimizer_names
 from lightning_smartinfinity.zero3.parameters.unrounded import is_rounded
 
@@ -261,15 +263,24 @@ def _require_one_fit(finder: BatchSizeFinder, trainer: pl.Trainer) -> None:
         raise _error(finder, Refusal(BatchSizeFinder, "saves a checkpoint, and an evaluation has no training", _SEARCH))
 
 
-@cache
-def admit_batch_size_search() -> None:
-    """Let ``Tuner.scale_batch_size`` begin its fit, in which :func:`adapt_callbacks` decides about the callback."""
-    check: Any = tuning._check_scale_batch_size_configuration
+_SEARCHING = Shared(lambda: wrapped(tuning, "_check_scale_batch_size_configuration", _check_search))
 
-    def checked(trainer: pl.Trainer) -> None:
-        check(_AnyStrategy(trainer) if isinstance(trainer.strategy, NearStorage) else trainer)
 
-    tuning._check_scale_batch_size_configuration = checked
+def admit_batch_size_search(strategy: NearStorage) -> Callable[[], object]:
+    """Let ``Tuner.scale_batch_size`` begin its fit, in which :func:`adapt_callbacks` decides about the callback.
+
+    Args:
+        strategy: A strategy whose Trainer may search.
+
+    Returns:
+        Function that ends this. The end of the strategy does so, too.
+    """
+    _SEARCHING.begin()
+    return weakref.finalize(strategy, _SEARCHING.end)
+
+
+def _check_search(check: Callable[..., None], trainer: pl.Trainer) -> None:
+    check(_AnyStrategy(trainer) if isinstance(trainer.strategy, NearStorage) else trainer)
 
 
 def _admit_average(callback: Any, trainer: pl.Trainer) -> None:

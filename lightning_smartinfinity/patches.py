@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-__all__ = ["replaced", "wrapped"]
+__all__ = ["Shared", "replaced", "wrapped"]
 
 _INHERITED = object()
 
@@ -39,3 +39,27 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> AbstractContex
         return around(original, *args, **kwargs)
 
     return replaced(owner, name, staticmethod(method) if name == "__new__" else method)
+
+
+class Shared:
+    """A context that lasts from its first user's beginning to its last user's end.
+
+    Args:
+        enter: Function that returns the context, such as that of :func:`wrapped`.
+    """
+
+    def __init__(self, enter: Callable[[], AbstractContextManager[None]]) -> None:
+        self._enter = enter
+        self._users, self._context = 0, ExitStack()
+
+    def begin(self) -> None:
+        """Count one more user."""
+        if self._users == 0:
+            self._context.enter_context(self._enter())
+        self._users += 1
+
+    def end(self) -> None:
+        """Count one user less."""
+        self._users -= 1
+        if self._users == 0:
+            self._context.close()

@@ -144,7 +144,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         self.config = self._engine_config
         take_options(self, options, known=LightningOptions, answers=OF_TRAINER)
         self._recording = FitRecording()
-        admit_batch_size_search()
+        self._end_search = admit_batch_size_search(self)
         self._books: CheckpointBooks | None = None
         self._may_bind = False
 
@@ -184,6 +184,11 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
 
     def _has_fp32_in_memory(self, model: torch.nn.Module) -> bool:
         return "mixed" in self.precision_plugin.precision
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._end_search()
 
     @override
     def setup_environment(self) -> None:

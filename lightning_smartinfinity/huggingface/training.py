@@ -181,10 +181,8 @@ class SmartInfinityTraining(NearStorage):
         from lightning_smartinfinity.zero3.checkpoints.trust import door
         from lightning_smartinfinity.zero3.engine_setup import gathering_when_called, initializing_with
         from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answering
-        from lightning_smartinfinity.zero3.parameters.scalars import send_scalars
         from lightning_smartinfinity.zero3.parameters.torch_functions import putting_torch_back
 
-        send_scalars()  # transformers enters zero.Init itself
         self._plan_before_loading(on_gpu=on_gpu)
         self._engine_config = self._config
         with ExitStack() as contexts:

@@ -57,7 +57,6 @@ from lightning_smartinfinity.zero3.parameters.callers import unanswered
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
 from lightning_smartinfinity.zero3.parameters.foreign_errors import naming_dtypes, naming_partitions
 from lightning_smartinfinity.zero3.parameters.gathering import in_forward
-from lightning_smartinfinity.zero3.parameters.generation import sync_generation
 from lightning_smartinfinity.zero3.parameters.live_parameters import keep_within_budget
 from lightning_smartinfinity.zero3.parameters.module_copies import copy_without_hooks
 from lightning_smartinfinity.zero3.parameters.module_guard import guard_modules, refuse_late_parameters
@@ -110,7 +109,6 @@ class PortableEngine(DeepSpeedEngine):
         if self.bfloat16_enabled() or self.fp16_enabled():
             keep_statistics(self.module)
         note_model(self)
-        sync_generation()
         if torch.distributed.get_world_size() > 1:
             reading_group()  # while all ranks are here
 

@@ -22,6 +22,7 @@ from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.patches import replaced, wrapped
 from lightning_smartinfinity.zero3.engine import EvaluationEngine, PortableEngine, SmartInfinityEngine
 from lightning_smartinfinity.zero3.environment import having_local_rank
+from lightning_smartinfinity.zero3.parameters.generation import sync_generation
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, swapping_with
 from lightning_smartinfinity.zero3.release import has_engine, release_module, trainings_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings
@@ -159,6 +160,7 @@ def _gather_when_called(modules: Iterable[torch.nn.Module], config: DeepSpeedCon
 
     hook = functools.wraps(gather)(torch.compiler.disable(gather))  # type: ignore[no-untyped-call]
     for module in modules:
+        sync_generation(module)
         if all(getattr(hook, "__module__", "") != __name__ for hook in module._forward_pre_hooks.values()):
             module.register_forward_pre_hook(hook, with_kwargs=True)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_smartinfinity.patches import replaced, wrapped
+from lightning_smartinfinity.patches import Shared, replaced, wrapped
 
 
 class Base:
@@ -97,3 +97,14 @@ def test_constructors_are_wrapped() -> None:
     with wrapped(Derived, "__new__", around):
         assert isinstance(Derived(), Derived)
     assert made == [Derived] and "__new__" not in vars(Derived)
+
+
+def test_a_replacement_stays_for_its_last_user() -> None:
+    """Users may end in any order, and others may begin afterwards."""
+    module = SimpleNamespace(value=1)
+    shared = Shared(lambda: replaced(module, "value", 2))
+    seen = []
+    for call in (shared.begin, shared.begin, shared.end, shared.end, shared.begin, shared.end):
+        call()
+        seen.append(module.value)
+    assert seen == [2, 2, 2, 1, 2, 1]

@@ -1,8 +1,11 @@
-"""A training leaves torch as it was: other models of the process are traced, scripted and exported as without it."""
+"""A training leaves other packages as they were: models of the process are traced and exported as without it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +30,64 @@ OWNERS = [
     *(nn.Parameter, torch.Tensor, torch.optim.Optimizer),
 ]
 
+OTHERS = ("torch", "deepspeed", "lightning", "pytorch_lightning", "transformers", "accelerate", "peft", "trl", "sys")
+# What stays on purpose, with the reason.
+STAYS = {
+    "lightning.fabric.strategies.STRATEGY_REGISTRY": "Fabric(strategy='smart_infinity') needs no import",
+    "lightning.pytorch.strategies.StrategyRegistry": "Trainer(strategy='smart_infinity') needs no import",
+    "sys.meta_path": "it fills these registries when Lightning is imported",
+    "sys.excepthook": "it tells what a checkpoint folder is, at the end of a program that opened it as a file",
+    "torch.optim.optimizer._global_optimizer_pre_hooks": "a module stays partitioned, and another optimizer's step on "
+    "it would be lost",
+}
+
 
 def attributes_of_torch() -> dict[tuple[Any, str], Any]:
     """Return the functions and classes of torch's namespaces and classes."""
     owners = [*OWNERS, *get_all_subclasses(nn.Module)]
     return {(owner, name): value for owner in owners for name, value in vars(owner).items() if callable(value)}
+
+
+def of_this_package() -> set[str]:
+    """Return the names of what other packages have of ours: in their modules and classes, and in containers there."""
+    found, seen = set(), set()
+    for module in [value for name, value in list(sys.modules.items()) if name.split(".")[0] in OTHERS]:
+        for name, value in list(vars(module).items()):
+            if issubclass(type(value), types.ModuleType) or id(value) in seen or value is sys.modules:
+                continue
+            seen.add(id(value))
+            inside = vars(value).items() if issubclass(type(value), type) else [("", value)]
+            found |= {
+                f"{module.__name__}.{name}{'.' if attribute else ''}{attribute}"
+                for attribute, content in list(inside)
+                if any(is_ours(each) for each in contents(content))
+            }
+    return found
+
+
+def contents(value: Any, depth: int = 3) -> Iterator[Any]:
+    """Yield a value, and what is in it if it is a container."""
+    yield value
+    if depth and issubclass(type(value), (dict, list, tuple)):
+        # Some of transformers' dictionaries import models when they are asked for their values.
+        for each in list(dict.values(value) if issubclass(type(value), dict) else value):
+            yield from contents(each, depth - 1)
+
+
+def is_ours(value: Any) -> bool:
+    """Return whether a function, whatever it is wrapped in, a class or an object is this package's."""
+    kind = type(value)  # some objects of torch warn when they are asked for their class
+    if issubclass(kind, property):
+        return any(is_ours(function) for function in (value.fget, value.fset, value.fdel))
+    if issubclass(kind, functools.partial):
+        return is_ours(value.func)
+    if issubclass(kind, (staticmethod, classmethod, types.MethodType)):
+        return is_ours(value.__func__)
+    if issubclass(kind, types.FunctionType):
+        module = value.__globals__.get("__name__")  # functools.wraps copies __module__
+    else:
+        module = vars(value if issubclass(kind, type) else kind).get("__module__")
+    return str(module).startswith("lightning_smartinfinity")
 
 
 def plain() -> nn.Module:
@@ -128,6 +184,7 @@ def test_nothing_of_torch_is_left_replaced(
     known = {owner for owner, _ in before}
     assert {key for key in after if key[0] in known and after[key] != before.get(key)} == set()
     assert before.keys() - after.keys() == set()
+    assert of_this_package() <= STAYS.keys()
     use_plain_models()
 
 

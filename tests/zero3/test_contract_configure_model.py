@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 from lightning_smartinfinity.zero3.parameters.gather_on_use import _OWN_REFERENCES, _is_unused
-from lightning_smartinfinity.zero3.parameters.scalars import ScalarsAsBytes
+from lightning_smartinfinity.zero3.parameters.scalars import ScalarsAsBytes, sendable
 from lightning_smartinfinity.zero3.parameters.torch_functions import _LEFT
 from tests.helpers.runif import RunIf
 
@@ -67,7 +67,12 @@ def test_every_parameter_is_partitioned_by_one_method() -> None:
 
 
 def test_parameters_are_sent_as_views_of_bytes() -> None:
-    """Every method that sends a parameter views its data as uint8, which scalars.py makes work without a dimension."""
+    """Every method that sends a parameter views its data as uint8, which scalars.py makes work without a dimension.
+
+    What it sends has the class by which we answer: zero.Init converts a parameter before it sends it.
+    """
+    source = inspect.getsource(Init._zero_init_param)
+    assert source.index("self._convert_to_deepspeed_param(param)") < source.index("param.data.view(torch.uint8)")
     senders = (Init._zero_init_param, Init.patch_init_and_builtins, GatheredParameters._exit)
     assert ["data.view(torch.uint8)" in inspect.getsource(sender) for sender in senders] == [True] * 3
     assert inspect.getsource(DeepSpeedEngine._broadcast_model).count("p.data.view(torch.uint8)") == 2
@@ -75,6 +80,9 @@ def test_parameters_are_sent_as_views_of_bytes() -> None:
         torch.ones(()).view(torch.uint8)
     with ScalarsAsBytes():
         assert torch.ones(()).view(torch.uint8).tolist() == [0, 0, 128, 63]
+    data, of_deepspeed = torch.ones(()), SimpleNamespace(f_globals={"__name__": "deepspeed.runtime"})
+    sendable(data, of_deepspeed).view(torch.uint8)[3] = 64
+    assert data == 4 and sendable(data, of_deepspeed).view(-1).shape == (1,)
 
 
 def test_references_to_the_memory_of_a_parameter_are_counted() -> None:

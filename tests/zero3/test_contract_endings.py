@@ -13,8 +13,10 @@ import torch
 from deepspeed.runtime.zero import partition_parameters
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from transformers import GenerationMixin
+from transformers.integrations import is_fsdp_managed_module
 
 from lightning_smartinfinity.rank_places import _params_in
+from lightning_smartinfinity.zero3.parameters import generation
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
@@ -106,11 +108,14 @@ def test_every_collective_waits_and_counts() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_generate_takes_synced_gpus() -> None:
-    """The method of transformers leaves it open by default, and takes it by keyword."""
-    parameter = inspect.signature(GenerationMixin.generate).parameters["synced_gpus"]
-    assert parameter.default is None
-    assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+def test_generate_asks_a_mark_of_the_model() -> None:
+    """Unless its caller says otherwise, generate waits for other ranks if the model is marked as divided."""
+    assert inspect.signature(GenerationMixin.generate).parameters["synced_gpus"].default is None
+    assert "is_fsdp_managed_module(self)" in inspect.getsource(sys.modules[GenerationMixin.__module__])
+    module: Any = torch.nn.Linear(1, 1)
+    assert not is_fsdp_managed_module(module)
+    setattr(module, generation._MARK, True)
+    assert is_fsdp_managed_module(module)
 
 
 if __name__ == "__main__":

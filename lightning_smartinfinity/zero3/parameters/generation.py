@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
-from collections.abc import Callable
-from typing import Any
 
-import torch.distributed as dist
+import torch
 
 __all__ = ["sync_generation"]
 
 _GENERATION = "transformers.generation.utils"
+_MARK = "_is_fsdp_managed_module"
 
 
-def sync_generation() -> None:
-    """Make ``generate`` of partitioned models run on each rank until all ranks are done, in this process from now on.
+def sync_generation(module: torch.nn.Module) -> None:
+    """Make ``generate`` of a module that ZeRO-3 has partitioned run on each rank until all ranks are done.
 
     Each step gathers parameters, for which all ranks have to take it. transformers calls this ``synced_gpus``, and does
-    so by itself where it knows of ZeRO-3. What a caller passes stays.
+    so by itself where it knows of ZeRO-3, and for models that are marked as divided by FSDP. What a caller passes
+    stays.
+
+    Args:
+        module: A module; nothing happens to one that generates no text, or that is not partitioned.
     """
-    if _GENERATION in sys.modules:
-        _sync(sys.modules[_GENERATION].GenerationMixin)
-
-
-@functools.cache
-def _sync(mixin: Any) -> None:
-    original: Callable[..., Any] = mixin.generate
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind_partial(self, *args, **kwargs).arguments.get("synced_gpus")
-        if given is None and _is_shared(self):
-            kwargs["synced_gpus"] = True
-        return original(self, *args, **kwargs)
-
-    mixin.generate = generate
-
-
-def _is_shared(model: Any) -> bool:
-    """Return whether the ranks have to gather the model's parameters together."""
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    return several and any(hasattr(param, "ds_id") for param in model.parameters())
+    generation = sys.modules.get(_GENERATION)
+    if generation is not None and isinstance(module, generation.GenerationMixin):
+        vars(module).pop(_MARK, None)
+        if any(hasattr(param, "ds_id") for param in module.parameters()):
+            vars(module)[_MARK] = True

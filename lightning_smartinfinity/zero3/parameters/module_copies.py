@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.parameters.generation import sync_generation
 from lightning_smartinfinity.zero3.parameters.module_guard import refuse_tracing
 
 __all__ = ["copy_without_hooks", "is_of_deepspeed"]
@@ -71,4 +72,5 @@ def _deepcopy(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
         kept[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not is_of_deepspeed(hook))
     kept["_parameters"] = dict(kept["_parameters"])
     copied.__setstate__(copy.deepcopy(kept, memo))  # type: ignore[no-untyped-call]
+    sync_generation(copied)
     return copied

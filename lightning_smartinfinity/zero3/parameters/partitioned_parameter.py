@@ -38,6 +38,7 @@ from lightning_smartinfinity.zero3.parameters.partitioned_tensor import (
     keep_values,
     refuse_use_of_memory,
 )
+from lightning_smartinfinity.zero3.parameters.scalars import sendable
 from lightning_smartinfinity.zero3.parameters.unrounded import (
     is_fp32_in_memory,
     note_fp32_in_memory,
@@ -83,12 +84,11 @@ UNAFFECTED: set[object] = {
 }  # fmt: skip
 """Functions of torch that return the same whether or not a parameter is partitioned."""
 
-_GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 # Functions that find parameters in a graph.
 _DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 _DETACHING = {Tensor.detach, torch.detach}
-_ABOUT_DATA = {_GET_DATA, _SET_DATA}
-_ABOUT_ONE = {*ANSWERS, *_DETACHING, *_ABOUT_DATA}
+_ABOUT_ONE = {*ANSWERS, *_DETACHING}
 
 
 _APPLY = torch.nn.Module._apply
@@ -151,6 +151,35 @@ class _ZeroParameter(torch.nn.Parameter):
         _write(self, source)
         return self
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The memory; for user code outside of GatheredParameters, a tensor that stays right when this is released."""
+        if _keeps_memory(self) or is_ours(sys._getframe(1)):
+            return sendable(whole_data(self), sys._getframe(1))
+        return PartitionedTensor.data_of(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if _keeps_memory(self) or is_ours(sys._getframe(1)):
+            with torch._C.DisableTorchFunctionSubclass():
+                _SET_DATA(self, value)
+        else:
+            _write(self, value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """Autograd's gradient; for user code between backward and step, the one reduced over the ranks."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return GET_GRAD(self) if is_ours(sys._getframe(1)) else gradient_of(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_ours(sys._getframe(1)):
+                SET_GRAD(self, value)
+            else:
+                set_gradient(self, value)
+
     def __deepcopy__(self, memo: dict[int, object]) -> torch.nn.Parameter:
         """Return a copy, partitioned over the same ranks. Collective.
 
@@ -175,36 +204,9 @@ class _ZeroParameter(torch.nn.Parameter):
 
 
 class WholeParameter(_ZeroParameter):
-    """A gathered parameter. Operations on it are torch's own; ``data``, ``grad``, ``set_`` and copies are watched."""
+    """A gathered parameter while an engine runs. Operations on it are torch's own."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The memory; for user code outside of GatheredParameters, a tensor that stays right when this is released."""
-        if _keeps_memory(self) or is_ours(sys._getframe(1)):
-            data: torch.Tensor = _GET_DATA(self)
-            return data
-        return PartitionedTensor.data_of(self)
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        if _keeps_memory(self) or is_ours(sys._getframe(1)):
-            _SET_DATA(self, value)
-        else:
-            _write(self, value)
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """Autograd's gradient; for user code between backward and step, the one reduced over the ranks."""
-        return GET_GRAD(self) if is_ours(sys._getframe(1)) else gradient_of(self)
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        if is_ours(sys._getframe(1)):
-            SET_GRAD(self, value)
-        else:
-            set_gradient(self, value)
 
 
 class PartitionedParameter(_ZeroParameter):
@@ -229,21 +231,11 @@ class PartitionedParameter(_ZeroParameter):
                 )
             # Most functions about one tensor take it as the first argument, or as the keyword `input` or `self`.
             first = args[0] if args else kwargs.get("input", kwargs.get("self"))
-            if func in _ABOUT_ONE and (_keeps_memory(first) if func in _ABOUT_DATA else _is_torchs(first)):
+            if func in _DIFFERENTIATING or (func in _ABOUT_ONE and _is_torchs(first)):
                 return func(*args, **kwargs)
             if func in ANSWERS:
                 rest = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
                 return ANSWERS[func](first, *args[1:], **rest)
-            if func in _DIFFERENTIATING:
-                return func(*args, **kwargs)
-            if func == GET_GRAD:
-                return gradient_of(first)
-            if func == SET_GRAD:
-                return set_gradient(first, args[1])
-            if func == _SET_DATA:
-                return _write(first, args[1])
-            if func == _GET_DATA:
-                return PartitionedTensor.data_of(first)
             if func in _DETACHING:
                 if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
                     _refuse_tie(first)

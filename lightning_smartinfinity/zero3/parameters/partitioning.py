@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init, is_zero_param
 
 from lightning_smartinfinity.freed_memory import FreedMemory
+from lightning_smartinfinity.patches import wrapped
 from lightning_smartinfinity.zero3.collectives import show_on_rank_zero
-from lightning_smartinfinity.zero3.parameters.scalars import ScalarsAsBytes, send_scalars
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
 __all__ = ["cast_parameters", "having_a_parameter", "partitioning", "whole_bytes"]
@@ -47,12 +47,11 @@ def partitioning(what: str, total_bytes: int | None) -> Iterator[None]:
         what: What is being done, for users.
         total_bytes: Bytes of the parameters that will be partitioned; None if they are unknown.
     """
-    send_scalars()
-    freed, original, left = FreedMemory(_FREED_TOGETHER), Init._zero_init_param, total_bytes
-    with ScalarsAsBytes(), ExitStack() as shown:
+    freed, left = FreedMemory(_FREED_TOGETHER), total_bytes
+    with ExitStack() as shown:
         advance = shown.enter_context(show_on_rank_zero(what, total_bytes))
 
-        def zero_init_param(init: ZeroInit, param: ZeroParameter) -> None:
+        def zero_init_param(original: Callable[..., None], init: ZeroInit, param: ZeroParameter) -> None:
             nonlocal left
             nbytes = param.nbytes
             original(init, param)
@@ -63,11 +62,8 @@ def partitioning(what: str, total_bytes: int | None) -> Iterator[None]:
                 if left == 0:
                     shown.close()  # what follows within the context has a bar of its own
 
-        Init._zero_init_param = zero_init_param
-        try:
+        with wrapped(Init, "_zero_init_param", zero_init_param):
             yield
-        finally:
-            Init._zero_init_param = original
 
 
 @contextmanager

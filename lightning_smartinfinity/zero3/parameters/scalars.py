@@ -6,14 +6,13 @@ Everything else in ZeRO-3 takes such a parameter as one element of shape ``[]``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["ScalarsAsBytes", "send_scalars"]
+__all__ = ["ScalarsAsBytes", "sendable"]
 
 
 class ScalarsAsBytes(TorchFunctionMode):
@@ -31,17 +30,24 @@ class ScalarsAsBytes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@functools.cache
-def send_scalars() -> None:
-    """Make ``zero.Init`` and ``GatheredParameters`` send parameters without a dimension, in this process."""
-    for owner, name in ((Init, "_zero_init_param"), (GatheredParameters, "_exit")):
-        setattr(owner, name, _with_scalars(getattr(owner, name)))
+class _Sendable(torch.Tensor):
+    """A tensor without a dimension, of which ``view(torch.uint8)`` returns the bytes."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def view(self, *shape: Any) -> torch.Tensor:
+        if shape == (torch.uint8,):
+            return super().view(1).view(torch.uint8)
+        return super().view(*shape)
 
 
-def _with_scalars(original: Callable[..., object]) -> Callable[..., object]:
-    @functools.wraps(original)
-    def method(*args: object, **kwargs: object) -> object:
-        with ScalarsAsBytes():
-            return original(*args, **kwargs)
+def sendable(data: torch.Tensor, frame: Any) -> torch.Tensor:
+    """Return the memory of a parameter, for DeepSpeed in a form that it can send.
 
-    return method
+    Args:
+        data: The memory.
+        frame: The frame of code that asks for it.
+    """
+    if data.dim() == 0 and str(frame.f_globals.get("__name__")).startswith("deepspeed."):
+        return data.as_subclass(_Sendable)
+    return data
