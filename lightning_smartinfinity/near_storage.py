@@ -225,12 +225,12 @@ class NearStorage(ABC):
             initialize: Function that returns the engine and something else.
         """
         from lightning_smartinfinity.zero3.collectives import raising_together
-        from lightning_smartinfinity.zero3.earlier_state import earlier_state, write_earlier_state
+        from lightning_smartinfinity.zero3.earlier_state import earlier_state, keep_masters, write_earlier_state
         from lightning_smartinfinity.zero3.engine_setup import engine_with, refuse_in_fit
         from lightning_smartinfinity.zero3.parameter_groups import check_parameters
         from lightning_smartinfinity.zero3.parameters.partition import make_contiguous
         from lightning_smartinfinity.zero3.parameters.unrounded import note_fp32_in_memory
-        from lightning_smartinfinity.zero3.release import end_training_of, release_module
+        from lightning_smartinfinity.zero3.release import end_training_of, release_module, trainings_of
         from lightning_smartinfinity.zero3.storage import require_parameter_space
         from lightning_smartinfinity.zero3.taken_optimizer import check_takeable, take_over
         from lightning_smartinfinity.zero3.validation import (
@@ -253,6 +253,9 @@ class NearStorage(ABC):
             check_state_format(self._settings.state_format, self._engine_config)
         self._begin_watch()
         later = f"a training of {type(model).__name__} that began at {time.strftime('%H:%M:%S')}"
+        resumes = self._recording is not None and self._recording.resumes
+        goes_on = self._has_fp32_in_memory(model) and not resumes
+        kept = keep_masters(trainings_of(model), of=type(model).__name__) if goes_on else None
         idle = self._release_storage(later)
         end_training_of(model, since=f"{later} took its module")
         release_module(model)
@@ -271,6 +274,8 @@ class NearStorage(ABC):
         # This runs at interpreter exit, too: nothing stays on storage unless it is to be kept.
         weakref.finalize(self, engine.optimizer.rank_state.closer())
         self._training_engine = engine
+        if kept is not None:
+            kept.bring_into(engine.optimizer)
         if earlier and not offload.resumes:
             write_earlier_state(engine.optimizer, earlier)
         return engine, rest
@@ -430,6 +435,7 @@ class NearStorage(ABC):
             if optimizer.rank_state.in_fit:  # an evaluation afterwards says nothing about the training
                 optimizer.rank_state.keeping.completed = completed
             optimizer.rank_state.in_fit = False
+            optimizer.idle = self  # as long as the module lives: it may be trained once more, from its masters
             if optimizer.rank_state.activations is not None:
                 optimizer.rank_state.activations.rest()
             # After an error, which may have come on this rank alone, a step may still be in progress.

@@ -64,6 +64,12 @@ class TransferHandler:
         self._num_steps = 0
         self._numel_updated = 0
         self._background_read_bytes = 0
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._is_closed
 
     @property
     def generation(self) -> int:
@@ -362,6 +368,7 @@ class TransferHandler:
         Args:
             remove: Whether to delete the state on storage.
         """
+        self._is_closed = True
         if self._step is not None:
             self._step.stop()
             self._step = None

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -78,6 +79,7 @@ class StorageOptimizer(GradientPath):
         update: The update of the step in flight.
         speculation: The speculative update, which backward begins before the step does.
         outside_writes: Brings what is written to parameters outside of steps into the masters.
+        idle: What closes the storage when it is collected, once the training is over.
     """
 
     rule: UpdateRule
@@ -88,6 +90,7 @@ class StorageOptimizer(GradientPath):
         self._warned_of_skip = False
         self.save_id: str | None = None
         self.saves_weights_only = False
+        self.idle: object = None
         self._frozen: list[ZeroParameter] = []
         self.step_follows = self.may_bind = False
         rank_state = RankState(keep=offload.transfer.keep)
@@ -115,6 +118,11 @@ class StorageOptimizer(GradientPath):
         self._choose_kept_gathered()
         return_freed_memory()
         reuse_freed_memory()
+
+    @property
+    def storage_folder(self) -> Path:
+        """The first folder of the training's storage."""
+        return self._offload.storage[0]
 
     def _obstacle_to_speculation(self) -> str | None:
         if self._offload.transfer.places_per_tasklet == 1:

@@ -77,6 +77,28 @@ def test_clipping_changes_the_gradients_there_are_as_in_torch(fabric: Fabric) ->
     torch.testing.assert_close(losses_of(model), losses_of(plain), atol=5e-6, rtol=0)
 
 
+def test_a_module_whose_training_was_dropped(tmp_path: Path) -> None:
+    """Its weights answer in 16 bit, and the next training warns that it begins from these."""
+
+    def train(fabric: Fabric) -> torch.Tensor:
+        model, optimizer = set_up(fabric, net)
+        begun: torch.Tensor = deepspeed.utils.safe_get_full_fp32_param(net[0].weight)
+        fabric.backward(loss_of(model, 0))
+        optimizer.step()
+        return begun
+
+    net = build_net()
+    train(quiet_fabric(tmp_path / "first", precision="bf16-mixed"))
+    gc.collect()
+    found = net[0].weight.detach().float()
+    assert torch.equal(found, found.bfloat16().float())
+    second = quiet_fabric(tmp_path / "second", precision="bf16-mixed")
+    with pytest.warns(UserWarning, match=r"rounded to torch.bfloat16"):
+        begun = train(second)
+    assert torch.equal(begun, found)
+    second.strategy.close()
+
+
 def test_clipping_a_gradient_that_is_not_finite(fabric: Fabric) -> None:
     """Clipping raises torch's error, or returns the norm with error_if_nonfinite=False. The step is skipped."""
     model, optimizer = set_up(fabric)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import errno
+import gc
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -34,7 +38,7 @@ class Distilled(pl.LightningModule):
             param.data = param.data.bfloat16().float()
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.mean = [param.detach().clone() for param in self.student.parameters()]
-        self.write, self.lr, self.validated = write, lr, validated
+        self.write, self.lr, self.validated, self.state = write, lr, validated, "none"
         self.found: dict[str, list[torch.Tensor]] = {}
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
@@ -61,6 +65,9 @@ class Distilled(pl.LightningModule):
         }
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.state == "adam":
+            head = {"params": list(self.student[2].parameters())}
+            return torch.optim.AdamW([head, {"params": list(self.student[0].parameters())}], lr=0.0, weight_decay=0.0)
         return torch.optim.SGD(self.student.parameters(), lr=self.lr)
 
     def train_dataloader(self) -> Any:
@@ -206,6 +213,7 @@ def test_two_ranks_write_what_memory_writes(tmp_path: Path) -> None:
         for found in ranks:
             torch.testing.assert_close(found[write.__name__], module.found, rtol=0, atol=0)
     for found in ranks:
+        torch.testing.assert_close(found["second fit"], found[TWO_RANKS[-1].__name__], rtol=0, atol=0)
         torch.testing.assert_close(found["resumed"]["student"], found["whole"]["student"], rtol=0, atol=0)
         torch.testing.assert_close(found["resumed"]["teacher"], found["whole"]["teacher"], rtol=0, atol=0)
 
@@ -256,13 +264,41 @@ def test_hooks_read_the_dtype_of_memory(precision: Any, tmp_path: Path) -> None:
     assert expected[1][1] == pytest.approx(expected[0][1], rel=1e-5)
 
 
-def test_a_second_fit_begins_from_16_bit(tmp_path: Path) -> None:
-    """The masters of the first are gone: nothing keeps fp32 between fits."""
+@pytest.mark.parametrize("place", ["memory", "storage"])
+def test_a_second_fit_goes_on_in_fp32(place: str, tmp_path: Path) -> None:
+    """Its masters are those of the first, also of what was written in between, by other groups and optimizers."""
+    found: dict[Any, list[Any]] = {}
+    for strategy in ("auto", "ours"):
+        module = Distilled(scale)
+        for number in range(3):
+            chosen = strategy if strategy == "auto" else ours(tmp_path / str(number % 2), place)
+            quiet_trainer(tmp_path, chosen, precision="bf16-mixed").fit(module)
+            found.setdefault(strategy, []).append([value.clone() for value in module.found["student"]])
+            with torch.no_grad():
+                module.student[2].weight.mul_(DECAY)
+            module.write, module.state = None, "adam"
+            gc.collect()
+    for values, expected in zip(found["ours"], found["auto"], strict=True):
+        for value, wanted in zip(values, expected, strict=True):
+            assert torch.equal(value, wanted)
+    assert any((value.bfloat16().float() != value).any() for value in found["ours"][2])
+
+
+@pytest.mark.parametrize(("is_closed", "why"), [(True, "was closed"), (False, "No space left")])
+def test_a_second_fit_whose_masters_are_gone(
+    is_closed: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins from weights in 16 bit, and a warning says so and why."""
     module = Distilled(scale)
-    quiet_trainer(tmp_path / "1", precision="bf16-mixed").fit(module)
+    strategy = ours(tmp_path)
+    quiet_trainer(tmp_path, strategy, precision="bf16-mixed").fit(module)
     first = module.found["student"]
+    if is_closed:
+        strategy.close()
+    monkeypatch.setattr(tempfile, "TemporaryFile", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     module.write = None
-    quiet_trainer(tmp_path / "2", precision="bf16-mixed").fit(module)
+    with pytest.warns(UserWarning, match=rf"{why}.* rounded to torch.bfloat16, .* before the strategy is closed"):
+        quiet_trainer(tmp_path, precision="bf16-mixed").fit(module)
     for value, before in zip(module.found["student"], first, strict=True):
         assert torch.equal(value, before.bfloat16().float())
 

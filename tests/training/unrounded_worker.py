@@ -22,6 +22,9 @@ def main() -> None:
         module = Distilled(write)
         quiet_trainer(root, ours(root), **settings).fit(module)
         found[write.__name__] = module.found
+    module.write = None
+    quiet_trainer(root, ours(root), **settings).fit(module)
+    found["second fit"] = module.found
     whole, resumed = Distilled(follow, lr=0.1), Distilled(follow, lr=0.1)
     quiet_trainer(root, ours(root), max_steps=4, **settings).fit(whole)
     begun = quiet_trainer(root, ours(root), max_steps=2, **settings)

@@ -189,8 +189,8 @@ class _ZeroParameter(torch.nn.Parameter):
             values = PartitionedTensor.detached(self).clone().to(self.dtype)
         copied = torch.nn.Parameter(values, requires_grad=self.requires_grad)
         if not (is_building() or is_in_context(self)):
-            self.convert_to_zero_parameters(param_list=[copied])  # type: ignore[attr-defined]
-            answer([copied])
+            with answering():
+                self.convert_to_zero_parameters(param_list=[copied])  # type: ignore[attr-defined]
             if is_fp32_in_memory(self):
                 note_fp32_in_memory([copied])
         memo[id(self)] = copied

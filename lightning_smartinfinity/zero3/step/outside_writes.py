@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -21,7 +22,10 @@ from lightning_smartinfinity.zero3.step.rank_state import RankState
 from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
-__all__ = ["OutsideWrites"]
+__all__ = ["OutsideWrites", "Precise", "windows_of"]
+
+Precise: TypeAlias = Callable[[ParameterSlice, int, int], torch.Tensor | None]
+"""Returns values of this rank's slice of a parameter (fp32, on the CPU), from one element on so many; None: unknown."""
 
 # Number of elements whose masters are compared at once.
 _WINDOW_NUMEL = 1 << 22
@@ -69,12 +73,12 @@ class OutsideWrites:
             written = self._deferred
         finally:
             self._deferred = None
-        self._refresh(written, values)
+        self._refresh(written, self._in_full(values))
 
     def refresh_all(self) -> None:
         """Set every master to exactly the value of its parameter; moments and step counts stay."""
         layout = self._partition.layout
-        for begin, end in _windows(layout, range(len(layout.tasklets))):
+        for begin, end in windows_of(layout, range(len(layout.tasklets))):
             self._modify(begin, self._partition.read(begin, end).float().numpy())
 
     def bring_in(self, parameters: Iterable[ZeroParameter]) -> None:
@@ -83,12 +87,33 @@ class OutsideWrites:
         for param in parameters:
             if param.ds_id in self._partition.index and (full := take_full(param)) is not None:
                 index = self._partition.index[param.ds_id]
-                self._refresh([index], {layout.parameters[index].name: full})
+                self._refresh([index], self._in_full({layout.parameters[index].name: full}))
 
-    def _known_precisely(self, params: Iterable[ZeroParameter]) -> dict[str, torch.Tensor]:
+    def bring_in_slices(self, written: Iterable[int], precise: Precise) -> None:
+        """Bring values of this rank's slices into the masters, where the parameters hold them rounded.
+
+        Args:
+            written: Indices of the parameters, the same on all ranks.
+            precise: Returns the values.
+        """
+        self._refresh(written, precise)
+
+    def _known_precisely(self, params: Iterable[ZeroParameter]) -> Precise:
         index, layout = self._partition.index, self._partition.layout
         given = {param.ds_id: full for param in params if (full := waiting(param)) is not None}
-        return {layout.parameters[index[key]].name: full for key, full in given.items() if key in index}
+        return self._in_full({layout.parameters[index[key]].name: full for key, full in given.items() if key in index})
+
+    def _in_full(self, values: Mapping[str, torch.Tensor]) -> Precise:
+        """Return access to this rank's slices of full parameters."""
+        rank = dist.get_rank(self._partition.group)
+
+        def precise(own: ParameterSlice, begin: int, numel: int) -> torch.Tensor | None:
+            full = values.get(own.name)
+            if full is None:
+                return None
+            return full.detach().reshape(-1)[rank * own.numel + begin :][:numel].to("cpu", torch.float32)
+
+        return precise
 
     def _note_writes(self, params: Iterable[ZeroParameter]) -> None:
         if not self._rank_state.is_open:
@@ -102,10 +127,10 @@ class OutsideWrites:
         else:
             self._refresh(written, self._known_precisely(params))
 
-    def _refresh(self, written: Iterable[int], precise: Mapping[str, torch.Tensor]) -> None:
+    def _refresh(self, written: Iterable[int], precise: Precise) -> None:
         layout = self._partition.layout
         touched = {tasklet for index in written for tasklet in layout.tasklets_of(slice(index, index + 1))}
-        windows = list(_windows(layout, sorted(touched)))
+        windows = list(windows_of(layout, sorted(touched)))
         try:
             self._refresh_windows(windows, precise)
         except SmartInfinityError:
@@ -124,43 +149,33 @@ class OutsideWrites:
             masters = self._update.drained_handler().state.read_range(begin, end, names=["master"])["master"]
         return masters
 
-    def _refresh_windows(self, windows: Iterable[tuple[int, int]], precise: Mapping[str, torch.Tensor]) -> None:
+    def _refresh_windows(self, windows: Iterable[tuple[int, int]], precise: Precise) -> None:
         for begin, end in windows:
             masters = self._masters_between(begin, end)
             changed = self._merge(begin, torch.from_numpy(masters), precise)
             if sum_over_ranks(float(changed), self._partition.group) > 0:
                 self._modify(begin, masters)
 
-    def _merge(self, begin: int, masters: torch.Tensor, precise: Mapping[str, torch.Tensor]) -> bool:
+    def _merge(self, begin: int, masters: torch.Tensor, precise: Precise) -> bool:
         """Bring masters up to date in place; return whether any bit changed."""
         current = self._partition.read(begin, begin + len(masters))
-        rank = dist.get_rank(self._partition.group)
         before = masters.clone()
         masters.copy_(torch.where(masters.to(current.dtype) == current, masters, current.float()))
-        for own, full in self._given_between(begin, begin + len(masters), precise):
-            first, last = max(begin, own.offset), min(begin + len(masters), own.offset + own.real_numel)
-            if first >= last:
+        for own, first, last in self._partition.layout.real_ranges_between(begin, begin + len(masters)):
+            values = precise(own, first - own.offset, last - first)
+            if values is None:
                 continue
-            skipped = rank * own.numel + first - own.offset
-            values = full.detach().reshape(-1)[skipped : skipped + last - first].to("cpu", torch.float32)
             where = slice(first - begin, last - begin)
             agrees = values.to(current.dtype) == current[where]
             masters[where] = torch.where(agrees, values, masters[where])
         return not torch.equal(masters.view(torch.int32), before.view(torch.int32))
-
-    def _given_between(
-        self, begin: int, end: int, precise: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[ParameterSlice, torch.Tensor]]:
-        for own in self._partition.layout.parameters_between(begin, end):
-            if own.name in precise:
-                yield own, precise[own.name]
 
     def _modify(self, begin: int, masters: NDArray[np.float32]) -> None:
         together = partial(raising_together, self._partition.group)
         self._update.drained_handler().state.modify_range(begin, {"master": masters}, together=together)
 
 
-def _windows(layout: PartitionLayout, tasklets: Iterable[int]) -> Iterator[tuple[int, int]]:
+def windows_of(layout: PartitionLayout, tasklets: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yield runs of these tasklets, given in order, as ranges of elements of the flat partition."""
     numel = layout.extents.tasklet_numel
     per_window = max(1, _WINDOW_NUMEL // numel)

@@ -126,7 +126,8 @@ class RankState:
     @property
     def is_open(self) -> bool:
         """Whether there is state on storage that belongs to this rank's training."""
-        return self._handler is not None
+        # What closes it when a strategy is collected knows the handler only.
+        return self._handler is not None and not self._handler.is_closed
 
     @property
     def is_usable(self) -> bool:
@@ -146,7 +147,7 @@ class RankState:
         Raises:
             StorageError: The storage was closed, or a step failed that could not be rolled back.
         """
-        if self._handler is None:
+        if self._handler is None or self._handler.is_closed:
             raise self._closed("optimizer state")
         if self._unusable_reason is not None:
             raise StorageError(
