@@ -294,6 +294,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         if not hasattr(next(model.parameters(), None), "ds_id"):  # else it has been partitioned as planned before
             self._plan(model, replace(self._surroundings(), optimizer=type(optimizer).__name__))
         engine, _ = self._build_engine(model, optimizer, lambda: initialize(model, optimizer)[:2])
+        engine.optimizer.expects_zero_grad = True
         self._recording.end()
         self._awaits_load = self._recording.resumes
         return engine, optimizer, scheduler

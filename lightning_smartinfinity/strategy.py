@@ -441,6 +441,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         assert optimizer is not None
         initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
         engine, _ = self._build_engine(model, optimizer, initialize)
+        engine.optimizer.expects_zero_grad = True
         return engine, optimizer
 
     @override

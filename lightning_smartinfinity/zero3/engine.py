@@ -332,6 +332,10 @@ class SmartInfinityEngine(PortableEngine):
         """Return the norm of the gradients that wait for a step, or of those of the last step. Collective."""
         return clip_norm(self.optimizer, math.inf) if self._global_grad_norm is None else self._global_grad_norm
 
+    def zero_grad(self) -> None:
+        """Discard the gradients, which the base class does not find."""
+        self.optimizer.zero_grad_as_torch(set_to_none=True)
+
     # ---- parameters that are not trained lie outside the optimizer's partition
 
     def _get_param_fragment_func(self, param: ZeroParameter) -> torch.Tensor:

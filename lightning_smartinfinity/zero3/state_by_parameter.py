@@ -191,6 +191,11 @@ class StateByParameter(StorageOptimizer):
         """Return whether a step has used up the gradient of a parameter that torch would hold until ``zero_grad``."""
         return self.takes_gradient(param) and bool(self._had_gradient[self.partition.index[param.ds_id]])
 
+    def gradient_is_reset(self, param: ZeroParameter) -> None:
+        """Note that somebody asks for a gradient that a step has used, or discards it, as ``Module.zero_grad`` does."""
+        if self.rank_state.is_open and param.ds_id in self.partition.index:
+            self._used[self.partition.index[param.ds_id]] = False
+
     def takes_gradient(self, param: ZeroParameter) -> bool:
         """Return whether the parameter is trained, and its training goes on."""
         return self.rank_state.is_open and self._has_state(param)

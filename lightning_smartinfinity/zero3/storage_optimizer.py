@@ -79,6 +79,7 @@ class StorageOptimizer(GradientPath):
         update: The update of the step in flight.
         speculation: The speculative update, which backward begins before the step does.
         outside_writes: Brings what is written to parameters outside of steps into the masters.
+        expects_zero_grad: Whether the caller's loop resets gradients by itself, as it does in memory.
         idle: What closes the storage when it is collected, once the training is over.
     """
 
@@ -87,7 +88,8 @@ class StorageOptimizer(GradientPath):
 
     def __init__(self, *args: object, offload: OffloadSettings, groups: Sequence[ParamGroup], **kwargs: object) -> None:
         self._offload, self._groups = offload, groups
-        self._warned_of_skip = False
+        self._warned_of_skip = self._warned_of_reset = False
+        self.expects_zero_grad = False
         self.save_id: str | None = None
         self.saves_weights_only = False
         self.idle: object = None
@@ -113,7 +115,8 @@ class StorageOptimizer(GradientPath):
             self.outside_writes.bring_in(self.partition.params())
         self._watch_releases()
         # bool[num_parameters]: those whose gradient torch would hold, and those whose gradient it would hold as zeros.
-        self._had_gradient, self._zeros = np.zeros((2, len(self.partition.layout.parameters)), np.bool_)
+        # Also those whose gradient a step has used, and which nothing has reset since.
+        self._had_gradient, self._zeros, self._used = np.zeros((3, len(self.partition.layout.parameters)), np.bool_)
         self._kept_gathered: list[ZeroParameter] = self.persistent_parameters
         self._choose_kept_gathered()
         return_freed_memory()
@@ -264,6 +267,7 @@ class StorageOptimizer(GradientPath):
                 "optimizer.step(closure) does not work with the smart_infinity strategy.",
                 "Run forward and backward first, then call step().",
             )
+        self._warn_of_gradients_left()
         self.overlap.step_begins(time.monotonic(), sum_over_ranks=self._sum_over_ranks)
         self._choose_kept_gathered()
         refused = (
@@ -301,6 +305,16 @@ class StorageOptimizer(GradientPath):
         # torch's schedulers warn unless the optimizer they wrap has stepped; its step() never runs here.
         self.optimizer._opt_called = True
         self._post_step(set())
+
+    def _warn_of_gradients_left(self) -> None:
+        if self.expects_zero_grad and not self._warned_of_reset and self._used.any():
+            self._warned_of_reset = True
+            warnings.warn(
+                "A step came without zero_grad() since the step before. In memory it would use the gradients of that "
+                "step, too; with the smart_infinity strategy a step uses its gradients up, and each begins with none. "
+                "Call optimizer.zero_grad() after each step. To add gradients up, call step() after the last backward.",
+                stacklevel=2,
+            )
 
     def _failure_of_gradients(self) -> SmartInfinityError | None:
         failure = self.arena.take_failure()
@@ -368,6 +382,7 @@ class StorageOptimizer(GradientPath):
             raise
         self.update.step_returns()
         self._had_gradient |= self.arena.active
+        self._used |= self.arena.active
         self.arena.reset()
 
     def _partition_all_parameters(self) -> None:
@@ -432,6 +447,7 @@ class StorageOptimizer(GradientPath):
         had = self._had_gradient | self.arena.active
         self._had_gradient = had & (not set_to_none)
         self._zeros = self._had_gradient.copy()
+        self._used[:] = False
         self.zero_grad(set_to_none)
 
     def _watch_releases(self) -> None:

@@ -77,6 +77,22 @@ def test_clipping_changes_the_gradients_there_are_as_in_torch(fabric: Fabric) ->
     torch.testing.assert_close(losses_of(model), losses_of(plain), atol=5e-6, rtol=0)
 
 
+@pytest.mark.parametrize(("reset", "warned"), [("none", 1), ("optimizer", 0), ("model", 0), ("module", 0)])
+def test_steps_without_zero_grad_are_warned_of_once(
+    reset: str, warned: int, fabric: Fabric, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Whoever resets the gradients, the optimizer, what setup returned or the module, is not warned."""
+    net = build_net()
+    model, optimizer = set_up(fabric, net)
+    for step in range(3):
+        if reset != "none":
+            {"optimizer": optimizer, "model": model, "module": net}[reset].zero_grad()
+        for part in range(2):
+            fabric.backward(loss_of(model, 2 * step + part))
+        optimizer.step()
+    assert sum("A step came without zero_grad()" in str(each.message) for each in recwarn) == warned
+
+
 def test_a_module_whose_training_was_dropped(tmp_path: Path) -> None:
     """Its weights answer in 16 bit, and the next training warns that it begins from these."""
 

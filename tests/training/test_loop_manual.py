@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from lightning_smartinfinity import UnsupportedError
 from tests.helpers.long_cases import long_but
-from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
+from tests.helpers.plain import RECIPE, Everything, assert_alike, assert_like_plain_lightning
 from tests.helpers.trainers import quiet_trainer
 
 
@@ -91,20 +92,106 @@ def test_manual_optimization(module: type[Manual], tmp_path: Path) -> None:
 
 
 class Keeping(Manual):
-    """A module that leaves out zero_grad, and steps twice."""
+    """A module that leaves out zero_grad."""
 
     def finish(self, optimizer: Any) -> None:
         optimizer.step()
+
+
+class Twice(Manual):
+    """A module that steps twice behind one backward."""
+
+    def finish(self, optimizer: Any) -> None:
         optimizer.step()
+        super().finish(optimizer)
 
 
-def test_a_step_takes_its_gradients(tmp_path: Path) -> None:
-    """Gradients of the step before do not add up, and a second step has none: the losses are those with zero_grad."""
-    losses = []
-    for module in (Manual(), Keeping()):
-        quiet_trainer(tmp_path / type(module).__name__, precision="32-true", max_epochs=1).fit(module)
-        losses.append(module.losses)
-    assert losses[0] == losses[1]
+@pytest.mark.parametrize("module", [Keeping, Twice])
+def test_a_step_takes_its_gradients(module: type[Manual], tmp_path: Path) -> None:
+    """Gradients of the step before do not add up, and a second step has none: the losses are those with zero_grad.
+
+    One warning says so.
+    """
+    plain, other = Manual(), module()
+    quiet_trainer(tmp_path / "plain", precision="32-true", max_epochs=1).fit(plain)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet_trainer(tmp_path / "other", precision="32-true", max_epochs=1).fit(other)
+    assert other.losses == plain.losses
+    assert sum("Call optimizer.zero_grad() after each step." in str(each.message) for each in caught) == 1
+
+
+def by_module(module: Manual, optimizer: Any) -> None:
+    module.zero_grad()
+
+
+def by_module_to_zeros(module: Manual, optimizer: Any) -> None:
+    module.zero_grad(set_to_none=False)
+
+
+def by_optimizer_to_zeros(module: Manual, optimizer: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def by_optimizer_of_torch(module: Manual, optimizer: Any) -> None:
+    optimizer.optimizer.zero_grad()
+
+
+def by_hand(module: Manual, optimizer: Any) -> None:
+    for param in module.parameters():
+        param.grad = None
+
+
+def by_engine(module: Manual, optimizer: Any) -> None:
+    module.trainer.model.zero_grad()  # type: ignore[union-attr]
+
+
+RESETS = [by_module, by_module_to_zeros, by_optimizer_to_zeros, by_optimizer_of_torch, by_hand, by_engine]
+
+
+class Resetting(Manual):
+    """A module that resets gradients in some way before its backward passes, or after the step."""
+
+    def __init__(self, reset: Any, *, first: bool) -> None:
+        super().__init__()
+        self.reset, self.first, self.had = reset, first, 0
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        if self.first:
+            self.reset(self, self.optimizers())
+        super().training_step(batch, batch_idx)
+
+    def finish(self, optimizer: Any) -> None:
+        if self.had == 0:  # gradients that are dropped before they are used
+            self.had = 1
+            self.reset(self, optimizer)
+            assert all(param.grad is None or not param.grad.any() for param in self.parameters())
+            self.manual_backward(self.model(torch.zeros(1, 8, dtype=torch.long)))
+        optimizer.step()
+        if not self.first:
+            self.reset(self, optimizer)
+
+
+@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.parametrize("first", [True, False])
+def test_gradients_that_are_reset_in_any_way(reset: Any, first: bool, tmp_path: Path) -> None:
+    """Nothing is warned of, and losses are plain Lightning's where that resets them in the same way."""
+    module = Resetting(reset, first=first)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*zero_grad")
+        quiet_trainer(tmp_path, precision="32-true", max_epochs=1).fit(module)
+    if reset is not by_engine:
+        plain = Resetting(reset, first=first)
+        quiet_trainer(tmp_path, "auto", precision="32-true", max_epochs=1, use_distributed_sampler=False).fit(plain)
+        assert_alike(module.losses, plain.losses)
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 3}])
+def test_automatic_optimization_resets_gradients(settings: dict[str, Any], tmp_path: Path) -> None:
+    """It is not warned of, nor are windows that an epoch ends early, or steps without a loss."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*zero_grad")
+        quiet_trainer(tmp_path, precision="32-true", max_epochs=2, **settings).fit(SkipsBatches())
 
 
 class Direct(Manual):

@@ -49,6 +49,7 @@ OVERRIDDEN_OF_ENGINE = [
     "forward",
     "step",
     "get_global_grad_norm",
+    "zero_grad",
 ]
 
 

@@ -33,6 +33,8 @@ def gradient_of(param: ZeroParameter) -> torch.Tensor | None:
     if _owner_of_gradient(param) is not None:
         return PartitionedTensor.gradient(param)
     owner = param.__dict__.get("_z3_optimizer")
+    if hasattr(owner, "gradient_is_reset"):
+        owner.gradient_is_reset(param)
     by_torch = str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")  # such as Module.to
     if not by_torch and hasattr(owner, "has_used_gradient") and owner.has_used_gradient(param):
         warnings.warn(
@@ -59,6 +61,8 @@ def set_gradient(param: ZeroParameter, value: torch.Tensor | None) -> None:
         )
     if value is None:
         SET_GRAD(param, None)
+        if hasattr(owner, "gradient_is_reset"):
+            owner.gradient_is_reset(param)
         if _owner_of_gradient(param) is not None:
             owner.drop_gradient(param)
     elif not hasattr(owner, "has_reduced_gradient") or not owner.takes_gradient(param):
@@ -67,4 +71,5 @@ def set_gradient(param: ZeroParameter, value: torch.Tensor | None) -> None:
             "Assign gradients in a training, to parameters that were given to its optimizer.",
         )
     else:
+        owner.gradient_is_reset(param)
         owner.set_fp32_grad_for_param(value.detach() * owner.loss_scale, param)
