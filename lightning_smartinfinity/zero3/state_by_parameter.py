@@ -11,6 +11,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.transfer.layout import ParameterSlice
 from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.parameters.gather_methods import bring_in_writes
+from lightning_smartinfinity.zero3.parameters.gathering import is_in_context
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
@@ -36,6 +38,8 @@ class StateByParameter(StorageOptimizer):
     ) -> tuple[torch.Tensor, int]:
         if not self._has_state(param):
             return _NO_STATE, 0
+        if optim_state_key is None and not is_in_context(param):
+            bring_in_writes([param])
         return self._own_values(param, optim_state_key), self._slice_of(param).sub_group
 
     def has_master(self, param: ZeroParameter) -> bool:

@@ -11,6 +11,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig, UnsupportedError
@@ -311,7 +312,10 @@ def test_a_tensor_outside_is_not_given_data_without_memory(tmp_path: Path) -> No
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 @pytest.mark.parametrize("directly", [True, False])
 def test_a_write_after_validation_is_in_the_next_step(overlap: str, directly: bool, tmp_path: Path) -> None:
-    """Validation leaves small parameters whole; an update that begins within backward has what was written to them."""
+    """Validation leaves small parameters whole; an update that begins within backward has what was written to them.
+
+    So has what is read of the masters at once.
+    """
 
     class Validated(Small):
         def validation_step(self, batch: torch.Tensor, index: int) -> None:
@@ -321,6 +325,8 @@ def test_a_write_after_validation_is_in_the_next_step(overlap: str, directly: bo
             for param in self.parameters():
                 with torch.no_grad():
                     (param if directly else param.data).mul_(0.5)
+                if hasattr(param, "ds_id"):
+                    assert torch.equal(safe_get_full_fp32_param(param), param)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
