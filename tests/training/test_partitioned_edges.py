@@ -295,6 +295,27 @@ def test_a_weight_that_a_graph_needs_is_not_changed(tmp_path: Path) -> None:
         fitted(tmp_path / str(strategy) / "data", Small(term=change_data), strategy)
 
 
+def test_a_parameter_is_the_input_of_a_module(tmp_path: Path) -> None:
+    """Losses, activations and layers take parameters of other modules, in hooks and in a term of the loss."""
+
+    class Fed(Small):
+        def __init__(self) -> None:
+            super().__init__(term=self.use)
+            self.gate = nn.Parameter(torch.linspace(-1, 1, 8))
+            self.act, self.distance = nn.Softplus(), nn.L1Loss(reduction="sum")
+            self.parts = nn.Sequential(nn.LayerNorm(8), nn.Softmax(-1))
+
+        def use(self, module: Any) -> torch.Tensor:
+            total = self.act(self.gate).sum() + self.distance(self.net[0].weight[0], self.gate)
+            return 0.1 * total + self.parts(self.gate)[0] + self.net[0](self.gate)[1]  # type: ignore[no-any-return]
+
+        def on_train_batch_end(self, *args: object) -> None:
+            self.seen.append(float(self.act(self.gate).sum() + self.parts(self.gate)[2]))
+
+    ours, theirs = (fitted(tmp_path / str(strategy), Fed(), strategy).seen for strategy in (None, "auto"))
+    assert len(ours) > 2 and ours == pytest.approx(theirs, rel=1e-5)
+
+
 def test_a_tensor_outside_is_not_given_data_without_memory(tmp_path: Path) -> None:
     """Torch refuses it by its kind of device; it would crash in the next operation otherwise."""
 

@@ -313,6 +313,23 @@ def answer_in(module: torch.nn.Module) -> None:
     answer(params)
     for param in params:
         param.__dict__["_in_flight_registry"] = module.ds_inflight_param_registry
+    for child in module.modules():
+        hook = child.__dict__.get("post_bwd_fn")
+        if hook is not None and not isinstance(hook, _OfInputs):
+            child.__dict__["post_bwd_fn"] = _OfInputs(hook)
+
+
+class _OfInputs:
+    """DeepSpeed's function of a module's inputs, for which a partitioned parameter among them answers."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def apply(self, value: torch.Tensor) -> Any:
+        """Return the input as the module is given it."""
+        if isinstance(value, PartitionedParameter) and not _is_torchs(value):
+            value = PartitionedTensor.of(value)
+        return self._original.apply(value)
 
 
 def answering() -> AbstractContextManager[None]:
