@@ -206,6 +206,7 @@ def trainings_seen_by(begin: Callable[[Trainer, Any], Any], end: Callable[[], No
         **kwargs: object,
     ) -> Any:
         trainer.model_wrapped = trainer.model
+        _keep_given(trainer)
         try:
             resume_from_checkpoint = begin(trainer, resume_from_checkpoint)
             with _losses_and_clipping_of(trainer):
@@ -251,10 +252,9 @@ _AFTER_IT = {"save_model": "SmartInfinityTraining.save_pretrained(folder) still 
 
 @contextmanager
 def trainers_of_context() -> Iterator[None]:
-    """Let Trainers that are made within this context keep the optimizers they are given, and refuse work after it.
+    """Let Trainers that are made within this context refuse work after it.
 
-    With DeepSpeed, the Trainer builds an optimizer from its arguments even if it was given one. After the context it
-    would save and train without this package, or meet the state that accelerate has forgotten.
+    They would save and train without this package, or meet the state that accelerate has forgotten.
     """
     import transformers
 
@@ -272,7 +272,6 @@ def trainers_of_context() -> Iterator[None]:
                 "Make new TrainingArguments for each Trainer: accelerate knows one configuration at a time.",
             ) from error
         made.append(weakref.ref(trainer))
-        _keep_given(trainer)
         patches.enter_context(_hashing_weights(type(trainer)))
 
     try:
@@ -285,20 +284,29 @@ def trainers_of_context() -> Iterator[None]:
 
 
 def _keep_given(trainer: Trainer) -> None:
-    """Let a Trainer train with the optimizer and the scheduler that its user has passed."""
-    given = {"optimizer": trainer.optimizer, "lr_scheduler": trainer.lr_scheduler}
+    """Let a Trainer train with the optimizer and the scheduler that its user has passed, assigned or created.
 
-    def create(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    With DeepSpeed, the Trainer drops them and builds others from its arguments. What it has itself wrapped or created
+    belongs to an earlier training.
+    """
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
+
+    def keep(method: str, name: str) -> None:
+        given, build = getattr(trainer, name), getattr(trainer, method)
+
         def created(*args: Any, **kwargs: Any) -> Any:
             if getattr(trainer, name) is None:
-                setattr(trainer, name, given[name])
-            return method(*args, **kwargs)
+                setattr(trainer, name, given)
+            return build(*args, **kwargs)
 
-        return created
+        setattr(trainer, method, created)
 
-    for name, method in (("optimizer", "create_optimizer"), ("lr_scheduler", "create_scheduler")):
-        if given[name] is not None:
-            setattr(trainer, method, create(name, getattr(trainer, method)))
+    if trainer.optimizer is not None and not isinstance(trainer.optimizer, AcceleratedOptimizer):
+        keep("create_optimizer", "optimizer")
+    scheduler = trainer.lr_scheduler
+    if scheduler is not None and not isinstance(scheduler, AcceleratedScheduler) and not trainer._created_lr_scheduler:
+        keep("create_scheduler", "lr_scheduler")
 
 
 @contextmanager

@@ -60,8 +60,8 @@ from lightning_smartinfinity.zero3.parameters.gathering import in_forward
 from lightning_smartinfinity.zero3.parameters.live_parameters import keep_within_budget
 from lightning_smartinfinity.zero3.parameters.module_copies import copy_without_hooks
 from lightning_smartinfinity.zero3.parameters.module_guard import guard_modules, refuse_late_parameters
-from lightning_smartinfinity.zero3.parameters.module_outputs import accept_any_output
 from lightning_smartinfinity.zero3.parameters.module_trace import read_trace_lazily
+from lightning_smartinfinity.zero3.parameters.module_values import accept_any_output, answer_values
 from lightning_smartinfinity.zero3.parameters.norm_statistics import keep_statistics
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answer_in, answering, engine_at_work
@@ -104,6 +104,7 @@ class PortableEngine(DeepSpeedEngine):
         keep_within_budget(offload)
         accept_any_output(offload)
         answer_in(self.module)
+        answer_values(self.module)
         copy_without_hooks(self.module)
         guard_modules(offload)
         if self.bfloat16_enabled() or self.fp16_enabled():

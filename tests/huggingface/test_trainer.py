@@ -261,21 +261,28 @@ class Stepped(transformers.Trainer):
         super().log(logs, *args, **kwargs)
 
 
-@pytest.mark.parametrize("scheduled", [True, False])
-def test_the_optimizer_that_a_trainer_is_given(scheduled: bool, model_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", ["passed", "scheduled", "assigned", "created"])
+def test_the_optimizer_that_a_trainer_is_given(given: str, model_folder: Path, tmp_path: Path) -> None:
     """It trains as in memory, with its own schedule or that of the arguments; transformers would build another one."""
 
     def outcome(folder: Path, config: dict[str, Any] | None) -> tuple[list[float], list[float]]:
         model, loss = load(model_folder), Loss()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1) if scheduled else None
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
+        passed = {"passed": (optimizer, None), "scheduled": (optimizer, scheduler)}
         trainer = Stepped(
             model=model,
             args=arguments(folder, config),
             train_dataset=dataset(),
-            optimizers=(optimizer, scheduler),  # type: ignore[arg-type]
+            optimizers=passed.get(given, (None, None)),
             compute_loss_func=loss,
         )
+        if given == "assigned":
+            trainer.optimizer, trainer.lr_scheduler = optimizer, scheduler  # type: ignore[assignment]
+        elif given == "created":
+            trainer.create_optimizer_and_scheduler(3)
+            for group in trainer.optimizer.param_groups:
+                group["weight_decay"] = 0.5
         trainer.train()
         return loss.values, trainer.rates
 

@@ -79,11 +79,12 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "asarray": lambda weight: torch.tensor(np.asarray(weight.detach().float())),
     "tolist": lambda weight: torch.tensor(weight.tolist()),
     "to": lambda weight: weight.detach().to(torch.float64),
+    "a state dict on the CPU, saved": lambda weight: saved_and_loaded({"weight": weight.data.cpu()})["weight"],
     "saved and loaded": lambda weight: saved_and_loaded(weight.detach().clone()),
 }
 
 
-def saved_and_loaded(value: torch.Tensor) -> Any:
+def saved_and_loaded(value: object) -> Any:
     file = io.BytesIO()
     torch.save(value, file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)

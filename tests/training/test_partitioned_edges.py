@@ -295,6 +295,40 @@ def test_a_weight_that_a_graph_needs_is_not_changed(tmp_path: Path) -> None:
         fitted(tmp_path / str(strategy) / "data", Small(term=change_data), strategy)
 
 
+class Table(nn.Module):
+    """A module that returns its parameters within structures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(3, 8)), nn.Parameter(torch.linspace(0, 1, 8))
+
+    def forward(self) -> Any:
+        return self.weight, {"bias": [self.bias]}
+
+
+class Scale(nn.Parameter):
+    """A parameter with a method of its own."""
+
+    def scaled(self) -> torch.Tensor:
+        return self * 3.0
+
+
+def test_a_class_of_the_users_own_keeps_what_it_adds(tmp_path: Path) -> None:
+    """A parameter of such a class has its methods in forward and in hooks, partitioned and whole."""
+
+    class Scaled(Small):
+        def __init__(self) -> None:
+            super().__init__(term=lambda module: 0.1 * module.factor.scaled().sum())
+            self.factor = Scale(torch.ones(4))
+
+        def on_train_batch_end(self, *args: object) -> None:
+            assert isinstance(self.factor, Scale)
+            self.seen.append(float(self.factor.scaled().sum()))
+
+    ours, theirs = (fitted(tmp_path / str(strategy), Scaled(), strategy).seen for strategy in (None, "auto"))
+    assert len(ours) > 2 and ours == pytest.approx(theirs, rel=1e-5)
+
+
 def test_a_parameter_is_the_input_of_a_module(tmp_path: Path) -> None:
     """Losses, activations and layers take parameters of other modules, in hooks and in a term of the loss."""
 
@@ -304,9 +338,15 @@ def test_a_parameter_is_the_input_of_a_module(tmp_path: Path) -> None:
             self.gate = nn.Parameter(torch.linspace(-1, 1, 8))
             self.act, self.distance = nn.Softplus(), nn.L1Loss(reduction="sum")
             self.parts = nn.Sequential(nn.LayerNorm(8), nn.Softmax(-1))
+            self.table = Table()
 
         def use(self, module: Any) -> torch.Tensor:
-            total = self.act(self.gate).sum() + self.distance(self.net[0].weight[0], self.gate)
+            first, others = self.table()
+            total = (
+                0.1 * first.sum() * others["bias"][0].sum()
+                + self.act(self.gate).sum()
+                + self.distance(self.net[0].weight[0], self.gate)
+            )
             return 0.1 * total + self.parts(self.gate)[0] + self.net[0](self.gate)[1]  # type: ignore[no-any-return]
 
         def on_train_batch_end(self, *args: object) -> None:

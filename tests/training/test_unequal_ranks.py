@@ -24,12 +24,13 @@ SITUATIONS = {
     "ExtraBackward": (r"\(training_step\), after step 1", r"gather of 'net.0.weight'.*\(training_step\), after step 1"),
     "GatheredOnOne": ("training_epoch_loop.advance", r"gather of 'net.0.weight'.*\(on_train_batch_end\), after step 1"),
     "ReadOnOne": ("training_epoch_loop.advance", r"in a gather in on_train_batch_end, .*\(on_train_batch_end\), after"),
+    "WrittenOnOne": (r"in a gather in on_validation_end, .*\(on_validation_end\)", "in a"),
     "SavedOnOne": ("after step 4", r"\(on_train_epoch_end\), after step 4"),
     "GeneratedApart": ("in a", r"gather of 'llama.* for module 'llama.*\(generate\)"),
     "Busy": ("has waited for .* in a", r"has joined no collective for .*\(on_train_batch_end\), after step 1"),
     "loop": (r"has joined no collective for .*\(loop\), after step 3", r"in a .*\(loop\), after step 3"),
 }
-USUAL = ("TrainingStreams", "ForwardAtEnd", "ReadOnOne", "GeneratedApart", "Busy")
+USUAL = ("TrainingStreams", "ForwardAtEnd", "ReadOnOne", "WrittenOnOne", "GeneratedApart", "Busy")
 
 
 @pytest.mark.parametrize("situation", long_but(USUAL, SITUATIONS))

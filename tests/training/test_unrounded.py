@@ -167,8 +167,33 @@ def compute(module: Distilled) -> None:
     module.student[2].weight[0, :4] -= 1e-4
 
 
+def follow_by_type(module: Distilled) -> None:
+    """Average as latent diffusion's LitEma does, and in a compiled function."""
+    scale(module)
+    shadow = module.mean[0].type_as(module.student[0].weight)
+    shadow.sub_((1 - DECAY) * (shadow - module.student[0].weight))
+    assert shadow is module.mean[0]
+    assert module.mean[2].to(module.student[2].weight.data) is module.mean[2]
+    torch.compile(lambda own, its: its.lerp_(own, 1 - DECAY), backend="eager")(
+        module.student[2].weight, module.teacher[2].weight
+    )
+
+
 TWO_RANKS = [scale, draw, write_parts, follow, swap, load]
-WRITES = [scale, scale_by_lists, draw, write_parts, follow, follow_by_data, average, swap, load, keep, compute]
+WRITES = [
+    scale,
+    scale_by_lists,
+    draw,
+    write_parts,
+    follow,
+    follow_by_data,
+    average,
+    swap,
+    load,
+    keep,
+    compute,
+    follow_by_type,
+]
 
 
 @pytest.mark.parametrize(
@@ -301,6 +326,31 @@ def test_a_second_fit_whose_masters_are_gone(
         quiet_trainer(tmp_path, precision="bf16-mixed").fit(module)
     for value, before in zip(module.found["student"], first, strict=True):
         assert torch.equal(value, before.bfloat16().float())
+
+
+def test_hooks_call_modules_with_fp32(tmp_path: Path) -> None:
+    """Sample predictions in a hook take the inputs of memory."""
+
+    class Sampling(Distilled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Conv1d(1, 2, 3), nn.LayerNorm(6), nn.Flatten(), nn.Linear(12, 1))
+
+        def sample(self) -> None:
+            value = self.student(torch.ones(1, 8)) + self.layers(torch.ones(1, 1, 8))
+            assert torch.isfinite(value).all()
+            self.mean.append(value.detach().float())
+
+        on_train_start = on_train_epoch_end = sample
+
+    found = []
+    for strategy in ("auto", None):
+        module = Sampling()
+        quiet_trainer(tmp_path / str(strategy), strategy, precision="bf16-mixed", max_epochs=1).fit(module)
+        found.append(module.mean[4:])
+    assert len(found[1]) == 2
+    for value, expected in zip(*found, strict=True):
+        torch.testing.assert_close(value, expected, rtol=3e-2, atol=3e-2)
 
 
 def test_forward_reads_sixteen_bit(tmp_path: Path) -> None:

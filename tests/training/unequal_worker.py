@@ -122,6 +122,14 @@ class ReadOnOne(Equal):
             self.net[0].weight.norm()
 
 
+class WrittenOnOne(Equal):
+    """Rank 0 alone writes a parameter that validation has left whole."""
+
+    def on_validation_end(self) -> None:
+        if not self.is_alone:
+            self.net[0].bias.data.mul_(0.5)
+
+
 class ReadDifferently(Equal):
     """Each rank reads another parameter."""
 

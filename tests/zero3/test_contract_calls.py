@@ -269,7 +269,7 @@ def test_step_calls_the_verbs_of_the_base(seen: Observed, verb: str) -> None:
 def test_hooks_after_a_forward_look_into_the_output(seen: Observed) -> None:
     """One hook of each module asks its output for attributes, or a dictionary for text keys; it returns nothing.
 
-    The hook is reached through the offload's handles, and ours stands in its place (parameters/module_outputs.py).
+    The hook is reached through the offload's handles, and ours stands in its place (parameters/module_values.py).
     """
     offload, norm = seen.engine.optimizer.parameter_offload, seen.module.model.norm
     (number,) = {handle.id for handle in offload.forward_hooks} & norm._forward_hooks.keys()

@@ -14,8 +14,9 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DeepSpeedPlugin
-from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import partition_parameters
 from transformers.integrations import deepspeed as integration
@@ -202,6 +203,8 @@ def test_a_trainer_gives_its_optimizer_and_its_schedule_away() -> None:
     for name, attribute in (("create_optimizer", "optimizer"), ("create_scheduler", "lr_scheduler")):
         trainer = mock.MagicMock(**{attribute: "given"})
         assert getattr(transformers.Trainer, name)(trainer, *([3] if attribute == "lr_scheduler" else [])) == "given"
+    assert "self._created_lr_scheduler = True" in inspect.getsource(transformers.Trainer.create_scheduler)
+    assert issubclass(DeepSpeedSchedulerWrapper, AcceleratedScheduler)
 
 
 def test_accelerate_keeps_one_plugin_at_a_time(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ __all__ = [
 
 # Of torch's task id outside of backward, and of modules between a line of user code and an operation.
 NO_GRAPH_TASK = -1
-_LIBRARIES = ("torch.", "contextlib", "deepspeed.", "lightning_smartinfinity.")
+_LIBRARIES = ("torch.", "contextlib", "copy", "functools", "deepspeed.", "lightning_smartinfinity.")
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -72,9 +72,11 @@ def gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter] =
         written: Those of them that the context changes. All ranks then get the values of rank 0.
     """
     missing = [param for param in params if param.ds_status is not ZeroParamStatus.AVAILABLE]
+    # Those that are written are sent from rank to rank though they are whole.
+    shared = missing + [param for param in written if all(param is not each for each in missing)]
+    if shared and dist.get_world_size() > 1 and torch._C._current_graph_task_id() == NO_GRAPH_TASK:
+        agree_to_gather([param.ds_id for param in shared], partial(describe, shared, sys._getframe()))
     if missing:
-        if dist.get_world_size() > 1 and torch._C._current_graph_task_id() == NO_GRAPH_TASK:
-            agree_to_gather([param.ds_id for param in missing], partial(describe, missing, sys._getframe()))
         missing[0].all_gather(param_list=missing)
     changed: set[int] = set()
     try:

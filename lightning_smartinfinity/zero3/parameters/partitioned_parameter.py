@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -93,8 +94,9 @@ _ABOUT_ONE = {*ANSWERS, *_DETACHING}
 
 _APPLY = torch.nn.Module._apply
 
-# Parameters that are whole, by id; and as many entries as engines run forward or backward, one within another.
+# Parameters that are whole, by id.
 _WHOLE: dict[int, weakref.ref[_ZeroParameter]] = {}
+# An entry for each engine that runs forward or backward, one within another.
 _AT_WORK: list[bool] = []
 
 
@@ -105,11 +107,11 @@ class _Status:
         attributes = param.__dict__
         attributes["ds_status"] = status
         if status is ZeroParamStatus.AVAILABLE:
-            param.__class__ = WholeParameter if _AT_WORK else PartitionedParameter
+            param.__class__ = attributes["_classes"][bool(_AT_WORK)]
             _WHOLE[id(param)] = weakref.ref(param)
             attributes["_version_when_gathered"] = version(param)
         else:
-            param.__class__ = PartitionedParameter
+            param.__class__ = attributes["_classes"][False]
             _WHOLE.pop(id(param), None)
 
 
@@ -119,24 +121,29 @@ def engine_at_work() -> Iterator[None]:
 
     At other times user code runs, and a parameter may be whole because it is small or was validated with.
     """
-    if not _AT_WORK:
-        _switch(WholeParameter)
     _AT_WORK.append(True)
     try:
+        if len(_AT_WORK) == 1:
+            _switch_classes()
         yield
     finally:
         _AT_WORK.pop()
         if not _AT_WORK:
-            _switch(PartitionedParameter)
+            _switch_classes()
 
 
-def _switch(kind: type[_ZeroParameter]) -> None:
+def is_engine_at_work() -> bool:
+    """Return whether an engine runs forward or backward."""
+    return bool(_AT_WORK)
+
+
+def _switch_classes() -> None:
     for key, ref in list(_WHOLE.items()):
         param = ref()
         if param is None:
             del _WHOLE[key]
         else:
-            param.__class__ = kind
+            param.__class__ = param.__dict__["_classes"][bool(_AT_WORK)]
 
 
 class _ZeroParameter(torch.nn.Parameter):
@@ -154,13 +161,13 @@ class _ZeroParameter(torch.nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         """The memory; for user code outside of GatheredParameters, a tensor that stays right when this is released."""
-        if _keeps_memory(self) or is_ours(sys._getframe(1)):
+        if _memory_is_the_users(self) or is_ours(sys._getframe(1)):
             return sendable(whole_data(self), sys._getframe(1))
         return PartitionedTensor.data_of(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if _keeps_memory(self) or is_ours(sys._getframe(1)):
+        if _memory_is_the_users(self) or is_ours(sys._getframe(1)):
             with torch._C.DisableTorchFunctionSubclass():
                 _SET_DATA(self, value)
         else:
@@ -197,7 +204,7 @@ class _ZeroParameter(torch.nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not _is_torchs(self):
+        if not torch_computes(self):
             refuse_use_of_memory(self, "pickle")
         plain: Any = torch.nn.Parameter(whole_data(self), requires_grad=self.requires_grad)
         return plain.__reduce_ex__(protocol)
@@ -231,7 +238,7 @@ class PartitionedParameter(_ZeroParameter):
                 )
             # Most functions about one tensor take it as the first argument, or as the keyword `input` or `self`.
             first = args[0] if args else kwargs.get("input", kwargs.get("self"))
-            if func in _DIFFERENTIATING or (func in _ABOUT_ONE and _is_torchs(first)):
+            if func in _DIFFERENTIATING or (func in _ABOUT_ONE and torch_computes(first)):
                 return func(*args, **kwargs)
             if func in ANSWERS:
                 rest = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
@@ -243,7 +250,7 @@ class PartitionedParameter(_ZeroParameter):
             stand_ins: dict[int, tuple[PartitionedTensor, ZeroParameter]] = {}
 
             def stand_in(leaf: Any) -> Any:
-                if not isinstance(leaf, PartitionedParameter) or _is_torchs(leaf):
+                if not isinstance(leaf, PartitionedParameter) or torch_computes(leaf):
                     return leaf
                 if id(leaf) not in stand_ins:
                     stand_ins[id(leaf)] = (PartitionedTensor.of(leaf), leaf)
@@ -270,18 +277,27 @@ class PartitionedParameter(_ZeroParameter):
             return torch.nn.Parameter(PartitionedTensor.detached(self).clone(), requires_grad=self.requires_grad)
 
 
-def _keeps_memory(param: ZeroParameter) -> bool:
+def _memory_is_the_users(param: ZeroParameter) -> bool:
     """Return whether a parameter is whole, and user code may take or replace its memory."""
     is_whole: bool = param.__dict__["ds_status"] is ZeroParamStatus.AVAILABLE
     return is_whole and (is_building() or is_in_context(param))
 
 
-def _is_torchs(param: ZeroParameter) -> bool:
+def torch_computes(param: ZeroParameter) -> bool:
     """Return whether operations on a parameter are torch's own: it is whole, and will be until they have run."""
-    return _keeps_memory(param) or (
+    return _memory_is_the_users(param) or (
         param.__dict__["ds_status"] is ZeroParamStatus.AVAILABLE
         and (bool(_AT_WORK) or bool(param.ds_active_sub_modules) or torch._C._current_graph_task_id() != NO_GRAPH_TASK)
     )
+
+
+@cache
+def _classes_of(own: type[torch.nn.Parameter]) -> tuple[type[_ZeroParameter], type[_ZeroParameter]]:
+    """Return the classes of a partitioned and of a whole parameter that keep what a class of the user's own adds."""
+    if own is torch.nn.Parameter:
+        return PartitionedParameter, WholeParameter
+    partitioned, whole = (type(own.__name__, (base, own), {}) for base in (PartitionedParameter, WholeParameter))
+    return partitioned, whole
 
 
 def answer(params: Iterable[torch.nn.Parameter]) -> None:
@@ -295,6 +311,7 @@ def answer(params: Iterable[torch.nn.Parameter]) -> None:
             zero: ZeroParameter = param
             status = zero.__dict__.pop("ds_status")
             zero.__dict__.pop("item", None)  # DeepSpeed's own leaves the parameter gathered
+            zero.__dict__["_classes"] = _classes_of(type(param))
             zero.__class__ = WholeParameter
             zero.partition = PartitionKeepingWrites(zero, zero.partition)
             zero.all_gather = GatherNow(zero, zero.all_gather)
@@ -313,23 +330,6 @@ def answer_in(module: torch.nn.Module) -> None:
     answer(params)
     for param in params:
         param.__dict__["_in_flight_registry"] = module.ds_inflight_param_registry
-    for child in module.modules():
-        hook = child.__dict__.get("post_bwd_fn")
-        if hook is not None and not isinstance(hook, _OfInputs):
-            child.__dict__["post_bwd_fn"] = _OfInputs(hook)
-
-
-class _OfInputs:
-    """DeepSpeed's function of a module's inputs, for which a partitioned parameter among them answers."""
-
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    def apply(self, value: torch.Tensor) -> Any:
-        """Return the input as the module is given it."""
-        if isinstance(value, PartitionedParameter) and not _is_torchs(value):
-            value = PartitionedTensor.of(value)
-        return self._original.apply(value)
 
 
 def answering() -> AbstractContextManager[None]:

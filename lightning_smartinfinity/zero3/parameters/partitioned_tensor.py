@@ -24,6 +24,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
+from lightning_smartinfinity.zero3.parameters.gathering import is_in_forward
 from lightning_smartinfinity.zero3.parameters.operations import (
     StandIn,
     View,
@@ -49,6 +50,7 @@ class PartitionedTensor(StandIn):
     """A tensor whose operations gather the parameter that it stands for."""
 
     @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def of(param: ZeroParameter) -> PartitionedTensor:
         """Return a tensor for the parameter; within a graph its gradient is the parameter's.
 
@@ -103,6 +105,8 @@ class PartitionedTensor(StandIn):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _FORMS:
                 return _FORMS[func](args[0], *args[1:], **kwargs)
+            if func in _LIKE and len(args) > 1 and isinstance(args[1], cls):
+                return args[0].to(args[1].device, _dtype_in_memory(args[1]), *args[2:], **kwargs)
             if torch.is_grad_enabled():
                 args, kwargs = _kept_for_backward(func, args, kwargs)
             try:
@@ -115,7 +119,8 @@ class PartitionedTensor(StandIn):
                 return func(*wider[0], **wider[1])
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it gathers and writes, which is not for compilers
+    def __torch_dispatch__(
         cls,
         func: Any,
         types: Iterable[type],
@@ -252,9 +257,11 @@ def _made(param: ZeroParameter, views: tuple[View, ...], like: torch.Tensor, off
             _extra_dispatch_keys=_autocast_of(param.device.type),
         )
     tensor.param, tensor.views = param, views
-    param.__dict__.setdefault("_stand_ins", []).append(weakref.ref(tensor))
-    if len(param.__dict__["_stand_ins"]) > _MANY_STAND_INS:
-        param.__dict__["_stand_ins"] = [known for known in param.__dict__["_stand_ins"] if known() is not None]
+    known = param.__dict__.setdefault("_stand_ins", [])
+    known.append(weakref.ref(tensor))
+    if len(known) > param.__dict__.get("_many_stand_ins", _MANY_STAND_INS):
+        known[:] = [each for each in known if each() is not None]
+        param.__dict__["_many_stand_ins"] = max(_MANY_STAND_INS, 2 * len(known))  # so that many cost no more each
     return tensor
 
 
@@ -326,6 +333,11 @@ def _numpy(tensor: PartitionedTensor, *args: Any, **kwargs: Any) -> Any:
     return array
 
 
+def _dtype_in_memory(tensor: PartitionedTensor) -> torch.dtype:
+    is_fp32 = is_rounded(tensor.dtype) and is_fp32_in_memory(tensor.param) and not is_in_forward()
+    return torch.float32 if is_fp32 else tensor.dtype
+
+
 def _array(tensor: PartitionedTensor, dtype: Any = None) -> Any:
     array = _numpy(tensor)
     return array if dtype is None else array.astype(dtype, copy=False)
@@ -336,11 +348,14 @@ Tensor = torch.Tensor
 _FORMS: dict[object, Callable[..., Any]] = {
     Tensor.numpy: _numpy,
     Tensor.__array__: _array,
+    Tensor.cpu: lambda tensor, *args, **kwargs: tensor.clone().cpu(*args, **kwargs),  # from a GPU it is a copy, too
     Tensor.tolist: lambda tensor: tensor.clone().tolist(),
     Tensor.is_contiguous: lambda tensor, *args, **kwargs: _geometry(tensor).is_contiguous(*args, **kwargs),
     Tensor.is_shared: lambda tensor: False,
     Tensor.is_pinned: lambda tensor, *args, **kwargs: False,
 }
+# Functions that give one tensor the dtype of another.
+_LIKE = {Tensor.type_as, Tensor.to}
 # Functions that save, pickle or share memory.
 _REFUSED: set[object] = {
     Tensor.__reduce_ex__,

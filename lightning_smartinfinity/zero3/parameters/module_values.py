@@ -1,0 +1,100 @@
+"""Lets modules take parameters and return anything.
+
+DeepSpeed's hooks see the inputs and outputs of each module: they hand on the empty tensors of partitioned parameters,
+and look for parameters in outputs of certain types only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_smartinfinity.zero3.parameters.partitioned_parameter import (
+    PartitionedParameter,
+    is_engine_at_work,
+    torch_computes,
+)
+from lightning_smartinfinity.zero3.parameters.partitioned_tensor import PartitionedTensor
+from lightning_smartinfinity.zero3.parameters.unrounded import is_fp32_in_memory, is_rounded
+from lightning_smartinfinity.zero3.untyped import ZeroOffload, ZeroParameter
+
+__all__ = ["accept_any_output", "answer_values"]
+
+
+def accept_any_output(offload: ZeroOffload) -> None:
+    """Make DeepSpeed's forward hooks accept every output: numbers, text, arrays, dictionaries with any keys.
+
+    Args:
+        offload: DeepSpeed's ``DeepSpeedZeRoOffload``, whose hooks are on the modules.
+    """
+    searching = {handle.id for handle in offload.forward_hooks}
+    for module in offload.module.modules():
+        hooks = module._forward_hooks
+        for number in [number for number in hooks if number in searching]:
+            hooks[number] = _accepting(hooks[number])
+
+
+def _accepting(hook: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(hook)  # its __module__ tells that it is DeepSpeed's
+    def accepting(module: torch.nn.Module, inputs: Any, output: object) -> None:
+        hook(module, inputs, _searchable(output))
+
+    return accepting
+
+
+def _searchable(output: object) -> object:
+    """Return a list or an object with attributes that holds the parameters which the hook finds in the output."""
+    if isinstance(output, (torch.Tensor, list, tuple)):  # asked first, since most are one of these
+        return output
+    if isinstance(output, dict):
+        return list(output.values())
+    return output if hasattr(output, "__dict__") else []
+
+
+def answer_values(module: torch.nn.Module) -> None:
+    """Make partitioned parameters answer that a module, or one within it, is passed or returns.
+
+    Args:
+        module: The engine's module, which has DeepSpeed's hooks.
+    """
+    for child in module.modules():
+        for name, kind in (("post_bwd_fn", _OfInputs), ("pre_bwd_fn", _OfValues)):
+            hook = child.__dict__.get(name)
+            if hook is not None and not isinstance(hook, _OfValues):
+                own = next((param for param in child._parameters.values() if param is not None), None)
+                child.__dict__[name] = kind(hook, own)
+
+
+class _OfValues:
+    """DeepSpeed's function of each tensor that a module returns, which adds a hook for backward.
+
+    Args:
+        original: That function.
+        param: A parameter of the module, if it has one.
+    """
+
+    def __init__(self, original: Any, param: ZeroParameter | None) -> None:
+        self._original, self._param = original, param
+
+    def apply(self, value: torch.Tensor) -> Any:
+        """Return the tensor with the hook."""
+        if isinstance(value, PartitionedParameter) and not torch_computes(value):
+            value = PartitionedTensor.of(value)
+        return self._original.apply(value)
+
+
+class _OfInputs(_OfValues):
+    """DeepSpeed's function of each tensor that a module is passed."""
+
+    def apply(self, value: torch.Tensor) -> Any:
+        """Return the tensor as the module gets it."""
+        if value.dtype is torch.float32 and not is_engine_at_work() and self._takes_16_bit():
+            # User code in a hook knows the module in fp32, as it is in memory; an engine's inputs are cast before.
+            value = value.to(self._param.dtype)  # type: ignore[union-attr]
+        return super().apply(value)
+
+    def _takes_16_bit(self) -> bool:
+        return self._param is not None and is_fp32_in_memory(self._param) and is_rounded(self._param.dtype)
