@@ -54,6 +54,10 @@ RUNS = {
         ["--size", "tiny", "--steps", "4", "--rounds", "1"],
         ["| system | step s |", "| state on storage |", "| state and parameters on storage |"],
     ),
+    "partitioned_parameters.py": (
+        ["classes", "--layers", "4", "--rounds", "2"],
+        ["| parameters |", "| 8 | none |", "| 8 | all |"],
+    ),
     "tiny_tensors.py": (
         ["--tensors", "10", "--steps", "3"],
         ["10 tiny tensors", "| system | plain ms |", "| nothing large |", "| one large tensor |"],
