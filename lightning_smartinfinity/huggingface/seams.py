@@ -223,7 +223,7 @@ def _losses_and_clipping_of(trainer: Trainer) -> Iterator[None]:
     """Let a Trainer divide losses alone, and show its callbacks clipped gradients, as in memory, within this context.
 
     DeepSpeed would divide the loss of code that calls ``trainer.accelerator.backward`` once more, and the step clips
-    gradients on their way.
+    gradients on their way; it leaves what callbacks have made of clipped gradients as it is.
     """
     from transformers import TrainerCallback
 
@@ -241,6 +241,7 @@ def _losses_and_clipping_of(trainer: Trainer) -> Iterator[None]:
         )
         if optimizer.clip_grad > 0 and any(looks):  # else the step has less to do
             clip_norm(optimizer, optimizer.clip_grad)
+            optimizer.is_clipped = True
         return original(*args)
 
     with wrapped(trainer.accelerator, "backward", backward), wrapped(handler, "on_pre_optimizer_step", call):

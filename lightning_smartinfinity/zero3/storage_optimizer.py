@@ -76,6 +76,7 @@ class StorageOptimizer(GradientPath):
         step_follows: Whether the next backward is the last of its window, as far as its caller knows.
         may_bind: Whether nothing but the step follows that backward: no clipping, and no code of the user's that
             could read or change gradients or hyperparameters.
+        is_clipped: Whether the gradients of the next step were clipped before it, so that it clips none.
         update: The update of the step in flight.
         speculation: The speculative update, which backward begins before the step does.
         outside_writes: Brings what is written to parameters outside of steps into the masters.
@@ -94,7 +95,7 @@ class StorageOptimizer(GradientPath):
         self.saves_weights_only = False
         self.idle: object = None
         self._frozen: list[ZeroParameter] = []
-        self.step_follows = self.may_bind = False
+        self.step_follows = self.may_bind = self.is_clipped = False
         rank_state = RankState(keep=offload.transfer.keep)
         try:
             super().__init__(*args, rank_state=rank_state, **kwargs)
@@ -268,6 +269,7 @@ class StorageOptimizer(GradientPath):
                 "Run forward and backward first, then call step().",
             )
         self._warn_of_gradients_left()
+        limit, self.is_clipped = 0.0 if self.is_clipped else self.clip_grad, False
         self.overlap.step_begins(time.monotonic(), sum_over_ranks=self._sum_over_ranks)
         self._choose_kept_gathered()
         refused = (
@@ -300,7 +302,7 @@ class StorageOptimizer(GradientPath):
             self.checkpoint_event_epilogue()
             return
         self._global_grad_norm = norm / loss_scale
-        clip_factor = self._clip_factor(self._global_grad_norm)
+        clip_factor = _clip_factor(self._global_grad_norm, limit)
         with_step_hooks(self.optimizer, partial(self._update, loss_scale=loss_scale, clip_factor=clip_factor))
         # torch's schedulers warn unless the optimizer they wrap has stepped; its step() never runs here.
         self.optimizer._opt_called = True
@@ -352,9 +354,6 @@ class StorageOptimizer(GradientPath):
         total, *num_faults = sums_over_ranks([squares, *map(float, faults)], self.dp_process_group)
         self.rank_state.agree_on_records(*num_faults, group=self.dp_process_group)
         return math.sqrt(total) if total >= 0 else math.nan
-
-    def _clip_factor(self, norm: float) -> float:
-        return max(1.0, (norm + 1e-6) / self.clip_grad) if self.clip_grad > 0 else 1.0
 
     def _plan(self, *, active: NDArray[np.bool_], loss_scale: float, clip_factor: float = 1.0) -> StepPlan:
         return StepPlan(
@@ -477,3 +476,7 @@ class StorageOptimizer(GradientPath):
             except SmartInfinityError as error:
                 warn_of_rolled_back_step(error)
         self.rank_state.close(since=since)
+
+
+def _clip_factor(norm: float, limit: float) -> float:
+    return max(1.0, (norm + 1e-6) / limit) if limit > 0 else 1.0

@@ -99,7 +99,17 @@ class WatchBefore(Watch):
         self.trainer.see_weights()
 
 
-@pytest.mark.parametrize(("accumulate", "clip", "watch"), [(1, 0.0, Watch), (2, 0.1, WatchBefore)])
+class Tripling(WatchBefore):
+    """Makes the gradients that were clipped larger."""
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        super().on_pre_optimizer_step()
+        for param in self.trainer.model.parameters():
+            if param.grad is not None:
+                param.grad.mul_(3)
+
+
+@pytest.mark.parametrize(("accumulate", "clip", "watch"), [(1, 0.0, Watch), (2, 0.1, WatchBefore), (1, 0.1, Tripling)])
 @pytest.mark.parametrize("kind", [Reading, Adversarial, Writing, Dropping])
 def test_code_between_backward_and_step(
     kind: type[Plain], accumulate: int, clip: float, watch: type[Watch], model_folder: Path, tmp_path: Path
