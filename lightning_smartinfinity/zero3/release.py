@@ -9,16 +9,15 @@ import torch
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from lightning_smartinfinity.zero3.parameters import norm_statistics
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
+from lightning_smartinfinity.zero3.parameters.module_copies import is_of_deepspeed
+from lightning_smartinfinity.zero3.parameters.norm_statistics import keeps_statistics
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["end_training_of", "has_engine", "release_module", "trainings_of"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# Modules whose functions engines hook in.
-_HOOKS_OF = ("deepspeed.", norm_statistics.__name__)
 # Further entries that torch keeps for a hook, by the hook's id.
 _HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
@@ -63,7 +62,7 @@ def has_engine(module: torch.nn.Module) -> bool:
 
 
 def _is_of_engine(hook: object) -> bool:
-    return getattr(hook, "__module__", "").startswith(_HOOKS_OF)
+    return is_of_deepspeed(hook) or keeps_statistics(hook)
 
 
 def _remove_hooks(module: torch.nn.Module) -> None:

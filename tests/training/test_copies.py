@@ -128,6 +128,51 @@ def test_a_shallow_copy_shares_the_parameters(trained: LitTiny) -> None:
     assert copied.weight is trained.model.head.weight
 
 
+class Rebuilt(nn.Linear):
+    """Is pickled as a call of its class."""
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.in_features, self.out_features)
+
+
+class WithTuple(nn.Linear):
+    """Has a state that is no dict."""
+
+    def __getstate__(self) -> Any:
+        return self.weight, self.bias
+
+    def __setstate__(self, state: Any) -> None:
+        nn.Linear.__init__(self, *reversed(state[0].shape))
+        self.weight, self.bias = state
+
+
+class WithoutHooks(nn.Linear):
+    """Has a state of its parameters alone."""
+
+    def __getstate__(self) -> Any:
+        return {"weight": self.weight, "bias": self.bias}
+
+    def __setstate__(self, state: Any) -> None:
+        nn.Linear.__init__(self, *reversed(state["weight"].shape))
+        vars(self)["_parameters"].update(state)
+
+
+@pytest.mark.parametrize("kind", [Rebuilt, WithTuple, WithoutHooks])
+def test_a_module_with_its_own_pickling_is_copied(kind: type[nn.Linear], tmp_path: Path) -> None:
+    """copy.deepcopy and copy.copy do what the class says, and the module answers as before."""
+    fabric = quiet_fabric(tmp_path / "storage", precision="32-true")
+    layer = kind(8, 4)
+    expected = layer.weight.detach().clone()
+    fabric.setup(layer, torch.optim.AdamW(layer.parameters()))
+    for copied in (copy.deepcopy(layer), copy.copy(layer)):
+        assert type(copied) is kind and copied.weight.shape == (4, 8)
+        assert (kind is Rebuilt) != torch.equal(copied.weight, expected)
+        assert copied(torch.ones(2, 8)).shape == (2, 4)
+    assert torch.equal(layer.weight, expected)
+    copy.deepcopy(nn.Sequential(layer))
+    fabric.strategy.close()
+
+
 @pytest.mark.parametrize("dump", [pickle.dumps, ForkingPickler.dumps, lambda module: torch.save(module, io.BytesIO())])
 def test_a_whole_module_is_pickled(dump: Callable[[nn.Module], object], trained: LitTiny) -> None:
     """Pickling it raises, either by this package's guard or because a hook of DeepSpeed cannot be pickled."""

@@ -46,18 +46,18 @@ def test_replaced_precision_hooks_have_the_signature_of_their_base(name: str) ->
     ],
 )
 def test_torch_keeps_hooks_where_they_are_removed(registering: Callable[[torch.nn.Module, Any], object]) -> None:
-    """zero3/release.py removes DeepSpeed's hooks from a module completely, and another owner's hook stays."""
+    """zero3/release.py removes DeepSpeed's hooks from a module completely, and the hooks of others stay."""
     module, ran = torch.nn.Linear(1, 1), []
     before = {name: dict(kept) for name, kept in vars(module).items() if "hook" in name and isinstance(kept, dict)}
-    for owner in ("deepspeed.runtime", __name__):
+    for owner in ("deepspeed.runtime", __name__, None):  # a function of exec has no module
         hook: Any = lambda *_, owner=owner: ran.append(owner)  # noqa: E731
         hook.__module__ = owner
         registering(module, hook)
     release._remove_hooks(module)
     module(torch.ones(1, 1, requires_grad=True)).sum().backward()
-    assert ran == [__name__], "hooks of an earlier engine would run in the next fit"
+    assert ran in ([__name__, None], [None, __name__]), "hooks of an earlier engine would run in the next fit"
     left = {name: len(kept) - len(before[name]) for name, kept in vars(module).items() if name in before}
-    assert max(left.values()) == 1, "flags of removed hooks stay"
+    assert max(left.values()) == 2, "flags of removed hooks stay"
 
 
 @pytest.mark.parametrize(("training", "call"), [(True, "train"), (False, "inference")])

@@ -40,7 +40,7 @@ def copy_without_hooks(module: torch.nn.Module) -> None:
 
 
 def is_of_deepspeed(hook: object) -> bool:
-    """Return whether a module's hook is DeepSpeed's."""
+    """Return whether a module's hook is DeepSpeed's. The module of a function from ``exec`` is None."""
     return str(getattr(hook, "__module__", "")).startswith("deepspeed.")
 
 
@@ -48,6 +48,8 @@ def _reduced(module: torch.nn.Module, protocol: Any) -> Any:
     """Return what ``copy.copy`` makes a copy of, and refuse to pickle."""
     if sys._getframe(1).f_globals.get("__name__") == copy.__name__:
         reduced: Any = type(module).__reduce_ex__(module, protocol)
+        if not _has_state(reduced):
+            return reduced
         make, args, state = reduced[:3]
         return make, args, {name: value for name, value in state.items() if name not in _METHODS}
     raise UnsupportedError(
@@ -61,16 +63,28 @@ def _refuse_script(module: torch.nn.Module) -> NoReturn:
     refuse_tracing(type(module).__name__)
 
 
+def _has_state(reduced: Any) -> bool:
+    """Return whether a reduced module has its attributes as its state: a class may define pickling of its own."""
+    return isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict)
+
+
 def _deepcopy(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
     reduced: Any = type(module).__reduce_ex__(module, 4)
+    if not _has_state(reduced):
+        methods = {name: vars(module).pop(name) for name in _METHODS}
+        try:
+            return copy.deepcopy(module, memo)
+        finally:
+            vars(module).update(methods)
     make, args, state = reduced[:3]
     copied: torch.nn.Module = make(*args)
     memo[id(module)] = copied
     kept = {name: value for name, value in state.items() if name not in (*_METHODS, *_LEFT)}
-    for name in _HOOKS:
+    for name in kept.keys() & _HOOKS:
         hooks = kept[name]
         kept[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not is_of_deepspeed(hook))
-    kept["_parameters"] = dict(kept["_parameters"])
+    if "_parameters" in kept:
+        kept["_parameters"] = dict(kept["_parameters"])
     copied.__setstate__(copy.deepcopy(kept, memo))  # type: ignore[no-untyped-call]
     sync_generation(copied)
     return copied

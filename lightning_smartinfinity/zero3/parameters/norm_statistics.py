@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["keep_statistics"]
+__all__ = ["keep_statistics", "keeps_statistics"]
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -29,6 +29,11 @@ def keep_statistics(model: torch.nn.Module) -> None:
         if all(isinstance(module._buffers.get(name), torch.Tensor) for name in _STATISTICS):
             module.register_forward_pre_hook(_widen_weights)
             module.register_forward_hook(_narrow_output, always_call=True)
+
+
+def keeps_statistics(hook: object) -> bool:
+    """Return whether a module's hook is one of :func:`keep_statistics`."""
+    return hook in (_widen_weights, _narrow_output)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
