@@ -289,10 +289,11 @@ class SmartInfinityEngine(PortableEngine):
         """Run backward like the base class; the parameters of a retained graph stay gathered.
 
         Raises:
-            UnsupportedError: The loss has no graph, or another argument of ``Tensor.backward``, such as
-                ``create_graph``, was passed.
+            UnsupportedError: The loss has no graph, another argument of ``Tensor.backward``, such as ``create_graph``,
+                was passed, or a parameter has come within forward.
             RankLostError: Another rank is missing.
         """
+        refuse_late_parameters(self.module)
         if not loss.requires_grad:
             raise UnsupportedError(
                 f"The loss {shown(loss)} has no graph: it was detached, computed under no_grad, or does not depend "
@@ -325,7 +326,9 @@ class SmartInfinityEngine(PortableEngine):
 
         Raises:
             RankLostError: Another rank is missing.
+            UnsupportedError: A parameter has come since the set-up.
         """
+        refuse_late_parameters(self.module)
         with naming_lost_rank():
             super().step(*args, **kwargs)
 

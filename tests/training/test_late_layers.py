@@ -108,6 +108,20 @@ def by_functions(net: nn.Sequential, batch: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(hidden, 1.01 * last.weight, last.bias)
 
 
+def replacing(net: nn.Sequential, batch: torch.Tensor) -> torch.Tensor:
+    result = net(batch)
+    net[0].bias = nn.Parameter(net[0].bias.detach() * 0.9)  # type: ignore[union-attr, operator]
+    return result
+
+
+class Replacing(nn.Linear):
+    """Replaces its bias whenever it runs."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.bias = nn.Parameter(self.bias.detach() * 0.9)
+        return super().forward(batch)
+
+
 def with_gradient(net: nn.Sequential, batch: torch.Tensor) -> torch.Tensor:
     return net(batch) + torch.func.grad(lambda x: net(x).sum())(batch).mean()
 
@@ -122,6 +136,11 @@ CASES: dict[str, tuple[Callable[[], Lit], str]] = {
     "parameter replaced": (
         lambda: Lit(begins=lambda module: setattr(module.net[0], "bias", nn.Parameter(torch.zeros(6)))),
         "'net.0.bias' of Linear",
+    ),
+    "parameter replaced in forward": (lambda: Lit(calls=replacing), "'net.0.bias' of Linear"),
+    "parameter replaced by its layer": (
+        lambda: Lit(replaces(2, lambda _: Replacing(6, 1))),
+        "Replacing 'net.2' has the parameter 'bias'",
     ),
     "parameter of a hook": (lambda: Lit(registers), "Linear 'net.2' has the parameter 'late'"),
     "scripted": (lambda: Lit(replaces(2, torch.jit.script)), "Module 'net.2' was made by torch.jit.script"),

@@ -227,7 +227,7 @@ def test_engine_ends_every_backward_in_the_optimizer(seen: Observed) -> None:
 def test_module_hooks_look_up_what_gathers_and_releases(seen: Observed, ours: str, hook: str) -> None:
     """Hooks call the offload's methods by name, so ours can wrap them.
 
-    Ours are in external_parameters.py, storage_optimizer.py and retained_graphs.py.
+    Ours are in external_parameters.py, module_guard.py, storage_optimizer.py and retained_graphs.py.
     """
     caller = f"DeepSpeedZeRoOffload._register_deepspeed_module.<locals>.{hook}"
     assert caller in seen.callers(ours), "parameters of retained graphs would be released"

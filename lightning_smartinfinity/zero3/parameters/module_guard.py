@@ -38,12 +38,12 @@ def checking_layers() -> Iterator[None]:
 
 
 def guard_modules(offload: ZeroOffload) -> None:
-    """Check every module before its parameters are gathered for forward.
+    """Check every module before its parameters are gathered for forward, and before they are partitioned behind it.
 
     Args:
         offload: DeepSpeed's ``DeepSpeedZeRoOffload``, whose module hooks gather.
     """
-    gather = offload.pre_sub_module_forward_function
+    gather, release = offload.pre_sub_module_forward_function, offload.post_sub_module_forward_function
 
     def checked(sub_module: ZeroModule) -> None:
         if torch._C._functorch.maybe_current_level() is not None:
@@ -55,6 +55,14 @@ def guard_modules(offload: ZeroOffload) -> None:
             )
         if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
             refuse_tracing(_named(offload, sub_module))
+        refuse_foreign(sub_module)
+        gather(sub_module)
+
+    def checked_again(sub_module: ZeroModule) -> None:
+        refuse_foreign(sub_module)
+        release(sub_module)
+
+    def refuse_foreign(sub_module: ZeroModule) -> None:
         for name, param in sub_module._parameters.items():
             if param is not None and not hasattr(param, "ds_id"):
                 if isinstance(param, torch.nn.Parameter):
@@ -64,9 +72,9 @@ def guard_modules(offload: ZeroOffload) -> None:
                     f"parameter {name!r}, as by torch.func.functional_call. ZeRO-3's hooks gather parameters only.",
                     _BY_FUNCTIONS,
                 )
-        gather(sub_module)
 
     offload.pre_sub_module_forward_function = checked
+    offload.post_sub_module_forward_function = checked_again
 
 
 def refuse_tracing(what: str) -> NoReturn:
