@@ -413,6 +413,32 @@ def test_a_term_within_gathered_parameters_is_refused(tmp_path: Path) -> None:
         fitted(tmp_path, Small(term=term))
 
 
+class Squares(torch.autograd.Function):
+    """The sum of the squares of tensors, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.stack([tensor.pow(2).sum() for tensor in tensors]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return tuple(2 * gradient * tensor for tensor in ctx.saved_tensors)
+
+
+def test_a_function_of_the_users_takes_clones(tmp_path: Path) -> None:
+    """Torch does not ask parameters that it is given; the error says to pass clones, which train as in memory."""
+
+    def make(give: Callable[[nn.Parameter], torch.Tensor]) -> Small:
+        module = Small(term=lambda m: Squares.apply(*map(give, m.gate.parameters())))  # type: ignore[union-attr]
+        module.gate = nn.Linear(4, 4)
+        return module
+
+    with pytest.raises(UnsupportedError, match=r"torch\.autograd\.Function of your own param\.clone\(\)"):
+        fitted(tmp_path / "given", make(lambda param: param))
+    assert_as_in_memory(tmp_path, lambda: make(torch.clone))
+
+
 def test_dtypes_that_do_not_meet_are_named(tmp_path: Path) -> None:
     """Autocast would cast an fp32 table in memory."""
 

@@ -44,7 +44,8 @@ def naming_partitions() -> Iterator[None]:
         if isinstance(error, SmartInfinityError) or not _EMPTY.search(str(error)):
             raise
         raise UnsupportedError(
-            f"Backward met a parameter that ZeRO-3 has partitioned since forward: {str(error).rstrip('.')}.",
-            "Compute with parameters outside of deepspeed.zero.GatheredParameters: they answer as whole there, and in "
-            "backward, too.",
+            f"Backward met a parameter that ZeRO-3 has partitioned: {str(error).rstrip('.')}.",
+            "Give a torch.autograd.Function of your own param.clone() in place of a parameter: torch does not ask "
+            "parameters to answer there. Compute other terms outside of deepspeed.zero.GatheredParameters: parameters "
+            "answer as whole there, and in backward, too.",
         ) from error
