@@ -150,3 +150,37 @@ def test_statistics_of_an_old_checkpoint_load(tmp_path: Path) -> None:
     assert saved["norms.without weights.running_mean"].dtype is torch.bfloat16
     assert loaded["norms.without weights.running_mean"].dtype is torch.float32
     assert all(torch.equal(loaded[name], value.to(loaded[name].dtype)) for name, value in saved.items())
+
+
+class Clamped(nn.BatchNorm1d):
+    """A batch norm that clamps its weight within forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(max=0.5)
+        return super().forward(x)
+
+
+class Written(Norms):
+    """Writes the weights of norms within forward, and in hooks by ``data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleDict({"in forward": Clamped(WIDTH), "in a hook": nn.BatchNorm1d(WIDTH)})
+        self.layers = self.layers[:2]
+
+    def on_fit_start(self) -> None:
+        def write(norm: Any, _: object) -> None:
+            norm.weight.data[:2] = 0.7
+            norm.bias.data = torch.full((WIDTH,), 0.3)
+
+        self.norms["in a hook"].register_forward_pre_hook(write)
+
+
+def test_what_forward_writes_to_a_norm_lasts(tmp_path: Path) -> None:
+    """The weights are those of Lightning's own mixed precision, whose norms compute with the parameters themselves."""
+    ours, theirs = Written(), Written()
+    for module, strategy in ((ours, None), (theirs, "auto")):
+        fit(module, tmp_path / str(strategy), strategy, max_steps=STEPS, use_distributed_sampler=False)
+    for own, other in zip(ours.norms.parameters(), theirs.norms.parameters(), strict=True):
+        torch.testing.assert_close(own.detach().clone(), other.detach(), rtol=2e-3, atol=2e-3)

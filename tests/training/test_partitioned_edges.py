@@ -430,7 +430,7 @@ def test_a_function_of_the_users_takes_clones(tmp_path: Path) -> None:
     """Torch does not ask parameters that it is given; the error says to pass clones, which train as in memory."""
 
     def make(give: Callable[[nn.Parameter], torch.Tensor]) -> Small:
-        module = Small(term=lambda m: Squares.apply(*map(give, m.gate.parameters())))  # type: ignore[union-attr]
+        module = Small(term=lambda m: Squares.apply(*map(give, m.gate.parameters())))  # type: ignore[no-untyped-call, union-attr]
         module.gate = nn.Linear(4, 4)
         return module
 
