@@ -56,7 +56,7 @@ from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.parameters.callers import unanswered
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
 from lightning_smartinfinity.zero3.parameters.foreign_errors import naming_dtypes, naming_partitions
-from lightning_smartinfinity.zero3.parameters.gathering import in_forward
+from lightning_smartinfinity.zero3.parameters.gathering import engine_has_turn, in_forward
 from lightning_smartinfinity.zero3.parameters.live_parameters import keep_within_budget
 from lightning_smartinfinity.zero3.parameters.module_copies import copy_without_hooks
 from lightning_smartinfinity.zero3.parameters.module_guard import guard_modules, refuse_late_parameters
@@ -144,6 +144,7 @@ class PortableEngine(DeepSpeedEngine):
         """
         with (
             naming_lost_rank(),
+            engine_has_turn(),
             self._mending_gathers(),
             self._linear_of_partitions(),
             autocast_of_caller(),
@@ -307,7 +308,7 @@ class SmartInfinityEngine(PortableEngine):
                 "Compute gradients of gradients by torch.autograd.grad(..., create_graph=True) within the loss.",
             )
         self._global_grad_norm = None  # until the step sets it
-        with naming_lost_rank():
+        with naming_lost_rank(), engine_has_turn():
             self.optimizer.retained.backward_begins(retain_graph=retain_graph)
             self.optimizer.backward_begins(retain_graph=retain_graph)
             # Backward runs checkpointed parts of forward again.
@@ -329,7 +330,7 @@ class SmartInfinityEngine(PortableEngine):
             UnsupportedError: A parameter has come since the set-up.
         """
         refuse_late_parameters(self.module)
-        with naming_lost_rank():
+        with naming_lost_rank(), engine_has_turn():
             super().step(*args, **kwargs)
 
     def get_global_grad_norm(self) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig, Unsup
 from lightning_smartinfinity.zero3.parameters import operations, param_swapper, partitioned_parameter
 from tests.helpers import native_testing as testing
 from tests.helpers.trainers import quiet_trainer
+from tests.helpers.waiting import LIMIT
 from tests.training.small import Hook, Small
 
 
@@ -356,6 +358,34 @@ def test_a_parameter_is_the_input_of_a_module(tmp_path: Path) -> None:
     assert len(ours) > 2 and ours == pytest.approx(theirs, rel=1e-5)
 
 
+def test_another_thread_reads_between_steps_only(tmp_path: Path) -> None:
+    """Within forward it is refused, whatever it would gather by, and the training goes on as in memory."""
+
+    def read(module: Any) -> Any:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(lambda: float(next(module.gate.parameters()).sum())).result(LIMIT)
+
+    def gather(module: Small) -> None:
+        with ThreadPoolExecutor(1) as thread:
+            params = deepspeed.zero.GatheredParameters(list(module.parameters()))
+            thread.submit(params.__enter__).result(LIMIT)
+
+    def refused(module: Any) -> torch.Tensor:
+        for use in (read, gather) if hasattr(next(module.parameters()), "ds_id") else ():
+            with pytest.raises(UnsupportedError, match="while another thread ran forward"):
+                use(module)
+        return torch.zeros(())
+
+    def make() -> Small:
+        module = Small(term=refused, on_train_batch_end=read)
+        module.gate = nn.Linear(4, 4)
+        return module
+
+    strategy = SmartInfinityStrategy(tmp_path / "s", zero={"stage3_param_persistence_threshold": 0})
+    ours, theirs = fitted(tmp_path / "ours", make(), strategy), fitted(tmp_path / "theirs", make(), "auto")
+    assert ours.seen == pytest.approx(theirs.seen, rel=1e-5)
+
+
 def test_a_tensor_outside_is_not_given_data_without_memory(tmp_path: Path) -> None:
     """Torch refuses it by its kind of device; it would crash in the next operation otherwise."""
 
@@ -452,6 +482,9 @@ def test_dtypes_that_do_not_meet_are_named(tmp_path: Path) -> None:
 
     with pytest.raises(UnsupportedError, match=r"dtypes of its inputs.*value\.to\(x\.dtype\)"):
         fitted(tmp_path, Positions(), precision="bf16-mixed")
+    for read in (lambda weight: weight.detach().numpy(), torch.linalg.svdvals):  # which torch lacks
+        with pytest.raises(UnsupportedError, match=r"BFloat16.*use param\.data\.float\(\)"):
+            fitted(tmp_path, Small(term=lambda m, read=read: read(m.net[0].weight)), precision="bf16-mixed")  # type: ignore[misc]
 
 
 def test_data_of_another_parameter_is_copied(tmp_path: Path) -> None:

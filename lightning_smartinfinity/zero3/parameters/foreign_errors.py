@@ -25,13 +25,14 @@ def naming_dtypes(*, in_16_bit: bool) -> Iterator[None]:
     """
     try:
         yield
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, TypeError) as error:
         if not in_16_bit or isinstance(error, SmartInfinityError) or not _DTYPES.search(str(error)):
             raise
         raise UnsupportedError(
             f"An operation of forward failed by the dtypes of its inputs: {str(error).rstrip('.')}.",
             "Parameters and activations have the dtype of the training's precision, and autocast is off: cast what is "
-            "added to activations, such as fp32 buffers, by value.to(x.dtype), or run under torch.autocast.",
+            "added to activations, such as fp32 buffers, by value.to(x.dtype), or run under torch.autocast. Where "
+            "torch has no such operation in 16 bit, use param.data.float().",
         ) from error
 
 

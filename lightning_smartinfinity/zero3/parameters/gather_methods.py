@@ -23,6 +23,7 @@ from lightning_smartinfinity.zero3.parameters.gathering import (
     describe,
     is_in_context,
     is_in_forward,
+    refuse_beside_engine,
 )
 from lightning_smartinfinity.zero3.parameters.unrounded import is_rounded, settle, waiting
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
@@ -42,6 +43,7 @@ class Gather:
         self._param, self.original = param, original
 
     def __call__(self, param_list: Iterable[ZeroParameter] | None = None, *args: Any, **kwargs: Any) -> object:
+        refuse_beside_engine()
         # The first argument lists the parameters; without it, all_gather gathers its own parameter.
         params = [self._param] if param_list is None else list(param_list)
         for wait in dict.fromkeys(param.__dict__.get("_before_gather") for param in params):
@@ -55,6 +57,7 @@ class GatherNow(Gather):
     """DeepSpeed's ``param.all_gather``, of parameters that may be on their way already."""
 
     def __call__(self, param_list: Iterable[ZeroParameter] | None = None, *args: Any, **kwargs: Any) -> object:
+        refuse_beside_engine()
         params = [self._param] if param_list is None else list(param_list)
         for param in params:
             if param.ds_status is ZeroParamStatus.INFLIGHT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
 
+from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.collectives import agree_to_gather
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
@@ -19,10 +21,12 @@ __all__ = [
     "NO_GRAPH_TASK",
     "broadcast",
     "describe",
+    "engine_has_turn",
     "gathered",
     "in_forward",
     "is_in_context",
     "is_in_forward",
+    "refuse_beside_engine",
     "whole_data",
 ]
 
@@ -51,6 +55,50 @@ def is_in_forward() -> bool:
     return bool(_FORWARDS)
 
 
+# Held while an engine runs, and while user code has gathered parameters; the threads of the engines that hold it.
+_TURN = threading.RLock()
+_ENGINES: list[int] = []
+
+
+@contextmanager
+def engine_has_turn() -> Iterator[None]:
+    """Keep other threads from gathering parameters within this context: an engine runs forward, backward or step."""
+    with _TURN:
+        _ENGINES.append(threading.get_ident())
+        try:
+            yield
+        finally:
+            _ENGINES.pop()
+
+
+def refuse_beside_engine() -> None:
+    """Raise UnsupportedError if this thread is about to gather while another one runs an engine."""
+    if _ENGINES and _ENGINES[-1] != threading.get_ident() and not _in_backward():
+        raise UnsupportedError(
+            f"The thread {threading.current_thread().name!r} used a partitioned parameter while another thread ran "
+            "forward, backward or a step: ZeRO-3 gathers for one thread at a time.",
+            "Take copies (param.detach().clone()) in the thread that trains, in a hook of the training, and give the "
+            "other thread these.",
+        )
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    if _in_backward():  # autograd has threads of its own, which work for the one that has the turn
+        yield
+        return
+    while not _TURN.acquire(timeout=0.01):
+        refuse_beside_engine()
+    try:
+        yield
+    finally:
+        _TURN.release()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != NO_GRAPH_TASK
+
+
 def is_in_context(param: ZeroParameter) -> bool:
     """Return whether a parameter is within ``GatheredParameters``."""
     return DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR in param.__dict__
@@ -70,7 +118,16 @@ def gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter] =
     Args:
         params: The parameters.
         written: Those of them that the context changes. All ranks then get the values of rank 0.
+
+    Raises:
+        UnsupportedError: Another thread runs forward, backward or a step.
     """
+    with _turn(), _gathered(params, written):
+        yield
+
+
+@contextmanager
+def _gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter]) -> Iterator[None]:
     missing = [param for param in params if param.ds_status is not ZeroParamStatus.AVAILABLE]
     # Those that are written are sent from rank to rank though they are whole.
     shared = missing + [param for param in written if all(param is not each for each in missing)]
