@@ -53,6 +53,7 @@ def _refuse_partitioned(optimizer: torch.optim.Optimizer) -> None:
             if hasattr(param, "ds_status") and not getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0):
                 raise UnsupportedError(
                     f"{type(optimizer).__name__}.step() found a parameter of shape {tuple(param.ds_shape)} that ZeRO-3 "
-                    "has partitioned: its module was set up by a smart_infinity strategy before.",
+                    "has partitioned: its module was set up by a smart_infinity strategy before, or is a copy of one "
+                    "that was.",
                     "Go on with such a strategy, or build the module anew and load a checkpoint's weights.",
                 )
