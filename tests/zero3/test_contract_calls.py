@@ -221,7 +221,7 @@ def test_engine_ends_every_backward_in_the_optimizer(seen: Observed) -> None:
     [
         ("retrace_for_external_parameters.<locals>.learning.<locals>.gathering", "_run_before_backward_function"),
         (f"{STEPPING}._watch_releases.<locals>.releasing", "_run_after_backward_function"),
-        ("RetainedGraphs._unless_retained.<locals>.releasing", "_post_forward_module_hook"),
+        ("guard_modules.<locals>.checked_again", "_post_forward_module_hook"),
     ],
 )
 def test_module_hooks_look_up_what_gathers_and_releases(seen: Observed, ours: str, hook: str) -> None:
@@ -231,6 +231,7 @@ def test_module_hooks_look_up_what_gathers_and_releases(seen: Observed, ours: st
     """
     caller = f"DeepSpeedZeRoOffload._register_deepspeed_module.<locals>.{hook}"
     assert caller in seen.callers(ours), "parameters of retained graphs would be released"
+    assert seen.has("guard_modules.<locals>.checked_again", "RetainedGraphs._unless_retained.<locals>.releasing")
 
 
 def test_leftovers_of_backward_are_released_by_the_offload(seen: Observed) -> None:
