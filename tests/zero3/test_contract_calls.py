@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -265,6 +266,14 @@ def test_step_calls_the_verbs_of_the_base(seen: Observed, verb: str) -> None:
 
 
 # ---- hooks and marks on a module
+
+
+def test_hooks_pass_each_input_and_output_through_a_function_of_the_module() -> None:
+    """They look the functions up on the module, where those of parameters/module_values.py stand in their place."""
+    source = inspect.getsource(parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module)
+    for name, given in (("post_bwd_fn", "inputs"), ("pre_bwd_fn", "output")):
+        assert re.search(rf"apply_to_tensors_only\(module\.{name}\.apply,\s+{given},", source), name
+        assert f'"{name}" not in module.__dict__' in source
 
 
 def test_hooks_after_a_forward_look_into_the_output(seen: Observed) -> None:
