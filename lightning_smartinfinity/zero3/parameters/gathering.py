@@ -64,11 +64,12 @@ _ENGINES: list[int] = []
 def engine_has_turn() -> Iterator[None]:
     """Keep other threads from gathering parameters within this context: an engine runs forward, backward or step."""
     with _TURN:
-        _ENGINES.append(threading.get_ident())
+        depth = len(_ENGINES)
         try:
+            _ENGINES.append(threading.get_ident())
             yield
         finally:
-            _ENGINES.pop()
+            del _ENGINES[depth:]  # Ctrl-C may have come before it was appended
 
 
 def refuse_beside_engine() -> None:
