@@ -44,6 +44,34 @@ class CompiledInPlace(Eager):
         self.inner.compile(backend="aot_eager")
 
 
+class Tied(Stack):
+    """A module that uses a weight of its submodule."""
+
+    compiled = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = TiedInner()
+        if self.compiled:
+            self.inner.compile(backend="aot_eager")
+
+    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class TiedInner(Inner):
+    """A submodule that ends with a weight of its own submodule."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.tanh(self.up(x)) @ self.up.weight
+
+
+class CompiledTied(Tied):
+    """The same, compiled in place."""
+
+    compiled = True
+
+
 class CompiledWrapper(Eager):
     """A module that replaces its submodule by a compiled wrapper."""
 
@@ -64,6 +92,12 @@ def test_a_module_compiled_in_place_trains_like_torch(tmp_path: Path) -> None:
     assert counters["stats"]["calls_captured"] > 0
     assert counters["graph_break"] and not [why for why in counters["graph_break"] if "partitioned_parameter" in why]
     assert_trains_like_torch(Case(Eager), trained)
+
+
+def test_a_compiled_module_uses_a_weight_of_its_submodule(tmp_path: Path) -> None:
+    """The graph breaks there."""
+    torch._dynamo.reset()
+    assert_trains_like_torch(Case(Tied), train_near_storage(Case(CompiledTied), tmp_path))
 
 
 def test_a_compiled_wrapper_within_the_module_is_refused(tmp_path: Path) -> None:
