@@ -36,7 +36,6 @@ from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.patches import Shared, wrapped
 from lightning_smartinfinity.update_rules import optimizer_names
-from lightning_smartinfinity.zero3.parameters.unrounded import is_rounded
 
 __all__ = [
     "REFUSED_CALLBACKS",
@@ -301,6 +300,10 @@ def _set_up_average(callback: Any, trainer: pl.Trainer, module: pl.LightningModu
 
 
 def _save_average(callback: Any, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    from lightning_smartinfinity.zero3.parameters.unrounded import (
+        is_rounded,
+    )  # DeepSpeed is not loaded with the strategy
+
     if callback._average_model is not None:
         state = callback._average_model.state_dict()
         # In fp32 what 16 bit would round: an average that configure_model's layers have is partitioned like them.

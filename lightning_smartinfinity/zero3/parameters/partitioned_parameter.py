@@ -161,13 +161,13 @@ class _ZeroParameter(torch.nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         """The memory; for user code outside of GatheredParameters, a tensor that stays right when this is released."""
-        if _memory_is_the_users(self) or is_ours(sys._getframe(1)):
+        if is_building() or _memory_is_the_users(self) or is_ours(sys._getframe(1)):
             return sendable(whole_data(self), sys._getframe(1))
         return PartitionedTensor.data_of(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if _memory_is_the_users(self) or is_ours(sys._getframe(1)):
+        if is_building() or _memory_is_the_users(self) or is_ours(sys._getframe(1)):
             with torch._C.DisableTorchFunctionSubclass():
                 _SET_DATA(self, value)
         else:
