@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from deepspeed.runtime import engine
 from deepspeed.runtime.zero import partition_parameters
-from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3, zero3_linear_wrap
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 
 from lightning_smartinfinity.patches import replaced
@@ -51,12 +51,12 @@ def _is_partitioned(tensor: torch.Tensor | None) -> bool:
 
 
 def linear_of_partitions(*, wanted: bool) -> AbstractContextManager[None]:
-    """Let linear layers keep no gathered weight for backward in this context, unless linear was replaced before.
+    """Let linear layers keep no gathered weight for backward in this context, unless someone else replaced it.
 
     Args:
         wanted: The key ``memory_efficient_linear`` of ``zero``.
     """
-    if wanted and torch.nn.functional.linear is _LINEAR:
+    if wanted and torch.nn.functional.linear in (_LINEAR, zero3_linear_wrap):  # stock DeepSpeed leaves its own
         return replaced(torch.nn.functional, "linear", _linear)
     return nullcontext()
 
