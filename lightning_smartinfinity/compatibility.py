@@ -300,9 +300,8 @@ def _set_up_average(callback: Any, trainer: pl.Trainer, module: pl.LightningModu
 
 
 def _save_average(callback: Any, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-    from lightning_smartinfinity.zero3.parameters.unrounded import (
-        is_rounded,
-    )  # DeepSpeed is not loaded with the strategy
+    # Imported here, since it loads DeepSpeed.
+    from lightning_smartinfinity.zero3.parameters.unrounded import is_rounded
 
     if callback._average_model is not None:
         state = callback._average_model.state_dict()

@@ -196,7 +196,7 @@ class StateByParameter(StorageOptimizer):
         return self.takes_gradient(param) and bool(self._had_gradient[self.partition.index[param.ds_id]])
 
     def gradient_is_reset(self, param: ZeroParameter) -> None:
-        """Note that somebody asks for a gradient that a step has used, or discards it, as ``Module.zero_grad`` does."""
+        """Record that user code has read or discarded a used gradient, as ``Module.zero_grad`` does."""
         if self.rank_state.is_open and param.ds_id in self.partition.index:
             self._used[self.partition.index[param.ds_id]] = False
 

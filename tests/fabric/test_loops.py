@@ -81,7 +81,7 @@ def test_clipping_changes_the_gradients_there_are_as_in_torch(fabric: Fabric) ->
 def test_steps_without_zero_grad_are_warned_of_once(
     reset: str, warned: int, fabric: Fabric, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Whoever resets the gradients, the optimizer, what setup returned or the module, is not warned."""
+    """There is no warning if the optimizer, the object that setup returned, or the module resets the gradients."""
     net = build_net()
     model, optimizer = set_up(fabric, net)
     for step in range(3):

@@ -15,7 +15,7 @@ from tests.huggingface.trained import BATCH, dataset, load, weights_in
 
 
 def run(model_folder: Path, out: Path, *, accumulate: int = 1, save_at: int = 0, resume: Path | None = None) -> Any:
-    """Train over the data once, and return the losses, the norms behind each backward, and the weights."""
+    """Train over the data once, and return the losses, the norms after each backward, and the weights."""
     losses, norms = [], []
     with SmartInfinityTraining(out / "storage") as training:
         plugin = DeepSpeedPlugin(hf_ds_config=training.config, gradient_accumulation_steps=accumulate)
@@ -47,7 +47,7 @@ def norm_of(model: Any) -> float:
 
 
 def reference(model_folder: Path, accumulate: int) -> tuple[list[float], list[list[float]]]:
-    """Return the losses of plain torch, and the norms behind each backward."""
+    """Return the losses of plain torch, and the norms after each backward."""
     model = load(model_folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, norms = [], []

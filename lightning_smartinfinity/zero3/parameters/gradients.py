@@ -15,7 +15,7 @@ from lightning_smartinfinity.zero3.untyped import ZeroParameter
 __all__ = ["GET_GRAD", "SET_GRAD", "gradient_of", "set_gradient"]
 
 GET_GRAD, SET_GRAD = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__  # type: ignore[union-attr]
-"""The functions behind ``tensor.grad``."""
+"""Torch's own getter and setter of ``tensor.grad``."""
 
 
 def _owner_of_gradient(param: ZeroParameter) -> Any:

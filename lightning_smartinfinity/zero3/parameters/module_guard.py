@@ -38,7 +38,7 @@ def checking_layers() -> Iterator[None]:
 
 
 def guard_modules(offload: ZeroOffload) -> None:
-    """Check every module before its parameters are gathered for forward, and before they are partitioned behind it.
+    """Check every module before its parameters are gathered for forward, and before they are partitioned after it.
 
     Args:
         offload: DeepSpeed's ``DeepSpeedZeRoOffload``, whose module hooks gather.

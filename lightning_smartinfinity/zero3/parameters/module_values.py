@@ -38,7 +38,7 @@ def accept_any_output(offload: ZeroOffload) -> None:
 
 
 def _accepting(hook: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(hook)  # its __module__ tells that it is DeepSpeed's
+    @functools.wraps(hook)  # keeps DeepSpeed's __module__, by which release.py finds the hook
     def accepting(module: torch.nn.Module, inputs: Any, output: object) -> None:
         hook(module, inputs, _searchable(output))
 

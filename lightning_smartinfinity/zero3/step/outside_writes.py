@@ -25,7 +25,7 @@ from lightning_smartinfinity.zero3.untyped import ZeroParameter
 __all__ = ["OutsideWrites", "Precise", "windows_of"]
 
 Precise: TypeAlias = Callable[[ParameterSlice, int, int], torch.Tensor | None]
-"""Returns values of this rank's slice of a parameter (fp32, on the CPU), from one element on so many; None: unknown."""
+"""Takes a slice, its first element and their number; returns these values (fp32, on the CPU), or None if unknown."""
 
 # Number of elements whose masters are compared at once.
 _WINDOW_NUMEL = 1 << 22
