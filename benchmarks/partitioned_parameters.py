@@ -1,13 +1,13 @@
 """Measures what it costs that partitioned parameters answer user code as in memory.
 
-- ``classes``: a step of a net of tiny layers, each of two parameters, with the classes that answer and without them.
-  Steps of both kinds alternate in one process.
+- ``classes``: a step of a net of small layers, each of two parameters, with all that lets parameters answer and without
+  it. Steps of both kinds alternate in one process, on one core.
 - ``handshake``: how long the norm of a parameter takes on each of two ranks, with and without the agreement of the
   ranks on what is read, which turns a read on one rank alone into an error.
 
 Usage::
 
-    python benchmarks/partitioned_parameters.py classes [--layers 5000] [--rounds 12]
+    python benchmarks/partitioned_parameters.py classes [--layers 5000] [--width 8] [--rows 2] [--rounds 24]
     python benchmarks/partitioned_parameters.py handshake [--widths 64 1024 2048] [--rounds 60]
 """
 
@@ -43,8 +43,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=["classes", "handshake"])
     parser.add_argument("--layers", type=int, default=5000)
+    parser.add_argument("--width", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=2, help="rows of the batch")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 1024, 2048])
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, help="default: 24 of classes, 60 of handshake")
     options = parser.parse_args()
     torch.set_num_threads(1)
     folder = os.environ.setdefault("STORAGE_OF_BENCHMARK", tempfile.mkdtemp())  # a second rank starts this script again
@@ -53,9 +55,10 @@ def main() -> None:
     if options.part == "classes":
         print("| parameters | kept whole | without, CPU s | with / without | quartiles |\n|---|---|---|---|---|")
         for threshold in (0, 10**6):
-            classes(options.layers, threshold, options.rounds)
+            layers = [torch.nn.Linear(options.width, options.width) for _ in range(options.layers)]
+            classes(torch.nn.Sequential(*layers), options.rows, threshold, options.rounds or 24)
     else:
-        handshake(options.widths, options.rounds)
+        handshake(options.widths, options.rounds or 60)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -69,15 +72,16 @@ def trained(net: torch.nn.Module, devices: int, threshold: int) -> tuple[L.Fabri
     return fabric, *fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
 
 
-def classes(layers: int, threshold: int, rounds: int) -> None:
+def classes(net: torch.nn.Sequential, rows: int, threshold: int, rounds: int) -> None:
     """Print a row: a step with the classes beside one without them."""
     from lightning_smartinfinity.zero3 import engine  # DeepSpeed prints when it is imported
 
-    net = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(layers)])
+    width = net[0].in_features
     fabric, model, optimizer = trained(net, 1, threshold)
-    batch, params = torch.randn(2, 8), list(net.parameters())
+    batch, params = torch.randn(rows, width), list(net.parameters())
     answering = {param: [param.__dict__[name] for name in METHODS] for param in params}
-    at_work = engine.engine_at_work
+    parts = {"engine_at_work": nullcontext, "refuse_late_parameters": ignore}
+    functions = {name: getattr(engine, name) for name in parts}
 
     def step() -> float:
         start = time.process_time()
@@ -87,12 +91,13 @@ def classes(layers: int, threshold: int, rounds: int) -> None:
         return time.process_time() - start
 
     def switch(*, on: bool) -> None:
-        engine.engine_at_work = at_work if on else nullcontext
+        for name, function in (functions if on else parts).items():
+            setattr(engine, name, function)
         for param, methods in answering.items():
             param.__dict__.update(
                 (name, method if on else method.original) for name, method in zip(METHODS, methods, strict=True)
             )
-            param.__class__ = param.__dict__["_classes"][0] if on else Silent
+            param.__class__ = param.__dict__["_classes"].answering if on else Silent
             if on:
                 param.ds_status = param.__dict__["ds_status"]
 
@@ -102,7 +107,7 @@ def classes(layers: int, threshold: int, rounds: int) -> None:
         for on in (True, False) if number % 2 else (False, True):
             switch(on=on)
             step()
-            seconds[on] = min(step(), step())
+            seconds[on] = step()
         if number:  # the first round warms up
             ratios.append(seconds[True] / seconds[False])
             alone.append(seconds[False])
@@ -115,12 +120,16 @@ def classes(layers: int, threshold: int, rounds: int) -> None:
     fabric.strategy.close()
 
 
+def ignore(*_: object) -> None:
+    """Stand for a function that the step is without."""
+
+
 def handshake(widths: list[int], rounds: int) -> None:
     """Print a row for each width of a layer: a read on two ranks, with and without their agreement."""
     from lightning_smartinfinity.zero3.parameters import gathering
 
     agree = gathering.agree_to_gather
-    ways: dict[str, Callable[..., None]] = {"with": agree, "without": lambda *_: None}
+    ways: dict[str, Callable[..., None]] = {"with": agree, "without": ignore}
     net = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for width in widths])
     fabric, _, _ = trained(net, 2, 0)
     if fabric.global_rank == 0:

@@ -59,12 +59,16 @@ from lightning_smartinfinity.zero3.parameters.foreign_errors import naming_dtype
 from lightning_smartinfinity.zero3.parameters.gathering import engine_has_turn, in_forward
 from lightning_smartinfinity.zero3.parameters.live_parameters import keep_within_budget
 from lightning_smartinfinity.zero3.parameters.module_copies import copy_without_hooks
-from lightning_smartinfinity.zero3.parameters.module_guard import guard_modules, refuse_late_parameters
+from lightning_smartinfinity.zero3.parameters.module_guard import (
+    guard_modules,
+    naming_late_parameters,
+    refuse_late_parameters,
+)
 from lightning_smartinfinity.zero3.parameters.module_trace import read_trace_lazily
 from lightning_smartinfinity.zero3.parameters.module_values import accept_any_output, answer_values
 from lightning_smartinfinity.zero3.parameters.norm_statistics import keep_statistics
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
-from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answer_in, answering, engine_at_work
+from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answer_in, answering
 from lightning_smartinfinity.zero3.parameters.partitioning import (
     cast_parameters,
     having_a_parameter,
@@ -72,6 +76,7 @@ from lightning_smartinfinity.zero3.parameters.partitioning import (
     whole_bytes,
 )
 from lightning_smartinfinity.zero3.parameters.scalars import ScalarsAsBytes
+from lightning_smartinfinity.zero3.parameters.status import engine_at_work
 from lightning_smartinfinity.zero3.parameters.torch_functions import (
     autocast_of_caller,
     linear_of_partitions,
@@ -276,12 +281,12 @@ class SmartInfinityEngine(PortableEngine):
             UnsupportedError: A parameter has come since the set-up; or activations move to storage, and the module
                 calls code of torch that refuses hooks.
         """
-        refuse_late_parameters(self.module)
         activations = self.optimizer.rank_state.activations
-        if activations is None or not torch.is_grad_enabled():
-            return super().forward(*inputs, **kwargs)
-        # Parameters pass through by their type: before they are gathered, they have no memory to be known by.
-        with offloading(activations, inputs, kwargs, list(self.module.buffers())):
+        with ExitStack() as contexts:
+            contexts.enter_context(naming_late_parameters(self.module))
+            if activations is not None and torch.is_grad_enabled():
+                # Parameters pass through by their type: before they are gathered, they have no memory to be known by.
+                contexts.enter_context(offloading(activations, inputs, kwargs, list(self.module.buffers())))
             return super().forward(*inputs, **kwargs)
 
     def backward(
@@ -294,7 +299,6 @@ class SmartInfinityEngine(PortableEngine):
                 was passed, or a parameter has come within forward.
             RankLostError: Another rank is missing.
         """
-        refuse_late_parameters(self.module)
         if not loss.requires_grad:
             raise UnsupportedError(
                 f"The loss {shown(loss)} has no graph: it was detached, computed under no_grad, or does not depend "
@@ -318,6 +322,7 @@ class SmartInfinityEngine(PortableEngine):
                 self._mending_gathers(),
                 self._linear_of_partitions(),
                 naming_partitions(),
+                naming_late_parameters(self.module),
             ):
                 scaled: torch.Tensor = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         return scaled

@@ -278,8 +278,9 @@ def find_ignored(
                 f"Parameter {names.get(param)!r} was unfrozen in the fit; it has no place on storage.",
                 "Unfreeze it before fit, and freeze it in on_fit_start if it is to be trained later.",
             )
-    with torch._C.DisableTorchFunctionSubclass():  # for speed
-        ignored = next((param for param in parameters if param.grad is not None), None)
+    own_gradient = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # asks nobody who reads it, for speed
+    with torch._C.DisableTorchFunctionSubclass():
+        ignored = next((param for param in parameters if own_gradient(param) is not None), None)
     if ignored is not None:
         return UnsupportedError(
             f"Parameter {names.get(ignored)!r} has a gradient that was never reduced over the ranks: "

@@ -24,7 +24,7 @@ class Slow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        time.sleep(0.02)
+        time.sleep(0.1)
         return x + 1
 
     @staticmethod

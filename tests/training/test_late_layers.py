@@ -135,7 +135,7 @@ CASES: dict[str, tuple[Callable[[], Lit], str]] = {
     "layer replaced": (lambda: Lit(begins=lambda m: m.net.insert(2, nn.Linear(6, 6))), "'net.2.weight' of Linear"),
     "parameter replaced": (
         lambda: Lit(begins=lambda module: setattr(module.net[0], "bias", nn.Parameter(torch.zeros(6)))),
-        "'net.0.bias' of Linear",
+        "Linear 'net.0' has the parameter 'bias'",
     ),
     "parameter replaced in forward": (lambda: Lit(calls=replacing), "'net.0.bias' of Linear"),
     "parameter replaced by its layer": (

@@ -16,7 +16,8 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig, UnsupportedError
-from lightning_smartinfinity.zero3.parameters import operations, param_swapper, partitioned_parameter
+from lightning_smartinfinity.zero3.parameters import gather_methods, operations, param_swapper
+from lightning_smartinfinity.zero3.parameters.status import Status
 from tests.helpers import native_testing as testing
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import LIMIT
@@ -91,13 +92,22 @@ def test_a_penalty_stays_within_the_budget_of_parameters(tmp_path: Path, monkeyp
     """A step with a penalty over all parameters never has more of them gathered than the budget and two layers."""
     budget, most = 64 << 10, [0, 0]
     whole: dict[int, int] = {}
-    switch = partitioned_parameter._Status.__set__
+    switch, restore = Status.__set__, gather_methods.restore_classes
     lend = param_swapper.lent_tensor
 
-    def note(status: Any, param: Any, value: ZeroParamStatus) -> None:
-        switch(status, param, value)
-        whole[param.ds_id] = 0 if value is ZeroParamStatus.NOT_AVAILABLE else param.ds_numel * param.element_size()
+    def note(param: Any) -> None:
+        is_gathered = param.ds_status is not ZeroParamStatus.NOT_AVAILABLE
+        whole[param.ds_id] = param.ds_numel * param.element_size() if is_gathered else 0
         most[0] = max(most[0], sum(whole.values()))
+
+    def switching(status: Any, param: Any, value: ZeroParamStatus) -> None:
+        switch(status, param, value)
+        note(param)
+
+    def restoring(params: list[Any]) -> None:
+        restore(params)
+        for param in params:
+            note(param)
 
     def noted(pool: Any, nbytes: int) -> torch.Tensor:
         tensor = lend(pool, nbytes)
@@ -107,7 +117,8 @@ def test_a_penalty_stays_within_the_budget_of_parameters(tmp_path: Path, monkeyp
     module = Small(term=lambda m: 0.01 * sum(p.pow(2).sum() for p in m.net.parameters()))
     layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())]
     module.net = nn.Sequential(nn.Linear(8, 64), *layers, nn.Linear(64, 1))
-    monkeypatch.setattr(partitioned_parameter._Status, "__set__", note)
+    monkeypatch.setattr(Status, "__set__", switching)
+    monkeypatch.setattr(gather_methods, "restore_classes", restoring)
     monkeypatch.setattr(param_swapper, "lent_tensor", noted)
     transfer = TransferConfig(parameter_bytes=budget)
     strategy = SmartInfinityStrategy(tmp_path / "s", zero={"offload_param": {"device": "nvme"}}, transfer=transfer)

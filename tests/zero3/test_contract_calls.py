@@ -419,7 +419,7 @@ def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -
     )
     # Ours wraps the method that zero.Init installs (parameters/gather_methods.py).
     assert seen.has(epilogue, "GatherNow.__call__"), "zero3/storage_optimizer.py, skipped step"
-    assert seen.has("Gather.__call__", "Init._convert_to_deepspeed_param.<locals>.all_gather")
+    assert seen.has("Gather._gather", "Init._convert_to_deepspeed_param.<locals>.all_gather")
 
 
 # ---- Lightning's loops

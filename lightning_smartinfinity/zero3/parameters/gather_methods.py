@@ -25,15 +25,15 @@ from lightning_smartinfinity.zero3.parameters.gathering import (
     is_in_forward,
     refuse_beside_engine,
 )
+from lightning_smartinfinity.zero3.parameters.status import forget_classes, restore_classes, version
 from lightning_smartinfinity.zero3.parameters.unrounded import is_rounded, settle, waiting
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
-__all__ = ["Gather", "GatherNow", "PartitionKeepingWrites", "bring_in_writes", "version"]
+__all__ = ["Gather", "GatherNow", "PartitionKeepingWrites", "bring_in_writes"]
 
 
-def version(param: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 for one that was gathered in inference mode."""
-    return 0 if param.is_inference() else param._version
+# Attributes of an enum take a while to look up.
+_AVAILABLE, _INFLIGHT = ZeroParamStatus.AVAILABLE, ZeroParamStatus.INFLIGHT
 
 
 class Gather:
@@ -45,12 +45,18 @@ class Gather:
     def __call__(self, param_list: Iterable[ZeroParameter] | None = None, *args: Any, **kwargs: Any) -> object:
         refuse_beside_engine()
         # The first argument lists the parameters; without it, all_gather gathers its own parameter.
-        params = [self._param] if param_list is None else list(param_list)
-        for wait in dict.fromkeys(param.__dict__.get("_before_gather") for param in params):
+        return self._gather([self._param] if param_list is None else list(param_list), *args, **kwargs)
+
+    def _gather(self, params: list[ZeroParameter], *args: Any, **kwargs: Any) -> object:
+        for wait in dict.fromkeys([param.__dict__.get("_before_gather") for param in params]):
             if wait is not None:
                 wait(params)
-        with torch._C.DisableTorchFunctionSubclass():  # for speed: DeepSpeed sees the empty tensors in any case
-            return self.original(params, *args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            forget_classes(params)
+            try:
+                return self.original(params, *args, **kwargs)
+            finally:
+                restore_classes(params)
 
 
 class GatherNow(Gather):
@@ -60,9 +66,9 @@ class GatherNow(Gather):
         refuse_beside_engine()
         params = [self._param] if param_list is None else list(param_list)
         for param in params:
-            if param.ds_status is ZeroParamStatus.INFLIGHT:
+            if param.ds_status is _INFLIGHT:
                 _await_gather(param)
-        return super().__call__(params, *args, **kwargs)
+        return self._gather(params, *args, **kwargs)
 
 
 def _await_gather(param: ZeroParameter) -> None:
@@ -89,14 +95,20 @@ class PartitionKeepingWrites:
         for param in params:
             if param.ds_active_sub_modules and is_in_context(param):
                 _forget_modules(param)
-        written = [param for param in params if has_been_updated or _was_written(param)]
-        _discard_updates_of(written)
-        unchanged = params if not written else [param for param in params if all(param is not each for each in written)]
         with torch._C.DisableTorchFunctionSubclass():
-            if unchanged:
-                self.original(unchanged, hierarchy, False, free_data)
+            written = [param for param in params if has_been_updated or _was_written(param)]
+            unchanged = params
             if written:
-                self.original(written, hierarchy, True, free_data)
+                _discard_updates_of(written)
+                unchanged = [param for param in params if all(param is not each for each in written)]
+            forget_classes(params)
+            try:
+                if unchanged:
+                    self.original(unchanged, hierarchy, False, free_data)
+                if written:
+                    self.original(written, hierarchy, True, free_data)
+            finally:
+                restore_classes(params)
         if written:
             _note(written)
 
@@ -123,7 +135,8 @@ def bring_in_writes(params: Iterable[ZeroParameter]) -> bool:
     Returns:
         Whether none is left, because a module uses it.
     """
-    written = [param for param in params if param.ds_status is ZeroParamStatus.AVAILABLE and _has_changed(param)]
+    with torch._C.DisableTorchFunctionSubclass():
+        written = [param for param in params if param.ds_status is _AVAILABLE and _has_changed(param)]
     idle = [param for param in written if not param.ds_active_sub_modules]
     if idle:
         idle[0].partition(param_list=idle)
@@ -138,7 +151,7 @@ def _has_changed(param: ZeroParameter) -> bool:
 def _was_written(param: ZeroParameter) -> bool:
     """Return whether user code has changed a gathered parameter in place, in the same way on all ranks."""
     attributes = param.__dict__
-    if attributes["ds_status"] is not ZeroParamStatus.AVAILABLE or param.ds_tensor is None:
+    if attributes["ds_status"] is not _AVAILABLE or param.ds_tensor is None:
         return False
     if not _has_changed(param):
         return False

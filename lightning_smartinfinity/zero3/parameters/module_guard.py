@@ -17,7 +17,7 @@ from lightning_smartinfinity.patches import wrapped
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroModule, ZeroOffload
 from lightning_smartinfinity.zero3.validation import check_layers
 
-__all__ = ["checking_layers", "guard_modules", "refuse_late_parameters", "refuse_tracing"]
+__all__ = ["checking_layers", "guard_modules", "naming_late_parameters", "refuse_late_parameters", "refuse_tracing"]
 
 _BY_FUNCTIONS = (
     "Compute with functions on the parameters instead, such as torch.nn.functional.linear(x, scale * layer.weight, "
@@ -101,6 +101,16 @@ def refuse_late_parameters(model: torch.nn.Module) -> None:
             if param is not None and not hasattr(param, "ds_id"):
                 owner = next(path for path, other in model.named_modules() if other is module)
                 raise _late(f"Parameter {f'{owner}.{name}' if owner else name!r} of {type(module).__name__} came")
+
+
+@contextmanager
+def naming_late_parameters(model: torch.nn.Module) -> Iterator[None]:
+    """Raise :func:`refuse_late_parameters`'s error where DeepSpeed misses what it gives parameters in this context."""
+    try:
+        yield
+    except AttributeError:
+        refuse_late_parameters(model)
+        raise
 
 
 def _late(what: str) -> UnsupportedError:

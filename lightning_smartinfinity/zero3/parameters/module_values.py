@@ -12,12 +12,9 @@ from typing import Any
 
 import torch
 
-from lightning_smartinfinity.zero3.parameters.partitioned_parameter import (
-    PartitionedParameter,
-    is_engine_at_work,
-    torch_computes,
-)
+from lightning_smartinfinity.zero3.parameters.partitioned_parameter import PartitionedParameter, torch_computes
 from lightning_smartinfinity.zero3.parameters.partitioned_tensor import PartitionedTensor
+from lightning_smartinfinity.zero3.parameters.status import is_engine_at_work
 from lightning_smartinfinity.zero3.parameters.unrounded import is_fp32_in_memory, is_rounded
 from lightning_smartinfinity.zero3.untyped import ZeroOffload, ZeroParameter
 
@@ -81,7 +78,8 @@ class _OfValues:
 
     def apply(self, value: torch.Tensor) -> Any:
         """Return the tensor with the hook."""
-        if isinstance(value, PartitionedParameter) and not torch_computes(value):
+        is_other = type(value) is not torch.Tensor  # asked first, since most values are ordinary tensors
+        if is_other and isinstance(value, PartitionedParameter) and not torch_computes(value):
             value = PartitionedTensor.of(value)
         return self._original.apply(value)
 

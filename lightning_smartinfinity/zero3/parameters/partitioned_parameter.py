@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -30,7 +30,6 @@ from lightning_smartinfinity.zero3.parameters.gather_methods import (
     Gather,
     GatherNow,
     PartitionKeepingWrites,
-    version,
 )
 from lightning_smartinfinity.zero3.parameters.gathering import NO_GRAPH_TASK, is_in_context, whole_data
 from lightning_smartinfinity.zero3.parameters.gradients import GET_GRAD, SET_GRAD, gradient_of, set_gradient
@@ -40,6 +39,7 @@ from lightning_smartinfinity.zero3.parameters.partitioned_tensor import (
     refuse_use_of_memory,
 )
 from lightning_smartinfinity.zero3.parameters.scalars import sendable
+from lightning_smartinfinity.zero3.parameters.status import Classes, Status, is_engine_at_work
 from lightning_smartinfinity.zero3.parameters.unrounded import (
     is_fp32_in_memory,
     note_fp32_in_memory,
@@ -51,7 +51,6 @@ __all__ = [
     "UNAFFECTED",
     "answer_in",
     "answering",
-    "engine_at_work",
     "notify_of_writes",
     "wait_before_gather",
 ]
@@ -94,62 +93,9 @@ _ABOUT_ONE = {*ANSWERS, *_DETACHING}
 
 _APPLY = torch.nn.Module._apply
 
-# Parameters that are whole, by id.
-_WHOLE: dict[int, weakref.ref[_ZeroParameter]] = {}
-# An entry for each engine that runs forward or backward, one within another.
-_AT_WORK: list[bool] = []
-
-
-class _Status:
-    """Switches the class of a parameter with its status. Without ``__get__`` reads stay those of an attribute."""
-
-    def __set__(self, param: _ZeroParameter, status: ZeroParamStatus) -> None:
-        attributes = param.__dict__
-        attributes["ds_status"] = status
-        if status is ZeroParamStatus.AVAILABLE:
-            param.__class__ = attributes["_classes"][bool(_AT_WORK)]
-            _WHOLE[id(param)] = weakref.ref(param)
-            attributes["_version_when_gathered"] = version(param)
-        else:
-            param.__class__ = attributes["_classes"][False]
-            _WHOLE.pop(id(param), None)
-
-
-@contextmanager
-def engine_at_work() -> Iterator[None]:
-    """Leave operations on whole parameters to torch within this context, for speed: an engine runs forward or backward.
-
-    At other times user code runs, and a parameter may be whole because it is small or was validated with.
-    """
-    _AT_WORK.append(True)
-    try:
-        if len(_AT_WORK) == 1:
-            _switch_classes()
-        yield
-    finally:
-        _AT_WORK.pop()
-        if not _AT_WORK:
-            _switch_classes()
-
-
-def is_engine_at_work() -> bool:
-    """Return whether an engine runs forward or backward."""
-    return bool(_AT_WORK)
-
-
-def _switch_classes() -> None:
-    for key, ref in list(_WHOLE.items()):
-        param = ref()
-        if param is None:
-            del _WHOLE[key]
-        else:
-            param.__class__ = param.__dict__["_classes"][bool(_AT_WORK)]
-
 
 class _ZeroParameter(torch.nn.Parameter):
-    """A parameter that ZeRO-3 has taken over; its class follows its status."""
-
-    ds_status = _Status()
+    """A parameter that ZeRO-3 has taken over; its class follows its status (see status.py)."""
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Do what torch's ``set_`` does; for user code, take the values of another tensor. torch asks no class here."""
@@ -157,35 +103,6 @@ class _ZeroParameter(torch.nn.Parameter):
             return super().set_(source, *args, **kwargs)
         _write(self, source)
         return self
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The memory; for user code outside of GatheredParameters, a tensor that stays right when this is released."""
-        if is_building() or _memory_is_the_users(self) or is_ours(sys._getframe(1)):
-            return sendable(whole_data(self), sys._getframe(1))
-        return PartitionedTensor.data_of(self)
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        if is_building() or _memory_is_the_users(self) or is_ours(sys._getframe(1)):
-            with torch._C.DisableTorchFunctionSubclass():
-                _SET_DATA(self, value)
-        else:
-            _write(self, value)
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """Autograd's gradient; for user code between backward and step, the one reduced over the ranks."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return GET_GRAD(self) if is_ours(sys._getframe(1)) else gradient_of(self)
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            if is_ours(sys._getframe(1)):
-                SET_GRAD(self, value)
-            else:
-                set_gradient(self, value)
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.nn.Parameter:
         """Return a copy, partitioned over the same ranks. Collective.
@@ -210,14 +127,8 @@ class _ZeroParameter(torch.nn.Parameter):
         return plain.__reduce_ex__(protocol)
 
 
-class WholeParameter(_ZeroParameter):
-    """A gathered parameter while an engine runs. Operations on it are torch's own."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-
-class PartitionedParameter(_ZeroParameter):
-    """A parameter whose values are not here, or may soon be gone: it answers for the whole parameter, or gathers it."""
+class _HiddenParameter(_ZeroParameter):
+    """A parameter that DeepSpeed is gathering or partitioning. Functions on it are answered, in another thread."""
 
     @classmethod
     def __torch_function__(
@@ -250,7 +161,7 @@ class PartitionedParameter(_ZeroParameter):
             stand_ins: dict[int, tuple[PartitionedTensor, ZeroParameter]] = {}
 
             def stand_in(leaf: Any) -> Any:
-                if not isinstance(leaf, PartitionedParameter) or torch_computes(leaf):
+                if not isinstance(leaf, _HiddenParameter) or torch_computes(leaf):
                     return leaf
                 if id(leaf) not in stand_ins:
                     stand_ins[id(leaf)] = (PartitionedTensor.of(leaf), leaf)
@@ -277,6 +188,51 @@ class PartitionedParameter(_ZeroParameter):
             return torch.nn.Parameter(PartitionedTensor.detached(self).clone(), requires_grad=self.requires_grad)
 
 
+class _WatchedParameter(torch.nn.Parameter):
+    """A parameter whose status, memory and gradient are watched."""
+
+    ds_status = Status()
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The memory; for user code outside of GatheredParameters, a tensor that stays right when this is released."""
+        if is_building() or _memory_is_the_users(self) or is_ours(sys._getframe(1)):
+            return sendable(whole_data(self), sys._getframe(1))
+        return PartitionedTensor.data_of(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if is_building() or _memory_is_the_users(self) or is_ours(sys._getframe(1)):
+            with torch._C.DisableTorchFunctionSubclass():
+                _SET_DATA(self, value)
+        else:
+            _write(self, value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """Autograd's gradient; for user code between backward and step, the one reduced over the ranks."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return GET_GRAD(self) if is_ours(sys._getframe(1)) else gradient_of(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_ours(sys._getframe(1)):
+                SET_GRAD(self, value)
+            else:
+                set_gradient(self, value)
+
+
+class PartitionedParameter(_WatchedParameter, _HiddenParameter):
+    """A parameter whose values are not here, or may soon be gone: it answers for the whole parameter, or gathers it."""
+
+
+class WholeParameter(_WatchedParameter, _ZeroParameter):
+    """A gathered parameter while an engine runs. Operations on it are torch's own."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
 def _memory_is_the_users(param: ZeroParameter) -> bool:
     """Return whether a parameter is whole, and user code may take or replace its memory."""
     is_whole: bool = param.__dict__["ds_status"] is ZeroParamStatus.AVAILABLE
@@ -287,17 +243,21 @@ def torch_computes(param: ZeroParameter) -> bool:
     """Return whether operations on a parameter are torch's own: it is whole, and will be until they have run."""
     return _memory_is_the_users(param) or (
         param.__dict__["ds_status"] is ZeroParamStatus.AVAILABLE
-        and (bool(_AT_WORK) or bool(param.ds_active_sub_modules) or torch._C._current_graph_task_id() != NO_GRAPH_TASK)
+        and (
+            is_engine_at_work()
+            or bool(param.ds_active_sub_modules)
+            or torch._C._current_graph_task_id() != NO_GRAPH_TASK
+        )
     )
 
 
 @cache
-def _classes_of(own: type[torch.nn.Parameter]) -> tuple[type[_ZeroParameter], type[_ZeroParameter]]:
-    """Return the classes of a partitioned and of a whole parameter that keep what a class of the user's own adds."""
+def _classes_of(own: type[torch.nn.Parameter]) -> Classes:
+    """Return the classes of a parameter, which keep what a class of the user's own adds."""
+    classes = (PartitionedParameter, WholeParameter, _HiddenParameter)
     if own is torch.nn.Parameter:
-        return PartitionedParameter, WholeParameter
-    partitioned, whole = (type(own.__name__, (base, own), {}) for base in (PartitionedParameter, WholeParameter))
-    return partitioned, whole
+        return Classes(*classes)
+    return Classes(*(type(own.__name__, (base, own), {}) for base in classes))
 
 
 def answer(params: Iterable[torch.nn.Parameter]) -> None:
@@ -311,7 +271,7 @@ def answer(params: Iterable[torch.nn.Parameter]) -> None:
             zero: ZeroParameter = param
             status = zero.__dict__.pop("ds_status")
             zero.__dict__.pop("item", None)  # DeepSpeed's own leaves the parameter gathered
-            zero.__dict__["_classes"] = _classes_of(type(param))
+            zero.__dict__.update(_classes=_classes_of(type(param)), _self=weakref.ref(param))
             zero.__class__ = WholeParameter
             zero.partition = PartitionKeepingWrites(zero, zero.partition)
             zero.all_gather = GatherNow(zero, zero.all_gather)

@@ -12,17 +12,15 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.transfer.arena import GradientArena
+from lightning_smartinfinity.zero3.parameters.gradients import GET_GRAD, SET_GRAD
 from lightning_smartinfinity.zero3.parameters.partition import Partition
 from lightning_smartinfinity.zero3.step.rank_state import RankState
 from lightning_smartinfinity.zero3.step.retained_graphs import RetainedGraphs
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["GradientPath"]
-
-# Autograd's own gradient of a parameter. The attribute of its class would first ask who reads it.
-_grad_of = torch.Tensor.grad.__get__  # type: ignore[union-attr]
-_set_grad_of = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 
 
 class GradientPath(DeepSpeedZeroOptimizer_Stage3):
@@ -75,7 +73,7 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         Under reentrant checkpointing a shared weight arrives once per segment. As its ``grad`` is a view of the bucket,
         autograd has already added the later arrivals to the first.
         """
-        gradient = _grad_of(param)
+        gradient = GET_GRAD(param)
         if gradient is not None and gradient.layout is not torch.strided:
             raise UnsupportedError(
                 f"Parameter {self.param_names[param]!r} received a sparse gradient, which ZeRO-3 cannot partition.",
@@ -95,7 +93,7 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
             if is_complete:
                 self._waiting[param.ds_id] = param
         elif is_complete and self._in_backward:
-            self.partition_grads([param], [_grad_of(param)])
+            self.partition_grads([param], [GET_GRAD(param)])
         elif is_complete:
             self._waiting[param.ds_id] = param
 
@@ -129,6 +127,7 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         with torch._C.DisableTorchFunctionSubclass():  # for speed, as below
             for param in self.partition.params():
                 _drop_gradient(param)
+        with replaced(self, "fp16_groups", []):  # it would look at each parameter again
             super().zero_grad(set_to_none)
         self.arena.reset()
         if self.rank_state.activations is not None:
@@ -143,7 +142,7 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         """Call the base class, and release what a retained graph kept gathered once no graph is retained."""
         if self.bypasses_buckets and self._waiting:
             waiting = list(self._waiting.values())
-            self.partition_grads(waiting, [_grad_of(param) for param in waiting])
+            self.partition_grads(waiting, [GET_GRAD(param) for param in waiting])
         self.retained.backward_ended()
         super().backward_epilogue()
 
@@ -166,8 +165,8 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
 
 
 def _drop_gradient(param: ZeroParameter) -> None:
-    gradient = _grad_of(param)
+    gradient = GET_GRAD(param)
     if gradient is not None:
         if not get_accelerator().is_synchronized_device():
             gradient.record_stream(get_accelerator().current_stream())
-        _set_grad_of(param, None)
+        SET_GRAD(param, None)
