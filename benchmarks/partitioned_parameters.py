@@ -53,7 +53,8 @@ def main() -> None:
     if "LOCAL_RANK" not in os.environ:
         print(describe("torch"), flush=True)
     if options.part == "classes":
-        print("| parameters | kept whole | without, CPU s | with / without | quartiles |\n|---|---|---|---|---|")
+        print("| parameters | kept whole | without, CPU s | with / without | quartiles | more, us each |")
+        print("|---|---|---|---|---|---|")
         for threshold in (0, 10**6):
             layers = [torch.nn.Linear(options.width, options.width) for _ in range(options.layers)]
             classes(torch.nn.Sequential(*layers), options.rows, threshold, options.rounds or 24)
@@ -101,7 +102,7 @@ def classes(net: torch.nn.Sequential, rows: int, threshold: int, rounds: int) ->
             if on:
                 param.ds_status = param.__dict__["ds_status"]
 
-    ratios, alone = [], []
+    ratios, alone, more = [], [], []
     for number in range(rounds + 1):
         seconds = {}
         for on in (True, False) if number % 2 else (False, True):
@@ -111,10 +112,12 @@ def classes(net: torch.nn.Sequential, rows: int, threshold: int, rounds: int) ->
         if number:  # the first round warms up
             ratios.append(seconds[True] / seconds[False])
             alone.append(seconds[False])
+            more.append((seconds[True] - seconds[False]) / len(params))
     low, middle, high = statistics.quantiles(ratios)
     kept = "all" if threshold else "none"
     print(
-        f"| {len(params)} | {kept} | {statistics.median(alone):.3f} | {middle:.4f} | {low:.3f} to {high:.3f} |",
+        f"| {len(params)} | {kept} | {statistics.median(alone):.3f} | {middle:.4f} | {low:.3f} to {high:.3f} "
+        f"| {1e6 * statistics.median(more):.1f} |",
         flush=True,
     )
     fabric.strategy.close()

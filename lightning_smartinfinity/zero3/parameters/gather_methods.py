@@ -32,8 +32,9 @@ from lightning_smartinfinity.zero3.untyped import ZeroParameter
 __all__ = ["Gather", "GatherNow", "PartitionKeepingWrites", "bring_in_writes"]
 
 
-# Attributes of an enum take a while to look up.
+# What every gather and partition uses: to look it up in its module or enum takes a while.
 _AVAILABLE, _INFLIGHT = ZeroParamStatus.AVAILABLE, ZeroParamStatus.INFLIGHT
+_without_functions = torch._C.DisableTorchFunctionSubclass
 
 
 class Gather:
@@ -51,7 +52,7 @@ class Gather:
         for wait in dict.fromkeys([param.__dict__.get("_before_gather") for param in params]):
             if wait is not None:
                 wait(params)
-        with torch._C.DisableTorchFunctionSubclass():
+        with _without_functions():
             forget_classes(params)
             try:
                 return self.original(params, *args, **kwargs)
@@ -92,11 +93,16 @@ class PartitionKeepingWrites:
         free_data: bool = True,
     ) -> None:
         params = [self._param] if param_list is None else list(param_list)
-        for param in params:
-            if param.ds_active_sub_modules and is_in_context(param):
-                _forget_modules(param)
-        with torch._C.DisableTorchFunctionSubclass():
-            written = [param for param in params if has_been_updated or _was_written(param)]
+        written: list[ZeroParameter] = []
+        with _without_functions():
+            for param in params:
+                attributes = param.__dict__
+                if attributes["ds_active_sub_modules"] and is_in_context(param):
+                    _forget_modules(param)
+                if has_been_updated or (
+                    attributes["ds_status"] is _AVAILABLE and _has_changed(param) and _is_written_alike(param)
+                ):
+                    written.append(param)
             unchanged = params
             if written:
                 _discard_updates_of(written)
@@ -135,7 +141,7 @@ def bring_in_writes(params: Iterable[ZeroParameter]) -> bool:
     Returns:
         Whether none is left, because a module uses it.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with _without_functions():
         written = [param for param in params if param.ds_status is _AVAILABLE and _has_changed(param)]
     idle = [param for param in written if not param.ds_active_sub_modules]
     if idle:
@@ -148,13 +154,11 @@ def _has_changed(param: ZeroParameter) -> bool:
     return bool(attributes["was_written"] or attributes["_version_when_gathered"] != version(param))
 
 
-def _was_written(param: ZeroParameter) -> bool:
-    """Return whether user code has changed a gathered parameter in place, in the same way on all ranks."""
+def _is_written_alike(param: ZeroParameter) -> bool:
+    """Return whether user code has changed a gathered parameter, in the same way on all ranks."""
+    if param.ds_tensor is None:
+        return False
     attributes = param.__dict__
-    if attributes["ds_status"] is not _AVAILABLE or param.ds_tensor is None:
-        return False
-    if not _has_changed(param):
-        return False
     attributes["was_written"] = False
     attributes["_version_when_gathered"] = version(param)
     if is_rounded(param.dtype) and waiting(param) is None and not is_in_context(param):
