@@ -1,0 +1,146 @@
+"""Writes what tests of earlier versions read: ``python -m tests.formats.earlier write NAME``.
+
+``data/NAME.tar.xz`` then holds the storage of a fit that was killed, a checkpoint, a universal folder, an export, and
+the values that were in them. Files of a released version stay as they are: what is written anew gets another name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from lightning_smartinfinity import SmartInfinityStrategy, TopK
+from tests.helpers.processes import run_module
+from tests.helpers.trainers import quiet_trainer
+from tests.helpers.universal import convert_by_command
+from tests.training.small import Small
+
+DATA = Path(__file__).parent / "data"
+STEPS = 3
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {"precision": "32-true"},
+    "parameters on storage": {
+        "precision": "32-true",
+        "zero": {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0},
+    },
+    "bf16": {"precision": "bf16-mixed", "state_format": "bf16"},
+    "int8": {"precision": "bf16-mixed", "state_format": "int8"},
+    "two processes": {"precision": "32-true"},
+    "compressed": {"precision": "bf16-mixed", "compression": TopK(0.25)},
+}
+"""Kinds of trainings: the Trainer's precision, and settings of the strategy."""
+
+
+def values_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the fp32 values of a module's parameters, and of their states. Collective."""
+    values = {}
+    for name, param in module.named_parameters():
+        values[name] = safe_get_full_fp32_param(param)
+        for state in ("exp_avg", "exp_avg_sq"):
+            values[f"{name}.{state}"] = safe_get_full_optimizer_state(param, state)
+    return values
+
+
+def fitted(
+    kind: str, root: Path, hook: str, function: Any, *, resume: str | None = None, steps: int = STEPS + 2
+) -> Small:
+    """Fit a small model in a folder, and call a function in one of its hooks.
+
+    Args:
+        kind: One of :data:`KINDS`.
+        root: The folder; storage is in it.
+        hook: Name of the hook.
+        function: The function, which is given the module.
+        resume: What the fit goes on from.
+        steps: Number of steps in all.
+    """
+    settings = dict(KINDS[kind])
+    precision = settings.pop("precision")
+    strategy = SmartInfinityStrategy(root / "storage", overlap="none", **settings)
+    trainer = quiet_trainer(root, strategy, precision=precision, max_steps=steps, devices=processes_of(kind))
+    module = Small(**{hook: function})
+    trainer.fit(module, ckpt_path=resume, weights_only=False if resume not in (None, "storage") else None)
+    return module
+
+
+def run(action: str, kind: str, folder: Path, *arguments: str) -> None:
+    """Run an action in processes of its own."""
+    done = run_module("tests.formats.earlier", action, kind, folder, *arguments, ranks=processes_of(kind))
+    assert (done.returncode == 0) == (action != "fit_and_die"), done.stdout + done.stderr
+
+
+def processes_of(kind: str) -> int:
+    """Return how many processes train."""
+    return 2 if kind == "two processes" else 1
+
+
+def fit_and_die(kind: str, folder: Path) -> None:
+    """Fit; note the values after some steps, and kill this process one step later."""
+
+    def hook(module: Small) -> None:
+        if module.trainer.global_step == STEPS:
+            _note(module, folder / "values.pt")
+        elif module.trainer.global_step > STEPS:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    fitted(kind, folder / "run", "on_train_batch_end", hook)
+
+
+def fit_and_save(kind: str, folder: Path) -> None:
+    """Fit, and save after as many steps."""
+
+    def hook(module: Small) -> None:
+        if module.trainer.global_step == STEPS:
+            found, noted = values_of(module), torch.load(folder / "values.pt")
+            assert all(torch.equal(found[name], value) for name, value in noted.items() if name != "step")
+            module.trainer.save_checkpoint(folder / "checkpoint")
+            module.trainer.strategy.save_pretrained(folder / "export")  # type: ignore[attr-defined]
+
+    fitted(kind, folder / "saved", "on_train_batch_end", hook)
+
+
+def read(kind: str, folder: Path, source: str) -> None:
+    """Go on from what was written, and note the values with which that begins."""
+    resume = source if source == "storage" else str(folder / source)
+    root = folder / ("run" if source == "storage" else f"from {source}")
+    fitted(kind, root, "on_train_start", lambda module: _note(module, folder / f"{source}.pt"), resume=resume)
+
+
+def _note(module: Small, file: Path) -> None:
+    values = values_of(module)
+    if module.trainer.is_global_zero:
+        torch.save({"step": module.trainer.global_step, **values}, file)
+
+
+def write(name: str) -> None:
+    """Write an archive of all kinds."""
+    with tempfile.TemporaryDirectory() as written:
+        for kind in KINDS:
+            folder = Path(written) / kind
+            (folder / "run").mkdir(parents=True)
+            run("fit_and_die", kind, folder)
+            run("fit_and_save", kind, folder)
+            shutil.rmtree(folder / "saved")
+            convert_by_command(folder / "checkpoint", folder / "universal")
+        DATA.mkdir(exist_ok=True)
+        with tarfile.open(DATA / f"{name}.tar.xz", "w:xz") as archive:
+            archive.add(written, ".")
+
+
+ACTIONS: dict[str, Any] = {"fit_and_die": fit_and_die, "fit_and_save": fit_and_save, "read": read}
+
+if __name__ == "__main__":
+    if sys.argv[1] == "write":
+        write(sys.argv[2])
+    else:
+        ACTIONS[sys.argv[1]](sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])
