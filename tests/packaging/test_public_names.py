@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import inspect
 import re
@@ -29,6 +30,26 @@ PUBLIC = {
     "__version__",
     *errors.__all__,
 }
+
+# What pages, examples and configuration files name below the package.
+BELOW = (
+    *("activations.OffloadedActivations", "activations.paused"),
+    *("huggingface.SmartInfinityTraining", "precision.SmartInfinityPrecision", "errors.SmartInfinityError"),
+    *("metrics.BytesPerParameter", "metrics.StorageBandwidth", "metrics.StorageBytes", "metrics.StorageWait"),
+    *("metrics.traffic_between", "plan.Dense", "plan.Overlap", "plan.System", "plan.Workload"),
+    *("plan.cost", "plan.simulate_step", "transfer.convert.convert_store"),
+)
+
+
+@pytest.mark.parametrize("path", BELOW)
+def test_names_below_the_package_stay(path: str) -> None:
+    """A path that a page names can be imported."""
+    home, _, name = f"lightning_smartinfinity.{path}".rpartition(".")
+    try:
+        found = getattr(importlib.import_module(home), name)
+    except AttributeError:
+        found = importlib.import_module(f"{home}.{name}")
+    assert found is not None
 
 
 def test_all_is_sorted_and_complete() -> None:
