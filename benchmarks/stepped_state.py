@@ -14,7 +14,7 @@ from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.native import DType, HostBuffer, StateFile
-from lightning_smartinfinity.store import StoreDescription, create_store
+from lightning_smartinfinity.storage import StoreDescription, create_store
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout

@@ -30,8 +30,8 @@ from machine import describe
 from raw_disk import IoSettings, RawDisk
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.store.tensor_files import whole_blocks
-from lightning_smartinfinity.store.tensor_store import TensorStore
+from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
+from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
 from lightning_smartinfinity.transfer.tensors import lent_tensor
 
 LEAST_NUMEL = 2048  # smaller parameters stay in memory

@@ -42,7 +42,7 @@ from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
 from lightning_smartinfinity.recorder import STORAGE, Recording
 from lightning_smartinfinity.settings import check_save_path, data_types, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_FABRIC
-from lightning_smartinfinity.store.in_time import io_limit
+from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.watching import awaiting_ranks
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 

@@ -14,7 +14,7 @@ from lightning_smartinfinity.settings import StrategySettings
 from lightning_smartinfinity.zero3.untyped import ClientState
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.store.training_record import TrainingRecord
+    from lightning_smartinfinity.storage.records.training_record import TrainingRecord
     from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 
 __all__ = ["STORAGE", "Recording", "TrainingRecorder"]

@@ -53,7 +53,7 @@ from lightning_smartinfinity.resume.loops import passed_to_run, without_position
 from lightning_smartinfinity.rng import RNG_KEY, capture
 from lightning_smartinfinity.settings import check_save_path, data_types, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_TRAINER
-from lightning_smartinfinity.store.in_time import io_limit
+from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.watching import awaiting_ranks, saving
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 

@@ -13,7 +13,7 @@ from lightning_smartinfinity.activations.changes import shares_changes
 from lightning_smartinfinity.activations.cuda.copies import DeviceCopies, Loaded, Points
 from lightning_smartinfinity.activations.geometry import Geometry, distinct, geometry_of, overlaps, spread_out, view_of
 from lightning_smartinfinity.errors import CudaError, SmartInfinityError, StorageError
-from lightning_smartinfinity.store.tensor_store import StoredTensor
+from lightning_smartinfinity.storage.tensors.tensor_store import StoredTensor
 
 __all__ = ["Entry", "Source"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.config import ActivationOffload, TransferConfig
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
-from lightning_smartinfinity.store import measure_activation_space, require_space
-from lightning_smartinfinity.store.tensor_store import TensorStore
+from lightning_smartinfinity.storage import measure_activation_space, require_space
+from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
 
 __all__ = ["ActivationFiles"]
 

@@ -28,7 +28,7 @@ from lightning_smartinfinity.activations.writes import Writes
 from lightning_smartinfinity.config import ActivationOffload, TransferConfig
 from lightning_smartinfinity.errors import CudaError, SmartInfinityError
 from lightning_smartinfinity.freed_memory import FreedMemory
-from lightning_smartinfinity.store.tensor_store import TensorStore
+from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
 
 __all__ = ["ActivationStore"]
 

@@ -15,7 +15,7 @@ from lightning_smartinfinity.activations.files import ActivationFiles
 from lightning_smartinfinity.activations.pool import Pool
 from lightning_smartinfinity.config import ActivationOffload
 from lightning_smartinfinity.errors import CudaError, SmartInfinityError, StorageError
-from lightning_smartinfinity.store.tensor_files import whole_blocks
+from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 
 __all__ = ["Writes"]
 

@@ -16,7 +16,7 @@ from lightning_smartinfinity.cli.scrub import Found, scrub_jobs
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError, StorageTimeoutError
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.store.jobs import Job
+    from lightning_smartinfinity.storage.jobs.jobs import Job
 
 __all__ = ["add_to"]
 
@@ -53,7 +53,7 @@ def add_to(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from lightning_smartinfinity.store.jobs import find_jobs
+    from lightning_smartinfinity.storage.jobs.jobs import find_jobs
 
     folders = list(dict.fromkeys(options.folders)) or [_default_folder()]
     jobs, unknown = [], False
@@ -87,7 +87,7 @@ def _default_folder() -> Path:
 
 
 def _remove(jobs: Sequence[Job], folders: Sequence[Path], options: argparse.Namespace) -> int:
-    from lightning_smartinfinity.store.jobs import remove_job
+    from lightning_smartinfinity.storage.jobs.jobs import remove_job
 
     unknown = sorted(set(options.remove) - {job.name for job in jobs})
     if unknown:

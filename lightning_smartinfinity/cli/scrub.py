@@ -16,8 +16,8 @@ from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.progress import Show
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.store.jobs import Job
-    from lightning_smartinfinity.store.scrub import ScrubbedRank
+    from lightning_smartinfinity.storage.jobs.jobs import Job
+    from lightning_smartinfinity.storage.state.scrub import ScrubbedRank
 
 __all__ = ["Found", "add_to", "scrub_jobs"]
 
@@ -83,7 +83,7 @@ def _nothing(sentence: str) -> None:
 
 
 def _scrub(options: argparse.Namespace, show: Show, say: Callable[[str], None]) -> Found:
-    from lightning_smartinfinity.store.in_time import unless_idle
+    from lightning_smartinfinity.storage.io.deadlines import unless_idle
 
     paths, name = options.paths, options.job
     found = unless_idle(lambda: [job for path in paths for job in _jobs_at(path)], doing="Looking at", path=paths[0])
@@ -107,7 +107,7 @@ def scrub_jobs(jobs: Sequence[Job], *, show: Show, say: Callable[[str], None] = 
         show: Shows the progress.
         say: Gets a sentence about every rank that was read.
     """
-    from lightning_smartinfinity.store.jobs import absent_state
+    from lightning_smartinfinity.storage.jobs.jobs import absent_state
 
     found = Found()
     for folder in (folder for job in jobs for folder in job.folders if folder.problem is not None):
@@ -126,7 +126,7 @@ def scrub_jobs(jobs: Sequence[Job], *, show: Show, say: Callable[[str], None] = 
 
 def _jobs_at(path: Path) -> list[Job]:
     """Return the jobs in a storage folder, or the one whose folder, or rank's folder, this is."""
-    from lightning_smartinfinity.store.jobs import find_job, find_jobs, is_rank_folder
+    from lightning_smartinfinity.storage.jobs.jobs import find_job, find_jobs, is_rank_folder
 
     folder = Path(os.path.abspath(path))
     folder = folder.parent if is_rank_folder(folder) else folder
@@ -140,8 +140,8 @@ def _scrubbed(jobs: Sequence[Job], show: Show) -> Iterator[ScrubbedRank]:
 
     A rank that cannot be read is told of, and ranks of whose folders a problem is known are left out.
     """
-    from lightning_smartinfinity.store.jobs import UNKNOWN_RANK
-    from lightning_smartinfinity.store.scrub import ScrubbedRank, scrub_rank
+    from lightning_smartinfinity.storage.jobs.jobs import UNKNOWN_RANK
+    from lightning_smartinfinity.storage.state.scrub import ScrubbedRank, scrub_rank
 
     known = {(job.name, folder.rank) for job in jobs for folder in job.folders if folder.problem is not None}
     ranks: dict[tuple[str, int], list[Path]] = {}

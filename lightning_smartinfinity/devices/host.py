@@ -17,9 +17,14 @@ from lightning_smartinfinity.errors import (
     StorageError,
     StorageTimeoutError,
 )
-from lightning_smartinfinity.store.direct import UNNAMED
-from lightning_smartinfinity.store.extents import BLOCK_BYTES
-from lightning_smartinfinity.store.os_errors import failure_error, in_milliseconds, require_io_engine, storage_errors
+from lightning_smartinfinity.storage.extents import BLOCK_BYTES
+from lightning_smartinfinity.storage.folders.direct import UNNAMED
+from lightning_smartinfinity.storage.io.os_errors import (
+    failure_error,
+    in_milliseconds,
+    require_io_engine,
+    storage_errors,
+)
 
 __all__ = ["HostDevice"]
 

@@ -19,7 +19,7 @@ import torch
 from typing_extensions import override
 
 from lightning_smartinfinity.errors import StorageError, UnsupportedError
-from lightning_smartinfinity.store.open_folder import OpenFolder, Trust
+from lightning_smartinfinity.storage.folders.open_folder import OpenFolder, Trust
 from lightning_smartinfinity.transformers_models import ModelDescription
 
 __all__ = ["CheckpointOrigin", "Origin", "has_tokenizer", "origin_of", "write_companions"]

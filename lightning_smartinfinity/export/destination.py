@@ -16,9 +16,7 @@ from lightning_smartinfinity.errors import (
     StorageFullError,
     StorageTimeoutError,
 )
-from lightning_smartinfinity.store.in_time import doing_now, unless_idle
-from lightning_smartinfinity.store.os_errors import storage_errors
-from lightning_smartinfinity.store.replacement import (
+from lightning_smartinfinity.storage.folders.replacement import (
     beside,
     flush_names,
     flush_tree,
@@ -26,7 +24,9 @@ from lightning_smartinfinity.store.replacement import (
     put_back,
     put_in_place,
 )
-from lightning_smartinfinity.store.staging_folder import locked, remove_content
+from lightning_smartinfinity.storage.folders.staging_folder import locked, remove_content
+from lightning_smartinfinity.storage.io.deadlines import doing_now, unless_idle
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
 
 __all__ = ["require_folder", "require_outside", "require_room", "require_unused", "resolved", "staged"]
 

@@ -16,7 +16,7 @@ from lightning_smartinfinity.export.destination import require_room, staged
 from lightning_smartinfinity.export.routes import ExportPlan, plain_plan, router
 from lightning_smartinfinity.progress import showing_progress
 from lightning_smartinfinity.rng import RNG_KEY
-from lightning_smartinfinity.store.os_errors import storage_errors
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, TensorStream, saved_with_room
 

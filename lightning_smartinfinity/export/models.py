@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_smartinfinity.errors import CheckpointError, ConfigError, UnsupportedError
-from lightning_smartinfinity.store.os_errors import in_short
+from lightning_smartinfinity.storage.io.os_errors import in_short
 from lightning_smartinfinity.transformers_models import Model, ModelDescription, optional_package
 from lightning_smartinfinity.zero3.checkpoints.trust import require_file
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
 from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
 
 __all__ = ["SafetensorsFile"]

@@ -12,8 +12,8 @@ from typing import NoReturn
 import torch
 
 from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError
-from lightning_smartinfinity.store.os_errors import storage_errors
-from lightning_smartinfinity.store.replacement import flush, flush_names, flush_tree
+from lightning_smartinfinity.storage.folders.replacement import flush, flush_names, flush_tree
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.zero3.checkpoints.trust import require_file
 from lightning_smartinfinity.zero3.collectives import raising_together
 

@@ -10,7 +10,7 @@ from lightning_smartinfinity.plan.gradients import ITEM_BYTES, GradientForm
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.hardware import MOST_DEVICES
 from lightning_smartinfinity.plan.workload import Workload
-from lightning_smartinfinity.store.extents import BLOCK_BYTES
+from lightning_smartinfinity.storage.extents import BLOCK_BYTES
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 
 __all__ = ["compressed_bytes", "host_bytes"]

@@ -10,10 +10,10 @@ from functools import lru_cache
 from lightning_smartinfinity.plan.memory import compressed_bytes
 from lightning_smartinfinity.plan.model import ModelFigures
 from lightning_smartinfinity.plan.training import Training
-from lightning_smartinfinity.store.extents import BLOCK_BYTES, ExtentMap
-from lightning_smartinfinity.store.residual_file import residual_bytes
-from lightning_smartinfinity.store.space import overhead_bytes
-from lightning_smartinfinity.store.tensor_files import deal, whole_blocks
+from lightning_smartinfinity.storage.extents import BLOCK_BYTES, ExtentMap
+from lightning_smartinfinity.storage.records.residual_file import residual_bytes
+from lightning_smartinfinity.storage.state.space import overhead_bytes
+from lightning_smartinfinity.storage.tensors.tensor_files import deal, whole_blocks
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 
 __all__ = [

@@ -12,7 +12,7 @@ from lightning_smartinfinity.plan.needs import layout_of, spilled_gradient_bytes
 from lightning_smartinfinity.plan.step import Overlap, StepTime, System, simulate_step
 from lightning_smartinfinity.plan.training import Training
 from lightning_smartinfinity.plan.workload import Workload
-from lightning_smartinfinity.store.residual_file import residual_bytes
+from lightning_smartinfinity.storage.records.residual_file import residual_bytes
 
 __all__ = [
     "TBW_PER_TB",

@@ -12,7 +12,7 @@ from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native import MAX_ARRAYS
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 from lightning_smartinfinity.plan.gradients import ITEM_BYTES, GradientForm
-from lightning_smartinfinity.store.extents import BLOCK_BYTES
+from lightning_smartinfinity.storage.extents import BLOCK_BYTES
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 from lightning_smartinfinity.update_rules import RULES
 

@@ -17,7 +17,7 @@ import torch
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import StorageError
-from lightning_smartinfinity.store import StoreDescription, create_store
+from lightning_smartinfinity.storage import StoreDescription, create_store
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, build_layout
 from lightning_smartinfinity.transfer.partitions import HostPartition

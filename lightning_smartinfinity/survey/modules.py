@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.plan.model import ModelFigures
-from lightning_smartinfinity.store.os_errors import in_short
+from lightning_smartinfinity.storage.io.os_errors import in_short
 from lightning_smartinfinity.survey.models import (
     ModelSource,
     survey_model,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.devices.base import FolderTraffic
-from lightning_smartinfinity.store.spread import apportion
+from lightning_smartinfinity.storage.spread import apportion
 
 __all__ = ["Balance"]
 

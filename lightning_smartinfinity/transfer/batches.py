@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.store.spread import Placement
+from lightning_smartinfinity.storage.spread import Placement
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.tensors import Flat
 

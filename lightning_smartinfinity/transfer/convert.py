@@ -15,9 +15,9 @@ from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, UnsupportedError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where, optimizers_of, serves
 from lightning_smartinfinity.progress import Advance, Show, hidden
-from lightning_smartinfinity.store import StateStore, create_store, recover_store
-from lightning_smartinfinity.store.manifest import Manifest
-from lightning_smartinfinity.store.os_errors import storage_errors
+from lightning_smartinfinity.storage import StateStore, create_store, recover_store
+from lightning_smartinfinity.storage.folders.manifest import Manifest
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layout, described_slices, layout_over
 from lightning_smartinfinity.transfer.state_access import StateAccess
 from lightning_smartinfinity.transfer.windows import Window

@@ -9,8 +9,8 @@ import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError, UnsupportedError
-from lightning_smartinfinity.store.tensor_files import whole_blocks
-from lightning_smartinfinity.store.tensor_store import StoredTensor, TensorStore
+from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
+from lightning_smartinfinity.storage.tensors.tensor_store import StoredTensor, TensorStore
 from lightning_smartinfinity.transfer.cuda import CudaLink
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.tensors import HostTensor

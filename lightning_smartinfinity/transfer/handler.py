@@ -15,8 +15,8 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice, Traffic
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.progress import Show, hidden
-from lightning_smartinfinity.store import StateStore
-from lightning_smartinfinity.store.training_record import TrainingRecord
+from lightning_smartinfinity.storage import StateStore
+from lightning_smartinfinity.storage.records.training_record import TrainingRecord
 from lightning_smartinfinity.transfer.balance import Balance
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.partitions import ParameterMemory

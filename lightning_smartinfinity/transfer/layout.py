@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.native.formats import STATE_FORMATS
-from lightning_smartinfinity.store.extents import BLOCK_BYTES, CELL_NUMEL, ExtentMap, extent_bytes
+from lightning_smartinfinity.storage.extents import BLOCK_BYTES, CELL_NUMEL, ExtentMap, extent_bytes
 
 __all__ = [
     "Holdings",

@@ -12,9 +12,9 @@ import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import StorageError
-from lightning_smartinfinity.store.extents import BLOCK_BYTES
-from lightning_smartinfinity.store.tensor_files import whole_blocks
-from lightning_smartinfinity.store.tensor_store import StoredTensor, TensorStore
+from lightning_smartinfinity.storage.extents import BLOCK_BYTES
+from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
+from lightning_smartinfinity.storage.tensors.tensor_store import StoredTensor, TensorStore
 from lightning_smartinfinity.transfer.tensors import lent_tensor
 
 __all__ = ["PartTransfers"]

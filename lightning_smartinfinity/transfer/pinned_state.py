@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightning_smartinfinity.devices.base import StorageDevice
-from lightning_smartinfinity.store import StateStore
-from lightning_smartinfinity.store.pin import Pin
+from lightning_smartinfinity.storage import StateStore
+from lightning_smartinfinity.storage.state.pin import Pin
 from lightning_smartinfinity.transfer.batches import Places
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.windows import Window, WindowWalk

@@ -12,7 +12,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.progress import Advance, Show
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.storage import StateStore
 from lightning_smartinfinity.transfer.batches import Memory, Piece, Places, Span, cut, tasklets_in, whole_sub_groups
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.partitions import ParameterMemory, StagingMaker

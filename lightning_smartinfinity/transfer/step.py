@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lightning_smartinfinity.devices.base import StorageDevice
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
-from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.storage import StateStore
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.partitions import StagingMaker
 from lightning_smartinfinity.transfer.rules import UpdateRule

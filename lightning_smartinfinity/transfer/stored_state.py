@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import StorageCorruptError
-from lightning_smartinfinity.store.extents import blocks_of
-from lightning_smartinfinity.store.in_time import unless_idle
-from lightning_smartinfinity.store.manifest import Manifest
-from lightning_smartinfinity.store.reading import StoreToRead, open_to_read
+from lightning_smartinfinity.storage.extents import blocks_of
+from lightning_smartinfinity.storage.folders.manifest import Manifest
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.state.reading import StoreToRead, open_to_read
 from lightning_smartinfinity.transfer.batches import Piece, Places, cut, whole_sub_groups
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, described_slices, layout_over
 from lightning_smartinfinity.transfer.submissions import DirectSubmission

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
-from lightning_smartinfinity.store.os_errors import storage_errors
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.transfer.layout import ParameterSlice
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.transfer.windows import Window

@@ -27,7 +27,7 @@ from lightning_smartinfinity.freed_memory import return_freed_memory
 from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.rank_places import note_model
 from lightning_smartinfinity.settings import check_save_path
-from lightning_smartinfinity.store.in_time import io_limit, unless_idle
+from lightning_smartinfinity.storage.io.deadlines import io_limit, unless_idle
 from lightning_smartinfinity.transformers_models import describe_models
 from lightning_smartinfinity.watching import naming_lost_rank
 from lightning_smartinfinity.zero3.activations import offloading

@@ -27,9 +27,9 @@ from lightning_smartinfinity.devices.smartssd.discovery.mounts import mount_of
 from lightning_smartinfinity.devices.smartssd.discovery.system import System
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.machine import machine_identity
-from lightning_smartinfinity.store.in_time import unless_idle
-from lightning_smartinfinity.store.os_errors import storage_errors
-from lightning_smartinfinity.store.space import nearest_existing
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
+from lightning_smartinfinity.storage.state.space import nearest_existing
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 
 __all__ = ["REMEMBERED", "Place", "device_of", "first_seen", "places_of", "network_warning"]

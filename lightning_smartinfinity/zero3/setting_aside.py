@@ -11,14 +11,14 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lightning_smartinfinity.store import SpaceRequest
-from lightning_smartinfinity.store.in_time import unless_idle
-from lightning_smartinfinity.store.mover import Mover
-from lightning_smartinfinity.store.open_folder import ASIDE
-from lightning_smartinfinity.store.parts import Part, find_parts
-from lightning_smartinfinity.store.setting_aside import Plan, plan_putting_together, plan_setting_aside
-from lightning_smartinfinity.store.space import measure_parts
-from lightning_smartinfinity.store.trainings import jobs_beside
+from lightning_smartinfinity.storage import SpaceRequest
+from lightning_smartinfinity.storage.folders.open_folder import ASIDE
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.jobs.mover import Mover
+from lightning_smartinfinity.storage.jobs.setting_aside import Plan, plan_putting_together, plan_setting_aside
+from lightning_smartinfinity.storage.jobs.trainings import jobs_beside
+from lightning_smartinfinity.storage.state.parts import Part, find_parts
+from lightning_smartinfinity.storage.state.space import measure_parts
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 

@@ -26,7 +26,7 @@ from lightning_smartinfinity.devices.smartssd import (
 )
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, StorageError
 from lightning_smartinfinity.machine import machine_identity
-from lightning_smartinfinity.store import (
+from lightning_smartinfinity.storage import (
     PARAMETERS,
     SPILLED_GRADIENTS,
     ExtentMap,
@@ -42,8 +42,8 @@ from lightning_smartinfinity.store import (
     measure_tensor_space,
     require_space,
 )
-from lightning_smartinfinity.store.in_time import io_limit, unless_idle
-from lightning_smartinfinity.store.setting_aside import Plan
+from lightning_smartinfinity.storage.io.deadlines import io_limit, unless_idle
+from lightning_smartinfinity.storage.jobs.setting_aside import Plan
 from lightning_smartinfinity.transfer.free_memory import measure_memory, share_of_memory
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout, with_residents

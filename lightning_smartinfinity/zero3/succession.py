@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.errors import StorageError, StorageFullError
-from lightning_smartinfinity.store import StateStore, StoreDescription, find_resumable
-from lightning_smartinfinity.store.folders import rank_folder_path
-from lightning_smartinfinity.store.open_folder import ASIDE
-from lightning_smartinfinity.store.parts import Part
-from lightning_smartinfinity.store.recovery import require_recoverable
-from lightning_smartinfinity.store.setting_aside import Plan, plan_making_way
-from lightning_smartinfinity.store.training_record import TrainingRecord
-from lightning_smartinfinity.store.trainings import Condition, Training, movers_of, trainings_in
+from lightning_smartinfinity.storage import StateStore, StoreDescription, find_resumable
+from lightning_smartinfinity.storage.folders.open_folder import ASIDE
+from lightning_smartinfinity.storage.folders.rank_folder import rank_folder_path
+from lightning_smartinfinity.storage.jobs.setting_aside import Plan, plan_making_way
+from lightning_smartinfinity.storage.jobs.trainings import Condition, Training, movers_of, trainings_in
+from lightning_smartinfinity.storage.records.training_record import TrainingRecord
+from lightning_smartinfinity.storage.state.parts import Part
+from lightning_smartinfinity.storage.state.recovery import require_recoverable
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.state_access import StateAccess
 from lightning_smartinfinity.transfer.stored_state import StoredState

@@ -18,7 +18,7 @@ import torch
 from lightning_smartinfinity.activations import OffloadedActivations
 from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
-from lightning_smartinfinity.store import tensor_files
+from lightning_smartinfinity.storage.tensors import tensor_files
 from tests.activations.chains import assert_nothing_is_left
 from tests.activations.models import drop_memory, everything, opened
 

@@ -14,7 +14,7 @@ import torch
 
 from lightning_smartinfinity.activations import OffloadedActivations
 from lightning_smartinfinity.native import IoClass
-from lightning_smartinfinity.store import StoredTensor, TensorStore
+from lightning_smartinfinity.storage import StoredTensor, TensorStore
 from tests.activations.chains import BLOCK, activations, assert_nothing_is_left, chain, expected, inject_now, saved
 from tests.activations.models import drop_memory, everything, finish_writes, opened
 from tests.helpers.long_cases import long_but

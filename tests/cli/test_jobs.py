@@ -15,8 +15,8 @@ import pytest
 
 from lightning_smartinfinity import ConfigError, TransferConfig
 from lightning_smartinfinity.cli import main
-from lightning_smartinfinity.store import jobs
-from tests.store.makers import commit_generation, create, created, tree
+from lightning_smartinfinity.storage.jobs import jobs
+from tests.storage.makers import commit_generation, create, created, tree
 
 
 def left(storage: Path, **config: object) -> Path:

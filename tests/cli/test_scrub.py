@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_smartinfinity.store import recover_store
+from lightning_smartinfinity.storage import recover_store
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -30,7 +30,7 @@ from tests.cli.test_jobs import damage, left, refusing
 from tests.helpers.attacks import Attack
 from tests.helpers.damage import flip_bit_behind
 from tests.helpers.universal import convert, convert_by_command, save_of_two
-from tests.store.makers import commit_generation, create, created
+from tests.storage.makers import commit_generation, create, created
 
 SHAPES = [{"a": torch.Size([5000])}]
 WHOLE = {"a": torch.arange(5000.0)}

@@ -148,7 +148,7 @@ def test_memory_that_is_not_to_be_had(tmp_path: Path) -> None:
 def test_devices_need_no_torch() -> None:
     """The store and the devices can be imported without torch."""
     code = (
-        "import sys, lightning_smartinfinity.devices, lightning_smartinfinity.store; sys.exit('torch' in sys.modules)"
+        "import sys, lightning_smartinfinity.devices, lightning_smartinfinity.storage; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PROCESS_LIMIT)
 

@@ -26,8 +26,8 @@ from lightning_smartinfinity.errors import (
     UnsupportedError,
 )
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
-from lightning_smartinfinity.store.replacement import beside
-from lightning_smartinfinity.store.staging_folder import mark_of
+from lightning_smartinfinity.storage.folders.replacement import beside
+from lightning_smartinfinity.storage.folders.staging_folder import mark_of
 from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
 from tests.export.models import LitModel, build, logits
 from tests.export.trained import Trained, files_of, train

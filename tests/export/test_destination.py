@@ -16,8 +16,8 @@ from lightning_smartinfinity.errors import CheckpointError, ConfigError, SmartIn
 from lightning_smartinfinity.export.destination import require_room, staged
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.export.from_training import save_module
-from lightning_smartinfinity.store.in_time import io_limit
-from lightning_smartinfinity.store.replacement import beside
+from lightning_smartinfinity.storage.folders.replacement import beside
+from lightning_smartinfinity.storage.io.deadlines import io_limit
 from tests.export.trained import Trained, files_of
 from tests.helpers.silent_disk import SECONDS, SilentDisk, gives_up
 

@@ -18,8 +18,8 @@ from lightning_smartinfinity import SmartInfinityStrategy
 from lightning_smartinfinity.cli.main import main
 from lightning_smartinfinity.errors import CheckpointError, ConfigError, StorageFullError, UnsupportedError
 from lightning_smartinfinity.export import safetensors_file
-from lightning_smartinfinity.store import replacement
-from lightning_smartinfinity.store.replacement import exchange
+from lightning_smartinfinity.storage.folders import replacement
+from lightning_smartinfinity.storage.folders.replacement import exchange
 from tests.export.models import LitModel, build, tokens
 from tests.export.trained import files_of, train
 from tests.fabric.worker import quiet_fabric

@@ -19,7 +19,7 @@ from lightning_smartinfinity.activations.pool import Pool
 from lightning_smartinfinity.activations.reads import Reads
 from lightning_smartinfinity.activations.store import ActivationStore
 from lightning_smartinfinity.activations.writes import Writes
-from lightning_smartinfinity.store.tensor_store import TensorStore
+from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
 from tests.activations.chains import assert_nothing_is_left
 from tests.fabric.test_training import EVERYTHING as RECIPE
 from tests.fabric.worker import Run, quiet_fabric, train

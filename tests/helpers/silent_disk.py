@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity.errors import StorageTimeoutError
-from lightning_smartinfinity.store import in_time, replacement
+from lightning_smartinfinity.storage.folders import replacement
+from lightning_smartinfinity.storage.io import deadlines as in_time
 from tests.helpers.waiting import await_that
 
 __all__ = ["ERROR", "FILE_CALLS", "SAID", "SECONDS", "SilentDisk", "gives_up"]

@@ -114,7 +114,7 @@ PAUSED = """
 import sys
 from pathlib import Path
 from lightning_smartinfinity.native import FileQueue, HostBuffer, StateFile
-from lightning_smartinfinity.store.in_time import in_time
+from lightning_smartinfinity.storage.io.deadlines import in_time
 from tests.helpers.native_testing import Hold
 
 path, seconds = Path(sys.argv[1]), float(sys.argv[2])

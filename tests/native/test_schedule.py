@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_smartinfinity.native import TransferSchedule
-from lightning_smartinfinity.store.spread import apportion, interleave
+from lightning_smartinfinity.storage.spread import apportion, interleave
 from tests.helpers.native_testing import extend_resident
 
 sizes = st.integers(0, 12)

@@ -14,12 +14,12 @@ from tests.helpers.waiting import PROCESS_LIMIT
 ROOT = Path(__file__).parents[2]
 
 VIOLATIONS = {
-    "store/_planted.py": ("import torch", "native and store know no torch"),
+    "storage/_planted.py": ("import torch", "native and storage know no torch"),
     "native/_planted.py": ("import torch", "native and store know no torch"),
     "transfer/_planted.py": ("import deepspeed.runtime", "Only zero3 imports deepspeed"),
     "_planted.py": ("", "Imports go one way"),  # a new room without a place in the layers
     "devices/_planted.py": ("import lightning_smartinfinity.transfer", "Imports go one way"),
-    "config/transfer.py": ("import lightning_smartinfinity.store", "Imports go one way"),
+    "config/transfer.py": ("import lightning_smartinfinity.storage", "Imports go one way"),
     "zero3/_planted.py": ("", "The rooms of zero3 import one way"),  # a new module without a place in the layers
     "zero3/parameters/_planted.py": ("import lightning_smartinfinity.zero3.step", "The rooms of zero3 import one way"),
     "zero3/step/_planted.py": ("import lightning.pytorch", "Only the listed modules import lightning"),

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.native import IoClass, IoScheduler, MemoryPool, StateFile, TensorStore
-from lightning_smartinfinity.store import scheduling
+from lightning_smartinfinity.storage.io import scheduling
 from lightning_smartinfinity.transfer.windows import Window
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.native_testing import FaultCounts, Hold, inject

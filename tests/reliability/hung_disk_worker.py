@@ -22,7 +22,8 @@ import lightning.pytorch as pl
 
 from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
 from lightning_smartinfinity.errors import StorageTimeoutError
-from lightning_smartinfinity.store import state_store, tensor_files
+from lightning_smartinfinity.storage.state import state_store
+from lightning_smartinfinity.storage.tensors import tensor_files
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.native_testing import Hold
 from tests.helpers.trainers import quiet_trainer

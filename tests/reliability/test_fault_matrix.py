@@ -15,8 +15,8 @@ import torch
 
 from lightning_smartinfinity import SmartInfinityError
 from lightning_smartinfinity.native import io_engines
-from lightning_smartinfinity.store import recover_store
-from lightning_smartinfinity.store.folders import COMMIT_NAME
+from lightning_smartinfinity.storage import recover_store
+from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from tests.helpers.attacks import Attack
 from tests.helpers.damage import BLOCK_BYTES, flip_bit, lose_block, misplace_block
@@ -25,7 +25,7 @@ from tests.helpers.runif import RunIf
 from tests.helpers.waiting import LIMIT, lenient
 from tests.reliability.faults import CARD, FAULTS, FaultyDisk, Place, trained, undisturbed
 from tests.reliability.interrupted import Interrupted, same
-from tests.store.makers import commit_generation, create
+from tests.storage.makers import commit_generation, create
 from tests.training.worker import Run, train
 
 ENGINES = [name for name, unavailable in io_engines() if not unavailable]

@@ -19,7 +19,7 @@ import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import SmartInfinityError
-from lightning_smartinfinity.store import find_resumable, recover_store
+from lightning_smartinfinity.storage import find_resumable, recover_store
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
@@ -31,7 +31,7 @@ from tests.helpers.fuzz import changed_value, damaged, fuzz
 from tests.helpers.models import Recipe
 from tests.helpers.native_testing import decode_gradient
 from tests.reliability.interrupted import Interrupted, same
-from tests.store.makers import commit_generation, create, manifest_with
+from tests.storage.makers import commit_generation, create, manifest_with
 
 OUTCOME = "read, or refused by an error of ours"
 RECIPE = Recipe(frozen=True, width=8, depth=1)

@@ -16,11 +16,11 @@ from typing_extensions import override
 
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.huggingface import SmartInfinityTraining
-from lightning_smartinfinity.store import find_resumable
-from lightning_smartinfinity.store.folders import rank_folder_path, read_rank_folder
-from lightning_smartinfinity.store.replacement import flush_tree
-from lightning_smartinfinity.store.residual_file import read_residual
-from lightning_smartinfinity.store.training_record import residual_of
+from lightning_smartinfinity.storage import find_resumable
+from lightning_smartinfinity.storage.folders.rank_folder import rank_folder_path, read_rank_folder
+from lightning_smartinfinity.storage.folders.replacement import flush_tree
+from lightning_smartinfinity.storage.records.residual_file import read_residual
+from lightning_smartinfinity.storage.records.training_record import residual_of
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
@@ -28,7 +28,7 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.power_loss import Disk, RecordedDisk, content, observed
 from tests.helpers.trainers import fit
 from tests.huggingface.trained import arguments, dataset, load
-from tests.store.makers import commit_generation, create, residual_memory
+from tests.storage.makers import commit_generation, create, residual_memory
 from tests.transfer.harness import Case, Run, running
 
 MANY = pytest.param(50, marks=pytest.mark.long)

@@ -11,7 +11,7 @@ import torch
 from lightning_smartinfinity.errors import ConfigError, StorageError
 from lightning_smartinfinity.plan.pace import assumed_rates, pace
 from lightning_smartinfinity.plan.training import Training
-from lightning_smartinfinity.store.jobs import Job, find_jobs
+from lightning_smartinfinity.storage.jobs.jobs import Job, find_jobs
 from lightning_smartinfinity.survey import drive
 from lightning_smartinfinity.survey.drive import measure_drive
 from lightning_smartinfinity.survey.models import find_source, survey_model

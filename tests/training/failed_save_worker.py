@@ -21,7 +21,7 @@ import deepspeed.runtime.engine
 
 from lightning_smartinfinity import SmartInfinityError
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
-from lightning_smartinfinity.store.staging_folder import locked
+from lightning_smartinfinity.storage.folders.staging_folder import locked
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from lightning_smartinfinity.store.folders import RankFolder
+from lightning_smartinfinity.storage.folders.rank_folder import RankFolder
 
 
 def main() -> None:

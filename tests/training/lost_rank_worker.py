@@ -26,8 +26,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_smartinfinity import SmartInfinityFabricStrategy, SmartInfinityStrategy, TransferConfig
-from lightning_smartinfinity.store import StateStore, in_time, state_store
-from lightning_smartinfinity.store.tensor_files import UnnamedFiles
+from lightning_smartinfinity.storage import StateStore
+from lightning_smartinfinity.storage.io import deadlines as in_time
+from lightning_smartinfinity.storage.state import state_store
+from lightning_smartinfinity.storage.tensors.tensor_files import UnnamedFiles
 from tests.helpers.models import Recipe
 from tests.helpers.nodes import become_node
 from tests.helpers.offloaded import EVERYTHING

@@ -28,9 +28,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TopK
 from lightning_smartinfinity.errors import StorageFullError
-from lightning_smartinfinity.store import StateStore
-from lightning_smartinfinity.store.folders import RankFolder
-from lightning_smartinfinity.store.training_record import TrainingRecord, TrainingRecords
+from lightning_smartinfinity.storage import StateStore
+from lightning_smartinfinity.storage.folders.rank_folder import RankFolder
+from lightning_smartinfinity.storage.records.training_record import TrainingRecord, TrainingRecords
 from lightning_smartinfinity.zero3 import storage, succession
 from lightning_smartinfinity.zero3.background_jobs import BackgroundJobs
 from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_smartinfinity.errors import StorageFullError
-from lightning_smartinfinity.store.capacities import Capacities
+from lightning_smartinfinity.storage.state.capacities import Capacities
 from tests.training.asynchronous_worker import SAVE_AT, Turns, contents, train
 
 

@@ -17,8 +17,8 @@ import pytest
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import CheckpointError, StorageCorruptError, StorageTimeoutError
-from lightning_smartinfinity.store import in_time
-from lightning_smartinfinity.store.pin import Pin
+from lightning_smartinfinity.storage.io import deadlines as in_time
+from lightning_smartinfinity.storage.state.pin import Pin
 from lightning_smartinfinity.zero3.checkpoints import background_saves, folder_swap
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_smartinfinity.store.lock import FolderLock
-from lightning_smartinfinity.store.open_folder import OpenFolder
+from lightning_smartinfinity.storage.folders.lock import FolderLock
+from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from tests.helpers.processes import run_module
 from tests.training.bad_input_worker import CASES
 

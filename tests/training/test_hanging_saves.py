@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity.errors import StorageTimeoutError
-from lightning_smartinfinity.store.in_time import io_limit
+from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.zero3 import engine
 from lightning_smartinfinity.zero3.checkpoints import tensor_file
 from lightning_smartinfinity.zero3.checkpoints.staged_save import restore_interrupted

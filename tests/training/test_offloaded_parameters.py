@@ -15,7 +15,7 @@ import torch
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageCorruptError, StorageError, StorageFullError
 from lightning_smartinfinity.native import IoClass, MemoryPool
-from lightning_smartinfinity.store import TensorStore
+from lightning_smartinfinity.storage import TensorStore
 from lightning_smartinfinity.zero3.parameters import param_swapper
 from tests.helpers import native_testing as testing
 from tests.helpers.attacks import Attack
@@ -320,8 +320,10 @@ def test_free_space_is_checked_for_parameters_and_state_together(
     free = numel * 24 + 256 * 1024
     real = os.statvfs(tmp_path)
     blocks = SimpleNamespace(f_bavail=free // real.f_frsize, f_frsize=real.f_frsize)
-    monkeypatch.setattr("lightning_smartinfinity.store.space.os.statvfs", lambda path: blocks)
-    monkeypatch.setattr("lightning_smartinfinity.store.space.deal", lambda sizes, n: [sum(sizes) + 256 * 1024] * n)
+    monkeypatch.setattr("lightning_smartinfinity.storage.state.space.os.statvfs", lambda path: blocks)
+    monkeypatch.setattr(
+        "lightning_smartinfinity.storage.state.space.deal", lambda sizes, n: [sum(sizes) + 256 * 1024] * n
+    )
     strategy = SmartInfinityStrategy(tmp_path / "s", zero=NVME)
     with pytest.raises(StorageFullError, match="The optimizer state and the parameters need"):
         quiet_trainer(tmp_path, strategy).fit(module)

@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
 from lightning_smartinfinity.native import MemoryPool
-from lightning_smartinfinity.store.tensor_files import whole_blocks
+from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 from lightning_smartinfinity.zero3.parameters import param_swapper
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 from tests.helpers.long_cases import long_but

@@ -14,9 +14,9 @@ import pytest
 
 from lightning_smartinfinity.errors import CheckpointError, StorageError, StorageFullError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
-from lightning_smartinfinity.store import space
-from lightning_smartinfinity.store.parts import find_parts
-from lightning_smartinfinity.store.trainings import trainings_in
+from lightning_smartinfinity.storage.jobs.trainings import trainings_in
+from lightning_smartinfinity.storage.state import space
+from lightning_smartinfinity.storage.state.parts import find_parts
 from lightning_smartinfinity.zero3 import succession
 from tests.helpers.attacks import Attack
 from tests.training.storage_worker import CHANGE, StorageRun, end_of, fit, launch, steps_of

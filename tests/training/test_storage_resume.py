@@ -13,7 +13,7 @@ import pytest
 
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
 from lightning_smartinfinity.native.formats import STATE_FORMATS
-from lightning_smartinfinity.store.folders import RankFolder
+from lightning_smartinfinity.storage.folders.rank_folder import RankFolder
 from tests.helpers import trainers
 from tests.helpers.attacks import Attack
 from tests.helpers.models import LitTiny, Recipe

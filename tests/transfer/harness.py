@@ -14,7 +14,7 @@ import torch
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
-from lightning_smartinfinity.store import StoreDescription, create_store, recover_store
+from lightning_smartinfinity.storage import StoreDescription, create_store, recover_store
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.handler import TransferHandler

@@ -15,9 +15,9 @@ import torch
 
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, StorageLockedError
 from lightning_smartinfinity.progress import hidden
-from lightning_smartinfinity.store import recover_store
+from lightning_smartinfinity.storage import recover_store
 from lightning_smartinfinity.transfer.convert import convert_store
-from tests.store.makers import manifest_with
+from tests.storage.makers import manifest_with
 from tests.transfer.harness import Case, Run, assert_equal, running
 
 FORMATS = ["fp32", "bf16", "int8", "int8_remainder"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.store import recover_store
+from lightning_smartinfinity.storage import recover_store
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.waiting import LIMIT

@@ -17,7 +17,7 @@ import torch
 
 from lightning_smartinfinity.compression import BlockScaled, GradientCodec, TopK
 from lightning_smartinfinity.errors import CudaError, StorageError
-from lightning_smartinfinity.store.tensor_files import whole_blocks
+from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.cuda import link_to

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import StorageError
-from lightning_smartinfinity.store import measure_space, recover_store
+from lightning_smartinfinity.storage import measure_space, recover_store
 from lightning_smartinfinity.transfer.layout import with_residents
 from lightning_smartinfinity.transfer.windows import Window
 from tests.helpers.native_testing import inject

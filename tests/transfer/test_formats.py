@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, StorageCorruptError, StorageError
-from lightning_smartinfinity.store import recover_store
+from lightning_smartinfinity.storage import recover_store
 from lightning_smartinfinity.transfer.windows import Window
 from tests.helpers.native_testing import inject
-from tests.store.makers import manifest_with
+from tests.storage.makers import manifest_with
 from tests.transfer.harness import Case, Run, assert_equal, running
 
 # (format, dtype of the parameters): int8_remainder needs bf16.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity import StorageCorruptError, StorageFullError, UnsupportedError, native
-from lightning_smartinfinity.store.tensor_store import TensorStore
+from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.gradient_memory import GradientWindows
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_smartinfinity.native import Blocks
 from lightning_smartinfinity.native.formats import STATE_FORMATS
-from lightning_smartinfinity.store.extents import extent_bytes
+from lightning_smartinfinity.storage.extents import extent_bytes
 from lightning_smartinfinity.transfer import layout as layout_module
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 from tests.native.stored import align, region_bytes
@@ -224,7 +224,7 @@ def test_layout_is_arithmetic_only() -> None:
         "numpy",
         "numpy.typing",
         "lightning_smartinfinity.native.formats",
-        "lightning_smartinfinity.store.extents",
+        "lightning_smartinfinity.storage.extents",
     }
 
 

@@ -20,8 +20,8 @@ import torch
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError, StorageTimeoutError
 from lightning_smartinfinity.native import IoClass, MemoryPool, TensorExtent
 from lightning_smartinfinity.plan import needs
-from lightning_smartinfinity.store.scheduling import io_waits, scheduler_of
-from lightning_smartinfinity.store.tensor_store import TensorStore
+from lightning_smartinfinity.storage.io.scheduling import io_waits, scheduler_of
+from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
 from lightning_smartinfinity.transfer import part_transfers
 from lightning_smartinfinity.transfer.part_transfers import PartTransfers
 from lightning_smartinfinity.transfer.tensors import lent_tensor

@@ -11,7 +11,7 @@ import torch
 
 from lightning_smartinfinity.devices import HostDevice
 from lightning_smartinfinity.devices.base import Traffic
-from lightning_smartinfinity.store import capacities
+from lightning_smartinfinity.storage.state import capacities
 from tests.helpers.native_testing import Throttle, inject
 from tests.transfer.harness import SHAPES, Case, Run, assert_equal, running
 from tests.transfer.wandering import wander

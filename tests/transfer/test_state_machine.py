@@ -13,7 +13,7 @@ import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import ConfigError
-from lightning_smartinfinity.store import recover_store
+from lightning_smartinfinity.storage import recover_store
 from tests.helpers.native_testing import inject
 from tests.transfer.harness import Case, Run, assert_equal, running
 

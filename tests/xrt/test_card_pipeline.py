@@ -22,7 +22,7 @@ from lightning_smartinfinity.native import (
     Pipeline,
     Tasklet,
 )
-from lightning_smartinfinity.store.extents import extent_bytes
+from lightning_smartinfinity.storage.extents import extent_bytes
 from tests.helpers.compressed import block_scaled_codes
 from tests.helpers.golden import DTYPES, STEPS, STEPS_OF_RULES, assert_same_bits, encode, random_arrays
 from tests.helpers.long_cases import long_but

@@ -9,9 +9,10 @@ import torch
 
 from lightning_smartinfinity import StorageError
 from lightning_smartinfinity.native import StateFile
-from lightning_smartinfinity.store import record, state_store
-from lightning_smartinfinity.store.folders import COMMIT_NAME
-from lightning_smartinfinity.store.open_folder import OpenFolder
+from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
+from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME
+from lightning_smartinfinity.storage.state import commit_record as record
+from lightning_smartinfinity.storage.state import state_store
 from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.runif import RunIf
 from tests.transfer.harness import Case, Run, assert_equal, running

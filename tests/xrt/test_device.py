@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_smartinfinity.store.extents import BLOCK_BYTES
-from lightning_smartinfinity.store.record import encode_record
+from lightning_smartinfinity.storage.extents import BLOCK_BYTES
+from lightning_smartinfinity.storage.state.commit_record import encode_record
 from tests.helpers.card_runs import OPTIMIZERS, cards, same_as_host, settled_host
 from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf

@@ -13,7 +13,7 @@ from lightning_smartinfinity import DeviceError, StorageLockedError
 from lightning_smartinfinity.devices.smartssd import SmartSSDDevice, unreturned
 from lightning_smartinfinity.devices.smartssd import worker as worker_module
 from lightning_smartinfinity.native import Pipeline
-from lightning_smartinfinity.store import recover_store
+from lightning_smartinfinity.storage import recover_store
 from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf

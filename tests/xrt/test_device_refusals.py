@@ -12,7 +12,7 @@ from hls import xclbin as xclbin_module
 from hls.description import SMARTSSD, Design
 from hls.xclbin import SectionKind, sections
 from lightning_smartinfinity import DeviceError
-from lightning_smartinfinity.store import direct
+from lightning_smartinfinity.storage.folders import direct
 from tests.helpers.card_runs import cards, setup_of
 from tests.helpers.runif import RunIf
 from tests.transfer.harness import Case, Run, running

@@ -21,7 +21,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from lightning_smartinfinity import StorageFullError, TransferConfig
-from lightning_smartinfinity.store import measure_gradient_space, require_space
+from lightning_smartinfinity.storage import measure_gradient_space, require_space
 from lightning_smartinfinity.transfer.free_memory import measure_memory
 from lightning_smartinfinity.transfer.layout import ParameterSlice, build_layout
 from lightning_smartinfinity.zero3 import storage

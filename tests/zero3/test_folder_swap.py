@@ -20,10 +20,11 @@ import pytest
 import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError, StorageLockedError, StorageTimeoutError
-from lightning_smartinfinity.store import in_time, replacement
-from lightning_smartinfinity.store.in_time import io_limit
-from lightning_smartinfinity.store.replacement import beside, exchange, flush, flush_tree
-from lightning_smartinfinity.store.staging_folder import is_in_use, locked, mark_of
+from lightning_smartinfinity.storage.folders import replacement
+from lightning_smartinfinity.storage.folders.replacement import beside, exchange, flush, flush_tree
+from lightning_smartinfinity.storage.folders.staging_folder import is_in_use, locked, mark_of
+from lightning_smartinfinity.storage.io import deadlines as in_time
+from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.zero3 import file_systems
 from lightning_smartinfinity.zero3.checkpoints import folder_swap
 from lightning_smartinfinity.zero3.checkpoints.divided_save import PartsHere, id_of

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.export.destination import staged
 from lightning_smartinfinity.progress import hidden
-from lightning_smartinfinity.store.in_time import io_limit
+from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.zero3 import file_systems
 from lightning_smartinfinity.zero3.checkpoints import folder_swap, tensor_file
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing

@@ -17,7 +17,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 
 from lightning_smartinfinity.errors import CheckpointError, StorageLockedError
-from lightning_smartinfinity.store.replacement import beside
+from lightning_smartinfinity.storage.folders.replacement import beside
 from lightning_smartinfinity.zero3.checkpoints import saved_weights, tensor_file, universal_conversion
 from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from tests.helpers.damage import flip_bit_behind
@@ -225,7 +225,7 @@ def test_what_a_killed_conversion_left_is_removed(
         raise RuntimeError("killed")
 
     with monkeypatch.context() as patched:
-        patched.setattr("lightning_smartinfinity.store.staging_folder._remove_tree", lambda _: None)
+        patched.setattr("lightning_smartinfinity.storage.folders.staging_folder._remove_tree", lambda _: None)
         patched.setattr("lightning_smartinfinity.zero3.checkpoints.universal_conversion._write_rest", killed)
         with pytest.raises(CheckpointError, match="killed"):
             convert_checkpoint(checkpoint, tmp_path / "new")

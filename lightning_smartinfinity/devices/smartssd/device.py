@@ -21,7 +21,7 @@ from lightning_smartinfinity.devices.smartssd.ring import CardRing, gradient_fil
 from lightning_smartinfinity.devices.smartssd.unreturned import close_returned, when_written
 from lightning_smartinfinity.devices.smartssd.worker import CardWorker, Terms, Work
 from lightning_smartinfinity.errors import DeviceError, SmartInfinityError
-from lightning_smartinfinity.store.os_errors import in_milliseconds, storage_errors
+from lightning_smartinfinity.storage.io.os_errors import in_milliseconds, storage_errors
 
 __all__ = ["SmartSSDDevice"]
 

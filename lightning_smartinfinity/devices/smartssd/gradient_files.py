@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.store.direct import adopt_descriptor, make_direct
-from lightning_smartinfinity.store.in_time import unless_idle
-from lightning_smartinfinity.store.open_folder import OpenFolder
-from lightning_smartinfinity.store.os_errors import storage_errors
+from lightning_smartinfinity.storage.folders.direct import adopt_descriptor, make_direct
+from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
 
 __all__ = ["open_gradient_file"]
 

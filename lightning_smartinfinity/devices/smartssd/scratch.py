@@ -15,9 +15,9 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.discovery.cards import Card
 from lightning_smartinfinity.devices.smartssd.opening import remedy_for
 from lightning_smartinfinity.errors import DeviceError, StorageError
-from lightning_smartinfinity.store.direct import adopt_descriptor
-from lightning_smartinfinity.store.os_errors import storage_error, storage_errors
-from lightning_smartinfinity.store.replacement import flush
+from lightning_smartinfinity.storage.folders.direct import adopt_descriptor
+from lightning_smartinfinity.storage.folders.replacement import flush
+from lightning_smartinfinity.storage.io.os_errors import storage_error, storage_errors
 
 __all__ = ["Scratch", "scratch_folder"]
 

@@ -18,8 +18,8 @@ from lightning_smartinfinity.devices.smartssd.opening import SELF_TEST_ADVICE, c
 from lightning_smartinfinity.devices.smartssd.scratch import Scratch, scratch_folder
 from lightning_smartinfinity.devices.smartssd.unreturned import close_or_keep
 from lightning_smartinfinity.errors import DeviceError
-from lightning_smartinfinity.store.extents import extent_bytes
-from lightning_smartinfinity.store.os_errors import in_milliseconds
+from lightning_smartinfinity.storage.extents import extent_bytes
+from lightning_smartinfinity.storage.io.os_errors import in_milliseconds
 
 __all__ = ["Bandwidth", "check_kernel", "check_p2p", "self_test"]
 

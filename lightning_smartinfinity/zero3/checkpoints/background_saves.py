@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import StorageFullError
-from lightning_smartinfinity.store.in_time import io_limit
+from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.transfer.pinned_state import PinnedState
 from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import remove_interrupted, writing

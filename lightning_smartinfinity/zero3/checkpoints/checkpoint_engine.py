@@ -14,7 +14,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch.serialization import MAP_LOCATION
 
 from lightning_smartinfinity.patches import replaced
-from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
 from lightning_smartinfinity.zero3.checkpoints import optimizer_state
 from lightning_smartinfinity.zero3.checkpoints.flushed_file import save_flushed
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import writing

@@ -13,7 +13,7 @@ import torch
 from typing_extensions import Buffer, override
 
 from lightning_smartinfinity.progress import Advance
-from lightning_smartinfinity.store.in_time import unless_idle, when_returned
+from lightning_smartinfinity.storage.io.deadlines import unless_idle, when_returned
 
 __all__ = ["save_flushed"]
 

@@ -14,7 +14,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import (
     OPTIMIZER_FILES,
     reading_checkpoint,

@@ -28,9 +28,9 @@ from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
-from lightning_smartinfinity.store.in_time import unless_idle
-from lightning_smartinfinity.store.replacement import flush_tree
-from lightning_smartinfinity.store.staging_folder import StagingLock, locked
+from lightning_smartinfinity.storage.folders.replacement import flush_tree
+from lightning_smartinfinity.storage.folders.staging_folder import StagingLock, locked
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
 from lightning_smartinfinity.zero3.checkpoints.divided_save import PartsHere, are_divided, common_save
 from lightning_smartinfinity.zero3.checkpoints.staged_save import (
     complete,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import (
     has_latest,
     model_files,

@@ -19,7 +19,7 @@ import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, refused
 from lightning_smartinfinity.zero3.checkpoints.trust import load_file, read_mapped
 from lightning_smartinfinity.zero3.untyped import Pickled, SavedState

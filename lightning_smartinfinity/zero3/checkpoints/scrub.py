@@ -15,8 +15,8 @@ import numpy as np
 
 from lightning_smartinfinity.errors import CheckpointError, StorageError
 from lightning_smartinfinity.progress import Show
-from lightning_smartinfinity.store.in_time import doing_now, unless_idle
-from lightning_smartinfinity.store.os_errors import storage_error
+from lightning_smartinfinity.storage.io.deadlines import doing_now, unless_idle
+from lightning_smartinfinity.storage.io.os_errors import storage_error
 from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMS_NAME
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import (
     optimizer_files,

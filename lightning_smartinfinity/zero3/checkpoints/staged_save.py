@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.store.replacement import (
+from lightning_smartinfinity.storage.folders.replacement import (
     beside,
     flush,
     flush_names,
@@ -22,7 +22,7 @@ from lightning_smartinfinity.store.replacement import (
     put_back,
     put_in_place,
 )
-from lightning_smartinfinity.store.staging_folder import is_in_use, mark_of, remove_content, remove_leftover
+from lightning_smartinfinity.storage.folders.staging_folder import is_in_use, mark_of, remove_content, remove_leftover
 from lightning_smartinfinity.zero3.checkpoints.divided_save import SAVE_ID_NAME, PartsHere, id_of, time_of
 
 __all__ = [

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.store.in_time import doing_now, unless_idle, when_returned
+from lightning_smartinfinity.storage.io.deadlines import doing_now, unless_idle, when_returned
 from lightning_smartinfinity.zero3.checkpoints.trust import load_without_memory, require_file
 from lightning_smartinfinity.zero3.untyped import Pickled
 

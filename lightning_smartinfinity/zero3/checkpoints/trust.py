@@ -29,8 +29,8 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.patches import replaced
-from lightning_smartinfinity.store.in_time import unless_idle
-from lightning_smartinfinity.store.open_folder import kind_of
+from lightning_smartinfinity.storage.folders.open_folder import kind_of
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
 from lightning_smartinfinity.zero3.checkpoints.harmless import harmless_types, with_arrays
 from lightning_smartinfinity.zero3.untyped import Pickled
 

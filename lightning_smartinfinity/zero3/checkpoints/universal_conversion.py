@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.progress import Show, hidden
-from lightning_smartinfinity.store.in_time import doing_now, unless_idle
-from lightning_smartinfinity.store.replacement import beside, flush_names, flush_tree
-from lightning_smartinfinity.store.staging_folder import locked, remove_content
+from lightning_smartinfinity.storage.folders.replacement import beside, flush_names, flush_tree
+from lightning_smartinfinity.storage.folders.staging_folder import locked, remove_content
+from lightning_smartinfinity.storage.io.deadlines import doing_now, unless_idle
 from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMMED, CHECKSUMS_NAME, BlockChecksums
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint, tagged_folder
 from lightning_smartinfinity.zero3.checkpoints.flushed_file import save_flushed

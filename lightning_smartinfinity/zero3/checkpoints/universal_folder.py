@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.store.in_time import unless_idle
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
 from lightning_smartinfinity.zero3.checkpoints.block_checksums import (
     CHECKSUMMED,
     CHECKSUMS_NAME,

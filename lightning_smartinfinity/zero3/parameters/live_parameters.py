@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import z3_leaf_module
 
 from lightning_smartinfinity.errors import ConfigError
-from lightning_smartinfinity.store.tensor_files import whole_blocks
+from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, least_budget
 from lightning_smartinfinity.zero3.parameters.prefetch import skip_in_prefetch
 from lightning_smartinfinity.zero3.settings import ParameterSettings

@@ -1,0 +1,205 @@
+"""Decides whether a state file is read and written past the page cache."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.storage.extents import BLOCK_BYTES
+from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
+from lightning_smartinfinity.storage.io.scheduling import scheduler_of
+
+__all__ = [
+    "adopt_descriptor",
+    "choose_direct",
+    "has_direct",
+    "make_direct",
+    "UNNAMED",
+    "make_unnamed_file",
+    "open_file",
+    "open_state_file",
+]
+
+UNNAMED = "(unnamed file)"
+"""Stands in messages for the name of a file that has none."""
+
+# f_type (from fstatfs) of file systems that live in memory; recent kernels accept O_DIRECT even on tmpfs.
+_MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
+
+
+def choose_direct(folder: OpenFolder, name: str, choice: str) -> bool:
+    """Decide whether to open a file with O_DIRECT.
+
+    Args:
+        folder: The folder with the file.
+        name: Its name.
+        choice: ``TransferConfig.direct_io``: ``"auto"``, ``"on"`` or ``"off"``.
+
+    Returns:
+        Whether to use O_DIRECT.
+
+    Raises:
+        StorageError: The file has no direct I/O, and ``choice`` is ``"on"``.
+    """
+    return _choose(folder, choice, partial(_read_one_block, folder, name))
+
+
+def _choose(folder: OpenFolder, choice: str, try_direct: Callable[[], None]) -> bool:
+    if choice == "off":
+        return False
+    reason = _refusal(folder, try_direct)
+    if reason is None:
+        return True
+    problem = f"{str(folder.path)!r} has no direct I/O: {reason}."
+    remedy = "Choose a storage folder on a block device"
+    if choice == "on":
+        raise StorageError(problem, f"{remedy}, or TransferConfig(direct_io='auto').")
+    warnings.warn(
+        f"{problem} What is stored there goes through the page cache and competes for host memory. {remedy},"
+        " or TransferConfig(direct_io='off') to silence this warning.",
+        stacklevel=2,
+    )
+    return False
+
+
+def has_direct(folder: OpenFolder, name: str) -> bool:
+    """Return whether a file can be opened with O_DIRECT, without a warning if it cannot."""
+    return _refusal(folder, partial(_read_one_block, folder, name)) is None
+
+
+def open_state_file(
+    folder: OpenFolder,
+    name: str,
+    direct_io: str,
+    *,
+    access: int = os.O_RDWR,
+) -> native.StateFile:
+    """Open an existing file in a folder, with O_DIRECT if :func:`choose_direct` says so.
+
+    Its transfers take turns with all others of this process on the same device.
+
+    Args:
+        folder: The folder with the file.
+        name: Its name.
+        direct_io: ``TransferConfig.direct_io``.
+        access: ``os.O_RDWR``, or ``os.O_RDONLY`` for a file that is only read.
+
+    Raises:
+        StorageError: The file cannot be opened, or has no direct I/O while ``direct_io`` is ``"on"``.
+    """
+    with storage_errors("Opening", folder.path / name):
+        return open_file(folder, name, direct=choose_direct(folder, name, direct_io), access=access)
+
+
+def open_file(folder: OpenFolder, name: str, *, direct: bool, access: int = os.O_RDWR) -> native.StateFile:
+    """Open an existing file as :func:`open_state_file` does, with O_DIRECT or without.
+
+    Raises:
+        StorageError: It is no regular file, or not to be trusted.
+        OSError: It cannot be opened.
+    """
+    descriptor = folder.open(name, access | (os.O_DIRECT if direct else 0))
+    return adopt_descriptor(folder.path / name, descriptor, direct=direct, scheduler=scheduler_of(descriptor))
+
+
+def make_unnamed_file(folder: OpenFolder, *, direct_io: str) -> native.StateFile:
+    """Create a file without a name in a folder, with direct I/O as :func:`choose_direct` decides.
+
+    Raises:
+        StorageError: It has no direct I/O while ``direct_io`` is ``"on"``.
+        OSError: It cannot be created.
+    """
+    descriptor = folder.open_unnamed()
+    try:
+        direct = _choose(folder, direct_io, partial(make_direct, descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    path = folder.path / UNNAMED
+    return adopt_descriptor(path, descriptor, direct=direct, scheduler=scheduler_of(descriptor))
+
+
+def make_direct(descriptor: int) -> None:
+    """Switch direct I/O on for a new file. If it were created with O_DIRECT, a refusal would leave the file behind.
+
+    Raises:
+        OSError: Its file system refuses.
+    """
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    try:
+        _read_first_block(descriptor)
+    except OSError:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+        raise
+
+
+def adopt_descriptor(
+    path: Path, descriptor: int, *, direct: bool, scheduler: native.IoScheduler | None = None
+) -> native.StateFile:
+    """Return a file for the native core, which closes it.
+
+    Args:
+        path: Path of the file, which need not be text.
+        descriptor: Its open descriptor.
+        direct: Whether that was opened with O_DIRECT.
+        scheduler: Where its transfers take turns.
+    """
+    return _File(path, descriptor=descriptor, direct=direct, scheduler=scheduler)
+
+
+class _File(native.StateFile):
+    """A file whose name need not be text. The core has the path for its messages only, which are text."""
+
+    def __init__(
+        self, path: Path, *, descriptor: int, direct: bool, scheduler: native.IoScheduler | None = None
+    ) -> None:
+        text = os.fsencode(path).decode(errors="backslashreplace")
+        super().__init__(text, direct=direct, descriptor=descriptor, scheduler=scheduler)
+        self._path = str(path)
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+
+def _refusal(folder: OpenFolder, try_direct: Callable[[], None]) -> str | None:
+    """Return why a file in a folder has no direct I/O, or None if it has."""
+    memory = _MEMORY_FILE_SYSTEMS.get(_file_system_type(folder.descriptor))
+    if memory is not None:
+        return f"it is a {memory}, which lives in host memory"
+    try:
+        try_direct()
+    except OSError as error:
+        return f"its file system refuses O_DIRECT in blocks of {BLOCK_BYTES} bytes ({error.strerror})"
+    return None
+
+
+def _read_one_block(folder: OpenFolder, name: str) -> None:
+    descriptor = folder.open(name, os.O_RDONLY | os.O_DIRECT)
+    try:
+        _read_first_block(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_first_block(descriptor: int) -> None:
+    with mmap.mmap(-1, BLOCK_BYTES) as block:
+        os.preadv(descriptor, [block], 0)
+
+
+def _file_system_type(descriptor: int) -> int:
+    # os.statvfs lacks f_type; it is the first, word-sized member of struct statfs on Linux.
+    buffer = (ctypes.c_ulong * 64)()
+    if ctypes.CDLL(None, use_errno=True).fstatfs(descriptor, buffer) != 0:
+        return 0
+    return buffer[0] & 0xFFFFFFFF

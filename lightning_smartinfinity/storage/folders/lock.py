@@ -1,0 +1,310 @@
+"""Locks of files, and the lock of a rank's folder: one process at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageLockedError
+from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
+
+__all__ = [
+    "KEPT",
+    "LOCK_NAME",
+    "SET_ASIDE",
+    "SUCCESSOR",
+    "FolderLock",
+    "acquire",
+    "is_locked",
+    "read_lock",
+    "reading",
+    "remove_unlocked",
+    "successor_in",
+    "try_lock",
+]
+
+LOCK_NAME = "lock"
+KEPT = "keep"
+"""Note in the lock of a store that a later job must leave alone."""
+SET_ASIDE = "aside"
+"""Note in the lock of a store that was set aside, as long as no training has gone on with it."""
+SUCCESSOR = "successor-"
+"""Begin of a note beside it, which names the stores of other ranks that are filled from that store by their job id."""
+
+_GLANCE = 0.1  # seconds: far more than :func:`is_locked` takes
+_HIDDEN_GLANCE, _HIDDEN_SECONDS = 0.01, 1.0
+_MOST_BYTES = 1 << 16  # of a lock file; only a file of something else has more
+_log = logging.getLogger(__name__)
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+class FolderLock:
+    """An exclusive ``flock`` on ``<folder>/lock``.
+
+    The first line of the file is the holder's pid. The lines below it are notes, which outlive the holder: the names of
+    the files that it made, by which a later process knows that it may delete them.
+
+    A power loss may leave a lock of zeros, which has no notes.
+
+    Args:
+        folder: The folder.
+        leftover: Function that tells whether the folder is certain to hold a leftover. If so, a damaged lock is copied
+            to ``lock.<n>.aside``, with a line in the log, and loses its notes. It is called with the lock held.
+
+    Raises:
+        StorageLockedError: Another process (or another store of this one) holds it.
+        StorageCorruptError: The lock is damaged, or a file of something else.
+        StorageError: The lock file cannot be opened or locked.
+
+    Attributes:
+        notes: The notes, those of earlier holders included.
+    """
+
+    def __init__(self, folder: OpenFolder, *, leftover: Callable[[], bool] = lambda: False) -> None:
+        self.path = folder.path / LOCK_NAME
+        self._folder = folder
+        self._descriptor, self.notes = _acquire(folder, leftover)
+        # The lock of a store that was never closed must end with the store, not with the process.
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        _held.add(self)
+
+    def note(self, *notes: str) -> None:
+        """Add notes, and return when they are on the device.
+
+        Raises:
+            StorageError: They could not be written.
+        """
+        self._write(self.notes | set(notes))
+
+    def erase(self, *notes: str) -> None:
+        """Erase these notes, or all; raises as :meth:`note`."""
+        self._write(self.notes - set(notes) if notes else frozenset())
+
+    def release(self, *, remove: bool) -> None:
+        """Unlock; idempotent. Never raises.
+
+        Args:
+            remove: Whether to delete the lock file as well, if possible: the file alone locks nothing.
+        """
+        if remove and self._close.alive:
+            # The file goes before the lock: after unlocking, the name may already be another process's lock.
+            with suppress(OSError):
+                self._folder.remove(LOCK_NAME)
+        self.forget()
+
+    def forget(self) -> None:
+        """Close the descriptor without touching the file."""
+        self._close()
+
+    def _write(self, notes: frozenset[str]) -> None:
+        with storage_errors("Writing", self.path):
+            _write(self._descriptor, notes)
+            os.fsync(self._descriptor)
+        self.notes = notes
+
+
+def is_locked(folder: OpenFolder) -> bool:
+    """Return whether some process holds the folder's lock now."""
+    try:
+        with reading(folder):
+            return False
+    except StorageLockedError:
+        return True
+    except (OSError, StorageError):
+        return False
+
+
+@contextmanager
+def reading(folder: OpenFolder) -> Iterator[None]:
+    """Keep processes from using a folder while it is read. Its lock file is not changed, and others may read, too.
+
+    Raises:
+        StorageLockedError: A process uses the folder.
+        OSError: The lock file cannot be opened or locked.
+    """
+    if folder.status(LOCK_NAME) is None:  # nobody has used it since somebody removed the lock, or copied the rest
+        yield
+        return
+    descriptor = folder.open(LOCK_NAME, os.O_RDONLY)
+    try:
+        if not try_lock(descriptor, fcntl.LOCK_SH):
+            raise _locked_error(folder.path / LOCK_NAME, descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def remove_unlocked(folder: Path) -> None:
+    """Remove a folder from which files have been removed that were open until now, such as its lock, if it is empty.
+
+    NFS and FUSE give such files hidden names, and remove these a moment after the files were closed.
+
+    Raises:
+        OSError: The folder holds something else, or cannot be removed.
+    """
+    give_up = time.monotonic() + _HIDDEN_SECONDS
+    while True:
+        try:
+            os.rmdir(folder)
+            return
+        except OSError as error:
+            is_late = time.monotonic() >= give_up
+            if error.errno != errno.ENOTEMPTY or is_late or not all(map(_is_hidden, os.listdir(folder))):
+                raise
+        time.sleep(_HIDDEN_GLANCE)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".nfs", ".fuse_hidden"))
+
+
+def read_lock(folder: OpenFolder) -> tuple[int | None, frozenset[str]]:
+    """Return the pid of the last holder of a folder's lock, if there was one, and its notes.
+
+    Raises:
+        StorageCorruptError: The lock is damaged, or a file of something else.
+        StorageError: The lock is no regular file, or not to be trusted.
+        OSError: It cannot be read.
+    """
+    if folder.status(LOCK_NAME) is None:
+        return None, frozenset()
+    with folder.reader(LOCK_NAME) as file:
+        return _parsed(folder.path / LOCK_NAME, file.read(_MOST_BYTES))
+
+
+def successor_in(notes: Iterable[str]) -> bytes | None:
+    """Return the job id in a note of :data:`SUCCESSOR`; None if there is none."""
+    for note in notes:
+        if note.startswith(SUCCESSOR):
+            with suppress(ValueError):
+                return bytes.fromhex(note.removeprefix(SUCCESSOR))
+    return None
+
+
+def acquire(path: Path, *, mode: int, in_use: Callable[[int], StorageLockedError], parent: int | None = None) -> int:
+    """Create and lock a file, and return its descriptor, which unlocks when it is closed.
+
+    Args:
+        path: Path of the file, in an existing folder. No link is followed.
+        mode: Permissions of a new file.
+        in_use: Function that makes the error if another process holds the lock; it gets the file's descriptor.
+        parent: Descriptor of the folder, in which the last name of ``path`` is looked up; None: by the path.
+
+    Raises:
+        StorageLockedError: Another process holds it.
+        OSError: The file cannot be opened or locked.
+    """
+    name = path if parent is None else Path(path.name)
+    while True:
+        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode, dir_fd=parent)
+        try:
+            if not try_lock(descriptor):
+                time.sleep(_GLANCE)  # somebody may only have looked whether it is locked
+                if not try_lock(descriptor):
+                    raise in_use(descriptor)
+            if _is_at(name, parent, descriptor):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        # The former owner removed the file between our open and our lock: our lock is no longer at this path.
+        os.close(descriptor)
+
+
+def _acquire(folder: OpenFolder, leftover: Callable[[], bool]) -> tuple[int, frozenset[str]]:
+    path = folder.path / LOCK_NAME
+    with storage_errors("Locking", path):
+        folder.status(LOCK_NAME)  # only a regular file of ours is opened
+        descriptor = acquire(path, mode=0o600, in_use=partial(_locked_error, path), parent=folder.descriptor)
+        try:
+            folder.status(LOCK_NAME)
+            os.fchmod(descriptor, 0o600)
+            content = os.pread(descriptor, _MOST_BYTES, 0)
+            try:
+                pid, notes = _parsed(path, content)
+            except StorageCorruptError:
+                if len(content) == _MOST_BYTES or not leftover():
+                    raise
+                _copy_aside(folder, content)
+                pid, notes = None, frozenset()
+            _write(descriptor, notes)
+            if pid is None:
+                os.fsync(descriptor)  # else a power loss may leave zeros
+        except BaseException:
+            os.close(descriptor)
+            raise
+    return descriptor, notes
+
+
+def _copy_aside(folder: OpenFolder, content: bytes) -> None:
+    """Keep a damaged lock's content under another name; the file stays, because it is locked."""
+    aside = folder.aside(LOCK_NAME)
+    with open(folder.create(aside), "wb") as file:
+        file.write(content)
+    _log.warning("%r is damaged and was copied to %r; it begins anew.", str(folder.path / LOCK_NAME), aside)
+
+
+def _write(descriptor: int, notes: Iterable[str]) -> None:
+    content = "".join(f"{line}\n" for line in (os.getpid(), *sorted(notes))).encode()
+    written = 0
+    while written < len(content):
+        written += os.pwrite(descriptor, content[written:], written)
+    os.ftruncate(descriptor, len(content))
+
+
+def _parsed(path: Path, content: bytes) -> tuple[int | None, frozenset[str]]:
+    if not content.strip(b"\0"):
+        return None, frozenset()
+    first, *notes = content.decode(errors="replace").splitlines()
+    if not (first.isascii() and first.isdigit() and len(first) < 20):
+        raise StorageCorruptError(
+            f"{str(path)!r} is not a lock of this package.", "Remove it, or choose another TransferConfig(job=...)."
+        )
+    return int(first), frozenset(notes)
+
+
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file, and return whether that was possible now."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(name: Path, parent: int | None, descriptor: int) -> bool:
+    try:
+        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except OSError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return False
+    return os.path.samestat(status, os.fstat(descriptor))
+
+
+def _locked_error(path: Path, descriptor: int) -> StorageLockedError:
+    first = os.pread(descriptor, 32, 0).decode(errors="replace").splitlines()[:1]
+    only_read = try_lock(descriptor, fcntl.LOCK_SH)
+    user = "a process that reads it" if only_read else f"process {''.join(first) or 'unknown'}"
+    return StorageLockedError(
+        f"The storage folder {str(path.parent)!r} is in use by {user}.",
+        "Wait for that job, or give this one its own TransferConfig(job=...) or storage folder.",
+    )
+
+
+def _forget_in_child() -> None:
+    # Otherwise a forked DataLoader worker would hold the lock after this process was killed.
+    for lock in list(_held):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

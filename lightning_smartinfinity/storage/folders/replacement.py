@@ -1,0 +1,207 @@
+"""Puts new folders and files in the place of old ones, so that neither a kill nor a power loss loses both.
+
+A rename is on the device when the folder is flushed that holds the name, and what it names only if that was flushed by
+itself. So the order is: :func:`flush_tree`, rename, :func:`flush_names`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Collection
+from contextlib import suppress
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
+
+__all__ = [
+    "beside",
+    "exchange",
+    "flush",
+    "flush_names",
+    "flush_open",
+    "flush_tree",
+    "link_others",
+    "put_back",
+    "put_in_place",
+]
+
+_STAGING = ".saving"
+_PREVIOUS = ".saving-previous"  # no target has such a name
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_NO_FLUSH = frozenset({errno.EINVAL, errno.ENOTSUP})  # what network file systems answer for a folder
+_NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
+
+
+def beside(target: Path) -> Path:
+    """Return the path under which a new ``target`` is written until it is complete."""
+    # The target's name is left out: Lightning takes every entry with "last" in its name for a checkpoint.
+    return target.with_name(f"{_STAGING}-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}")
+
+
+def put_in_place(new: Path, old: Path) -> None:
+    """Put ``new`` in the place of ``old``, which need not exist; what was there then has the path of ``new``.
+
+    Where the system cannot exchange them in one call, renames do it. :func:`put_back` restores ``old`` if a process is
+    killed when nothing lies there.
+
+    Raises:
+        OSError: A call failed.
+    """
+    if not os.path.lexists(old):
+        os.rename(new, old)
+    elif not exchange(new, old):
+        os.rename(old, new.parent / _PREVIOUS)
+        os.rename(new, old)
+        os.rename(new.parent / _PREVIOUS, new)
+
+
+def put_back(staging: Path, old: Path) -> None:
+    """Undo a replacement by renames that was interrupted when nothing lay at ``old``, or end one that came further.
+
+    Any number of processes may call it at once.
+
+    Args:
+        staging: Folder that holds, or held, what was to replace ``old``, under the same name.
+        old: Path that was to be replaced.
+    """
+    place = staging / old.name if os.path.lexists(old) else old
+    if (staging / _PREVIOUS).exists() and not os.path.lexists(place):
+        with suppress(FileNotFoundError):  # another process was faster
+            os.rename(staging / _PREVIOUS, place)
+
+
+def flush(path: Path) -> None:
+    """Return when the content of a file, or the entries of a folder, are on the device.
+
+    Anything but a regular file or a folder is left alone, and so is a folder whose file system cannot flush folders.
+
+    Raises:
+        OSError: They could not be written.
+        StorageTimeoutError: The disk does not answer.
+    """
+    unless_idle(partial(_flush, path), doing="Flushing", path=path)
+
+
+def _flush(path: Path) -> None:
+    # A FIFO would block without O_NONBLOCK.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        flush_open(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_open(descriptor: int) -> None:
+    """Do for an open file or folder what :func:`flush` does for a path."""
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        os.fsync(descriptor)
+    elif stat.S_ISDIR(mode):
+        _flush_folder(descriptor)
+
+
+def flush_tree(root: Path) -> None:
+    """Return when a file, or a folder with everything below it, is on the device.
+
+    Symbolic links are not followed.
+
+    Raises:
+        OSError: Something could not be written.
+        StorageTimeoutError: The disk does not answer.
+    """
+    unless_idle(partial(_flush_tree, root), doing="Flushing", path=root)
+
+
+def _flush_tree(root: Path) -> None:
+    if not root.is_dir():
+        return flush(root)
+    for path, _, files in os.walk(root, topdown=False, onerror=_raise):
+        for file in files:
+            if not os.path.islink(os.path.join(path, file)):
+                flush(Path(path, file))
+        flush(Path(path))
+
+
+def flush_names(path: Path) -> None:
+    """Return when a path is on the device: its entry in its folder, that folder's in the one above, and so on.
+
+    The folders above may be as new as ``path``, whoever made them. Those on another file system are left out, and those
+    that this user may not read, in which this user has made nothing.
+
+    Raises:
+        OSError: A folder could not be written.
+        StorageTimeoutError: The disk does not answer.
+    """
+    unless_idle(partial(_flush_names, path), doing="Flushing the folders above", path=path)
+
+
+def _flush_names(path: Path) -> None:
+    device = path.stat().st_dev
+    for folder in path.absolute().parents:
+        if folder.stat().st_dev != device:
+            return
+        with suppress(PermissionError):
+            flush(folder)
+
+
+def link_others(old: Path, new: Path, *, replaced: Collection[str]) -> None:
+    """Link what a folder has, and the one that is to replace it has not, into the latter.
+
+    Args:
+        old: The folder.
+        new: The folder that is to replace it.
+        replaced: Patterns of the names of files that go with the old folder.
+
+    Raises:
+        OSError: A file can be neither linked nor copied.
+    """
+    for entry in old.iterdir():
+        is_folder = entry.is_dir() and not entry.is_symlink()
+        # Another machine may be writing a file of such a name, and must not be told later that there is none.
+        is_replaced = not is_folder and any(fnmatch(entry.name, pattern) for pattern in replaced)
+        if is_replaced or os.path.lexists(new / entry.name):
+            continue
+        if is_folder:
+            shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link)
+        else:
+            _link(entry, new / entry.name)
+
+
+def _link(old: str | Path, new: str | Path) -> None:
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except OSError:  # the file system has no hard links
+        shutil.copy2(old, new, follow_symlinks=False)
+
+
+def _flush_folder(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FLUSH:
+            raise
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Exchange two entries by one system call; return False if the file system or the C library cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NO_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(first), None, str(second))

@@ -1,0 +1,190 @@
+"""Folders in which something is written until it is complete, by one process at a time.
+
+A staging folder holds a file with its own name, its mark, which is locked while the folder is used. The mark is made
+first and removed last, so a folder that has something else, but no mark, is somebody else's, whenever a process was
+killed. The system unlocks what a dead process held, so its leftovers hinder nobody.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from lightning_smartinfinity.errors import CheckpointError, StorageLockedError, StorageTimeoutError
+from lightning_smartinfinity.storage.folders.lock import acquire, remove_unlocked, try_lock
+from lightning_smartinfinity.storage.folders.replacement import flush
+from lightning_smartinfinity.storage.io.deadlines import doing_now, unless_idle, when_returned
+
+__all__ = ["StagingLock", "is_in_use", "locked", "mark_of", "remove_content", "remove_leftover"]
+
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP})  # what some network file systems answer
+
+
+class StagingLock:
+    """The lock of a staging folder.
+
+    Attributes:
+        leaves_content: Whether the folder stays when it is unlocked; who locks it next finds what is in it.
+    """
+
+    def __init__(self) -> None:
+        self.leaves_content = False
+
+
+@contextmanager
+def locked(staging: Path, target: str | Path) -> Iterator[StagingLock]:
+    """Make and lock a staging folder, and remove it in the end.
+
+    If the disk does not answer, the folder stays, and its lock too, until no call is at work in it any more.
+
+    Args:
+        staging: The folder, which may be left over from a dead process.
+        target: The path that it is for, as the user named it.
+
+    Raises:
+        StorageLockedError: A live process writes to the same path.
+        CheckpointError: Something lies there that this package did not make.
+        StorageTimeoutError: The disk does not answer.
+        OSError: The folder cannot be made or locked.
+    """
+    before = time.monotonic()
+    descriptor = unless_idle(partial(_acquire, staging, target), doing="Locking", path=staging, undo=os.close)
+    lock = StagingLock()
+    try:
+        yield lock
+    except StorageTimeoutError:
+        lock.leaves_content = True
+        raise
+    finally:
+        # The file goes before the lock: after unlocking, the name may already be another process's lock.
+        try:
+            if not lock.leaves_content:
+                with suppress(StorageTimeoutError):
+                    unless_idle(partial(_remove, staging), doing="Removing", path=staging)
+        finally:
+            removed = None if lock.leaves_content else staging
+            when_returned(partial(_unlock, descriptor, removed), since=before)
+
+
+def _unlock(descriptor: int, removed: Path | None) -> None:
+    """Close a lock, and remove its folder if that was not possible before."""
+    os.close(descriptor)
+    if removed is not None:
+        with suppress(OSError, StorageTimeoutError):  # the folder is gone, or another process has a lock there by now
+            unless_idle(partial(remove_unlocked, removed), doing="Removing", path=removed)
+
+
+def remove_leftover(staging: Path) -> None:
+    """Remove a staging folder that a dead process left, if there is one; what a live one uses stays."""
+    with suppress(OSError, StorageLockedError, CheckpointError):
+        if staging.exists():
+            descriptor = _acquire(staging, staging)
+            try:
+                _remove(staging)
+            finally:
+                _unlock(descriptor, staging)
+
+
+def is_in_use(staging: Path) -> bool:
+    """Return whether a process has locked a staging folder."""
+    try:
+        with mark_of(staging).open("rb") as mark:
+            return not try_lock(mark.fileno(), fcntl.LOCK_SH)
+    except OSError:  # there is none, or its file system has no locks
+        return False
+
+
+def mark_of(staging: Path) -> Path:
+    """Return the path of a staging folder's mark."""
+    return staging / staging.name  # no target has this name
+
+
+def remove_content(staging: Path) -> None:
+    """Remove what lies in a staging folder beside its mark, as far as possible.
+
+    Raises:
+        StorageTimeoutError: The call that this belongs to was given up, so the rest stays.
+    """
+    with suppress(OSError):
+        for entry in staging.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                _remove_tree(entry)
+            elif entry != mark_of(staging):
+                entry.unlink()
+
+
+def _remove_tree(root: Path) -> None:
+    """Remove a folder step by step, as ``shutil.rmtree`` does at once."""
+    for path, folders, files, descriptor in os.fwalk(root, topdown=False):
+        for name in (*folders, *files):
+            with doing_now("Removing", os.path.join(path, name)), suppress(OSError):
+                try:
+                    os.unlink(name, dir_fd=descriptor)
+                except IsADirectoryError:
+                    os.rmdir(name, dir_fd=descriptor)
+    root.rmdir()
+
+
+def _acquire(staging: Path, target: str | Path) -> int:
+    while True:
+        _require_own(staging)
+        staging.mkdir(parents=True, exist_ok=True)
+        # The former owner may remove the folder after our mkdir.
+        with suppress(FileNotFoundError):
+            descriptor = _acquire_mark(mark_of(staging), target)
+            try:
+                flush(staging)  # some file systems would have what is flushed below it after a power loss, and no mark
+            except BaseException:
+                os.close(descriptor)
+                raise
+            return descriptor
+
+
+def _acquire_mark(mark: Path, target: str | Path) -> int:
+    try:
+        return acquire(mark, mode=0o666, in_use=lambda _: _locked_error(target))
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+
+
+def _locked_error(target: str | Path) -> StorageLockedError:
+    return StorageLockedError(f"Another process is writing to {target} now.", "Wait for it, or name another path.")
+
+
+def _require_own(staging: Path) -> None:
+    foreign = _foreign_in(staging)
+    if foreign is not None:
+        raise CheckpointError(
+            f"{foreign} is in the way: {staging} is where a new save is written, and this package did not make it.",
+            "Move it elsewhere, or save to another path.",
+        )
+
+
+def _foreign_in(staging: Path) -> Path | None:
+    """Return what lies at the path of a staging folder, or in it, that this package did not make, if anything does."""
+    try:
+        names = os.listdir(staging)
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError:
+        return staging
+    if staging.is_symlink():
+        return staging
+    return None if not names or staging.name in names else staging / min(names)
+
+
+def _remove(staging: Path) -> None:
+    """Remove a staging folder with all that is in it, as far as possible."""
+    with suppress(OSError):
+        remove_content(staging)
+        if os.listdir(staging) == [staging.name]:
+            mark_of(staging).unlink()
+        staging.rmdir()

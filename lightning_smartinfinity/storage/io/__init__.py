@@ -1,0 +1,1 @@
+"""Calls to the system: limits of time, order, and errors in our words."""

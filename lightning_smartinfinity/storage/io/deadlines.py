@@ -1,0 +1,319 @@
+"""Calls to a file system that are given up when its disk does not answer.
+
+Reads and writes of state have their deadlines in the native core. This is for everything else. :func:`in_time` is for
+calls whose work is known to be little, such as a commit record. :func:`unless_idle` is for those that may take minutes
+on a disk that works: a flush of what lies in the page cache, allocating, deleting.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar, copy_context
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.config import IO_TIMEOUT
+from lightning_smartinfinity.errors import StorageTimeoutError
+from lightning_smartinfinity.storage.io.disk_activity import completed_requests, counters_of
+
+__all__ = ["doing_now", "in_time", "io_limit", "unless_idle", "when_returned"]
+
+T = TypeVar("T")
+
+_POLL = 0.05
+_UNSEEN = 10  # times the limit, where nobody can tell whether the disk works
+_BUSY = 40  # times the limit in all, as what the disk completes may be for others
+_MOUNTS = Path("/proc/self/mounts")
+_limit: ContextVar[float] = ContextVar("io_limit", default=IO_TIMEOUT)
+_own = threading.local()  # has the attribute `call` in the thread of a call
+
+
+class _Call(Generic[T]):
+    """A call in a thread of its own. With ``renews`` its limit begins anew whenever the disk has done something."""
+
+    def __init__(
+        self,
+        function: Callable[[], T],
+        *,
+        doing: str,
+        path: Path,
+        renews: bool = False,
+        undo: Callable[[T], object] | None = None,
+    ) -> None:
+        self.function = function
+        self._context = copy_context()  # io_limit, and what a user has consented to
+        self.renews = renews
+        self._undo = undo
+        self._lock = threading.Lock()
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+        self._given_up = False
+        self.path = path
+        self.began = time.monotonic()
+        self.returned = threading.Event()
+        self.num_steps = 0
+        self.now = (doing, path)
+        self.counters: Path | None = None  # of the disk that it waits for
+        self.asked = False  # whether the system has told which disk that is
+
+    def make(self) -> None:
+        try:
+            _own.call = self
+            self.step(*self.now)
+            self.require_wanted()
+            self._result.append(self._context.run(self.function))
+        except BaseException as error:
+            self._error = error
+        with self._lock:
+            self.returned.set()
+            late = self._given_up
+        if late:
+            self.undo()
+
+    def step(self, doing: str, path: Path) -> None:
+        """Begin something that has the whole limit."""
+        self.asked, self.counters, self.now = False, None, (doing, path)
+        self.num_steps += 1
+        if self.renews:
+            self.counters = counters_of(path.absolute())
+            self.asked = True
+
+    def require_wanted(self) -> None:
+        """Raise if the call was given up, so that nothing more is done."""
+        if self._given_up:
+            raise StorageTimeoutError("The call was given up.", StorageTimeoutError.REMEDY)
+
+    def give_up(self) -> bool:
+        """Return whether the call has not returned; what it returns later is undone."""
+        with self._lock:
+            self._given_up = not self.returned.is_set()
+            return self._given_up
+
+    def undo(self) -> None:
+        """Undo what the function did, if it has returned."""
+        if self._undo is not None and self._result:
+            with suppress(Exception):
+                self._undo(self._result[0])
+
+    def result(self) -> T:
+        """Return what the function returned, or raise what it raised."""
+        error, self._error = self._error, None
+        if error is None:
+            return self._result[0]
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame, and would keep all that the callers' frames have
+
+
+_given_up: list[_Call[object]] = []
+# The garbage collector may close files in the thread that holds it.
+_given_up_lock = threading.RLock()
+
+
+@contextmanager
+def io_limit(seconds: float) -> Iterator[None]:
+    """Let calls in this context have another limit than the default, such as ``TransferConfig.io_timeout``."""
+    token = _limit.set(seconds)
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+@contextmanager
+def doing_now(doing: str, path: str | Path) -> Iterator[None]:
+    """Say what the call does whose thread this is, if it is one: its error names that, and its limit begins anew.
+
+    Raises:
+        StorageTimeoutError: The call was given up meanwhile, so that it is to do nothing more.
+    """
+    call: _Call[object] | None = getattr(_own, "call", None)
+    if call is None:
+        yield
+        return
+    before = call.now
+    call.require_wanted()
+    call.step(doing, Path(path))
+    call.require_wanted()
+    try:
+        yield
+    finally:
+        call.step(*before)
+    call.require_wanted()
+
+
+def in_time(function: Callable[[], T], *, doing: str, path: Path, seconds: float | None = None) -> T:
+    """Call a function in another thread and return what it returns, or raise what it raises.
+
+    A call that is given up goes on to the end of its present step (:func:`doing_now`). Until it has returned, later
+    calls for the same folder are refused. Time for which the process was stopped, as by a debugger, does not count.
+    What a signal handler raises, such as that of Ctrl-C, is raised once the call has returned or was given up.
+
+    Args:
+        function: The function. Calls within it are part of this one.
+        doing: What it does, such as ``"Flushing"``, for the error.
+        path: The file that it does it to.
+        seconds: The limit, by default that of :func:`io_limit`; at most :func:`native.ending_seconds` once the process
+            was asked to end.
+
+    Raises:
+        StorageTimeoutError: It has not returned in time.
+    """
+    return _made(_Call(function, doing=doing, path=path), seconds)
+
+
+def unless_idle(
+    function: Callable[[], T],
+    *,
+    doing: str,
+    path: Path,
+    seconds: float | None = None,
+    undo: Callable[[T], object] | None = None,
+) -> T:
+    """Act as :func:`in_time`, but give the call up only if its disk completes no request for so long.
+
+    The limit begins anew with each step (:func:`doing_now`) of the function, too. Where the system does not count what
+    a disk completes, such as for network file systems, each step has ten times the limit. What the disk completes may
+    be for others, so a step has forty times the limit at most, and once the process was asked to end, the limit itself.
+
+    Args:
+        function: The function. Calls within it are part of this one.
+        doing: What it does at first.
+        path: The file or folder that it does it to.
+        seconds: The limit, as for :func:`in_time`.
+        undo: Undoes what the function did, given its result, if that comes too late or an interrupt keeps it from the
+            caller.
+
+    Raises:
+        StorageTimeoutError: The disk does not answer.
+    """
+    return _made(_Call(function, doing=doing, path=path, renews=True, undo=undo), seconds)
+
+
+def when_returned(function: Callable[[], object], *, since: float) -> None:
+    """Call a function once every call that was given up has returned, which is now if there is none.
+
+    This is for releasing what such a call may still use: a lock, a descriptor whose number another file would get.
+
+    Args:
+        function: The function. If it has to wait, what it raises is lost.
+        since: When that was acquired, by ``time.monotonic()``. A call that began earlier cannot use it.
+    """
+    behind = [call.returned for call in _given_up if call.began >= since and not call.returned.is_set()]
+    if not behind:
+        function()
+        return
+
+    def wait() -> None:
+        for returned in behind:
+            returned.wait()
+        with suppress(OSError):
+            function()
+
+    _thread.start_new_thread(wait, ())
+
+
+def _made(call: _Call[T], seconds: float | None) -> T:
+    if getattr(_own, "call", None) is not None:
+        with doing_now(*call.now):
+            return call.function()
+    _refuse_behind(call.path)
+    interrupt: BaseException | None = None
+    try:
+        # Without the handshake of threading.Thread.start(), which waits for ever for a thread that has no memory.
+        _thread.start_new_thread(call.make, ())
+    except RuntimeError:  # no thread can be started, as when the interpreter ends
+        return call.function()
+    except BaseException as error:
+        interrupt = error
+    limit = _Limit(call, _limit.get() if seconds is None else seconds)
+    while not call.returned.is_set() and limit.left > 0:
+        try:
+            call.returned.wait(limit.next_wait(interrupted=interrupt is not None))
+        except BaseException as error:  # a signal handler may raise anything
+            native.ask_to_end()
+            interrupt = interrupt or error
+    given_up = call.give_up()
+    if given_up:
+        with _given_up_lock:
+            _given_up.append(call)  # type: ignore[arg-type]
+        native.note_given_up(limit.waited)
+    if interrupt is not None:
+        if not given_up:
+            call.undo()
+        try:
+            raise interrupt
+        finally:
+            del interrupt  # as in result()
+    if given_up:
+        doing, path = call.now
+        raise StorageTimeoutError(f"{doing} {str(path)!r} did not return {limit}.", StorageTimeoutError.REMEDY)
+    return call.result()
+
+
+class _Limit(Generic[T]):
+    """Counts what is left of a call's time by the waits: the clock runs on while the process is stopped."""
+
+    def __init__(self, call: _Call[T], seconds: float) -> None:
+        self._call = call
+        self._seen: object = None
+        self._step: object = None
+        self._seconds = self._whole = self._idle = seconds
+        self._in_all = seconds * _BUSY
+        self._is_ending = False
+        self.waited = 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds left."""
+        return min(self._idle, self._in_all)
+
+    def next_wait(self, *, interrupted: bool) -> float:
+        """Return how long to wait now."""
+        ending = native.ending_seconds()
+        if ending is not None and not self._is_ending:
+            self._is_ending = True  # also after the process is no longer in a hurry
+            self._in_all = min(self._in_all, self._seconds)
+        if self._call.renews and not interrupted:
+            self._renew()
+        if ending is not None:
+            self._whole = min(self._whole, ending)
+            self._idle = min(self._idle, self._whole)
+        wait = min(_POLL, self.left)
+        self._idle, self._in_all, self.waited = self._idle - _POLL, self._in_all - _POLL, self.waited + _POLL
+        return wait
+
+    def _renew(self) -> None:
+        counters, step = self._call.counters, (self._call.num_steps, self._call.asked)
+        if step != self._step and not self._is_ending:
+            self._in_all = self._seconds * _BUSY
+        state = step, counters and completed_requests(counters)
+        if state != self._seen:
+            unseen = self._call.asked and counters is None and not self._is_ending
+            self._whole = self._idle = self._seconds * (_UNSEEN if unseen else 1)
+        self._seen, self._step = state, step
+
+    def __str__(self) -> str:
+        return f"{'within' if self._call.counters is None else 'while its disk did nothing for'} {self._whole:g} s"
+
+
+def _refuse_behind(path: Path) -> None:
+    with _given_up_lock:
+        _given_up[:] = [call for call in _given_up if not call.returned.is_set()]
+    if any(call.path.parent == path.parent and _mount_of(call.path) == _mount_of(path) for call in _given_up):
+        raise StorageTimeoutError(f"{str(path.parent)!r} has not answered an earlier call.", StorageTimeoutError.REMEDY)
+
+
+def _mount_of(path: Path) -> Path | None:
+    """Return where the file system of a path is mounted. Asks the system's list, and no disk."""
+    names = (line.split()[1] for line in _MOUNTS.read_bytes().splitlines())
+    mounts = {Path(os.fsdecode(name.decode("unicode_escape").encode("latin-1"))) for name in names}
+    absolute = path.absolute()
+    return next((folder for folder in (absolute, *absolute.parents) if folder in mounts), None)

@@ -1,0 +1,1 @@
+"""All jobs of a folder: listing, moving, archiving and removing them."""

@@ -1,0 +1,288 @@
+"""Lists and removes the jobs whose state lies in a storage folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from lightning_smartinfinity.config import JOB_NAME
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError
+from lightning_smartinfinity.storage.folders.lock import KEPT, LOCK_NAME, is_locked, read_lock
+from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
+from lightning_smartinfinity.storage.folders.open_folder import OpenFolder, Trust
+from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, RankFolder, open_rank_folder
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
+from lightning_smartinfinity.storage.state.parts import points_of
+from lightning_smartinfinity.storage.state.recovery import records_of
+
+__all__ = ["UNKNOWN_RANK", "Job", "JobFolder", "absent_state", "find_job", "find_jobs", "is_rank_folder", "remove_job"]
+
+_RANK_FOLDER = re.compile(r"rank-([0-9]{5,})")
+UNKNOWN_RANK = -1
+"""The rank of a job's folder that cannot be listed."""
+
+_MOST_NAMED = 8  # ranks in a message
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFolder:
+    """Describes the folder of one rank of a job in one storage folder, or a job's folder that cannot be listed.
+
+    Args:
+        path: Its folder.
+        rank: Number of the rank; ``UNKNOWN_RANK`` if this is a job's folder that cannot be listed.
+        pid: Process that uses the folder, or used it last, as that process saw its number; None if unknown.
+        in_use: Whether that process still uses it.
+        num_bytes: Bytes allocated on storage.
+        written: Time of the last write, in seconds since the epoch; None if the folder or its lock cannot be read: then
+            pid, use and size are unknown, too.
+        generation: Newest committed generation, -1 before the first; None if the records are elsewhere, unreadable or
+            another user's.
+        kept: Whether the state is to be kept (``TransferConfig.keep``).
+        resumable_step: Step after which a training can go on from the state; None if it cannot, or as ``generation``.
+        world_size: Number of ranks of the job, as the manifest says; 0 if unknown.
+        problem: Why the folder cannot be read, or None.
+        damaged: Whether that is damage, and not a folder that is refused or another user's.
+    """
+
+    path: Path
+    rank: int
+    pid: int | None = None
+    in_use: bool = False
+    num_bytes: int = 0
+    written: float | None = None
+    generation: int | None = None
+    kept: bool = False
+    resumable_step: int | None = None
+    world_size: int = 0
+    problem: str | None = None
+    damaged: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job in one storage folder.
+
+    Args:
+        storage: The storage folder.
+        name: ``TransferConfig.job``.
+        folders: Folders of all ranks, by name.
+    """
+
+    storage: Path
+    name: str
+    folders: tuple[JobFolder, ...]
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that use the job's folders now."""
+        return sorted({folder.pid for folder in self.folders if folder.in_use and folder.pid is not None})
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a process uses one of its folders now."""
+        return any(folder.in_use for folder in self.folders)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated on storage."""
+        return sum(folder.num_bytes for folder in self.folders)
+
+    @property
+    def written(self) -> float | None:
+        """Time of the last write, in seconds since the epoch; None if no folder can be read."""
+        return max((folder.written for folder in self.folders if folder.written is not None), default=None)
+
+    @property
+    def looked_at(self) -> bool:
+        """Whether it is known of all its folders if a process uses them."""
+        return all(folder.written is not None for folder in self.folders)
+
+    @property
+    def generation(self) -> int | None:
+        """Newest generation that all ranks have, -1 if none; None if no record lies here."""
+        found = [folder.generation for folder in self.folders if folder.generation is not None]
+        return min(found, default=None)
+
+    @property
+    def kept(self) -> bool:
+        """Whether the state is to be kept."""
+        return any(folder.kept for folder in self.folders)
+
+    @property
+    def resumable_step(self) -> int | None:
+        """Step after which a training can go on from here; None if it cannot, or if a rank's records are elsewhere."""
+        records = [folder for folder in self.folders if folder.generation is not None]
+        steps = [folder.resumable_step for folder in records if folder.resumable_step is not None]
+        complete = len(steps) == len(records) == max((folder.world_size for folder in records), default=0)
+        return min(steps) if complete and steps and not self.in_use else None
+
+    @property
+    def damaged(self) -> bool:
+        """Whether one of its folders is damaged."""
+        return any(folder.damaged for folder in self.folders)
+
+    @property
+    def listed(self) -> bool:
+        """Whether its folders are known: it is not another user's."""
+        return all(folder.rank != UNKNOWN_RANK for folder in self.folders)
+
+    @property
+    def problems(self) -> list[str]:
+        """Why some of its folders cannot be read."""
+        return [folder.problem for folder in self.folders if folder.problem is not None]
+
+
+def is_rank_folder(path: Path) -> bool:
+    """Return whether a path is named like a rank's folder."""
+    return _RANK_FOLDER.fullmatch(path.name) is not None
+
+
+def find_jobs(storage: Path) -> list[Job]:
+    """Return the jobs in a storage folder, by name. Nothing there changes, and folders of other names are left out.
+
+    Raises:
+        StorageError: The folder cannot be read.
+        StorageTimeoutError: The disk does not answer.
+    """
+    return unless_idle(partial(_find_jobs, storage), doing="Looking for jobs in", path=storage)
+
+
+def _find_jobs(storage: Path) -> list[Job]:
+    with storage_errors("Looking for jobs in", storage):
+        names = sorted(entry.name for entry in os.scandir(storage) if entry.is_dir(follow_symlinks=False))
+    jobs = (find_job(storage, name) for name in names if JOB_NAME.holds(name))
+    return [job for job in jobs if job is not None]
+
+
+def find_job(storage: Path, name: str) -> Job | None:
+    """Return a job in a storage folder, which need not be readable itself, or None if there is none of this name."""
+    folders = tuple(_folders_of(storage / name))
+    return Job(storage=storage, name=name, folders=folders) if folders else None
+
+
+def absent_state(jobs: Sequence[Job]) -> str | None:
+    """Return a sentence about the ranks of a job whose state lies in none of its folders, or None if all are there.
+
+    Args:
+        jobs: The job, in every storage folder.
+    """
+    states = [folder for job in jobs for folder in job.folders if folder.rank != UNKNOWN_RANK]
+    world_size = max((folder.world_size for folder in states), default=0)
+    present = {folder.rank for folder in states if folder.rank < world_size}
+    num_absent = world_size - len(present)  # which may be billions, by a manifest that somebody else has written
+    if num_absent == 0:
+        return None
+    absent = islice((rank for rank in range(world_size) if rank not in present), _MOST_NAMED)
+    named = ", ".join(map(str, absent)) + (", ..." if num_absent > _MOST_NAMED else "")
+    where = ", ".join(str(job.storage / job.name) for job in jobs)
+    return f"{where}: the state of {num_absent} of {world_size} ranks ({named}) is missing, or on another machine."
+
+
+def remove_job(job: Job, *, kept: bool) -> list[Path]:
+    """Delete a job that no process uses: all that this package made, in all of its folders here.
+
+    Args:
+        job: The job.
+        kept: Whether to delete state that is to be kept, too.
+
+    Returns:
+        The folders that are left, because something else lies there.
+
+    Raises:
+        StorageLockedError: A process uses it. Nothing was deleted.
+        StorageError: It is to be kept, or is not this user's. Nothing was deleted.
+        StorageTimeoutError: The disk does not answer.
+    """
+    if not job.listed:
+        raise StorageError(job.problems[0], "Only the user who owns the folder, or root, can remove it.")
+    return unless_idle(partial(_remove_job, job, kept=kept), doing="Removing", path=job.storage / job.name)
+
+
+def _remove_job(job: Job, *, kept: bool) -> list[Path]:
+    with ExitStack() as locked:
+        folders = []
+        for folder in job.folders:
+            folders.append(RankFolder(folder.path, create=False))
+            locked.callback(folders[-1].discard)
+        # Only what the locks now hold counts: the job may have run since it was listed.
+        if not kept and any(owned.is_kept() for owned in folders):
+            raise StorageError(
+                f"The optimizer state of the job {job.name!r} in {str(job.storage)!r} is to be kept.",
+                "To remove it all the same, pass --kept.",
+            )
+        for owned in folders:
+            owned.destroy()
+    return [folder.path for folder in job.folders if folder.path.exists()]
+
+
+def _folders_of(path: Path) -> Iterator[JobFolder]:
+    try:
+        names = sorted(os.listdir(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        yield JobFolder(path=path, rank=UNKNOWN_RANK, problem=f"Listing {str(path)!r}: {error.strerror}.")
+        return
+    for name in names:
+        found = _RANK_FOLDER.fullmatch(name)
+        if found is not None:
+            yield _looked_at(path / name, rank=int(found[1]))
+
+
+def _looked_at(path: Path, *, rank: int) -> JobFolder:
+    try:
+        with storage_errors("Reading", path), closing(open_rank_folder(path, trust=Trust.ANY)) as folder:
+            pid, notes = read_lock(folder)
+            files = [status for name in folder.names() if (status := _regular(folder, name)) is not None]
+            seen = JobFolder(
+                path=path,
+                rank=rank,
+                pid=pid,
+                in_use=is_locked(folder),
+                num_bytes=sum(status.st_blocks * 512 for status in files),
+                written=max((status.st_mtime for status in files), default=os.fstat(folder.descriptor).st_mtime),
+                kept=KEPT in notes,
+            )
+            return _with_generation(seen, folder)
+    except StorageError as error:
+        return _failed(JobFolder(path=path, rank=rank), error)
+
+
+def _failed(seen: JobFolder, error: StorageError) -> JobFolder:
+    return replace(seen, problem=error.problem, damaged=isinstance(error, StorageCorruptError))
+
+
+def _with_generation(seen: JobFolder, folder: OpenFolder) -> JobFolder:
+    if folder.status(MANIFEST_NAME) is None:
+        return seen
+    try:
+        manifest = read_manifest(folder)
+        seen = replace(seen, kept=seen.kept or manifest.keep, world_size=manifest.world_size)
+        seen = replace(seen, generation=_generation(folder, manifest))
+        points = frozenset() if seen.generation is None else points_of(folder, manifest)
+        return replace(seen, resumable_step=max(points).step) if points else seen
+    except StorageError as error:
+        return _failed(seen, error)
+
+
+def _generation(folder: OpenFolder, manifest: Manifest) -> int | None:
+    # Another user's numbers may say that the records are larger than this machine's memory.
+    foreign = os.fstat(folder.descriptor).st_uid != os.geteuid()
+    if foreign or folder.status(COMMIT_NAME) is None:
+        return None
+    intact = records_of(folder, manifest).intact
+    return intact[0].generation if intact else -1
+
+
+def _regular(folder: OpenFolder, name: str) -> os.stat_result | None:
+    status = os.stat(name, dir_fd=folder.descriptor, follow_symlinks=False)
+    return status if stat.S_ISREG(status.st_mode) and name != LOCK_NAME else None

@@ -1,0 +1,284 @@
+"""Moves interrupted trainings out of the way of a new one, each as a whole: all ranks' parts in all storage folders.
+
+All ranks look at what lies there (:func:`~.parts.find_parts`), and decide alike from what all of them have seen
+(:func:`plan_setting_aside`). Then they lock what they are to move (:meth:`~.mover.Mover.claim`), and only if all could,
+they delete what was set aside before and move. A kill in between leaves each part in one of the two jobs: the next
+start completes the move, and a training that resumes puts the parts together (:func:`plan_putting_together`).
+
+A training that resumes on another number of ranks moves aside, too (:func:`plan_making_way`), while the stores of its
+*successor* are filled from it. Its parts then name the successor. When that is whole, they are deleted; if a kill comes
+before, what there is of the successor is deleted, and they are moved back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.storage.folders.open_folder import ASIDE
+from lightning_smartinfinity.storage.folders.rank_folder import rank_folder_path
+from lightning_smartinfinity.storage.jobs.trainings import Condition, Training, jobs_beside, movers_of, trainings_in
+from lightning_smartinfinity.storage.state.parts import Part
+
+__all__ = ["Plan", "plan_making_way", "plan_putting_together", "plan_setting_aside"]
+
+
+_MAY_HAVE_STEPS = (Condition.RESUMABLE, Condition.DAMAGED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Lists the parts that are moved and deleted, each with the rank that does it.
+
+    Args:
+        job: The job that parts are moved to.
+        moved: Parts to move.
+        deleted: Parts to delete before, which are replaced or of no use.
+        left: Parts that stay beside the new training.
+        aside: Whether parts are set aside; otherwise a training that resumes puts its parts together.
+        successor: Job id of the stores that are filled from what is set aside; None if there are none.
+        step: Step after which the training was interrupted.
+        replaced: Step after which the one was interrupted that was set aside before; None if there was none.
+        is_damaged: Whether nothing can be resumed from what is set aside, because manifests or records are damaged.
+    """
+
+    job: str
+    moved: tuple[tuple[int, Part], ...] = ()
+    deleted: tuple[tuple[int, Part], ...] = ()
+    left: tuple[tuple[int, Part], ...] = ()
+    aside: bool = True
+    successor: bytes | None = None
+    step: int = 0
+    replaced: int | None = None
+    is_damaged: bool = False
+
+    def moved_by(self, rank: int) -> list[Part]:
+        """Return the parts that a rank moves."""
+        return [part for mover, part in self.moved if mover == rank]
+
+    def deleted_by(self, rank: int) -> list[Part]:
+        """Return the parts that a rank deletes."""
+        return [part for mover, part in self.deleted if mover == rank]
+
+    def left_to(self, rank: int) -> list[Part]:
+        """Return the parts that stay of those that a rank looks after."""
+        return [part for mover, part in self.left if mover == rank]
+
+    @property
+    def changes_something(self) -> bool:
+        """Whether anything is moved or deleted."""
+        return bool(self.moved or self.deleted)
+
+    @property
+    def storage(self) -> list[Path]:
+        """The storage folders that parts are moved in."""
+        return list(dict.fromkeys(part.storage for _, part in self.moved))
+
+
+def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequence[Sequence[Path]]) -> Plan:
+    """Decide what has to be moved to the job ``<job>.aside`` before a new training begins.
+
+    Args:
+        seen: For each rank, what it has seen of the job and of ``<job>.aside``.
+        job: ``TransferConfig.job`` of the new training.
+        folders: For each rank of it, the storage folders, as absolute paths.
+
+    Raises:
+        StorageError: A store in the way, or what was set aside before, is marked ``keep``; a training has gone on with
+            what was set aside before; or a part of the training to move is missing.
+    """
+    movers = movers_of(seen)
+    aside, of_job = f"{job}{ASIDE}", {part: rank for part, rank in movers.items() if part.job == job}
+    in_own_folder = {part for part, rank in of_job.items() if part.storage in folders[rank]}
+    in_the_way = {part for part in in_own_folder if part.rank < len(folders)}
+    _refuse_kept(in_the_way)
+    moved: list[Training] = []
+    for training in trainings_in(movers, job, aside):
+        begun = len(training.parts_in(job)) < len(training.parts)
+        if in_the_way.intersection(training.parts) or (begun and training.condition in _MAY_HAVE_STEPS):
+            if training.condition is Condition.TORN:
+                raise _torn(training, job)
+            if training.condition in _MAY_HAVE_STEPS:
+                moved.append(training)
+    whole = {part for training in moved for part in training.parts}
+    # Ranks that there are no more, or that ran on another machine, have left the rest; the others replace their own.
+    rest = {part for part, rank in of_job.items() if part not in in_own_folder or part.rank != rank} - whole
+    useless = _useless(movers, job, aside)
+    unused = tuple((movers[part], part) for part in movers if part in rest and part in useless)
+    left = tuple((movers[part], part) for part in movers if part in rest and part not in useless)
+    if not moved:
+        return Plan(job=aside, deleted=unused, left=left)
+    deleted, replaced = _replaced(movers, aside, whole)
+    is_damaged = all(training.condition is Condition.DAMAGED for training in moved)
+    if is_damaged and replaced is not None:
+        raise _damaged_beside_resumable(moved[0], job)
+    return Plan(
+        job=aside,
+        moved=tuple(dict.fromkeys((movers[part], part) for training in moved for part in training.parts_in(job))),
+        deleted=(*deleted, *unused),
+        left=left,
+        step=max(training.step for training in moved),
+        replaced=replaced,
+        is_damaged=is_damaged,
+    )
+
+
+def plan_making_way(seen: Sequence[Sequence[Part]], *, job: str, training: Training, successor: bytes) -> Plan:
+    """Decide what has to be moved to ``<job>.aside`` so that a training goes on there in stores of other ranks.
+
+    Args:
+        seen: For each rank, what it has seen of the job and of ``<job>.aside``.
+        job: ``TransferConfig.job`` of the training.
+        training: The training, whose parts all lie in that job.
+        successor: Job id of the stores that are filled from it.
+
+    Raises:
+        StorageError: As for :func:`plan_setting_aside`, of what was set aside before.
+    """
+    movers, aside = movers_of(seen), f"{job}{ASIDE}"
+    deleted, replaced = _replaced(movers, aside, training.parts)
+    return Plan(
+        job=aside,
+        moved=tuple((movers[part], part) for part in training.parts),
+        deleted=deleted,
+        successor=successor,
+        step=training.step,
+        replaced=replaced,
+    )
+
+
+def _replaced(
+    movers: Mapping[Part, int], aside: str, moved: Collection[Part]
+) -> tuple[tuple[tuple[int, Part], ...], int | None]:
+    """Return what was set aside before, which goes, and the step after which that training was interrupted."""
+    before = [part for part in movers if part.job == aside and part not in moved]
+    _refuse_kept(before)
+    replaced = trainings_in(before, aside)
+    for training in replaced:
+        _require_replaceable(training)
+    resumable = (one.step for one in replaced if one.condition is Condition.RESUMABLE)
+    return tuple((movers[part], part) for part in before), max(resumable, default=None)
+
+
+def plan_putting_together(seen: Sequence[Sequence[Part]], *, job: str) -> Plan:
+    """Decide which parts of a training that is to be resumed have to be moved to its job from another name of it.
+
+    Args:
+        seen: For each rank, what it has seen of :func:`jobs_beside`.
+        job: ``TransferConfig.job`` of the training that resumes.
+
+    Raises:
+        StorageError: Nothing can be resumed under this name, and an interrupted training lies under another one.
+    """
+    movers = movers_of(seen)
+    plan = _plan_of_succession(movers, job)
+    if plan is not None:
+        return plan
+    can_resume = False
+    moved: list[Part] = []
+    for other in jobs_beside(job)[1:]:
+        for training in trainings_in(movers, job, other):
+            can_resume = can_resume or (training.point is not None and training.missing is None)
+            if training.condition is Condition.RESUMABLE:
+                moved += training.parts_in(other)
+    for other in jobs_beside(job)[1:]:
+        for training in trainings_in(movers, other, job):
+            if training.condition is Condition.RESUMABLE and not can_resume:
+                raise StorageError(
+                    f"There is no training to resume in the job {job!r}. One that was interrupted after step "
+                    f"{training.step} lies in the job {other!r}.",
+                    f"To resume it, pass transfer={{'job': {other!r}}}.",
+                )
+    return Plan(job=job, moved=tuple((movers[part], part) for part in moved), aside=False)
+
+
+def _plan_of_succession(movers: Mapping[Part, int], job: str) -> Plan | None:
+    """Return how to end a change to other ranks that a kill has interrupted, or that is complete; None: there is none.
+
+    The plan deletes the stores that were being filled and moves the others back; or it deletes the others.
+    """
+    aside = f"{job}{ASIDE}"
+    for successor in dict.fromkeys(part.successor for part in movers if part.job == aside and part.successor):
+        sources = [part for part in movers if part.job == aside and part.successor == successor]
+        filled = (one for one in trainings_in(movers, job) if one.parts[0].store == successor)
+        if any(one.condition is Condition.RESUMABLE for one in filled):
+            return Plan(job=job, deleted=tuple((movers[part], part) for part in sources), aside=False)
+        whole = (one for one in trainings_in(movers, aside, job) if one.condition is Condition.RESUMABLE)
+        source = next((one for one in whole if set(sources) <= set(one.parts)), None)
+        if source is None:
+            continue
+        rest = [part for part in movers if part.job == job and part not in source.parts]
+        if all(part.store == successor or not (part.store or part.kept or part.in_use) for part in rest):
+            return Plan(
+                job=job,
+                deleted=tuple((movers[part], part) for part in rest),
+                moved=tuple((movers[part], part) for part in source.parts_in(aside)),
+                aside=False,
+            )
+    return None
+
+
+def _useless(parts: Iterable[Part], job: str, aside: str) -> set[Part]:
+    """Return the parts of a job that nothing can be resumed from, that nobody keeps and no process uses."""
+    everything = list(parts)
+    saves_nothing = {part for part in everything if part.job == job and part.store is None and not part.is_damaged}
+    for training in trainings_in(everything, job, aside):
+        if training.condition is Condition.NO_STEP:
+            saves_nothing.update(training.parts_in(job))
+    return {part for part in saves_nothing if not part.kept and not part.in_use}
+
+
+def _refuse_kept(parts: Iterable[Part]) -> None:
+    for part in parts:
+        if part.kept:
+            raise StorageError(
+                f"{str(part.path)!r} holds the optimizer state of an earlier job that asked to keep it.",
+                "Remove that folder if it is no longer needed, or choose another TransferConfig(job=...).",
+            )
+
+
+def _require_replaceable(training: Training) -> None:
+    """Check that no training has gone on with what was set aside before."""
+    gone_on = [part for part in training.parts if not part.is_aside]
+    if gone_on and training.condition is not Condition.NO_STEP:
+        job = gone_on[0].job
+        raise StorageError(
+            f"{str(gone_on[0].path)!r} holds a training that was resumed there and interrupted again"
+            f"{_after(training.step)}. It is not replaced by the one in the job {job.removesuffix(ASIDE)!r}, which "
+            "would be set aside there.",
+            f"Resume it with ckpt_path='storage' and transfer={{'job': {job!r}}}, or remove it, with "
+            f"{_removal(training, job)}, or choose another TransferConfig(job=...).",
+        )
+
+
+def _torn(training: Training, job: str) -> StorageError:
+    assert training.missing is not None
+    rank, device = training.missing
+    storage = training.parts[0].folders[device]
+    lost = rank_folder_path(Path(storage), job=job, rank=rank)
+    return StorageError(
+        f"{str(training.parts[0].path)!r} holds a part of a training that was interrupted{_after(training.step)}. It "
+        f"is set aside as a whole or not at all, and its part {str(lost)!r} cannot be found.",
+        f"Mount {storage!r}, or begin where all of its parts can be reached; or remove what is left, with "
+        f"{_removal(training, job)}, or choose another TransferConfig(job=...).",
+    )
+
+
+def _damaged_beside_resumable(training: Training, job: str) -> StorageError:
+    return StorageError(
+        f"{str(training.parts[0].path)!r} holds an interrupted training whose manifest or records are damaged. It is "
+        f"not deleted, and it does not replace the training in the job {job + ASIDE!r}, which can be resumed.",
+        f"Remove one of them, with {_removal(training, job)} or {_removal(training, job + ASIDE)}, or choose another "
+        "TransferConfig(job=...).",
+    )
+
+
+def _after(step: int) -> str:
+    return f" after step {step}" if step else ""
+
+
+def _removal(training: Training, job: str) -> str:
+    storage = dict.fromkeys(str(part.storage) for part in training.parts)
+    return f"smart-infinity jobs {' '.join(storage)} --remove {job}"

@@ -1,0 +1,147 @@
+"""Brings together the parts of trainings that processes have found, and says what can be done with each training."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import product
+from pathlib import Path
+
+from lightning_smartinfinity.storage.folders.open_folder import ASIDE
+from lightning_smartinfinity.storage.state.parts import Part, Point
+
+__all__ = ["Condition", "Training", "jobs_beside", "movers_of", "trainings_in"]
+
+
+class Condition(Enum):
+    """Says what can be done with a training that has left its parts on storage."""
+
+    RESUMABLE = auto()
+    """It has taken a step, and all of its parts are there."""
+
+    TORN = auto()
+    """It may have taken a step, and parts of it are missing, which may be on a drive that is not mounted."""
+
+    DAMAGED = auto()
+    """All of its parts are there. It may have taken a step, but damage to a manifest or record hides which."""
+
+    NO_STEP = auto()
+    """There is nothing in it that resuming would save."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The parts of one training, as all ranks together have seen them.
+
+    Args:
+        parts: The parts, at least one.
+        condition: What can be done with it.
+        point: The newest point that all ranks have whose first part is there; None if there is none.
+        missing: Rank and number of the storage folder of a part that is missing, or None.
+    """
+
+    parts: tuple[Part, ...]
+    condition: Condition
+    point: Point | None
+    missing: tuple[int, int] | None
+
+    @property
+    def step(self) -> int:
+        """Step after which it was interrupted; 0 before the first, or if the parts do not tell."""
+        return 0 if self.point is None or self.point.number == 0 else self.point.step
+
+    def parts_in(self, job: str) -> list[Part]:
+        """Return its parts in a job."""
+        return [part for part in self.parts if part.job == job]
+
+
+def jobs_beside(job: str) -> list[str]:
+    """Return the names under which parts of a job's training may lie: its own, and where they are moved to or from."""
+    return [job, f"{job}{ASIDE}", *([job.removesuffix(ASIDE)] if job.endswith(ASIDE) and job != ASIDE else [])]
+
+
+def trainings_in(parts: Iterable[Part], job: str, other: str | None = None) -> list[Training]:
+    """Return the trainings that have parts in a job; what is missing of one there is looked for in ``other``.
+
+    A part without a readable manifest belongs to the training whose missing part was in that folder. The rest of these
+    parts are taken for one training.
+    """
+    everything = list(parts)
+    unreadable = [part for part in everything if part.store is None and part.is_damaged]
+    found = []
+    for store in dict.fromkeys(part.store for part in everything if part.job == job and part.store is not None):
+        of_store = [part for part in everything if part.store == store]
+        training = _training_of(of_store, unreadable, everything, jobs=(job,))
+        if training.condition is Condition.TORN:
+            training = _training_of(of_store, unreadable, everything, jobs=(job, other))
+        found.append(training)
+    known = {part for training in found for part in training.parts}
+    rest = tuple(part for part in unreadable if part.job == job and part not in known)
+    if rest:
+        found.append(Training(parts=rest, condition=Condition.DAMAGED, point=None, missing=None))
+    return found
+
+
+def _training_of(
+    of_store: Sequence[Part], unreadable: Sequence[Part], around: Collection[Part], *, jobs: Collection[str | None]
+) -> Training:
+    readable = [part for part in of_store if part.job in jobs]
+    parts = [*readable, *_in_place_of_missing(readable, (part for part in unreadable if part.job in jobs))]
+    missing = next(_missing(parts), None)
+    points = [part.points for part in readable if part.device == 0]
+    point = max(frozenset.intersection(*points), default=None) if points else None
+    nothing_saved = bool(points) and (point is None or point.number == 0)
+    hides_steps = nothing_saved and any(part.is_damaged for part in readable)
+    if (nothing_saved and not hides_steps) or (missing is not None and _is_gone(*missing, parts, around)):
+        condition = Condition.NO_STEP
+    elif missing is not None:
+        condition = Condition.TORN
+    else:
+        condition = Condition.DAMAGED if hides_steps or len(parts) > len(readable) else Condition.RESUMABLE
+    return Training(parts=tuple(parts), condition=condition, point=point, missing=missing)
+
+
+def _in_place_of_missing(readable: Sequence[Part], unreadable: Iterable[Part]) -> Iterator[Part]:
+    first, present = readable[0], {(part.rank, part.device) for part in readable}
+    for part in unreadable:
+        place = _place_of(part, first)
+        if place is not None and place not in present and part.rank < first.world_size:
+            yield part
+
+
+def _place_of(part: Part, first: Part) -> tuple[int, int] | None:
+    """Return rank and device of a part, by the folders of a training's first part if its own manifest is unreadable."""
+    if part.store is not None:
+        return part.rank, part.device
+    storage = str(part.storage)
+    return (part.rank, first.folders.index(storage)) if storage in first.folders else None
+
+
+def _missing(parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
+    """Yield rank and device of what a training lacks; a manifest may speak of billions of ranks."""
+    present = {_place_of(part, parts[0]) for part in parts}
+    devices = range(len(parts[0].folders))
+    return (place for place in product(range(parts[0].world_size), devices) if place not in present)
+
+
+def _is_gone(rank: int, device: int, parts: Sequence[Part], around: Collection[Part]) -> bool:
+    """Return whether something else lies where a missing part must have been.
+
+    Of a training on several machines nobody knows which of them that was, and all may have disks of the same path.
+    """
+    storage, machine, jobs = Path(parts[0].folders[device]), parts[0].machine, {part.job for part in parts}
+    return parts[0].num_machines == 1 and any(
+        (part.rank, part.machine, part.storage) == (rank, machine, storage) and part.job in jobs for part in around
+    )
+
+
+def movers_of(seen: Sequence[Sequence[Part]]) -> dict[Part, int]:
+    """Return each part that was seen, once, with the rank that looks after it: its own, or else the first to see it."""
+    movers: dict[object, tuple[int, Part]] = {}
+    for rank, parts in enumerate(seen):
+        for part in parts:
+            key = (part.store, part.rank, part.device, part.job) if part.store else (part.machine, part.path)
+            if key not in movers or part.rank == rank:
+                movers[key] = rank, part
+    return {part: rank for rank, part in movers.values()}

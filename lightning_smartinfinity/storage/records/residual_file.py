@@ -1,0 +1,233 @@
+"""The residual of compressed gradients that belongs to a training record, in a file beside the records.
+
+It is as large as the gradients in fp32, so it is written while training goes on. residual-0.bin and residual-1.bin take
+turns as the records do: that of record ``n`` is in file ``n % 2``. A file, little endian::
+
+    f32[numel]  the residual
+                zeros up to whole blocks
+    8 bytes     magic LSIRES01
+    u32         version (1)
+    u32         rank
+    16 bytes    job id, as in the extents
+    16 bytes    id of the run, as in the record
+    i64         number of the record
+    u64         numel
+    u32[...]    CRC32C of each 4 MiB of the residual
+    u32         CRC32C of everything from the magic on
+                zeros up to whole blocks
+
+What follows the residual is written last. So a process that was killed meanwhile leaves the end of an older residual,
+or none, and the file is not taken for the record's.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.errors import StorageCorruptError
+from lightning_smartinfinity.progress import Advance
+from lightning_smartinfinity.storage.folders.direct import has_direct
+from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
+from lightning_smartinfinity.storage.folders.rank_folder import RESIDUAL_NAMES
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
+from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
+
+__all__ = [
+    "ResidualOf",
+    "damaged_parts",
+    "part_checksums",
+    "read_residual",
+    "residual_bytes",
+    "was_cut_short",
+]
+
+_MAGIC = b"LSIRES01"
+_VERSION = 1
+_HEADER = struct.Struct("<8sII16s16sqQ")
+_CRC_BYTES = 4
+_ITEM_BYTES = 4
+_PART_BYTES = 4 << 20  # what has one checksum
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualOf:
+    """Says whose residual a file holds.
+
+    Args:
+        identity: The mark of the store's extents.
+        run: Run of the training record.
+        number: Number of the training record.
+        numel: Number of values.
+    """
+
+    identity: native.Identity
+    run: bytes
+    number: int
+    numel: int
+
+    @property
+    def name(self) -> str:
+        """Name of the file."""
+        return RESIDUAL_NAMES[self.number % len(RESIDUAL_NAMES)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return _ITEM_BYTES * self.numel
+
+    @property
+    def end_offset(self) -> int:
+        """Offset of what follows the residual."""
+        return whole_blocks(self.nbytes)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file."""
+        return _file_bytes(self.numel)
+
+    def end(self, checksums: NDArray[np.uint32]) -> bytes:
+        """Return what follows the residual, without padding."""
+        identity = self.identity
+        header = _HEADER.pack(_MAGIC, _VERSION, identity.rank, identity.job, self.run, self.number, self.numel)
+        content = header + checksums.astype("<u4").tobytes()
+        return content + _packed_crc(content)
+
+    def checksums_in(self, end: bytes) -> NDArray[np.uint32] | None:
+        """Return the checksums in what follows a residual; None if it is not the end of this one, or is damaged."""
+        checksums = np.frombuffer(end, "<u4", _num_parts(self.numel), _HEADER.size)
+        expected = self.end(checksums)
+        return checksums if end[: len(expected)] == expected else None
+
+    def is_older(self, end: bytes) -> bool:
+        """Return whether a file ends as it did before the write of this residual: as another one, or as it was made."""
+        nbytes = _end_bytes(self.numel)
+        content, checksum = end[: nbytes - _CRC_BYTES], end[nbytes - _CRC_BYTES : nbytes]
+        is_intact = content.startswith(_MAGIC) and checksum == _packed_crc(content)
+        return not any(end) or (is_intact and self.checksums_in(end) is None)
+
+
+def part_checksums(values: NDArray[np.float32]) -> NDArray[np.uint32]:
+    """Return the CRC32C of each part of a residual that has one."""
+    data = values.view(np.uint8)
+    return np.array([_crc(data[at : at + _PART_BYTES]) for at in range(0, data.size, _PART_BYTES)], np.uint32)
+
+
+def residual_bytes(numel: int) -> int:
+    """Return the bytes of both files, for residuals of ``numel`` values."""
+    return len(RESIDUAL_NAMES) * _file_bytes(numel)
+
+
+def was_cut_short(folder: OpenFolder, residual: ResidualOf) -> bool:
+    """Return whether the write of a residual has not come to its end, as after a kill. Its values are not read.
+
+    Raises:
+        StorageError: The file cannot be read.
+    """
+    end = _read_end(folder, residual)
+    return end is not None and residual.is_older(end)
+
+
+def damaged_parts(
+    folder: OpenFolder,
+    residual: ResidualOf,
+    *,
+    into: NDArray[np.float32] | None = None,
+    advance: Advance = lambda nbytes: None,
+) -> Iterator[str]:
+    """Read a residual, past the page cache where the file system can, and yield a sentence about all that is damaged.
+
+    Args:
+        folder: The rank's first folder.
+        residual: Which residual.
+        into: float32[numel] that takes the values; None: they are only compared with their checksums.
+        advance: Called with the bytes of each part.
+
+    Raises:
+        StorageError: The file cannot be read.
+    """
+    path, end = folder.path / residual.name, _read_end(folder, residual)
+    checksums = None if end is None else residual.checksums_in(end)
+    if checksums is None:
+        yield f"{str(path)!r} does not hold the whole residual that belongs to training record {residual.number}."
+        return
+    with storage_errors("Opening", path):
+        direct = has_direct(folder, residual.name)
+        descriptor = folder.open(residual.name, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    try:
+        buffer = np.frombuffer(native.HostBuffer(_PART_BYTES).memoryview(), np.uint8)
+        target = None if into is None else into.view(np.uint8)
+        for offset, checksum in zip(range(0, residual.nbytes, _PART_BYTES), checksums, strict=True):
+            stop = min(offset + _PART_BYTES, residual.nbytes)
+            with storage_errors("Reading", path):
+                num_read = _read_at(descriptor, buffer[: whole_blocks(stop - offset)], offset)
+            part = buffer[: stop - offset]
+            if num_read < part.size or _crc(part) != checksum:
+                yield f"The residual of compressed gradients at offset {offset} of {str(path)!r} is damaged."
+            if target is not None:
+                target[offset:stop] = part
+            advance(part.size)
+    finally:
+        os.close(descriptor)
+
+
+def read_residual(folder: OpenFolder, residual: ResidualOf, into: NDArray[np.float32]) -> None:
+    """Read a residual.
+
+    Args:
+        folder: The rank's first folder.
+        residual: Which residual.
+        into: float32[numel] that takes the values.
+
+    Raises:
+        StorageCorruptError: It is damaged.
+        StorageError: The file cannot be read.
+    """
+    for problem in damaged_parts(folder, residual, into=into):
+        raise StorageCorruptError(problem, "Check the device, and resume from a checkpoint.")
+
+
+def _num_parts(numel: int) -> int:
+    return -(-_ITEM_BYTES * numel // _PART_BYTES)
+
+
+def _end_bytes(numel: int) -> int:
+    return _HEADER.size + _CRC_BYTES * (_num_parts(numel) + 1)
+
+
+def _file_bytes(numel: int) -> int:
+    return whole_blocks(_ITEM_BYTES * numel) + whole_blocks(_end_bytes(numel))
+
+
+def _read_end(folder: OpenFolder, residual: ResidualOf) -> bytes | None:
+    """Return what follows a residual in its file; None if the file is missing or too short."""
+    with storage_errors("Reading", folder.path / residual.name):
+        status = folder.status(residual.name)
+        if status is None or status.st_size < residual.file_bytes:
+            return None
+        with folder.reader(residual.name) as file:
+            file.seek(residual.end_offset)
+            end = file.read(residual.file_bytes - residual.end_offset)
+    return end if len(end) == residual.file_bytes - residual.end_offset else None
+
+
+def _read_at(descriptor: int, buffer: NDArray[np.uint8], offset: int) -> int:
+    """Fill memory from a file, and return the number of bytes that were read."""
+    filled = 0
+    while filled < buffer.size and (num_read := os.preadv(descriptor, [buffer[filled:].data], offset + filled)):
+        filled += num_read
+    return filled
+
+
+def _packed_crc(content: bytes) -> bytes:
+    return struct.pack("<I", _crc(np.frombuffer(content, np.uint8)))
+
+
+def _crc(values: NDArray[np.uint8]) -> int:
+    return native.crc32c(values.ctypes.data, values.nbytes)

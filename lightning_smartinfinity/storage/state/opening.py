@@ -1,0 +1,206 @@
+"""Creates the store of a training, and opens that of an earlier one."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from lightning_smartinfinity.config import IO_TIMEOUT, TransferConfig
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.storage.extents import ExtentMap
+from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, StoreDescription
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.records.training_record import TrainingRecord
+from lightning_smartinfinity.storage.state.claiming import claim_folders, clear_folders, fill_folders
+from lightning_smartinfinity.storage.state.commit_record import no_record
+from lightning_smartinfinity.storage.state.recovery import (
+    BEGIN_ANEW,
+    common_manifest,
+    complete_generations,
+    newest_complete,
+    require_recoverable,
+    require_resumable,
+    with_whole_residuals,
+    written_records,
+)
+from lightning_smartinfinity.storage.state.space import measure_space, require_space
+from lightning_smartinfinity.storage.state.state_store import StateStore
+
+__all__ = ["create_store", "find_resumable", "recover_store"]
+
+
+def create_store(
+    folders: Sequence[Path],
+    *,
+    config: TransferConfig,
+    extents: ExtentMap,
+    description: StoreDescription,
+    rank: int = 0,
+    world_size: int = 1,
+    num_machines: int = 1,
+    job_id: bytes | None = None,
+) -> StateStore:
+    """Lock the folders, replace a leftover store and preallocate; on any failure nothing new is left behind.
+
+    Args:
+        folders: Storage folders, created where missing; one state file each.
+        config: Job name, durability, direct I/O and keep.
+        extents: ``PartitionLayout.extents``, with as many devices as ``folders``.
+        description: Optimizer, arrays and parameters, for the manifest.
+        rank: Rank of this process.
+        world_size: Number of processes.
+        num_machines: Number of machines that they run on.
+        job_id: 16 bytes common to all ranks; None means random ones.
+
+    Returns:
+        A store without a generation: ``TransferHandler.initialize`` commits the first.
+
+    Raises:
+        ConfigError: A folder is named twice.
+        StorageLockedError: Another process owns one of the folders.
+        StorageFullError: There is too little space.
+        StorageTimeoutError: A disk does not answer.
+        StorageError: A folder cannot be used, holds a store marked ``keep``, or has no direct I/O under ``"on"``.
+    """
+    assert len(folders) == extents.num_devices and config.places_per_tasklet == extents.places_per_tasklet
+    manifest = Manifest(
+        job=job_id or uuid.uuid4().bytes,
+        rank=rank,
+        world_size=world_size,
+        num_machines=num_machines,
+        durability=config.durability,
+        keep=config.keep is True,
+        extents=extents,
+        description=description,
+        folders=tuple(os.path.abspath(folder) for folder in folders),
+    )
+
+    def make() -> StateStore:
+        with ExitStack() as undo:
+            claimed = claim_folders(folders, job=config.job, rank=rank, create=True, undo=undo)
+            clear_folders(claimed)
+            require_space(
+                measure_space(
+                    folders, job=config.job, rank=rank, extents=extents, num_parameters=len(description.parameters)
+                )
+            )
+            fill_folders(claimed, manifest)
+            record = no_record(extents.num_tasklets, len(description.parameters))
+            store = StateStore(
+                claimed,
+                manifest,
+                record,
+                direct_io=config.file_access,
+                io_engine=config.io_engine,
+                io_timeout=config.io_timeout,
+            )
+            undo.pop_all()
+            return store
+
+    return _opened(make, folders, "Creating the store", seconds=config.io_timeout, remove=True)
+
+
+def recover_store(
+    folders: Sequence[Path],
+    *,
+    job: str = "default",
+    rank: int = 0,
+    newest: int | None = None,
+    training: int | None = None,
+    run: bytes | None = None,
+    direct_io: str = "auto",
+    io_engine: str = "auto",
+    state_format: str | None = None,
+    io_timeout: float = IO_TIMEOUT,
+) -> StateStore:
+    """Open the store of an earlier process at its newest complete generation; newer records are erased.
+
+    Args:
+        folders: The folders given to :func:`create_store`, in the same order.
+        job: ``TransferConfig.job``.
+        rank: Rank of this process.
+        newest: Largest generation to open (the newest common to all ranks); None means any.
+        training: Number of the training record to resume from; a newer one is erased. None: none.
+        run: ``TrainingRecord.run`` of the records that follow, the same on all ranks; None means a random one.
+        direct_io: ``TransferConfig.direct_io``.
+        io_engine: ``TransferConfig.io_engine``.
+        state_format: The required format; None means any.
+        io_timeout: ``TransferConfig.io_timeout``.
+
+    Raises:
+        StorageLockedError: A process owns one of the folders.
+        ConfigError: The store has another state format.
+        StorageCorruptError: There is no complete generation, or the format is foreign or newer.
+        StorageTimeoutError: A disk does not answer.
+        StorageError: A folder or file cannot be read, or some of the state was in the process's memory only.
+    """
+
+    def open_newest() -> StateStore:
+        with ExitStack() as undo:
+            claimed = claim_folders(folders, job=job, rank=rank, create=False, undo=undo)
+            inside = [folder.inside for folder in claimed]
+            manifest = common_manifest(inside, rank=rank)
+            require_recoverable(claimed[0].path, manifest, state_format=state_format)
+            record = newest_complete(inside, manifest, newest)
+            for device, folder in enumerate(claimed):
+                folder.adopt(manifest.for_device(device))
+            store = StateStore(
+                claimed, manifest, record, direct_io=direct_io, io_engine=io_engine, io_timeout=io_timeout
+            )
+            store.restore_places()
+            if training is not None:
+                store.records.resume_from(training, run=run or uuid.uuid4().bytes)
+            undo.pop_all()
+            return store
+
+    return _opened(open_newest, folders, "Opening the store", seconds=io_timeout, remove=False)
+
+
+def find_resumable(
+    folders: Sequence[Path], *, job: str, rank: int, io_timeout: float = IO_TIMEOUT
+) -> tuple[Manifest, list[TrainingRecord]]:
+    """Return a store's manifest and the training records to resume from, newest first.
+
+    Their generations and their residuals are whole.
+
+    Args:
+        folders: The folders given to :func:`create_store`, in the same order.
+        job: ``TransferConfig.job``.
+        rank: Rank of this process.
+        io_timeout: ``TransferConfig.io_timeout``.
+
+    Raises:
+        StorageLockedError, StorageCorruptError, StorageTimeoutError: As for :func:`recover_store`; also a residual is
+            damaged, and there is no earlier record to resume from.
+        StorageError: As there, or several steps came after the last record, and have overwritten its state.
+    """
+
+    def look() -> tuple[Manifest, list[TrainingRecord]]:
+        with ExitStack() as claims:
+            claimed = claim_folders(folders, job=job, rank=rank, create=False, undo=claims)
+            inside = [folder.inside for folder in claimed]
+            for folder in inside:
+                if folder.status(MANIFEST_NAME) is None:
+                    raise StorageError(
+                        f"There is no training to resume in {str(folder.path)!r}: it ended within its set-up.",
+                        BEGIN_ANEW,
+                    )
+            manifest = common_manifest(inside, rank=rank)
+            records = written_records(inside[0], manifest)
+            complete = complete_generations(inside, manifest)
+            usable = [record for record in records if record.generation in complete]
+            if not usable:
+                require_resumable(inside[0], manifest, records, oldest=min(complete, default=0))
+            return manifest, with_whole_residuals(inside[0], manifest, usable)
+
+    return unless_idle(look, doing="Reading the store in", path=Path(folders[0]).absolute(), seconds=io_timeout)
+
+
+def _opened(
+    make: Callable[[], StateStore], folders: Sequence[Path], doing: str, *, seconds: float, remove: bool
+) -> StateStore:
+    first = Path(folders[0]).absolute()
+    return unless_idle(make, doing=f"{doing} in", path=first, seconds=seconds, undo=lambda late: late.release(remove))

@@ -1,0 +1,194 @@
+"""Finds the folders in which trainings have left their parts, and says from what each of them can be resumed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_smartinfinity.errors import StorageCorruptError
+from lightning_smartinfinity.machine import machine_identity
+from lightning_smartinfinity.storage.folders.lock import KEPT, SET_ASIDE, is_locked, read_lock, successor_in
+from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
+from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
+from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, open_rank_folder, owned_names
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
+from lightning_smartinfinity.storage.records.training_record import damaged_training_records
+from lightning_smartinfinity.storage.state.recovery import committed_records, records_of, written_records
+
+__all__ = ["Part", "Point", "find_parts", "look_at", "points_of"]
+
+_OF_RANK = re.compile(r"rank-[0-9]{5,}")
+
+
+class Point(NamedTuple):
+    """A point at which a training can be resumed, if all of its ranks have it: fields of a ``TrainingRecord``."""
+
+    number: int
+    generation: int
+    run: bytes
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The folder of one rank in one storage folder, as a process saw it. It holds plain values, which ranks gather.
+
+    Args:
+        machine: :func:`~lightning_smartinfinity.machine.machine_identity` of the process.
+        path: Path of the folder.
+        rank: Number of the rank.
+        store: Job id of the store there; None if there is no readable manifest.
+        world_size: Number of ranks of its training.
+        num_machines: Number of machines that its ranks ran on; 0 if it is unknown.
+        device: Index of the storage folder among those of the rank.
+        folders: Storage folders of the rank.
+        kept: Whether the store is marked ``keep``.
+        is_aside: Whether it was set aside, and no training has gone on with it since.
+        successor: Job id of the stores of other ranks that are filled from it, if it was set aside for that.
+        points: Points that the rank can be resumed at, as far as its records say; only in its first folder.
+        is_damaged: Whether its manifest is damaged, or a record, so that steps may have been taken that no point shows.
+        num_bytes: Bytes allocated by its files.
+        in_use: Whether a process had locked it.
+    """
+
+    machine: str
+    path: Path
+    rank: int
+    store: bytes | None = None
+    world_size: int = 0
+    num_machines: int = 0
+    device: int = 0
+    folders: tuple[str, ...] = ()
+    kept: bool = False
+    is_aside: bool = False
+    successor: bytes | None = None
+    points: frozenset[Point] = frozenset()
+    is_damaged: bool = False
+    num_bytes: int = field(default=0, compare=False)  # blocks may be allocated late
+    in_use: bool = field(default=False, compare=False)
+
+    @property
+    def storage(self) -> Path:
+        """The storage folder."""
+        return self.path.parents[1]
+
+    @property
+    def job(self) -> str:
+        """The job's name."""
+        return self.path.parent.name
+
+
+def find_parts(folders: Sequence[Path], jobs: Sequence[str]) -> list[Part]:
+    """Return the parts of these jobs in storage folders, and in those that their manifests name.
+
+    Nothing there changes. A storage folder that does not exist holds nothing. Of copies of a part, the first that is
+    found counts: manifests name the folders of the original.
+
+    Raises:
+        StorageError: A folder is not to be trusted, a file cannot be read, or a newer version wrote it.
+    """
+    found: list[Part] = []
+    pending = [Path(os.path.abspath(folder)) for folder in folders]
+    seen: set[tuple[int, int] | None] = {None}
+    known: set[tuple[bytes, int, int, str]] = set()
+    while pending:
+        storage = pending.pop(0)
+        identity = _identity_of(storage)
+        if identity not in seen:
+            seen.add(identity)
+            parts = [part for job in jobs for part in _parts_of(storage / job)]
+            pending += [Path(folder) for part in parts for folder in part.folders]
+            for part in parts:
+                key = None if part.store is None else (part.store, part.rank, part.device, part.job)
+                if key is None or key not in known:
+                    found.append(part)
+                if key is not None:
+                    known.add(key)
+    return found
+
+
+def _identity_of(storage: Path) -> tuple[int, int] | None:
+    with suppress(OSError):
+        status = os.stat(storage)
+        return status.st_dev, status.st_ino
+    return None
+
+
+def _parts_of(job: Path) -> Iterator[Part]:
+    names: list[str] = []
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # who makes a store there raises the last
+        names = sorted(filter(_OF_RANK.fullmatch, os.listdir(job)))
+    for name in names:
+        with (
+            storage_errors("Reading", job / name),
+            suppress(FileNotFoundError),  # its process has just removed it
+            closing(open_rank_folder(job / name)) as folder,
+        ):
+            yield look_at(folder)
+
+
+def look_at(folder: OpenFolder) -> Part:
+    """Return what lies in a rank's folder. Raises as :func:`find_parts`."""
+    notes: frozenset[str] = frozenset()
+    manifest: Manifest | None = None
+    with suppress(StorageCorruptError):
+        _, notes = read_lock(folder)
+    try:
+        manifest = None if folder.status(MANIFEST_NAME) is None else read_manifest(folder)
+        is_damaged = manifest is not None and _has_damaged_records(folder, manifest)
+    except StorageCorruptError:
+        is_damaged = MANIFEST_NAME in notes  # otherwise it is a file of something else
+    rank = int(folder.path.name.removeprefix("rank-"))
+    sizes = map(folder.status, owned_names(folder, notes, manifest))
+    bare = Part(
+        machine=machine_identity(),
+        path=folder.path,
+        rank=rank,
+        kept=KEPT in notes,
+        is_aside=SET_ASIDE in notes,
+        successor=successor_in(notes),
+        is_damaged=is_damaged,
+        num_bytes=sum(status.st_blocks * 512 for status in sizes if status is not None),
+        in_use=is_locked(folder),
+    )
+    if manifest is None or manifest.rank != rank:
+        return bare
+    return Part(
+        **{
+            **vars(bare),
+            "store": manifest.job,
+            "world_size": manifest.world_size,
+            "num_machines": manifest.num_machines,
+            "device": manifest.device,
+            "folders": manifest.folders,
+            "kept": bare.kept or manifest.keep,
+            "points": points_of(folder, manifest) if manifest.device == 0 else frozenset(),
+        }
+    )
+
+
+def points_of(folder: OpenFolder, manifest: Manifest) -> frozenset[Point]:
+    """Return the points in a rank's first folder whose generation is committed. Neither extents nor residuals are read.
+
+    Raises:
+        StorageError: A record cannot be read.
+    """
+    if folder.status(COMMIT_NAME) is None:  # a kill came while the store was removed
+        return frozenset()
+    records = committed_records(folder, manifest)
+    return frozenset(Point(record.number, record.generation, record.run, record.step) for record in records)
+
+
+def _has_damaged_records(folder: OpenFolder, manifest: Manifest) -> bool:
+    """Return whether damage to the records in a rank's first folder hides that a step was taken, or may hide it."""
+    if manifest.device != 0 or folder.status(COMMIT_NAME) is None:
+        return False
+    return bool(damaged_training_records(folder, identity=manifest.identity)) or (
+        records_of(folder, manifest).problem is not None
+        and any(record.number > 0 for record in written_records(folder, manifest))
+    )

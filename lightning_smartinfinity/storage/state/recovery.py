@@ -1,0 +1,245 @@
+"""Finds the newest generation that an earlier process left complete."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
+from lightning_smartinfinity.storage.folders.manifest import Manifest, read_manifest
+from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
+from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME
+from lightning_smartinfinity.storage.records.residual_file import damaged_parts, was_cut_short
+from lightning_smartinfinity.storage.records.training_record import (
+    TrainingRecord,
+    damaged_training_records,
+    read_training_records,
+    residual_of,
+)
+from lightning_smartinfinity.storage.state.commit_record import CommitRecord, Records, erase_record, read_records
+from lightning_smartinfinity.storage.state.trailer import first_mismatch
+
+__all__ = [
+    "BEGIN_ANEW",
+    "committed_records",
+    "common_manifest",
+    "complete_generations",
+    "contradiction",
+    "newest_complete",
+    "records_of",
+    "require_resumable",
+    "require_recoverable",
+    "with_whole_residuals",
+    "written_records",
+]
+
+
+BEGIN_ANEW = "Begin anew, without resuming from storage (leave ckpt_path out), or pass a checkpoint."
+
+
+def common_manifest(folders: Sequence[OpenFolder], *, rank: int) -> Manifest:
+    """Return the first manifest of a rank's folders; the others must agree with it and with the folders' order.
+
+    Raises:
+        StorageCorruptError: The folders belong to different stores, are in another order, or some are missing.
+    """
+    manifests = [read_manifest(folder) for folder in folders]
+    first = manifests[0]
+    for device, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
+        if (manifest.job, manifest.rank, manifest.device) != (first.job, rank, device):
+            raise StorageCorruptError(
+                f"{str(folder.path)!r} belongs to another store, or the storage folders are in another order.",
+                f"Name the storage folders as they were when the state was made: {list(first.folders)!r}.",
+            )
+    if first.extents.num_devices != len(folders):
+        raise StorageCorruptError(
+            f"The optimizer state in {str(folders[0].path)!r} lies in {first.extents.num_devices} storage folders;"
+            f" {len(folders)} named.",
+            f"Name all of them: {list(first.folders)!r}.",
+        )
+    return first
+
+
+def require_recoverable(folder: Path, manifest: Manifest, *, state_format: str | None) -> None:
+    """Check that a store has the wanted format, and that all of its state is on storage.
+
+    Args:
+        folder: The rank's folder, for messages.
+        manifest: The store's manifest.
+        state_format: The required format; None means any.
+
+    Raises:
+        ConfigError: The store has another state format.
+        StorageError: Some of the state was in the process's memory only.
+    """
+    if state_format is not None and manifest.state_format != state_format:
+        raise ConfigError(
+            f"The optimizer state in {str(folder)!r} is in the format {manifest.state_format!r},"
+            f" state_format={state_format!r} was asked for.",
+            f"Use state_format={manifest.state_format!r}, or convert it with `smart-infinity convert`.",
+        )
+    if manifest.extents.num_in_memory:
+        raise StorageError(
+            f"Of the optimizer state in {str(folder)!r} {manifest.extents.num_in_memory} tasklets were in the memory of"
+            " the process that made it.",
+            "Resume from a checkpoint; with TransferConfig(durability='step') or keep=True all of it is on storage.",
+        )
+
+
+def records_of(folder: OpenFolder, manifest: Manifest) -> Records:
+    """Read the commit records of a store from its first folder. Raises as :func:`read_records`."""
+    return read_records(
+        folder,
+        num_tasklets=manifest.extents.num_tasklets,
+        num_parameters=len(manifest.description.parameters),
+        job=manifest.job,
+    )
+
+
+def complete_generations(folders: Sequence[OpenFolder], manifest: Manifest) -> list[int]:
+    """Return the numbers of the generations whose record and extents are all intact, newest first.
+
+    Raises:
+        StorageError: A file cannot be read.
+    """
+    records, _ = records_of(folders[0], manifest)
+    return [record.generation for record in records if _mismatch(folders, manifest, record) is None]
+
+
+def written_records(folder: OpenFolder, manifest: Manifest) -> list[TrainingRecord]:
+    """Return the intact training records, newest first, without those whose residual was not written to its end.
+
+    The values of the residuals are not read.
+
+    Raises:
+        StorageError: A file cannot be read.
+    """
+    found = []
+    for record in read_training_records(folder, identity=manifest.identity):
+        residual = residual_of(record, manifest.identity)
+        if residual is None or not was_cut_short(folder, residual):
+            found.append(record)
+    return found
+
+
+def committed_records(folder: OpenFolder, manifest: Manifest) -> list[TrainingRecord]:
+    """Return the :func:`written_records` whose generation is committed, newest first. Raises as that function."""
+    committed = {record.generation for record in records_of(folder, manifest).intact}
+    return [record for record in written_records(folder, manifest) if record.generation in committed]
+
+
+def require_resumable(
+    folder: OpenFolder, manifest: Manifest, records: Sequence[TrainingRecord], *, oldest: int
+) -> None:
+    """Raise what is wrong with training records that are of no use, unless a training has written none.
+
+    Args:
+        folder: The rank's first folder.
+        manifest: The store's manifest.
+        records: The intact ones, newest first.
+        oldest: The oldest generation that is whole.
+
+    Raises:
+        StorageCorruptError: One is damaged.
+        StorageError: The training wrote no more of them, or several generations have come after the last one.
+    """
+    ended = next((record for record in records if record.end is not None), None)
+    if ended is not None:
+        raise StorageError(
+            f"The training in {str(folder.path)!r} wrote no training records after step {ended.step}: {ended.end}",
+            BEGIN_ANEW,
+        )
+    damaged = damaged_training_records(folder, identity=manifest.identity)
+    if damaged:
+        named, are = " and ".join(repr(str(folder.path / name)) for name in damaged), "are" if damaged[1:] else "is"
+        older = "".join(
+            f", and later steps have overwritten the state of the one before (step {record.step})" for record in records
+        )
+        raise StorageCorruptError(
+            f"The training record{'s' if damaged[1:] else ''} {named} {are} damaged{older}.",
+            BEGIN_ANEW,
+        )
+    if records and records[0].generation < oldest:
+        raise StorageError(
+            f"The training in {str(folder.path)!r} ended after several generations that came after its last record "
+            f"(step {records[0].step}): several optimizer steps in a batch, or writes to its parameters. They have "
+            "overwritten its state.",
+            BEGIN_ANEW,
+        )
+
+
+def with_whole_residuals(
+    folder: OpenFolder, manifest: Manifest, records: Sequence[TrainingRecord]
+) -> list[TrainingRecord]:
+    """Read the residuals of training records, and return the records whose residual is whole, or that have none.
+
+    Raises:
+        StorageCorruptError: There is none, and a residual is damaged.
+        StorageError: A file cannot be read.
+    """
+    problems = []
+    for record in records:
+        residual = residual_of(record, manifest.identity)
+        problems.append(None if residual is None else next(damaged_parts(folder, residual), None))
+    whole = [record for record, problem in zip(records, problems, strict=True) if problem is None]
+    damaged = [problem for problem in problems if problem is not None]
+    if damaged and not whole:
+        raise StorageCorruptError(damaged[0], BEGIN_ANEW)
+    if damaged:
+        warnings.warn(f"{damaged[0]} Going on from step {whole[0].step}.", stacklevel=3)
+    return whole
+
+
+def newest_complete(folders: Sequence[OpenFolder], manifest: Manifest, newest: int | None) -> CommitRecord:
+    """Return the newest record, up to ``newest``, whose extents are all intact; newer records are erased.
+
+    Later steps write to the newer records' places again, so that such a record would name a mixture of generations.
+    What was torn or damaged is erased, too: a later read could find it whole.
+
+    Raises:
+        StorageCorruptError: There is no such record.
+        StorageError: A file cannot be read.
+    """
+    records, problem = records_of(folders[0], manifest)
+    problems = [] if problem is None else [problem]
+    for record in records:
+        if newest is not None and record.generation > newest:
+            continue
+        mismatch = _mismatch(folders, manifest, record)
+        if mismatch is None:
+            if problems:
+                warnings.warn(f"{problems[0]} Going on from generation {record.generation}.", stacklevel=3)
+            if problem is not None or record is not records[0]:
+                erase_record(folders[0], replace(record, generation=record.generation + 1), flush=True)
+            return record
+        problems.append(mismatch)
+    raise StorageCorruptError(
+        problems[0] if problems else f"{str(folders[0].path / COMMIT_NAME)!r} holds no commit record{_up_to(newest)}.",
+        "Resume from a checkpoint with a new store: remove the folder or choose another TransferConfig(job=...).",
+    )
+
+
+def contradiction(folders: Sequence[OpenFolder], record: CommitRecord) -> str | None:
+    """Return a sentence about a record with a right checksum that no store can have written, or None."""
+    generations = record.tasklet_generations
+    if (
+        np.any((generations < 0) | (generations > record.generation))
+        or np.any(record.placement.devices >= len(folders))
+        or np.any(record.steps < 0)
+    ):
+        path = folders[0].path / COMMIT_NAME
+        return f"{str(path)!r}: the record of generation {record.generation} contradicts itself."
+    return None
+
+
+def _mismatch(folders: Sequence[OpenFolder], manifest: Manifest, record: CommitRecord) -> str | None:
+    problem = contradiction(folders, record)
+    return problem or first_mismatch(folders, manifest.extents, record, manifest.identity)
+
+
+def _up_to(newest: int | None) -> str:
+    return "" if newest is None else f" up to generation {newest}"

@@ -1,0 +1,184 @@
+"""Reads every extent of a store's newest generation and a residual that a training needs, and compares checksums."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.config import IO_TIMEOUT
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError
+from lightning_smartinfinity.progress import Advance, Show
+from lightning_smartinfinity.storage.folders.direct import open_state_file
+from lightning_smartinfinity.storage.folders.manifest import Manifest, read_manifest
+from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
+from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, STATE_NAME, read_rank_folder
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.os_errors import failure_error, in_milliseconds
+from lightning_smartinfinity.storage.records.residual_file import ResidualOf, damaged_parts
+from lightning_smartinfinity.storage.records.training_record import residual_of
+from lightning_smartinfinity.storage.state.commit_record import CommitRecord
+from lightning_smartinfinity.storage.state.recovery import committed_records, common_manifest, contradiction, records_of
+
+__all__ = ["ScrubbedRank", "scrub_rank"]
+
+_BATCH = 64  # tasklets that are read at a time
+_NUM_BUFFERS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScrubbedRank:
+    """Tells how much of a rank's state was read, and which of it is damaged.
+
+    Args:
+        folders: The rank's folders.
+        generation: The generation that was read; None if there is none.
+        num_extents: Number of extents that were read.
+        num_bytes: Their bytes, and those of the residual of compressed gradients.
+        damaged: A sentence about everything that is damaged, with path and offset.
+        unknown: Sentences that tell why nothing, or not all of it, could be read.
+    """
+
+    folders: tuple[Path, ...]
+    generation: int | None = None
+    num_extents: int = 0
+    num_bytes: int = 0
+    damaged: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRank:
+    """Read a rank's newest generation whole, past the page cache where the file system can; nothing there changes.
+
+    Args:
+        folders: The rank's folder in every storage folder, in any order.
+        rank: Number of the rank.
+        show: Shows the progress.
+
+    Raises:
+        StorageLockedError: A process uses one of the folders.
+        StorageError: A folder is missing or not this user's, or cannot be opened.
+    """
+    with ExitStack() as opened:
+        try:
+            claimed, manifest, record, torn = unless_idle(
+                partial(_opened, folders, rank, opened), doing="Opening", path=folders[0]
+            )
+        except StorageCorruptError as error:
+            return ScrubbedRank(folders=tuple(folders), damaged=(error.problem,))
+        on_storage = range(manifest.extents.num_in_memory, manifest.extents.num_tasklets)
+        num_bytes = sum(manifest.extents.extents[index].nbytes for index in on_storage)
+        training = next(iter(committed_records(claimed[0], manifest)), None)
+        residual = None if training is None else residual_of(training, manifest.identity)
+        num_bytes += 0 if residual is None else residual.nbytes
+        damaged, unknown = [], [] if torn is None else [f"{torn} Generation {record.generation} was read."]
+        try:
+            with show(f"Reading the state of rank {rank}", num_bytes) as advance:
+                for sentence in _damaged(claimed, manifest, record, on_storage, advance):
+                    damaged.append(sentence)
+                if residual is not None:
+                    damaged += _damaged_residual(claimed[0], residual, advance)
+        except StorageError as error:  # what was found before is told all the same
+            unknown.append(str(error))
+        return ScrubbedRank(
+            folders=tuple(folder.path for folder in claimed),
+            generation=record.generation,
+            num_extents=len(on_storage),
+            num_bytes=num_bytes,
+            damaged=tuple(damaged),
+            unknown=tuple(unknown),
+        )
+
+
+def _opened(
+    paths: Sequence[Path], rank: int, opened: ExitStack
+) -> tuple[list[OpenFolder], Manifest, CommitRecord, str | None]:
+    """Return a rank's folders in their order, its manifest, and what :func:`_newest` finds."""
+    claimed = [opened.enter_context(read_rank_folder(path)) for path in paths]
+    claimed.sort(key=lambda folder: read_manifest(folder).device)
+    manifest = common_manifest(claimed, rank=rank)
+    return claimed, manifest, *_newest(claimed, manifest)
+
+
+def _newest(folders: Sequence[OpenFolder], manifest: Manifest) -> tuple[CommitRecord, str | None]:
+    """Return the newest record, and what :class:`Records` says of the other half."""
+    records, torn = records_of(folders[0], manifest)
+    problem = contradiction(folders, records[0]) if records else torn
+    if not records or problem is not None:
+        path = folders[0].path / COMMIT_NAME
+        raise StorageCorruptError(problem or f"{str(path)!r} holds no commit record.", "Resume from a checkpoint.")
+    return records[0], torn
+
+
+def _damaged(
+    folders: Sequence[OpenFolder], manifest: Manifest, record: CommitRecord, tasklets: range, advance: Advance
+) -> Iterator[str]:
+    with ExitStack() as opened:
+        files = []
+        for folder in folders:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # nothing of this depends on direct I/O
+                files.append(open_state_file(folder, STATE_NAME, "auto", access=os.O_RDONLY))
+            opened.callback(files[-1].close)
+        if not tasklets:
+            return
+        pipeline = native.Pipeline(
+            files=files,
+            identity=manifest.identity,
+            num_buffers=_NUM_BUFFERS,
+            buffer_bytes=manifest.extents.place_bytes,
+            timeout_ms=in_milliseconds(IO_TIMEOUT),
+        )
+        opened.callback(pipeline.close)
+        for begin in range(0, len(tasklets), _BATCH):
+            some = tasklets[begin : begin + _BATCH]
+            if _failure(pipeline, manifest, record, some) is not None:
+                # A batch ends with its first failure, and the others are looked for one by one.
+                each = (_failure(pipeline, manifest, record, [index]) for index in some)
+                yield from (f"{failure.message}." for failure in each if failure is not None)
+            advance(sum(manifest.extents.extents[index].nbytes for index in some))
+
+
+def _damaged_residual(folder: OpenFolder, residual: ResidualOf, advance: Advance) -> list[str]:
+    read = partial(damaged_parts, folder, residual, advance=advance)
+    return unless_idle(lambda: list(read()), doing="Reading", path=folder.path / residual.name)
+
+
+def _failure(
+    pipeline: native.Pipeline, manifest: Manifest, record: CommitRecord, tasklets: Sequence[int]
+) -> native.Failure | None:
+    """Read tasklets, and return the first failure.
+
+    Raises:
+        StorageTimeoutError: The disk does not answer, which says nothing about what it holds.
+    """
+    reads = [_read_of(manifest, record, index) for index in tasklets]
+    pipeline.submit(native.Batch(native.Operation.READ, reads, io_class=native.IoClass.BACKGROUND))
+    failure = pipeline.finish()
+    if failure is not None and failure.kind == "timeout":
+        raise failure_error(failure, what="Optimizer state")
+    return failure
+
+
+def _read_of(manifest: Manifest, record: CommitRecord, index: int) -> native.Tasklet:
+    extents = manifest.extents
+    borders = extents.borders_of(index)
+    return native.Tasklet(
+        index=index,
+        numel=extents.extents[index].numel,
+        num_arrays=extents.num_arrays,
+        extent_bytes=extents.extents[index].nbytes,
+        read_file=int(record.placement.devices[index]),
+        read_offset=extents.place_offset(int(record.placement.positions[index])),
+        read_generation=int(record.tasklet_generations[index]),
+        write_file=0,
+        write_offset=0,
+        write_generation=0,
+        segments=[],  # every region is verified, and nothing handed out
+        blocks=native.Blocks(list(borders)) if borders else None,
+    )

@@ -1,0 +1,366 @@
+"""The state store: one rank's optimizer state on storage and its commit record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.config import IO_TIMEOUT
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.storage.extents import ExtentMap, blocks_of
+from lightning_smartinfinity.storage.folders.direct import open_state_file
+from lightning_smartinfinity.storage.folders.manifest import Manifest
+from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, STATE_NAME, RankFolder
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.limited_calls import LimitedCalls
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
+from lightning_smartinfinity.storage.records.residual_write import WriteOptions
+from lightning_smartinfinity.storage.records.training_record import TrainingRecord, TrainingRecords
+from lightning_smartinfinity.storage.spread import Placement, next_placement, places_needed
+from lightning_smartinfinity.storage.state.capacities import Capacities
+from lightning_smartinfinity.storage.state.commit_record import CommitRecord, erase_record, flush_records, write_record
+from lightning_smartinfinity.storage.state.pin import Pin
+
+__all__ = ["StateStore"]
+
+
+class StateStore:
+    """``<storage>/<job>/rank-<n>/`` in every storage folder, owned (locked) by this process.
+
+    Made by :func:`~lightning_smartinfinity.storage.state.opening.create_store` or ``recover_store``.
+
+    Attributes:
+        files: State file of each storage folder.
+        identity: The mark that every extent carries.
+        manifest: The content of manifest.json.
+        records: The training records.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[RankFolder],
+        manifest: Manifest,
+        record: CommitRecord,
+        *,
+        direct_io: str,
+        io_engine: str = "auto",
+        io_timeout: float = IO_TIMEOUT,
+    ) -> None:
+        self.manifest = manifest
+        self.identity = manifest.identity
+        self._record = record
+        self._previous: CommitRecord | None = None
+        self._folders = tuple(folders)
+        self._unusable: StorageError | None = None
+        self._pins: list[Pin] = []
+        self._commit_bytes = 0
+        self._homes = manifest.extents.first_homes if record.generation < 0 else record.placement.devices
+        self._capacities = Capacities(folders, manifest.extents, ranks=manifest.world_size)
+        self.files = tuple(open_state_file(folder.inside, STATE_NAME, direct_io) for folder in folders)
+        self._io_timeout = io_timeout
+        self._in_time = LimitedCalls(self.files, seconds=io_timeout)
+        direct = self.files[0].direct
+        options = WriteOptions(
+            direct=direct,
+            io_engine="plain" if io_engine == "auto" and not direct else io_engine,
+            io_timeout=io_timeout,
+            flush=manifest.durability == "power",
+            in_time=self._in_time,
+        )
+        self.records = TrainingRecords(folders[0], identity=self.identity, options=options)
+
+    @property
+    def extents(self) -> ExtentMap:
+        """The extents of the tasklets."""
+        return self.manifest.extents
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes of all places in the state files, as many as there are now."""
+        return self._capacities.nbytes
+
+    @cached_property
+    def blocks(self) -> tuple[native.Blocks | None, ...]:
+        """The cut of each tasklet's elements into blocks, for the native core; None means on the grid alone."""
+        return blocks_of(self.extents)
+
+    @property
+    def control_bytes(self) -> int:
+        """Bytes of the commit records, training records and residuals written so far."""
+        return self._commit_bytes + self.records.nbytes
+
+    @property
+    def generation(self) -> int:
+        """Current generation, -1 before the first commit."""
+        return self._record.generation
+
+    @property
+    def placement(self) -> Placement:
+        """The place of each tasklet's extent."""
+        return self._record.placement
+
+    @property
+    def homes(self) -> NDArray[np.uint16]:
+        """uint16[num_tasklets]: the device that each tasklet is written to if its file has a free place."""
+        return self._homes
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of tasklets on storage whose home is each device."""
+        on_storage = self._homes[self.extents.num_in_memory :]
+        return [int((on_storage == device).sum()) for device in range(self.extents.num_devices)]
+
+    @property
+    def tasklet_generations(self) -> NDArray[np.int64]:
+        """int64[num_tasklets]: generation of each extent; a tasklet without gradient keeps its old one."""
+        return self._record.tasklet_generations
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """int64[num_parameters]: updates of each parameter so far."""
+        return self._record.steps
+
+    @property
+    def training(self) -> TrainingRecord | None:
+        """The training record written or recovered last; None if there is none."""
+        return self.records.current
+
+    def next_placement(self) -> Placement:
+        """Return the places of the next generation: with two for each tasklet, none that is occupied or pinned.
+
+        No other function chooses places to write to, so a pinned place is not written to.
+        """
+        extents = self.extents
+        return next_placement(
+            self.placement,
+            lying=self.tasklet_generations >= 0,
+            homes=self._homes,
+            capacities=list(self._capacities),
+            first=extents.num_in_memory,
+            in_place=extents.places_per_tasklet == 1,
+            pinned=[pin.occupied for pin in self._live_pins()],
+        )
+
+    def pin(self) -> Pin:
+        """Let no later generation take the places of this one until they are released. Between generations only.
+
+        Raises:
+            StorageError: As :meth:`make_room_to_pin`.
+        """
+        assert all(pin.record.generation == self.generation for pin in self._live_pins()), (
+            "one generation is pinned at a time"
+        )
+        self.make_room_to_pin()
+        self._pins.append(Pin(self._record))
+        return self._pins[-1]
+
+    def make_room_to_pin(self) -> None:
+        """Let files grow to three places for each tasklet: the pinned ones, and two for what changes meanwhile.
+
+        Raises:
+            StorageFullError: The file systems have no room for the third places.
+            StorageError: A file cannot be extended.
+        """
+        assert self.extents.places_per_tasklet > 1 and self.generation >= 0
+        here = np.bincount(self.placement.devices, minlength=self.extents.num_devices)
+        wanted = [both + int(pinned) for both, pinned in zip(self._places_needed(self._homes), here, strict=True)]
+        make_room = partial(self._capacities.make_room, wanted)
+        path = self._folders[0].path / STATE_NAME
+        unless_idle(make_room, doing="Extending", path=path, seconds=self._io_timeout)
+
+    def _live_pins(self) -> list[Pin]:
+        self._pins = [pin for pin in self._pins if pin.occupied.held.any()]
+        return self._pins
+
+    def _places_needed(self, homes: NDArray[np.uint16]) -> list[int]:
+        return places_needed(
+            self.placement,
+            lying=self.tasklet_generations >= 0,
+            homes=homes,
+            num_devices=self.extents.num_devices,
+            first=self.extents.num_in_memory,
+            in_place=self.extents.places_per_tasklet == 1,
+        )
+
+    def restore_places(self) -> None:
+        """Reserve places for the next generation, in files that may have been truncated behind this one."""
+        self._capacities.restore([self.extents.places_per_tasklet * count for count in self.counts])
+
+    def spread(self, counts: Sequence[int] | NDArray[np.int64]) -> bool:
+        """Change how many tasklets are at home on each device; files grow as needed. Between generations only.
+
+        Args:
+            counts: Number of tasklets of each device; their sum is the number of tasklets on storage.
+
+        Returns:
+            Whether the file systems have room for that. If not, or while a generation is pinned, homes stay as they
+            are.
+        """
+        if self._live_pins():
+            return False
+        homes = self.extents.homes(counts)
+        wanted = self._places_needed(homes)
+        path = self._folders[0].path / STATE_NAME
+        grow = partial(self._capacities.grow, wanted)
+        if not unless_idle(grow, doing="Extending", path=path, seconds=self._io_timeout):
+            return False
+        self._homes = homes
+        return True
+
+    def require_usable(self) -> None:
+        """Check that a generation may be written.
+
+        Raises:
+            StorageError: A record that is no longer valid could not be erased.
+        """
+        if self._unusable is not None:
+            raise self._unusable
+
+    def commit(
+        self,
+        *,
+        generation: int,
+        placement: Placement,
+        tasklet_generations: NDArray[np.int64],
+        steps: NDArray[np.int64],
+    ) -> None:
+        """Make a generation current. Its extents are written already; with ``durability="power"`` this flushes them.
+
+        Args:
+            generation: ``self.generation + 1``.
+            placement: Places of its extents.
+            tasklet_generations: int64[num_tasklets]: generation of each extent.
+            steps: int64[num_parameters]: updates of each parameter so far.
+
+        Raises:
+            StorageError: The record could not be written; the previous generation stays current.
+        """
+        assert generation == self.generation + 1
+        self.require_usable()
+        flush = self.manifest.durability == "power"
+        record = CommitRecord(
+            generation=generation,
+            placement=placement.copy(),
+            tasklet_generations=tasklet_generations.copy(),
+            steps=steps.copy(),
+        )
+        if flush:
+            self._flush_files()
+        before = self._record
+        try:
+            self._commit_bytes += self._write_record(record, flush=flush)
+            self._previous, self._record = before, record
+        except BaseException:  # an interrupt as well
+            if self._record is not record:
+                self._forget(record, flush=flush)
+            raise
+
+    def revert(self) -> None:
+        """Roll the last :meth:`commit` back; nothing may have been written since.
+
+        If the record cannot be erased, :meth:`require_usable` raises from now on.
+        """
+        assert self._previous is not None and self.manifest.extents.places_per_tasklet > 1
+        reverted, self._record = self._record, self._previous
+        self._previous = None
+        self._forget(reverted, flush=self.manifest.durability == "power")
+
+    def record_training(
+        self,
+        *,
+        generation: int,
+        step: int,
+        content: bytes,
+        has_steps: bool,
+        residual: NDArray[np.float32] | None = None,
+    ) -> None:
+        """Write what a training needs, beside the state of a generation, to go on from there; see ``training_record``.
+
+        Args:
+            generation: The newest generation, or the next one if its step is in flight.
+            step: Optimizer steps of the training so far, for messages.
+            content: What the training needs.
+            has_steps: Whether the training has taken a step since it began.
+            residual: float32 memory of the residual of compressed gradients; ``records`` writes it beside the training.
+
+        Raises:
+            StorageError: It could not be written. The record before it is intact.
+        """
+        self.records.write(generation=generation, step=step, content=content, has_steps=has_steps, residual=residual)
+        self.records.write_residual(self.generation)
+
+    def forget_training(self) -> None:
+        """Erase the training record if its generation was not committed: a later one may become another state.
+
+        Raises:
+            StorageError: It could not be erased.
+        """
+        self.records.forget_behind(self.generation)
+
+    def keep(self) -> None:
+        """Flush the current generation, and let later jobs leave this store alone as ``TransferConfig.keep`` does.
+
+        Raises:
+            StorageError: The generation could not be flushed, or a manifest could not be written.
+        """
+        path = self._folders[0].path / STATE_NAME
+        unless_idle(self._keep, doing="Flushing", path=path, seconds=self._io_timeout)
+
+    def _keep(self) -> None:
+        self._flush_files()
+        flush_records(self._folders[0].inside)
+        self.manifest = replace(self.manifest, keep=True)
+        for device, folder in enumerate(self._folders):
+            folder.write_manifest(self.manifest.for_device(device))
+
+    def close(self, *, remove: bool) -> None:
+        """Close the files and release the lock; idempotent.
+
+        Args:
+            remove: Whether to delete this rank's folders, and the job's folder if it is then empty.
+        """
+        self.records.finish_residual()  # which may take longer than a call
+        if self._folders:
+            self._in_time(lambda: self.release(remove), doing="Closing", path=self._folders[0].path / STATE_NAME)
+
+    def release(self, remove: bool) -> None:
+        """Do what :meth:`close` does, but wait for the disk without a limit."""
+        for file in self.files:
+            file.close()
+        if remove:  # a kill must not leave parts that look like those of a training whose other parts are elsewhere
+            for folder in self._folders:
+                folder.disown()
+        for folder in self._folders:
+            folder.close(remove=remove)
+        self._folders = ()
+
+    def _flush_files(self) -> None:
+        for file in self.files:
+            with storage_errors("Flushing", file.path):
+                self._in_time(file.sync, doing="Flushing", path=Path(file.path))
+
+    def _write_record(self, record: CommitRecord, *, flush: bool) -> int:
+        inside, job = self._folders[0].inside, self.manifest.job
+        return self._in_time(
+            lambda: write_record(inside, record, job=job, flush=flush),
+            doing="Writing the commit record",
+            path=self._folders[0].path / COMMIT_NAME,
+        )
+
+    def _forget(self, record: CommitRecord, *, flush: bool) -> None:
+        # After a crash, recovery could still read this record. Its places are written again after the rollback, so it
+        # has to be erased first; if that fails, they must not be written.
+        try:
+            self._in_time(
+                lambda: erase_record(self._folders[0].inside, record, flush=flush),
+                doing="Erasing the commit record",
+                path=self._folders[0].path / COMMIT_NAME,
+            )
+        except StorageError as error:
+            self._unusable = error

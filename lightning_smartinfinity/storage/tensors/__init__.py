@@ -1,0 +1,1 @@
+"""Tensors on storage: parameters, gradients and activations."""

@@ -1,0 +1,253 @@
+"""Tensors of any length on storage, which live as long as something refers to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.config import IO_TIMEOUT
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.limited_calls import LimitedCalls
+from lightning_smartinfinity.storage.io.os_errors import (
+    failure_error,
+    in_milliseconds,
+    require_io_engine,
+    storage_error,
+    storage_errors,
+)
+from lightning_smartinfinity.storage.tensors.tensor_files import UnnamedFiles
+
+__all__ = ["StoredTensor", "TensorStore"]
+
+T = TypeVar("T")
+
+_IO_THREADS_PER_FILE = 4
+
+
+class Memory(Protocol):
+    """Block-aligned memory of whole blocks, such as a uint8 tensor."""
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+        ...
+
+    def numel(self) -> int:
+        """Return the number of bytes."""
+        ...
+
+
+# The memory of transfers that were given up: the kernel may still use it.
+_NEVER_FREED: list[dict[int, Memory]] = []
+
+
+class StoredTensor:
+    """One tensor on storage. Its place becomes free when nothing refers to this object any more.
+
+    Args:
+        nbytes: Size of the tensor in bytes.
+        extent: Place of the tensor on storage, in whole blocks.
+    """
+
+    def __init__(self, nbytes: int, extent: native.TensorExtent) -> None:
+        self.nbytes = nbytes
+        self.extent = extent
+
+
+class TensorStore:
+    """A rank's tensors of one kind, from construction to :meth:`close`.
+
+    Reads return what was written, or raise if they are verified. Transfers of the same blocks keep their order.
+
+    Args:
+        folders: Storage folders.
+        job: ``TransferConfig.job``.
+        direct_io: ``TransferConfig.file_access``.
+        io_engine: ``TransferConfig.io_engine``.
+        io_timeout: ``TransferConfig.io_timeout``.
+        what: Name of the tensors in messages.
+        verifies: Whether reads are compared with checksums of what was written.
+
+    Raises:
+        ConfigError: The I/O engine is unavailable here.
+        StorageTimeoutError: A disk does not answer.
+        StorageError: A folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        *,
+        job: str,
+        direct_io: str,
+        io_engine: str = "auto",
+        io_timeout: float = IO_TIMEOUT,
+        what: str = "Parameters",
+        verifies: bool = True,
+    ) -> None:
+        require_io_engine(io_engine)
+        self._what = what
+        self._files = unless_idle(
+            partial(UnnamedFiles, folders, job=job, direct_io=direct_io),
+            doing="Creating files in",
+            path=Path(folders[0]).absolute(),
+            seconds=io_timeout,
+            undo=lambda made: made.close(),
+        )
+        if io_engine == "auto" and not all(file.direct for file in self._files.files):
+            io_engine = "plain"  # the engine learns of files with each request only
+        try:
+            with storage_errors("Starting threads for", folders[0]):
+                self.core = native.TensorStore(
+                    self._files.files,
+                    io_threads=_IO_THREADS_PER_FILE * len(folders),
+                    io_engine=io_engine,
+                    timeout_ms=in_milliseconds(io_timeout),
+                    verifies=verifies,
+                )
+        except BaseException:
+            self._files.close()
+            raise
+        self._calls = LimitedCalls(self._files.files, seconds=io_timeout)
+        # The memory of transfers that may be in progress, by ticket; it must stay alive until they have ended.
+        self._unfinished: dict[int, Memory] = {}
+        self._given_up: set[int] = set()  # tickets whose memory the kernel may still use
+
+    @property
+    def path(self) -> str:
+        """Path of the first file."""
+        return self._files.files[0].path
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes of all tensors on storage."""
+        return self.core.taken_bytes
+
+    def add(self, nbytes: int) -> StoredTensor:
+        """Reserve room for a tensor, which is zero until it is written.
+
+        Raises:
+            StorageFullError: There is too little space.
+            StorageTimeoutError: The disk does not answer.
+        """
+        free = self.core.allocate_free(nbytes)
+        if free is not None:
+            return StoredTensor(nbytes, free)
+        try:
+            return StoredTensor(nbytes, self._in_time(lambda: self.core.allocate(nbytes), doing="Growing"))
+        except OSError as error:
+            problem = f"{self._what} in {error.filename!r}: {error.strerror}."
+            raise storage_error(error.errno or 0, problem=problem) from error
+
+    def keep_length(self) -> None:
+        """From now on, keep the files at least as long as the tensors of this moment need.
+
+        What is added and dropped again and again then waits no more for the disk, which makes a file longer and shorter
+        only behind the transfers that it has begun.
+        """
+        self.core.keep_length()
+
+    def read(
+        self,
+        stored: StoredTensor,
+        memory: Memory,
+        *,
+        offset: int = 0,
+        io_class: native.IoClass = native.IoClass.AWAITED,
+    ) -> int:
+        """Start reading whole blocks from byte ``offset`` on; return a ticket for :meth:`finish`.
+
+        Args:
+            stored: The tensor to read.
+            memory: Where the bytes go; it is kept alive until the transfer has ended.
+            offset: Offset in bytes, a multiple of the block size.
+            io_class: How urgent it is.
+        """
+        return self._start(self.core.read, stored, memory, offset, io_class)
+
+    def write(
+        self,
+        stored: StoredTensor,
+        memory: Memory,
+        *,
+        offset: int = 0,
+        io_class: native.IoClass = native.IoClass.AWAITED,
+    ) -> int:
+        """Start writing; arguments and result are those of :meth:`read`."""
+        return self._start(self.core.write, stored, memory, offset, io_class)
+
+    def done(self, ticket: int) -> bool:
+        """Return whether a transfer has ended, so that :meth:`finish` would not wait."""
+        return self.core.done(ticket)
+
+    def cancel(self, ticket: int) -> bool:
+        """Start no further part of a transfer; return whether that left any part out. It is finished as usual."""
+        return self.core.cancel(ticket)
+
+    def finish(self, ticket: int) -> None:
+        """Return when a transfer has ended; it is then more urgent than all others.
+
+        Ctrl-C ends the wait, not the transfer, whose memory is kept. A ticket may be finished more than once.
+
+        Raises:
+            StorageCorruptError: A read found something else than what was written.
+            StorageError: The transfer failed.
+        """
+        failure = self.core.wait(ticket)
+        if failure is not None and failure.kind == "timeout":
+            self._given_up.add(ticket)
+        if ticket not in self._given_up:
+            self._release(ticket)
+        if failure is not None:
+            raise failure_error(failure, what=self._what)
+
+    def release_ended(self) -> None:
+        """Keep the memory of the oldest transfers no longer if they have ended. An interrupt may have lost tickets."""
+        while (oldest := self._oldest()) is not None and self.core.done(oldest):
+            if self.core.counters().num_given_up:  # what was given up has ended, too, but its memory is not free
+                return
+            self._release(oldest)
+
+    def counters(self) -> native.Counters:
+        """Return the cumulative counters."""
+        return self.core.counters()
+
+    def close(self) -> None:
+        """Wait for transfers in flight and close the files, which deletes them; idempotent.
+
+        Raises:
+            StorageTimeoutError: The disk does not answer.
+        """
+        self.core.close()
+        if self.core.counters().num_given_up:
+            _NEVER_FREED.append(self._unfinished)
+        self._unfinished = {}
+        self._in_time(self._files.close, doing="Closing")
+
+    def _in_time(self, function: Callable[[], T], *, doing: str) -> T:
+        return self._calls(function, doing=doing, path=Path(self.path))
+
+    def _start(
+        self, begin: Callable[..., int], stored: StoredTensor, memory: Memory, offset: int, io_class: native.IoClass
+    ) -> int:
+        self.release_ended()
+        address, nbytes = memory.data_ptr(), memory.numel()
+        start = partial(begin, offset=offset, address=address, nbytes=nbytes, io_class=io_class)
+        tickets: list[int] = []
+        try:
+            # A signal handler may raise behind a call, before its result is assigned. It does not within extend().
+            tickets.extend(map(start, [stored.extent]))
+        finally:
+            self._unfinished.update(dict.fromkeys(tickets, memory))
+        return tickets[0]
+
+    def _oldest(self) -> int | None:
+        while True:
+            with suppress(RuntimeError):  # another thread has begun or released a transfer meanwhile
+                return next(iter(self._unfinished), None)
+
+    def _release(self, ticket: int) -> None:
+        self._unfinished.pop(ticket, None)

@@ -1,0 +1,128 @@
+"""Small stores for the store's tests, without torch."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.storage import ExtentMap, StateStore, StoreDescription, create_store
+from lightning_smartinfinity.storage.spread import Placement
+
+NUMEL = 5_000
+
+
+def extents(num_devices: int = 1, *, places_per_tasklet: int = 2, numel: int = NUMEL) -> ExtentMap:
+    return ExtentMap(
+        numel=numel, tasklet_numel=1024, num_arrays=3, num_devices=num_devices, places_per_tasklet=places_per_tasklet
+    )
+
+
+def description(num_parameters: int = 2) -> StoreDescription:
+    return StoreDescription(
+        optimizer="AdamW",
+        arrays=("master", "exp_avg", "exp_avg_sq"),
+        parameters=tuple({"name": f"p{index}", "numel": 10} for index in range(num_parameters)),
+        groups=({"lr": 0.1},),
+    )
+
+
+def create(
+    folders: Sequence[Path],
+    *,
+    rank: int = 0,
+    world_size: int = 2,
+    num_machines: int = 1,
+    job_id: bytes | None = None,
+    **config: Any,
+) -> StateStore:
+    settings = TransferConfig(**config)
+    return create_store(
+        folders,
+        config=settings,
+        extents=extents(len(folders), places_per_tasklet=settings.places_per_tasklet),
+        description=description(),
+        rank=rank,
+        world_size=world_size,
+        num_machines=num_machines,
+        job_id=job_id,
+    )
+
+
+@contextmanager
+def created(folders: Sequence[Path], **config: Any) -> Iterator[StateStore]:
+    store = create(folders, **config)
+    try:
+        yield store
+    finally:
+        store.close(remove=True)
+
+
+def write_generation(store: StateStore, generation: int, *, tasklets: Sequence[int] | None = None) -> Placement:
+    """Write extents of zeros to the next places, as this generation, and return where every tasklet lies then."""
+    chosen = range(store.extents.num_tasklets) if tasklets is None else tasklets
+    following = store.next_placement()
+    batch = native.Batch(
+        native.Operation.WRITE,
+        [
+            native.Tasklet(
+                index=index,
+                read_file=0,
+                numel=store.extents.extents[index].numel,
+                num_arrays=store.extents.num_arrays,
+                extent_bytes=store.extents.extents[index].nbytes,
+                read_offset=0,
+                read_generation=0,
+                write_file=int(following.devices[index]),
+                write_offset=store.extents.place_offset(int(following.positions[index])),
+                write_generation=generation,
+                segments=[],
+            )
+            for index in chosen
+        ],
+    )
+    pipeline = native.Pipeline(
+        files=list(store.files), identity=store.identity, num_buffers=2, buffer_bytes=4 * 4096, io_threads=1
+    )
+    pipeline.submit(batch)
+    assert pipeline.finish() is None
+    pipeline.close()
+    return store.placement.after(following, np.asarray(chosen, np.intp))
+
+
+def commit_generation(store: StateStore, generation: int) -> None:
+    """Write and commit a whole generation whose step counts equal its number."""
+    placement = write_generation(store, generation)
+    store.commit(
+        generation=generation,
+        placement=placement,
+        tasklet_generations=np.full(store.extents.num_tasklets, generation, np.int64),
+        steps=np.full(len(store.steps), generation, np.int64),
+    )
+
+
+def residual_memory(seed: int, numel: int = NUMEL) -> NDArray[np.float32]:
+    """Return aligned values, as a residual has them."""
+    values = np.frombuffer(native.HostBuffer(4 * numel).memoryview(), np.float32)[:numel]
+    values[:] = np.random.default_rng(seed).standard_normal(numel, np.float32)
+    return values
+
+
+def manifest_with(values: Mapping[str, Any]) -> bytes:
+    """Return a manifest with these values under a right checksum, as somebody would write it who knows the format."""
+    content = json.dumps({key: value for key, value in values.items() if key != "crc32"}, indent=1, default=repr)
+    body = content.encode()[: -len("\n}")]
+    return body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}'.encode()
+
+
+def tree(folder: Path) -> set[str]:
+    """Return the paths of everything below a folder."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}

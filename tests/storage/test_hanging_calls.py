@@ -1,0 +1,141 @@
+"""Set-up, recovery, scrubs and lists of jobs end in time if their disk does not answer, and leave nothing by halves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.errors import StorageTimeoutError
+from lightning_smartinfinity.storage import PARAMETERS, TensorStore, measure_tensor_space, recover_store
+from lightning_smartinfinity.storage.io import deadlines as in_time
+from lightning_smartinfinity.storage.io.deadlines import io_limit
+from lightning_smartinfinity.storage.jobs import jobs
+from lightning_smartinfinity.storage.state import scrub
+from tests.helpers.attacks import Attack
+from tests.helpers.silent_disk import ERROR, SAID, SECONDS, SilentDisk, gives_up
+from tests.storage.makers import commit_generation, create
+
+Capture: TypeAlias = pytest.CaptureFixture[str]
+
+
+def test_files_that_are_not_created(tmp_path: Path, disk: SilentDisk, attack: Attack) -> None:
+    """The error names the file. If the disk answers later, the store is removed again, and its folder is free."""
+    attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
+    folder = tmp_path / "storage"
+    disk.hang(os, "posix_fallocate")
+    with gives_up(folder / "default" / "rank-00000" / "state.bin", r"Allocating \d+ bytes for"):
+        create([folder], io_timeout=SECONDS)
+    with pytest.raises(StorageTimeoutError, match="has not answered an earlier call"):
+        create([folder], io_timeout=SECONDS)
+    disk.answer()
+    assert not (folder / "default").exists()
+    create([folder]).close(remove=True)
+
+
+def test_free_space_that_is_not_told(tmp_path: Path, disk: SilentDisk, attack: Attack) -> None:
+    """The error names the storage folder."""
+    attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
+    disk.hang(os, "statvfs")
+    with gives_up(tmp_path, "Looking for free space in"), io_limit(SECONDS):
+        measure_tensor_space([tmp_path], sizes=[1], what=PARAMETERS)
+
+
+def test_a_file_for_parameters_that_is_not_opened(tmp_path: Path, disk: SilentDisk, attack: Attack) -> None:
+    """The error names the storage folder; nothing is left once the disk answers."""
+    attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
+    disk.hang(os, "fchmod")
+    with pytest.raises(StorageTimeoutError, match=rf"Creating a file in '.*storage/default'.*nothing for {SECONDS} s"):
+        TensorStore([tmp_path / "storage"], job="default", direct_io="auto", io_timeout=SECONDS)
+    disk.answer()
+    assert not (tmp_path / "storage" / "default").exists()
+
+
+def test_a_store_that_is_not_recovered(tmp_path: Path, disk: SilentDisk, attack: Attack) -> None:
+    """The error names the file that is read; the store is as it was, and can be recovered later."""
+    attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
+    store = create([tmp_path])
+    commit_generation(store, 0)
+    store.close(remove=False)
+    state = tmp_path / "default" / "rank-00000" / "state.bin"
+    disk.hang(os, "pread", when=lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}") == str(state))
+    with gives_up(state, "Reading"):
+        recover_store([tmp_path], io_timeout=SECONDS)
+    disk.answer()
+    recovered = recover_store([tmp_path])
+    assert recovered.generation == 0
+    recovered.close(remove=True)
+
+
+def test_files_that_do_not_grow(tmp_path: Path, disk: SilentDisk, attack: Attack) -> None:
+    """A store that is to be spread anew over its folders ends in time, and its tasklets stay where they are."""
+    attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    store = create(folders, io_timeout=SECONDS)
+    before = store.counts
+    disk.hang(os, "posix_fallocate")
+    with gives_up(folders[0] / "default" / "rank-00000" / "state.bin", r"Extending to \d+ bytes"):
+        store.spread([sum(before), 0])
+    assert store.counts == before
+    disk.answer()
+    store.close(remove=True)
+
+
+@pytest.mark.parametrize(("module", "name"), [(jobs, "find_jobs"), (scrub, "_newest")])
+def test_state_that_is_not_looked_at(
+    module: Any, name: str, tmp_path: Path, disk: SilentDisk, attack: Attack, capsys: Capture
+) -> None:
+    """A scrub gives up folders, manifests and records that it cannot read, and says that it cannot tell."""
+    attack("a disk stops answering while a checkpoint or state is scrubbed", tries=1, outcome=SAID)
+    store = create([tmp_path], world_size=1)
+    commit_generation(store, 0)
+    store.close(remove=False)
+    disk.works_until_it_hangs()
+    disk.hang(module, name)
+    with io_limit(SECONDS):
+        assert main(["scrub", str(tmp_path), "--quiet"]) == 2
+    assert disk.hung == 1
+    assert f"did nothing for {SECONDS} s" in capsys.readouterr().err
+    disk.answer()
+
+
+@pytest.mark.parametrize(("call", "options"), [("scandir", []), ("unlink", ["--remove", "default"])])
+def test_jobs_that_are_not_looked_at(
+    call: str, options: list[str], tmp_path: Path, disk: SilentDisk, attack: Attack, capsys: Capture
+) -> None:
+    """The list of jobs, and the removal of one, end and say which folder does not answer."""
+    attack("a disk stops answering while jobs are listed or removed", tries=1, outcome=ERROR)
+    store = create([tmp_path], world_size=1)
+    commit_generation(store, 0)
+    store.close(remove=False)
+    disk.works_until_it_hangs()
+    disk.hang(os, call)
+    with io_limit(SECONDS):
+        assert main(["jobs", str(tmp_path), "--quiet", *options]) != 0
+    assert disk.hung == 1
+    assert f"did nothing for {SECONDS} s" in capsys.readouterr().err
+    disk.answer()
+
+
+def test_jobs_beside_a_disk_that_does_not_answer(
+    tmp_path: Path, disk: SilentDisk, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The jobs of the other folders are listed, and the exit status says that some are unknown."""
+    folders = [tmp_path / name for name in ("dead", "works")]
+    for folder in folders:
+        folder.mkdir()
+        store = create([folder], world_size=1)
+        commit_generation(store, 0)
+        store.close(remove=False)
+    (tmp_path / "mounts").write_text(f"/dev/a {folders[0]} ext4 rw 0 0\n")
+    monkeypatch.setattr(in_time, "_MOUNTS", tmp_path / "mounts")
+    disk.hang(os, "scandir", when=lambda path, *_: path == folders[0])
+    with io_limit(SECONDS):
+        assert main(["jobs", *map(str, folders), "--quiet"]) == 1
+    out, err = capsys.readouterr()
+    assert f"'{folders[0]}' did not return" in err
+    assert str(folders[1] / "default") in out
+    disk.answer()

@@ -1,0 +1,313 @@
+"""One process at a time holds a folder: locks, who holds them, and what two stores do in one folder."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageLockedError
+from lightning_smartinfinity.storage import recover_store
+from lightning_smartinfinity.storage.folders import staging_folder
+from lightning_smartinfinity.storage.folders.lock import FolderLock, acquire, is_locked, remove_unlocked
+from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
+from lightning_smartinfinity.storage.folders.replacement import flush
+from lightning_smartinfinity.storage.folders.staging_folder import locked, mark_of
+from lightning_smartinfinity.storage.state.space import leftover_bytes
+from tests.helpers.power_loss import RecordedDisk, content
+from tests.helpers.waiting import LIMIT
+from tests.storage.makers import commit_generation, create, created, tree
+
+
+def test_ranks_and_jobs_share_a_folder(tmp_path: Path) -> None:
+    """Each rank of each job has its own folder. The last rank to leave removes the job's folder."""
+    stores = [create([tmp_path], rank=rank, job=job) for rank in range(2) for job in ("one", "two")]
+    assert len({store.files[0].path for store in stores}) == 4
+    for store in stores[:3]:
+        store.close(remove=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"two"}
+    stores[3].close(remove=True)
+    assert tree(tmp_path) == set()
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_kept_store_is_refused(tmp_path: Path, device: int) -> None:
+    """A store created with keep=True is not replaced, whichever of its folders is named again."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    store = create(folders, keep=True)
+    commit_generation(store, 0)
+    store.close(remove=False)
+    before = tree(tmp_path)
+    with pytest.raises(StorageError, match="asked to keep it") as caught:
+        create([tmp_path / "new", folders[device]])
+    assert "Remove that folder" in caught.value.remedy
+    assert tree(tmp_path) == before
+    assert recover_store(folders).generation == 0
+
+
+def test_locked_by_another_process(tmp_path: Path) -> None:
+    """The error names the process that holds the folder, and that process's store is untouched."""
+    create([tmp_path]).close(remove=False)
+    before = tree(tmp_path)
+    with locked_by_another_process(tmp_path / "default" / "rank-00000" / "lock") as holder:
+        for attempt in (lambda: create([tmp_path]), lambda: recover_store([tmp_path])):
+            with pytest.raises(StorageLockedError, match=f"process {holder}") as caught:
+                attempt()
+            assert "TransferConfig(job=...)" in caught.value.remedy
+        assert is_locked(OpenFolder(tmp_path / "default" / "rank-00000"))
+        assert tree(tmp_path) == before
+    create([tmp_path]).close(remove=True)
+
+
+def test_a_look_at_a_lock_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that looks, at the moment in which another starts, neither stops it nor another look."""
+    create([tmp_path]).close(remove=False)
+    folder = OpenFolder(tmp_path / "default/rank-00000")
+    glance = folder.open("lock", os.O_RDONLY)
+    fcntl.flock(glance, fcntl.LOCK_SH)
+    assert not is_locked(folder)
+
+    def looked(seconds: float) -> None:
+        os.close(glance)
+
+    monkeypatch.setattr(time, "sleep", looked)
+    create([tmp_path]).close(remove=True)
+
+
+def test_a_lock_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that takes only some bytes goes on behind them."""
+    lock = FolderLock(OpenFolder(tmp_path))
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, content, offset: real(file, content[:3], offset))
+    lock.note("state.bin", "manifest.json")
+    assert (tmp_path / "lock").read_text() == f"{os.getpid()}\nmanifest.json\nstate.bin\n"
+    lock.release(remove=True)
+
+
+def left(storage: Path, **config: object) -> Path:
+    """Leave a store as a kill does, and return the lock in its folder."""
+    store = create([storage], **config)
+    commit_generation(store, 0)
+    store.close(remove=False)
+    return storage / "default/rank-00000/lock"
+
+
+@pytest.mark.parametrize("how", ["zeros", "nothing", "noise"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_damaged_lock(tmp_path: Path, how: str, keep: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A lock that a power loss left without content, or that is damaged beside a leftover, stops no job.
+
+    State that is to be kept stays: its manifest says so.
+    """
+    lock = left(tmp_path, keep=keep)
+    assert leftover_bytes(lock.parent) > 0 or keep
+    noise = b"\xff" + lock.read_bytes()[1:]
+    lock.write_bytes({"zeros": bytes(lock.stat().st_size), "nothing": b"", "noise": noise}[how])
+    assert (leftover_bytes(lock.parent) > 0) != keep
+    before = tree(tmp_path)
+    with pytest.raises(StorageError) if keep else nullcontext() as caught, caplog.at_level(logging.WARNING):
+        create([tmp_path]).close(remove=True)
+    if caught is not None:
+        assert "Remove" in caught.value.remedy and tree(tmp_path) == before
+    elif how == "noise":
+        assert tree(tmp_path) == {"default", "default/rank-00000", "default/rank-00000/lock.1.aside"}
+        assert lock.with_name("lock.1.aside").read_bytes() == noise
+        (message,) = [record.getMessage() for record in caplog.records]
+        assert str(lock) in message and "lock.1.aside" in message
+    else:
+        assert tree(tmp_path) == set() and not caplog.records
+
+
+@pytest.mark.parametrize("foreign", [b"precious\n", b"precious\n" * 10_000])
+def test_a_lock_of_something_else(tmp_path: Path, foreign: bytes) -> None:
+    """A file in place of a lock stays, unless it is small and a manifest tells that it was a lock."""
+    lock = left(tmp_path)
+    if len(foreign) < 1000:
+        (lock.parent / "manifest.json").unlink()
+    lock.write_bytes(foreign)
+    before = tree(tmp_path)
+    for attempt in (create, recover_store):
+        with pytest.raises(StorageCorruptError, match="is not a lock of this package") as caught:
+            attempt([tmp_path])
+        assert "Remove it" in caught.value.remedy
+    assert lock.read_bytes() == foreign and tree(tmp_path) == before
+
+
+def test_a_damaged_lock_is_still_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes find a damaged lock: the first to lock it goes on, and the other one is told of it."""
+    lock = left(tmp_path)
+    lock.write_bytes(b"\xff\xff\n")
+    real, met = OpenFolder.aside, []
+
+    def meanwhile(folder: OpenFolder, name: str) -> str:
+        with pytest.raises(StorageLockedError):
+            create([tmp_path])
+        met.append(name)
+        return real(folder, name)
+
+    monkeypatch.setattr(OpenFolder, "aside", meanwhile)
+    with created([tmp_path]):
+        assert met == ["lock"]
+        with pytest.raises(StorageLockedError, match=f"process {os.getpid()}"):
+            create([tmp_path])
+
+
+def test_a_new_lock_survives_a_power_loss(tmp_path: Path) -> None:
+    """The content of a new lock is on the device when the lock is held, so that its name never stands for zeros."""
+    disk = RecordedDisk(tmp_path)
+    lock = FolderLock(OpenFolder(disk.folder))
+    flush(disk.folder)
+    with disk.after_power_loss() as found:
+        assert content(found) == {"lock": f"{os.getpid()}\n".encode()}
+    disk.close()
+    lock.release(remove=True)
+
+
+def test_locked_by_this_process(tmp_path: Path) -> None:
+    """Two stores of one process cannot share any of their folders."""
+    with created([tmp_path / "a", tmp_path / "b"]):
+        with pytest.raises(StorageLockedError, match=f"process {os.getpid()}"):
+            create([tmp_path / "c", tmp_path / "b"])
+        assert tree(tmp_path / "c") == set() or not (tmp_path / "c").exists()
+
+
+def test_store_that_nobody_closed_releases_its_lock(tmp_path: Path) -> None:
+    """A store that is garbage-collected releases its lock before the process ends."""
+    store = create([tmp_path])
+    del store
+    with created([tmp_path]):
+        pass
+
+
+def test_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
+    """A forked DataLoader worker that outlives the trainer does not keep the folder locked."""
+    folder = OpenFolder(tmp_path)
+    lock = FolderLock(folder)
+    parent, child = socket.socketpair()
+    parent.settimeout(LIMIT)
+    child.settimeout(LIMIT)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            parent.close()
+            child.send(b"x")
+            child.recv(1)  # lives until the parent is done
+        finally:
+            os._exit(0)
+    child.close()
+    try:
+        parent.recv(1)
+        assert is_locked(folder)
+        lock.forget()
+        assert not is_locked(folder)
+    finally:
+        parent.close()
+        os.waitpid(pid, 0)
+
+
+def test_lock_whose_file_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the lock file is removed while it is being locked, the lock is taken on the file now at the path."""
+    real, calls = fcntl.flock, []
+
+    def remove_first(descriptor: int, operation: int) -> None:
+        calls.append(operation)
+        if len(calls) == 1:
+            (tmp_path / "lock").unlink()
+        real(descriptor, operation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", remove_first)
+        lock = FolderLock(OpenFolder(tmp_path))
+    assert is_locked(OpenFolder(tmp_path))
+    lock.release(remove=True)
+    assert tree(tmp_path) == set()
+
+
+def test_a_link_in_the_place_of_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not followed, however late it comes: what it leads to is neither made nor locked."""
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
+    real, calls = os.open, []
+
+    def once(*args: Any, **kwargs: Any) -> int:
+        calls.append(args)
+        assert len(calls) == 1
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, "open", once)
+    with pytest.raises(OSError, match="symbolic links"):
+        acquire(tmp_path / "lock", mode=0o600, in_use=lambda _: StorageLockedError("in use", "wait"))
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@contextmanager
+def locked_by_another_process(path: Path) -> Iterator[int]:
+    code = (
+        "import fcntl, os, sys\n"
+        "file = open(sys.argv[1], 'w')\n"
+        "fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "file.write(f'{os.getpid()}\\n')\n"
+        "file.flush()\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        yield process.pid
+        process.stdin.close()
+
+
+def test_ranks_come_and_go(tmp_path: Path) -> None:
+    """Ranks can create and remove their stores at the same time.
+
+    A rank that removes the job's empty folder does not disturb another rank that is just creating its own.
+    """
+
+    def come_and_go(rank: int) -> None:
+        for _ in range(60):
+            create([tmp_path], rank=rank).close(remove=True)
+
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(come_and_go, rank) for rank in range(3)]:
+            done.result(LIMIT)
+    assert tree(tmp_path) == set()
+
+
+@pytest.mark.parametrize("name", [".nfs000000000003", ".fuse_hidden0000000600000001"])
+def test_a_file_system_that_removes_open_files_late(name: str, tmp_path: Path) -> None:
+    """The folders of a store and of a save go although the file system still has a file there under a hidden name."""
+    store, staging = create([tmp_path]), tmp_path / ".saving"
+    hidden = [tmp_path / "default/rank-00000" / name, staging / name]
+    late = threading.Timer(0.2, lambda: [path.unlink() for path in hidden])
+    with mock.patch.object(staging_folder, "remove_content"), locked(staging, tmp_path):
+        for path in hidden:
+            path.touch()
+        mark_of(staging).unlink()
+        late.start()
+    store.close(remove=True)
+    late.join()
+    assert tree(tmp_path) == set()
+
+
+def test_a_folder_that_holds_something_else(tmp_path: Path) -> None:
+    """All of it stays, what has a hidden name, too."""
+    for name in (".nfs1", "thesis.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(OSError, match="not empty"):
+        remove_unlocked(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2

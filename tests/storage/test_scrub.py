@@ -1,0 +1,175 @@
+"""A scrub reads every extent of the newest generation, and names all that are damaged."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_smartinfinity.errors import StorageError, StorageLockedError
+from lightning_smartinfinity.progress import hidden
+from lightning_smartinfinity.storage import StateStore, recover_store
+from lightning_smartinfinity.storage.jobs.jobs import find_jobs
+from lightning_smartinfinity.storage.state import scrub
+from lightning_smartinfinity.storage.state.scrub import scrub_rank
+from tests.helpers.attacks import Attack
+from tests.helpers.native_testing import Hold
+from tests.storage.makers import commit_generation, create, tree
+
+
+def made(*folders: Path) -> tuple[StateStore, list[Path]]:
+    """Return a closed store of two generations, and its folders."""
+    store = create(folders)
+    for generation in (0, 1):
+        commit_generation(store, generation)
+    store.close(remove=False)
+    return store, [folder / "default" / "rank-00000" for folder in folders]
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 64])
+def test_a_whole_store(tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All extents of both folders are read, in any order of the folders, with progress, and nothing changes."""
+    monkeypatch.setattr(scrub, "_BATCH", batch)
+    store, folders = made(tmp_path / "a", tmp_path / "b")
+    before, told = tree(tmp_path), []
+
+    @contextmanager
+    def show(what: str, total: int) -> Iterator[Any]:
+        told.append(total)
+        yield lambda nbytes: told.append(-nbytes)
+
+    found = scrub_rank(folders[::-1], rank=0, show=show)
+    assert (found.generation, found.num_extents, found.damaged) == (1, store.extents.num_tasklets, ())
+    assert found.num_bytes == sum(extent.nbytes for extent in store.extents.extents) > 0
+    assert sum(told) == 0 and len(told) > 1
+    assert tree(tmp_path) == before
+    assert recover_store([tmp_path / "a", tmp_path / "b"]).generation == 1
+
+
+def test_every_damaged_extent_is_named(tmp_path: Path, attack: Attack) -> None:
+    """A flipped bit in any region or trailer is found, and two damaged extents are both named."""
+    store, (folder,) = made(tmp_path)
+    offsets = [store.extents.place_offset(int(position)) for position in store.placement.positions]
+    tries = 0
+    for tasklet, at in [(0, 0), (1, 4096), (2, 8192), (4, store.extents.extents[4].nbytes - 1)]:
+        flip(folder / "state.bin", offsets[tasklet] + at)
+        (sentence,) = scrub_rank([folder], rank=0, show=hidden).damaged
+        assert f"tasklet {tasklet} at offset {offsets[tasklet]} of {folder / 'state.bin'}" in sentence
+        flip(folder / "state.bin", offsets[tasklet] + at)
+        tries += 1
+    for tasklet in (1, 3):
+        flip(folder / "state.bin", offsets[tasklet])
+    assert len(scrub_rank([folder], rank=0, show=hidden).damaged) == 2
+    attack("bit flip in state on storage, before a scrub", tries=tries + 2, outcome="the scrub names the extent")
+
+
+def test_the_place_of_an_older_generation(tmp_path: Path) -> None:
+    """Damage where the newest generation has nothing is not damage."""
+    store, (folder,) = made(tmp_path)
+    taken = set(store.placement.positions.tolist())
+    (free, *_) = set(range(2 * store.extents.num_tasklets)) - taken
+    flip(folder / "state.bin", store.extents.place_offset(free))
+    assert scrub_rank([folder], rank=0, show=hidden).damaged == ()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "commit.bin", "state.bin"])
+def test_a_file_without_content(tmp_path: Path, name: str) -> None:
+    """A truncated file is damage, and is named."""
+    store, (folder,) = made(tmp_path)
+    with (folder / name).open("r+b") as file:
+        file.truncate(0)
+    damaged = scrub_rank([folder], rank=0, show=hidden).damaged
+    assert damaged and all(name in sentence for sentence in damaged)
+    assert len(damaged) == (store.extents.num_tasklets if name == "state.bin" else 1)
+
+
+def test_a_folder_is_missing(tmp_path: Path) -> None:
+    """State that lies in a further folder is not called whole."""
+    _, folders = made(tmp_path / "a", tmp_path / "b")
+    (sentence,) = scrub_rank(folders[:1], rank=0, show=hidden).damaged
+    assert "2 storage folders; 1 named" in sentence
+
+
+def test_the_lock_of_a_store_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written to the lock, two may read at once, and a training that starts meanwhile is told why not."""
+    _, (folder,) = made(tmp_path)
+    (folder / "lock").write_text("123\n" + "\n".join(sorted((folder / "lock").read_text().splitlines()[1:])) + "\n")
+    before = (folder / "lock").read_bytes()
+    seen = []
+
+    @contextmanager
+    def show(what: str, total: int) -> Iterator[Any]:
+        assert scrub_rank([folder], rank=0, show=hidden).damaged == ()
+        assert not find_jobs(tmp_path)[0].in_use
+        with pytest.raises(StorageLockedError, match="by a process that reads it"):
+            create([tmp_path])
+        seen.append(what)
+        yield lambda nbytes: None
+
+    assert scrub_rank([folder], rank=0, show=show).damaged == ()
+    assert seen and (folder / "lock").read_bytes() == before
+    (folder / "lock").unlink()
+    assert scrub_rank([folder], rank=0, show=hidden).damaged == ()
+    assert not (folder / "lock").exists()
+
+
+def test_a_drive_that_is_mounted_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is opened for writing."""
+    _, (folder,) = made(tmp_path)
+    real = os.open
+
+    def read_only(path: Any, flags: int, *rest: Any, **keywords: Any) -> int:
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, flags, *rest, **keywords)
+
+    monkeypatch.setattr(os, "open", read_only)
+    found = scrub_rank([folder], rank=0, show=hidden)
+    assert (found.damaged, found.unknown) == ((), ()) and found.num_extents
+
+
+def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The read is given up, and what was found before is told; it is not called damage."""
+    _, (folder,) = made(tmp_path)
+    flip(folder / "state.bin", 0)
+    damaged = set(scrub_rank([folder], rank=0, show=hidden).damaged)
+    monkeypatch.setattr(scrub, "IO_TIMEOUT", 0.2)
+    monkeypatch.setattr(scrub, "_BATCH", 1)
+    real, holds = scrub._failure, []
+
+    def failure(pipeline: Any, *rest: Any) -> Any:
+        if not holds:
+            holds.append(Hold(pipeline, read_at=4, count=1 << 20))
+        return real(pipeline, *rest)
+
+    monkeypatch.setattr(scrub, "_failure", failure)
+    try:
+        found = scrub_rank([folder], rank=0, show=hidden)
+    finally:
+        holds[0].release()
+    assert set(found.damaged) <= damaged
+    (sentence,) = found.unknown
+    assert "state.bin" in sentence and "did not return within" in sentence
+
+
+def test_a_store_in_use(tmp_path: Path) -> None:
+    """A store that a process uses is refused: its generation changes while it would be read."""
+    store = create([tmp_path])
+    with pytest.raises(StorageLockedError):
+        scrub_rank([tmp_path / "default/rank-00000"], rank=0, show=hidden)
+    store.close(remove=True)
+    with pytest.raises(StorageError):
+        scrub_rank([tmp_path / "default/rank-00000"], rank=0, show=hidden)
