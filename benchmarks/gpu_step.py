@@ -124,7 +124,7 @@ def train_on_device(steps: int, *, probe: DeviceProbe, batches: Any, model: nn.M
 
 def copies(numel: int) -> dict[str, float]:
     """Measure a step's copies alone on a stream: a lower bound of their time."""
-    from lightning_smartinfinity.transfer.cuda import link_to
+    from lightning_smartinfinity.pipeline.parameters.cuda import link_to
 
     link = link_to(torch.device("cuda", torch.cuda.current_device()))
     assert link is not None

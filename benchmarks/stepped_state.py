@@ -14,14 +14,14 @@ from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.native import DType, HostBuffer, StateFile
+from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
+from lightning_smartinfinity.pipeline.handler import TransferHandler
+from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, PartitionLayout, build_layout
+from lightning_smartinfinity.pipeline.layout.tensors import Flat
+from lightning_smartinfinity.pipeline.parameters.partitions import HostPartition
+from lightning_smartinfinity.pipeline.rules import rule_for
+from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from lightning_smartinfinity.storage import StoreDescription, create_store
-from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
-from lightning_smartinfinity.transfer.handler import TransferHandler
-from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
-from lightning_smartinfinity.transfer.partitions import HostPartition
-from lightning_smartinfinity.transfer.rules import rule_for
-from lightning_smartinfinity.transfer.step_plan import StepPlan
-from lightning_smartinfinity.transfer.tensors import Flat
 
 # The first optimizer of a process imports much of torch. This happens here, once, before processes are forked.
 OPTIMIZER = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])

@@ -30,9 +30,9 @@ from machine import describe
 from raw_disk import IoSettings, RawDisk
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.pipeline.layout.tensors import lent_tensor
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
-from lightning_smartinfinity.transfer.tensors import lent_tensor
 
 LEAST_NUMEL = 2048  # smaller parameters stay in memory
 MEMORY = {"64 MiB": 64 << 20, "all": 1 << 62}  # bytes in progress at a time; a larger tensor is alone

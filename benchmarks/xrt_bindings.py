@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lightning_smartinfinity import TransferConfig
 from lightning_smartinfinity.devices.smartssd import CardRing, SmartSSDDevice, kernel_of
-from lightning_smartinfinity.transfer.layout import PartitionLayout
+from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
 from tests.helpers.card_runs import setup_of
 from tests.helpers.xrt import VERSION, what_is_missing
 from tests.xrt import api, pyxrt

@@ -7,6 +7,9 @@ every public name is loaded on first use.
 from __future__ import annotations
 
 import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from lightning_smartinfinity import _autoload, checkpoint_hint
@@ -95,6 +98,26 @@ _HOMES = {
     "UnsupportedError": "errors",
 }
 
+# Modules that pages once named, and where they are now.
+_MOVED = {"transfer": "pipeline", "transfer.convert": "pipeline.state.convert"}
+
+
+class _Moved:
+    """Finds a module of ``_MOVED`` by its earlier name: both names are one module."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        package, _, module = name.partition(".")
+        return ModuleSpec(name, self, is_package=True) if package == __name__ and module in _MOVED else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(f"{__name__}.{_MOVED[spec.name.partition('.')[2]]}")
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state  # its own, in place of that of the earlier name
+
 
 if not TYPE_CHECKING:  # a type checker that saw it would accept every name
 
@@ -110,5 +133,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+sys.meta_path.append(_Moved())
 _autoload.install()
 checkpoint_hint.install()

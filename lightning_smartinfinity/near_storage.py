@@ -22,11 +22,11 @@ from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import require_xclbin_named
 from lightning_smartinfinity.freed_memory import return_freed_memory
 from lightning_smartinfinity.gain_warning import warn_of_no_gain
+from lightning_smartinfinity.pipeline.gradients.compressed_gradients import feed_back_threads
+from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.recorder import Recording
 from lightning_smartinfinity.settings import StrategySettings, gradients_are_16_bit, is_16_bit, nvme_path_of
 from lightning_smartinfinity.storage.io.scheduling import IoWait, io_waits, share_devices
-from lightning_smartinfinity.transfer.compressed_gradients import feed_back_threads
-from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.watching import begin_watch, end_watch, saving
 from lightning_smartinfinity.zero3 import (
     OffloadSettings,

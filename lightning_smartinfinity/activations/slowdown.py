@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_smartinfinity.activations.forwards import Forward
-from lightning_smartinfinity.transfer.free_memory import measure_memory, share_of_memory
+from lightning_smartinfinity.pipeline.layout.free_memory import measure_memory, share_of_memory
 
 __all__ = ["Slowdown"]
 

@@ -38,7 +38,7 @@ def add_to(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from lightning_smartinfinity.transfer.convert import convert_store  # imports torch, which is slow
+    from lightning_smartinfinity.pipeline.state.convert import convert_store  # imports torch, which is slow
 
     ranks = convert_store(
         options.folders,

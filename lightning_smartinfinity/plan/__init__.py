@@ -15,7 +15,7 @@ ZeRO-Infinity, reproduces the paper's tables, estimates costs, and plans whether
     pace             seconds, hours, a drive's life       choice                settings that fit, alternatives
 
 The package computes with numbers only: no torch, no I/O. It simulates what runs: tasklets are those of
-``transfer.layout``, and the state machine that orders them also orders real steps.
+``pipeline.layout.partition_layout``, and the state machine that orders them also orders real steps.
 """
 
 from lightning_smartinfinity.plan.cost import CompressionGain, CompressionResources, gain_of

@@ -7,11 +7,11 @@ from enum import Enum
 
 import numpy as np
 
+from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout, TaskletSlice
 from lightning_smartinfinity.plan.simulated_batch import SimulatedBatch
 from lightning_smartinfinity.plan.virtual_time import Path, Pool, Process, Simulation
 from lightning_smartinfinity.plan.wiring import HostPaths, Lane
 from lightning_smartinfinity.plan.workload import Workload
-from lightning_smartinfinity.transfer.layout import PartitionLayout, TaskletSlice
 
 __all__ = [
     "CARD_COMPUTE_THREADS",
@@ -26,7 +26,7 @@ CARD_COMPUTE_THREADS = 2
 """Threads that wait for a card, as in devices/smartssd/device.py; a card has one I/O thread for each buffer."""
 
 MOST_FEED_BACK_THREADS = 8
-"""Most threads of a machine that update residuals, as in transfer/compressed_gradients.py: more are no faster."""
+"""Most threads of a machine that update residuals, as in compressed_gradients.py: more are no faster."""
 
 
 class Route(Enum):

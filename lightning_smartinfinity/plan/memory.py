@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from lightning_smartinfinity.checks import FLAG, between, check, instance
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES
+from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
 from lightning_smartinfinity.plan.gradients import ITEM_BYTES, GradientForm
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.hardware import MOST_DEVICES
 from lightning_smartinfinity.plan.workload import Workload
 from lightning_smartinfinity.storage.extents import BLOCK_BYTES
-from lightning_smartinfinity.transfer.layout import PartitionLayout
 
 __all__ = ["compressed_bytes", "host_bytes"]
 

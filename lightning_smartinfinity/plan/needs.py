@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
+from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, PartitionLayout, build_layout
 from lightning_smartinfinity.plan.memory import compressed_bytes
 from lightning_smartinfinity.plan.model import ModelFigures
 from lightning_smartinfinity.plan.training import Training
@@ -14,7 +15,6 @@ from lightning_smartinfinity.storage.extents import BLOCK_BYTES, ExtentMap
 from lightning_smartinfinity.storage.records.residual_file import residual_bytes
 from lightning_smartinfinity.storage.state.space import overhead_bytes
 from lightning_smartinfinity.storage.tensors.tensor_files import deal, whole_blocks
-from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 
 __all__ = [
     "CUDA_CONTEXT_BYTES",
@@ -62,7 +62,7 @@ _PREFETCH_NUMEL = 5 * 10**7  # DeepSpeed's stage3_prefetch_bucket_size
 _KEPT_NUMEL = 10**5  # DeepSpeed's stage3_param_persistence_threshold: parameters up to this are not stored
 _PARAMETER_BUFFERS = 5  # DeepSpeed's offload_param.buffer_count
 _LEAST_STORED = 2048  # zero3/parameters/param_swapper.py
-_TRANSFER_BYTES = (12 << 20) + BLOCK_BYTES  # transfer/part_transfers.py: most of what an update has in flight
+_TRANSFER_BYTES = (12 << 20) + BLOCK_BYTES  # pipeline/state/part_transfers.py: most of what an update has in flight
 _CHECKPOINT_FILES = 64 * 1024  # of a checkpoint beside its tensors: archives' directories, configuration, groups
 _CHECKPOINT_BYTES_PER_PARAMETER = 256
 

@@ -11,9 +11,9 @@ from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTE
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native import MAX_ARRAYS
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
+from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, PartitionLayout, build_layout
 from lightning_smartinfinity.plan.gradients import ITEM_BYTES, GradientForm
 from lightning_smartinfinity.storage.extents import BLOCK_BYTES
-from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 from lightning_smartinfinity.update_rules import RULES
 
 __all__ = ["ENOUGH_TASKLETS", "NUM_ARRAYS", "Workload"]

@@ -17,13 +17,13 @@ import torch
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.pipeline.handler import TransferHandler
+from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, build_layout
+from lightning_smartinfinity.pipeline.layout.tensors import Flat, native_dtype
+from lightning_smartinfinity.pipeline.parameters.partitions import HostPartition
+from lightning_smartinfinity.pipeline.rules import rule_for
+from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from lightning_smartinfinity.storage import StoreDescription, create_store
-from lightning_smartinfinity.transfer.handler import TransferHandler
-from lightning_smartinfinity.transfer.layout import ParameterSlice, build_layout
-from lightning_smartinfinity.transfer.partitions import HostPartition
-from lightning_smartinfinity.transfer.rules import rule_for
-from lightning_smartinfinity.transfer.step_plan import StepPlan
-from lightning_smartinfinity.transfer.tensors import Flat, native_dtype
 
 __all__ = ["Drive", "measure_drive"]
 

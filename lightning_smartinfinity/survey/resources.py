@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.pipeline.layout.free_memory import measure_memory
 from lightning_smartinfinity.plan.choice import Resources
-from lightning_smartinfinity.transfer.free_memory import measure_memory
 
 __all__ = ["survey_resources"]
 

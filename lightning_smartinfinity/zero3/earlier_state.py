@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
+from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice
+from lightning_smartinfinity.pipeline.rules import rule_for
+from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
-from lightning_smartinfinity.transfer.layout import ParameterSlice
-from lightning_smartinfinity.transfer.rules import rule_for
-from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.collectives import gather, raising_together, sum_over_ranks
 from lightning_smartinfinity.zero3.parameters.unrounded import is_rounded
 from lightning_smartinfinity.zero3.step.outside_writes import windows_of

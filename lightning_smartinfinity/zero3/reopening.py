@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
+from lightning_smartinfinity.pipeline.rules import UpdateRule
 from lightning_smartinfinity.storage import StateStore, StoreDescription, find_resumable, recover_store
 from lightning_smartinfinity.storage.folders.manifest import Manifest
 from lightning_smartinfinity.storage.state.recovery import BEGIN_ANEW
-from lightning_smartinfinity.transfer.layout import PartitionLayout
-from lightning_smartinfinity.transfer.rules import UpdateRule
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.untyped import ParamGroup

@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from lightning_smartinfinity.errors import ConfigError
-from lightning_smartinfinity.transfer.layout import ParameterSlice
+from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice
 from lightning_smartinfinity.zero3.collectives import raising_together
 from lightning_smartinfinity.zero3.parameters.gather_methods import bring_in_writes
 from lightning_smartinfinity.zero3.parameters.gathering import is_in_context

@@ -26,6 +26,16 @@ from lightning_smartinfinity.devices.smartssd import (
 )
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, StorageError
 from lightning_smartinfinity.machine import machine_identity
+from lightning_smartinfinity.pipeline.handler import TransferHandler
+from lightning_smartinfinity.pipeline.layout.free_memory import measure_memory, share_of_memory
+from lightning_smartinfinity.pipeline.layout.partition_layout import (
+    ParameterSlice,
+    PartitionLayout,
+    build_layout,
+    with_residents,
+)
+from lightning_smartinfinity.pipeline.parameters.partitions import ParameterMemory
+from lightning_smartinfinity.pipeline.rules import UpdateRule, rule_for
 from lightning_smartinfinity.storage import (
     PARAMETERS,
     SPILLED_GRADIENTS,
@@ -44,11 +54,6 @@ from lightning_smartinfinity.storage import (
 )
 from lightning_smartinfinity.storage.io.deadlines import io_limit, unless_idle
 from lightning_smartinfinity.storage.jobs.setting_aside import Plan
-from lightning_smartinfinity.transfer.free_memory import measure_memory, share_of_memory
-from lightning_smartinfinity.transfer.handler import TransferHandler
-from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout, with_residents
-from lightning_smartinfinity.transfer.partitions import ParameterMemory
-from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.zero3.collectives import gather, raise_together, raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.file_systems import network_warning, places_of
 from lightning_smartinfinity.zero3.reopening import describe_training, recover_for_training

@@ -26,14 +26,14 @@ from numpy.typing import NDArray
 from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.freed_memory import return_freed_memory
-from lightning_smartinfinity.transfer.arena import GradientArena
-from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
-from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
-from lightning_smartinfinity.transfer.gradient_memory import GradientWindows
-from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layout
-from lightning_smartinfinity.transfer.partitions import ParameterMemory
-from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
-from lightning_smartinfinity.transfer.step_plan import StepPlan
+from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
+from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
+from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientWindows
+from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout, build_layout
+from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink, link_to
+from lightning_smartinfinity.pipeline.parameters.partitions import ParameterMemory
+from lightning_smartinfinity.pipeline.rules import UpdateRule, rule_for
+from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from lightning_smartinfinity.zero3.activations import open_activations
 from lightning_smartinfinity.zero3.collectives import raise_together, raising_together, sum_over_ranks, sums_over_ranks
 from lightning_smartinfinity.zero3.environment import reuse_freed_memory

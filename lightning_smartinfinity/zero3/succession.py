@@ -20,6 +20,10 @@ from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.errors import StorageError, StorageFullError
+from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
+from lightning_smartinfinity.pipeline.state.state_access import StateAccess
+from lightning_smartinfinity.pipeline.state.stored_state import StoredState
+from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.storage import StateStore, StoreDescription, find_resumable
 from lightning_smartinfinity.storage.folders.open_folder import ASIDE
 from lightning_smartinfinity.storage.folders.rank_folder import rank_folder_path
@@ -28,10 +32,6 @@ from lightning_smartinfinity.storage.jobs.trainings import Condition, Training, 
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord
 from lightning_smartinfinity.storage.state.parts import Part
 from lightning_smartinfinity.storage.state.recovery import require_recoverable
-from lightning_smartinfinity.transfer.layout import PartitionLayout
-from lightning_smartinfinity.transfer.state_access import StateAccess
-from lightning_smartinfinity.transfer.stored_state import StoredState
-from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.collectives import gather, raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.reopening import check_description, newest_common
 from lightning_smartinfinity.zero3.setting_aside import carry_out, seen_parts

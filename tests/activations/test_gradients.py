@@ -15,7 +15,7 @@ from lightning_smartinfinity.activations import lessons, slowdown
 from lightning_smartinfinity.activations.choice import Choice, Profile
 from lightning_smartinfinity.activations.forwards import Forward, Plan
 from lightning_smartinfinity.activations.rates import Rates
-from lightning_smartinfinity.transfer.free_memory import MemoryLimit, MemoryReport
+from lightning_smartinfinity.pipeline.layout.free_memory import MemoryLimit, MemoryReport
 from tests.activations.models import COMPILED, MODELS, everything, gradients, opened
 from tests.helpers.long_cases import long_but
 

@@ -13,8 +13,8 @@ from lightning_smartinfinity import progress
 from lightning_smartinfinity.cli import main
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.waiting import PROCESS_LIMIT
-from tests.transfer.harness import Case
-from tests.transfer.test_convert import kept
+from tests.pipeline.harness import Case
+from tests.pipeline.test_convert import kept
 
 
 def convert(folder: Path, *more: str) -> int:
@@ -68,7 +68,7 @@ def test_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightning_smartinfinity.transfer.convert.convert_store", interrupt)
+    monkeypatch.setattr("lightning_smartinfinity.pipeline.state.convert.convert_store", interrupt)
     assert convert(tmp_path, "--state-format", "bf16") == 130
     assert "interrupted" in capsys.readouterr().err
 

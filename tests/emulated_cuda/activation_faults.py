@@ -22,7 +22,7 @@ from lightning_smartinfinity.activations.choice import Choice, Profile
 from lightning_smartinfinity.activations.cuda.copies import DeviceCopies, _Direction, _streams
 from lightning_smartinfinity.errors import CudaError
 from lightning_smartinfinity.native import CudaEvent
-from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
+from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink, link_to
 from tests.activations.models import drop_memory, everything, opened
 from tests.helpers.native_testing import Hold
 from tests.helpers.waiting import await_that

@@ -97,7 +97,7 @@ CASES = {
             del again
     """,
     "the core's device is torch's": """
-        from lightning_smartinfinity.transfer.cuda import link_to
+        from lightning_smartinfinity.pipeline.parameters.cuda import link_to
         link = link_to(torch.device("cuda"))
         host = link.host_tensor(1000, torch.float32)
         assert host.tensor.is_pinned() and link.device.registration_failure == ""

@@ -1,4 +1,4 @@
-"""Arena, parameters and streams on a real CUDA device. tests/transfer/test_cuda.py covers them without one."""
+"""Arena, parameters and streams on a real CUDA device. tests/pipeline/test_cuda.py covers them without one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity.transfer.arena import GradientArena
-from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
-from lightning_smartinfinity.transfer.partitions import CudaPartition
+from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
+from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink, link_to
+from lightning_smartinfinity.pipeline.parameters.partitions import CudaPartition
 from tests.helpers.runif import RunIf
-from tests.transfer.harness import Case, Run, assert_equal, layout_of, running
+from tests.pipeline.harness import Case, Run, assert_equal, layout_of, running
 
 pytestmark = RunIf(cuda_devices=1)
 

@@ -15,7 +15,7 @@ from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.devices.smartssd import CardRing, CardSetup, SmartSSDDevice, kernel_of
 from lightning_smartinfinity.devices.smartssd.discovery.cards import emulated_card
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import Xclbin
-from tests.transfer.harness import Run, assert_equal
+from tests.pipeline.harness import Run, assert_equal
 
 __all__ = ["OPTIMIZERS", "cards", "setup_of", "same_as_host", "settled_host", "state_files", "write_xclbin"]
 

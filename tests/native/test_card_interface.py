@@ -28,7 +28,7 @@ from lightning_smartinfinity.native import (
     Operation,
     Pipeline,
 )
-from lightning_smartinfinity.transfer.rules import rule_for
+from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.update_rules import RULES
 from tests.helpers.compressed import block_scaled_codes
 from tests.helpers.golden import decode, encode, random_arrays

@@ -10,7 +10,7 @@ import torch
 
 from lightning_smartinfinity.native import BLOCK_BYTES, CELL_NUMEL, TRAILER_BYTES, DType, StateFormat, UpdateStep
 from lightning_smartinfinity.native.formats import STATE_FORMATS, formats_of, names_where, optimizers_of
-from lightning_smartinfinity.transfer.rules import rule_for
+from lightning_smartinfinity.pipeline.rules import rule_for
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Number; bytes per element of Adam in each region; bytes per block; type of the parameter in the first region.

@@ -52,6 +52,13 @@ def test_names_below_the_package_stay(path: str) -> None:
     assert found is not None
 
 
+def test_a_module_has_one_identity_under_both_names() -> None:
+    """A module that was moved is the same object by its earlier name, and keeps its own."""
+    earlier = importlib.import_module("lightning_smartinfinity.transfer.convert")
+    now = importlib.import_module("lightning_smartinfinity.pipeline.state.convert")
+    assert earlier is now and now.__name__ == now.__spec__.name == "lightning_smartinfinity.pipeline.state.convert"
+
+
 def test_all_is_sorted_and_complete() -> None:
     """Every public name is listed once, in order, and can be loaded."""
     assert lightning_smartinfinity.__all__ == sorted(PUBLIC)

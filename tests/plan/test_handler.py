@@ -13,6 +13,7 @@ from lightning_smartinfinity.compression import BlockScaled, TopK
 from lightning_smartinfinity.devices.smartssd import device
 from lightning_smartinfinity.native import TransferSchedule
 from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.pipeline.gradients import compressed_gradients
 from lightning_smartinfinity.plan import handler
 from lightning_smartinfinity.plan.gradients import BlockScaledPayload, Dense, GradientForm, Pairs, TopKPayload
 from lightning_smartinfinity.plan.handler import Route, tasklets_of_device, update_on_cards, update_on_host
@@ -22,7 +23,6 @@ from lightning_smartinfinity.plan.step import Overlap, System, simulate_step
 from lightning_smartinfinity.plan.virtual_time import Process, Simulation
 from lightning_smartinfinity.plan.wiring import connect
 from lightning_smartinfinity.plan.workload import NUM_ARRAYS, Workload
-from lightning_smartinfinity.transfer import compressed_gradients
 
 MIB = 1 << 20
 NUMEL = 6 * MIB  # whole tasklets of half a MiB of elements, as many on each of two devices

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from lightning_smartinfinity.compression import TopK
+from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.plan.gradients import Dense, TopKPayload
 from lightning_smartinfinity.plan.memory import host_bytes
 from lightning_smartinfinity.plan.workload import Workload
-from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
-from tests.transfer.harness import Case, Run
+from tests.pipeline.harness import Case, Run
 
 NUMEL = 200_000
 CASE = Case(shapes=((NUMEL // 2, 0, 0, 0), (NUMEL // 2, 0, 1, 0)))

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.native import IoClass, IoScheduler, MemoryPool, StateFile, TensorStore
+from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.storage.io import scheduling
-from lightning_smartinfinity.transfer.windows import Window
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.native_testing import FaultCounts, Hold, inject
 from tests.helpers.trainers import quiet_trainer

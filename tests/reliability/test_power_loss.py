@@ -28,8 +28,8 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.power_loss import Disk, RecordedDisk, content, observed
 from tests.helpers.trainers import fit
 from tests.huggingface.trained import arguments, dataset, load
+from tests.pipeline.harness import Case, Run, running
 from tests.storage.makers import commit_generation, create, residual_memory
-from tests.transfer.harness import Case, Run, running
 
 MANY = pytest.param(50, marks=pytest.mark.long)
 Save = Callable[[Path], None]

@@ -35,7 +35,7 @@ def test_a_report_of_one_attack() -> None:
     done = report("-k", "flipped_bit_is_found and not wherever or full_disk")
     assert done.returncode == 0, done.stdout
     row = (
-        "| bit flip in state on storage | 4 | StorageCorruptError with path and offset | `transfer/test_failures.py` |"
+        "| bit flip in state on storage | 4 | StorageCorruptError with path and offset | `pipeline/test_failures.py` |"
     )
     assert row in done.stdout.splitlines()
     assert "4 passed" in done.stdout
@@ -68,7 +68,7 @@ def test_rows_with_other_outcomes_stay_apart() -> None:
 
 
 def test_tests_in_every_folder_are_found() -> None:
-    assert {"tests/reliability/test_power_loss.py", "tests/transfer/test_crash.py"} <= set(files_with_attacks())
+    assert {"tests/reliability/test_power_loss.py", "tests/pipeline/test_crash.py"} <= set(files_with_attacks())
 
 
 def test_seconds_of_a_row_are_added() -> None:

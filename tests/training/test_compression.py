@@ -14,9 +14,9 @@ import torch
 
 from lightning_smartinfinity import BlockScaled, CudaError, SmartInfinityStrategy, TopK, TransferConfig
 from lightning_smartinfinity.devices import HostDevice
-from lightning_smartinfinity.transfer import device_selection
-from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
-from lightning_smartinfinity.transfer.device_selection import DeviceSelection
+from lightning_smartinfinity.pipeline.gradients import device_selection
+from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
+from lightning_smartinfinity.pipeline.gradients.device_selection import DeviceSelection
 from lightning_smartinfinity.zero3 import storage_optimizer
 from tests.helpers import reference
 from tests.helpers.long_cases import long_but

@@ -20,7 +20,7 @@ from lightning_smartinfinity import (
     StorageError,
     StorageFullError,
 )
-from lightning_smartinfinity.transfer.gradient_memory import GradientWindows
+from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientWindows
 from tests.helpers import native_testing as testing
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe

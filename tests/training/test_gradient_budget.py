@@ -22,9 +22,9 @@ from lightning_smartinfinity import (
     StorageFullError,
     UnsupportedError,
 )
+from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientWindows
 from lightning_smartinfinity.storage.state import space
 from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
-from lightning_smartinfinity.transfer.gradient_memory import GradientWindows
 from lightning_smartinfinity.zero3 import storage
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but

@@ -17,14 +17,14 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError, TransferConfig
-from lightning_smartinfinity.transfer import handler as handler_module
+from lightning_smartinfinity.pipeline import handler as handler_module
 from lightning_smartinfinity.zero3.step import overlap_choice
 from lightning_smartinfinity.zero3.step.gradient_path import GradientPath
 from tests.helpers import native_testing as testing
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
-from tests.transfer.wandering import Wandering
+from tests.pipeline.wandering import Wandering
 
 # Five programs from this one on cover every overlap, speculative updates kept and rolled back, both gradient paths, one
 # and two folders, both budgets, and some of every other kind. OVERLAP_PROGRAMS=200 makes a longer search.

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError, StorageFullError, TopK
+from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.storage import StateStore, recover_store
 from lightning_smartinfinity.storage.records.residual_file import residual_bytes
 from lightning_smartinfinity.storage.records.residual_write import ResidualWrite
-from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.zero3 import reopening
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe

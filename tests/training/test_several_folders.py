@@ -11,10 +11,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from lightning_smartinfinity.transfer import handler
+from lightning_smartinfinity.pipeline import handler
+from tests.pipeline.wandering import Wandering
 from tests.training.test_overlap import BF16, SMALL_RING, assert_same, result
 from tests.training.worker import Run
-from tests.transfer.wandering import Wandering
 
 # Active clipping makes speculative updates wrong, so that they are rolled back.
 RECIPE = dataclasses.replace(BF16, groups=True, accumulate=2, clip=0.3, max_steps=4)

@@ -13,7 +13,7 @@ from lightning_smartinfinity.devices.smartssd.discovery.cards import emulated_ca
 from tests.helpers.card_runs import cards
 from tests.helpers.native_testing import Hold
 from tests.helpers.waiting import await_that, lenient
-from tests.transfer.harness import Case, Run
+from tests.pipeline.harness import Case, Run
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 

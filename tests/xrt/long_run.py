@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from tests.helpers.card_runs import OPTIMIZERS, cards, same_as_host, settled_host
-from tests.transfer import harness
-from tests.transfer.harness import Case, running
+from tests.pipeline import harness
+from tests.pipeline.harness import Case, running
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 

@@ -26,7 +26,7 @@ from tests.helpers.card_runs import OPTIMIZERS, cards, same_as_host, settled_hos
 from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that, lenient
-from tests.transfer.harness import Case, running
+from tests.pipeline.harness import Case, running
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.self_tests import held_queue, offload
 

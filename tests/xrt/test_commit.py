@@ -15,7 +15,7 @@ from lightning_smartinfinity.storage.state import commit_record as record
 from lightning_smartinfinity.storage.state import state_store
 from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.runif import RunIf
-from tests.transfer.harness import Case, Run, assert_equal, running
+from tests.pipeline.harness import Case, Run, assert_equal, running
 from tests.xrt.cards import EmulatedCards
 
 pytestmark = RunIf(xrt=True)

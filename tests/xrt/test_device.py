@@ -18,8 +18,8 @@ from tests.helpers.runif import RunIf
 from tests.native.cuda_fixture import fake_cuda
 from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import align
-from tests.transfer.fake_link import CudaRun, FakeLink
-from tests.transfer.harness import Case, running
+from tests.pipeline.fake_link import CudaRun, FakeLink
+from tests.pipeline.harness import Case, running
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.long_run import DTYPES, compare
 

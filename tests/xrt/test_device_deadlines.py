@@ -18,7 +18,7 @@ from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that, lenient
-from tests.transfer.harness import Case, Run, assert_equal, running
+from tests.pipeline.harness import Case, Run, assert_equal, running
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.fixtures import Holder
 

@@ -21,7 +21,7 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import LIMIT, await_that, lenient
-from tests.transfer.harness import Case, Run, assert_equal, running
+from tests.pipeline.harness import Case, Run, assert_equal, running
 from tests.xrt.cards import EmulatedCards
 
 pytestmark = RunIf(xrt=True)

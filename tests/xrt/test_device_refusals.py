@@ -15,7 +15,7 @@ from lightning_smartinfinity import DeviceError
 from lightning_smartinfinity.storage.folders import direct
 from tests.helpers.card_runs import cards, setup_of
 from tests.helpers.runif import RunIf
-from tests.transfer.harness import Case, Run, running
+from tests.pipeline.harness import Case, Run, running
 from tests.xrt.cards import EmulatedCards
 
 pytestmark = RunIf(xrt=True)

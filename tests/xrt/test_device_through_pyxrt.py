@@ -12,7 +12,7 @@ import pytest
 from lightning_smartinfinity.devices.smartssd.pyxrt_binding import PyxrtBinding
 from tests.helpers import card_runs
 from tests.helpers.runif import RunIf
-from tests.transfer.harness import Case, running
+from tests.pipeline.harness import Case, running
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.test_device import (
     test_an_incremental_step,

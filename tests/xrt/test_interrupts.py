@@ -10,13 +10,13 @@ import torch
 from lightning_smartinfinity import SmartInfinityError
 from lightning_smartinfinity.devices import host
 from lightning_smartinfinity.devices.smartssd import device, worker
-from lightning_smartinfinity.transfer import submissions
-from lightning_smartinfinity.transfer.step_plan import StepPlan
+from lightning_smartinfinity.pipeline.parameters import submissions
+from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.interrupts import Interrupt
 from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
-from tests.transfer.harness import Case, Run, running
+from tests.pipeline.harness import Case, Run, running
 from tests.xrt.cards import EmulatedCards
 
 pytestmark = RunIf(xrt=True)

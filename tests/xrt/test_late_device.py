@@ -21,7 +21,7 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import Hold
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that, lenient
-from tests.transfer.harness import Case, Run, running
+from tests.pipeline.harness import Case, Run, running
 from tests.xrt.cards import EmulatedCards
 
 pytestmark = RunIf(xrt=True)

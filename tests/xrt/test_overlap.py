@@ -13,7 +13,7 @@ from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.native_testing import Throttle
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that
-from tests.transfer.harness import Case, Run, running
+from tests.pipeline.harness import Case, Run, running
 from tests.xrt.cards import EmulatedCards
 
 pytestmark = RunIf(xrt=True)

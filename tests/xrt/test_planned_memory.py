@@ -10,8 +10,8 @@ from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.memory import host_bytes
 from tests.helpers.card_runs import cards
 from tests.helpers.runif import RunIf
+from tests.pipeline.harness import Run
 from tests.plan.test_memory import CASE, DENSE
-from tests.transfer.harness import Run
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 

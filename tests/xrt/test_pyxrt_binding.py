@@ -21,7 +21,7 @@ from lightning_smartinfinity.devices.smartssd.pyxrt_binding import PyxrtBinding,
 from tests.helpers.card_runs import OPTIMIZERS, cards, same_as_host, settled_host, setup_of
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import lenient
-from tests.transfer.harness import Case, Run, running
+from tests.pipeline.harness import Case, Run, running
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.pyxrt import current
 

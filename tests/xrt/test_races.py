@@ -18,8 +18,8 @@ from tests.helpers.golden import STEPS_OF_RULES, random_arrays
 from tests.helpers.native_testing import inject
 from tests.helpers.runif import RunIf
 from tests.native.stored import Array, Run
-from tests.transfer.harness import Case, running
-from tests.transfer.harness import Run as HandlerRun
+from tests.pipeline.harness import Case, running
+from tests.pipeline.harness import Run as HandlerRun
 from tests.xrt.card_state import CardCase, CardState, card_state
 from tests.xrt.cards import EmulatedCards
 

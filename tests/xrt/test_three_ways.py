@@ -22,7 +22,7 @@ from tests.helpers.update_rules import flush
 from tests.hls.simulation import Library, built
 from tests.hls.tasklet import Form
 from tests.native.stored import Array, Run
-from tests.transfer.harness import Case
+from tests.pipeline.harness import Case
 from tests.xrt.card_state import CardCase, card_state
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.simulated_state import SimulatedState

@@ -21,9 +21,9 @@ from unittest import mock
 import torch.distributed as dist
 
 from lightning_smartinfinity import StorageFullError, TransferConfig
+from lightning_smartinfinity.pipeline.layout.free_memory import measure_memory
+from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, build_layout
 from lightning_smartinfinity.storage import measure_gradient_space, require_space
-from lightning_smartinfinity.transfer.free_memory import measure_memory
-from lightning_smartinfinity.transfer.layout import ParameterSlice, build_layout
 from lightning_smartinfinity.zero3 import storage
 from lightning_smartinfinity.zero3.collectives import gather
 from lightning_smartinfinity.zero3.settings import OffloadSettings

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity.transfer.staging import TensorPartition
+from lightning_smartinfinity.pipeline.parameters.staging_buffer import TensorPartition
 from lightning_smartinfinity.zero3.step.rank_state import RankState
 from tests.helpers.waiting import LIMIT, await_that
-from tests.transfer.harness import Case, Run
+from tests.pipeline.harness import Case, Run
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -8,8 +8,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
-from lightning_smartinfinity.transfer.step_plan import StepPlan
+from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, PartitionLayout, build_layout
+from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from lightning_smartinfinity.zero3.step.rank_state import RankState
 from lightning_smartinfinity.zero3.step.speculation import Speculation
 

@@ -15,7 +15,7 @@ from lightning_smartinfinity.activations.cuda.clock import now_on
 from lightning_smartinfinity.activations.cuda.under_way import UnderWay
 from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.errors import CudaError
-from lightning_smartinfinity.transfer.cuda import CudaLink
+from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink
 
 __all__ = ["DeviceCopies", "Loaded", "Points"]
 

@@ -9,7 +9,7 @@ import torch
 from lightning_smartinfinity.activations.cuda.copies import DeviceCopies
 from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.errors import CudaError
-from lightning_smartinfinity.transfer.cuda import link_to
+from lightning_smartinfinity.pipeline.parameters.cuda import link_to
 
 __all__ = ["Devices"]
 

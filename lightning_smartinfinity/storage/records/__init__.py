@@ -1,1 +1,1 @@
-"""What a step leaves beside the state: the record of the training and the residual of compressed gradients."""
+"""The record of a training and the residual of compressed gradients, which a step writes beside the state."""

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import StorageFullError
+from lightning_smartinfinity.pipeline.state.pinned_state import PinnedState
+from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.storage.io.deadlines import io_limit
-from lightning_smartinfinity.transfer.pinned_state import PinnedState
-from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import remove_interrupted, writing
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import ArrayWriter
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile

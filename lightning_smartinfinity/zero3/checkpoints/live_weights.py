@@ -12,8 +12,8 @@ from deepspeed.accelerator import get_accelerator
 from typing_extensions import override
 
 from lightning_smartinfinity.errors import SmartInfinityError
-from lightning_smartinfinity.transfer.layout import ParameterSlice
-from lightning_smartinfinity.transfer.windows import Window
+from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice
+from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import WINDOW_NUMEL, Put
 from lightning_smartinfinity.zero3.checkpoints.weight_source import (
     Contents,

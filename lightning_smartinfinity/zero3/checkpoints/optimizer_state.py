@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.transfer.windows import Window
+from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of, numbers_of
 from lightning_smartinfinity.zero3.checkpoints.saved_residual import SavedResidual, describe_residual, write_residual

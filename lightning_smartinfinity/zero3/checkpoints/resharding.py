@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, LOSS_SCALER
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.transfer.windows import Window
+from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.client_state import user_state
 from lightning_smartinfinity.zero3.checkpoints.folder_check import check_frozen, check_needed

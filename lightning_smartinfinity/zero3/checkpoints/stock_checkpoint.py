@@ -10,7 +10,7 @@ import torch
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARTITION_COUNT
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.transfer.layout import PartitionLayout
+from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
 from lightning_smartinfinity.zero3.parameter_groups import saved_numbers
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, SavedState

@@ -25,11 +25,11 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.pipeline.layout.tensors import lent_tensor
+from lightning_smartinfinity.pipeline.state.part_transfers import PartTransfers
 from lightning_smartinfinity.storage.extents import BLOCK_BYTES
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 from lightning_smartinfinity.storage.tensors.tensor_store import StoredTensor, TensorStore
-from lightning_smartinfinity.transfer.part_transfers import PartTransfers
-from lightning_smartinfinity.transfer.tensors import lent_tensor
 from lightning_smartinfinity.zero3.collectives import failing_together, raising_together
 from lightning_smartinfinity.zero3.settings import ParameterSettings
 from lightning_smartinfinity.zero3.untyped import ZeroParameter

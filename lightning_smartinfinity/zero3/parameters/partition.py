@@ -1,4 +1,4 @@
-"""ZeRO-3's partition of one rank, in the terms of :mod:`lightning_smartinfinity.transfer`."""
+"""ZeRO-3's partition of one rank, in the terms of :mod:`lightning_smartinfinity.pipeline`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import chain
 import torch
 from torch.distributed import ProcessGroup
 
-from lightning_smartinfinity.transfer.cuda import link_to
-from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
-from lightning_smartinfinity.transfer.partitions import HostPartition, ParameterMemory
-from lightning_smartinfinity.transfer.staging import StagedPartition, TensorPartition
-from lightning_smartinfinity.transfer.tensors import flat_of
+from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, PartitionLayout
+from lightning_smartinfinity.pipeline.layout.tensors import flat_of
+from lightning_smartinfinity.pipeline.parameters.cuda import link_to
+from lightning_smartinfinity.pipeline.parameters.partitions import HostPartition, ParameterMemory
+from lightning_smartinfinity.pipeline.parameters.staging_buffer import StagedPartition, TensorPartition
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 from lightning_smartinfinity.zero3.parameters.stored_partition import StoredPartition
 from lightning_smartinfinity.zero3.untyped import ZeroOptimizer, ZeroParameter

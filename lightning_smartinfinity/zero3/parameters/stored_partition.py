@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from lightning_smartinfinity.transfer.part_transfers import PartTransfers
-from lightning_smartinfinity.transfer.staging import StagedPartition
-from lightning_smartinfinity.transfer.tensors import native_dtype
+from lightning_smartinfinity.pipeline.layout.tensors import native_dtype
+from lightning_smartinfinity.pipeline.parameters.staging_buffer import StagedPartition
+from lightning_smartinfinity.pipeline.state.part_transfers import PartTransfers
 from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 

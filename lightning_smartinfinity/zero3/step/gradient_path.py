@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.patches import replaced
-from lightning_smartinfinity.transfer.arena import GradientArena
+from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
 from lightning_smartinfinity.zero3.parameters.gradients import GET_GRAD, SET_GRAD
 from lightning_smartinfinity.zero3.parameters.partition import Partition
 from lightning_smartinfinity.zero3.step.rank_state import RankState

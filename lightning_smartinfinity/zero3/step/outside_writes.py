@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import SmartInfinityError
-from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
+from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, PartitionLayout
 from lightning_smartinfinity.zero3.collectives import raising_together, sum_over_ranks
 from lightning_smartinfinity.zero3.parameters.partitioned_parameter import notify_of_writes
 from lightning_smartinfinity.zero3.parameters.unrounded import take_full, waiting

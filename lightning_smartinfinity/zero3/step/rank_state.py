@@ -16,9 +16,9 @@ from torch.distributed import ProcessGroup
 from lightning_smartinfinity.activations import ActivationTraffic, OffloadedActivations
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
-from lightning_smartinfinity.transfer.arena import GradientArena
-from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
-from lightning_smartinfinity.transfer.handler import TransferHandler
+from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
+from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
+from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.zero3.background_jobs import BackgroundJobs
 from lightning_smartinfinity.zero3.collectives import gather
 from lightning_smartinfinity.zero3.parameters.partition import Partition

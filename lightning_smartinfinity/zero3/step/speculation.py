@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
-from lightning_smartinfinity.transfer.step_plan import StepPlan
+from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from lightning_smartinfinity.zero3.step.rank_state import RankState
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import SmartInfinityError
-from lightning_smartinfinity.transfer.handler import TransferHandler
-from lightning_smartinfinity.transfer.step_plan import StepPlan
+from lightning_smartinfinity.pipeline.handler import TransferHandler
+from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from lightning_smartinfinity.zero3.collectives import failing_together, sum_over_ranks
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
 from lightning_smartinfinity.zero3.parameters.partitioned_parameter import wait_before_gather

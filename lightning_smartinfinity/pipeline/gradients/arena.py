@@ -1,0 +1,283 @@
+"""The gradient arena: one flat tensor in which gradients arrive."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.errors import CudaError, SmartInfinityError
+from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientMemory
+from lightning_smartinfinity.pipeline.layout.batches import spans_of
+from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
+from lightning_smartinfinity.pipeline.layout.tensors import Flat, is_native_dtype, native_dtype
+from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink, GradientCopies
+
+__all__ = ["GradientArena"]
+
+# Stands for a sum of squares that is not known; a known one is never negative.
+_UNKNOWN = -1.0
+
+_Arrival = tuple[int, torch.Tensor]  # parameter index and gradient
+
+
+class GradientArena:
+    """This rank's gradients of one accumulation window, in host memory or, beyond a budget of it, on storage.
+
+    Args:
+        layout: The partition.
+        dtype: Accumulation dtype: float32, bfloat16 or float16.
+        link: Link to the CUDA device that gradients come from; gradients in other memory are copied by blocking calls.
+        memory: Memory for the gradients; None: for all of them.
+
+    Attributes:
+        active: bool[num_parameters]: whether each parameter's gradient arrived in this window. It changes: copy it to
+            keep it.
+        buffer: The flat tensor, ``layout.numel`` elements of ``dtype``. Only read it, and only what is held:
+            :meth:`sum_of_squares` does not see what others write to it.
+    """
+
+    def __init__(
+        self,
+        layout: PartitionLayout,
+        *,
+        dtype: torch.dtype = torch.float32,
+        link: CudaLink | None = None,
+        memory: GradientMemory | None = None,
+    ) -> None:
+        self.active: NDArray[np.bool_] = np.zeros(len(layout.parameters), np.bool_)
+        self._layout = layout
+        # Memory with a budget is not registered, so that copies block: what is registered cannot be dropped.
+        self._copies = GradientCopies(link) if link is not None and memory is None else None
+        self._memory = GradientMemory(layout.numel, dtype, link=link) if memory is None else memory
+        self._lost = False
+        self.buffer = self._memory.tensor
+        # For each parameter: the address of its slice, its elements if it has no padding, and the sum of squares of
+        # its gradient, if that is known.
+        self._addresses = [
+            self.buffer.data_ptr() + each.offset * self.buffer.element_size() for each in layout.parameters
+        ]
+        self._unpadded_numels = [each.numel if each.numel == each.real_numel else None for each in layout.parameters]
+        self._squares = np.full(len(layout.parameters), _UNKNOWN)
+
+    def arrive(self, parameter: int, gradient: torch.Tensor) -> None:
+        """Add this rank's slice of a parameter's gradient; the first one in a window overwrites instead.
+
+        Args:
+            parameter: Parameter index.
+            gradient: 1-D, on any device, any floating dtype, ``real_numel`` elements. Surplus elements are padding and
+                are ignored, missing ones count as zeros: an empty gradient makes the parameter active. Copies from
+                CUDA run on torch's current stream and may still be in flight on return (see :meth:`synchronize`).
+        """
+        numel = min(gradient.numel(), self._layout.parameters[parameter].real_numel)
+        self._squares[parameter] = _UNKNOWN
+        if self.active[parameter]:
+            target = self._held(parameter, changes=True)
+            self._add(target[:numel], gradient.detach().reshape(-1)[:numel])
+            self._square(parameter)
+        else:
+            self.replace(parameter, gradient)
+
+    def replace(self, parameter: int, gradient: torch.Tensor) -> None:
+        """Do the same as :meth:`arrive`, but overwrite what arrived before in this window."""
+        numel = min(gradient.numel(), self._layout.parameters[parameter].real_numel)
+        gradient = gradient.detach().reshape(-1)[:numel]
+        target = self._held(parameter, changes=True)
+        target[numel:].zero_()
+        self._write(target[:numel], gradient)
+        self._squares[parameter] = _UNKNOWN
+        self._square(parameter)
+        self.active[parameter] = True
+
+    @torch.no_grad()
+    def arrive_all(self, parameters: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Do :meth:`arrive` for several parameters; one call and one pass handle the gradients in host memory.
+
+        Args:
+            parameters: Parameter indices, each once.
+            gradients: Gradient of each parameter.
+        """
+        arriving: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient.numel() == self._unpadded_numels[parameter] and _is_plain(gradient):
+                arriving.setdefault(gradient.dtype, []).append((parameter, gradient))
+            else:
+                self.arrive(parameter, gradient)
+        for dtype, pairs in self._held_together(arriving):
+            indices = [parameter for parameter, _ in pairs]
+            adds = self.active[indices].tolist()
+            if any(adds):
+                self.synchronize()
+            self._squares[indices] = native.accumulate(
+                [gradient.data_ptr() for _, gradient in pairs],
+                [self._addresses[parameter] for parameter in indices],
+                [gradient.numel() for _, gradient in pairs],
+                adds,
+                native_dtype(dtype),
+                native_dtype(self.buffer.dtype),
+            )
+            self.active[indices] = True
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients of this window."""
+        self._squares[:] = _UNKNOWN
+        for gradients in self._active_gradients():
+            gradients.mul_(factor)
+
+    def clamp(self, limit: float) -> None:
+        """Clamp the gradients of this window to ``[-limit, limit]``."""
+        self._squares[:] = _UNKNOWN
+        for gradients in self._active_gradients():
+            gradients.clamp_(-limit, limit)
+
+    def reset(self) -> None:
+        """End the window: no parameter is active any more. The step in flight keeps its gradients."""
+        self.synchronize()
+        self.active[:] = False
+        self._memory.reset()
+        self._lost = False
+
+    def step_rolled_back(self) -> None:
+        """Record that the step in flight was rolled back. Gradients that it gave up as it used them are lost."""
+        if self._memory.step_rolled_back():
+            self.reset()
+            self._lost = True
+
+    def backward_begins(self, *, binds: bool) -> None:
+        """Record that a backward begins: if all gradients before it were lost, a window begins with it.
+
+        Args:
+            binds: Whether the update gives gradients up as it uses them, so that few have to go to storage.
+        """
+        self._lost = self._lost and bool(self.active.any())
+        self._memory.spills_ahead = not binds
+
+    def synchronize(self) -> None:
+        """Wait for copies from CUDA. Methods that read the memory or return its address call this first."""
+        if self._copies is not None:
+            self._copies.wait()
+
+    def sum_of_squares(self) -> float:
+        """Return the sum of the squares of the active gradients, in double; it depends on their values only.
+
+        Most squares were summed when the gradient arrived. The result is not finite if and only if an element of an
+        active gradient is not finite.
+        """
+        self.synchronize()
+        dtype = native_dtype(self.buffer.dtype)
+        for parameter in np.flatnonzero(self.active & (self._squares == _UNKNOWN)).tolist():
+            gradient = self._held(parameter, changes=False)
+            self._squares[parameter] = native.sum_of_squares(gradient.data_ptr(), gradient.numel(), dtype)
+        return math.fsum(self._squares[self.active].tolist())
+
+    def view(self, sub_group: int) -> torch.Tensor:
+        """Return the flat gradient of one sub-group."""
+        self.synchronize()
+        where = self._layout.sub_groups[sub_group]
+        return self.buffer[where.offset : where.offset + where.numel]
+
+    def gradient(self, parameter: int) -> torch.Tensor:
+        """Return the gradient slice of one parameter, padding included, to be read before the next call of any method.
+
+        Its values are valid only while the parameter is active. Copies from CUDA may be in flight.
+        """
+        return self._held(parameter, changes=False)
+
+    def of_step(self, tasklet: int, last_use: bool) -> native.GradientWindow | None:
+        """Return what the update of a tasklet needs to know of its gradient; None: it stays in memory.
+
+        Args:
+            tasklet: Index of the tasklet, whose gradient is complete.
+            last_use: Whether nobody needs the gradient after the update.
+        """
+        return self._memory.of_step(tasklet, last_use=last_use)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether gradients of this window are lost: a step gave them up and was rolled back, or storage failed."""
+        return self._lost or self._memory.is_damaged
+
+    def take_failure(self) -> SmartInfinityError | None:
+        """Return why gradients could not be spilled to storage or read from it, if so, and forget it."""
+        return self._memory.take_failure()
+
+    def counters(self) -> native.Counters | None:
+        """Return the cumulative counters of gradients on storage; None: all are in memory."""
+        return self._memory.counters()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory that the gradients may take."""
+        return self.buffer.nbytes if self._memory.budget_bytes is None else self._memory.budget_bytes
+
+    def flats(self) -> list[Flat]:
+        """Return the memory of each sub-group's gradients, for :class:`StepPlan`."""
+        self.synchronize()
+        dtype, size = native_dtype(self.buffer.dtype), self.buffer.element_size()
+        base = self.buffer.data_ptr()
+        return [Flat(base + group.offset * size, group.numel, dtype) for group in self._layout.sub_groups]
+
+    def close(self) -> None:
+        """Unregister and release the memory; idempotent. The memory lives as long as a tensor over it."""
+        with suppress(CudaError):  # a device that has failed copies nothing any more
+            self.synchronize()
+        self._memory.close()
+
+    def _square(self, parameter: int) -> None:
+        """Sum the squares of a gradient that has arrived, if its memory may be given up before the norm is needed."""
+        if self._memory.budget_bytes is not None:
+            begin, end = self._range_of(parameter)
+            values = self.buffer[begin:end]
+            self._squares[parameter] = native.sum_of_squares(
+                values.data_ptr(), values.numel(), native_dtype(values.dtype)
+            )
+
+    def _held(self, parameter: int, *, changes: bool) -> torch.Tensor:
+        begin, end = self._range_of(parameter)
+        self._memory.hold([(begin, end)], changes=changes)
+        return self.buffer[begin:end]
+
+    def _range_of(self, parameter: int) -> tuple[int, int]:
+        where = self._layout.parameters[parameter]
+        return where.offset, where.offset + where.numel
+
+    def _held_together(
+        self, arriving: Mapping[torch.dtype, Sequence[_Arrival]]
+    ) -> Iterator[tuple[torch.dtype, Sequence[_Arrival]]]:
+        """Yield what arrives in groups whose memory is held: all of a dtype, or as much as the budget permits."""
+        for dtype, pairs in arriving.items():
+            for group in self._memory.groups([self._range_of(parameter) for parameter, _ in pairs]):
+                chosen = [pairs[index] for index in group]
+                self._memory.hold([self._range_of(parameter) for parameter, _ in chosen], changes=True)
+                yield dtype, chosen
+
+    def _active_gradients(self) -> Iterator[torch.Tensor]:
+        """Yield this window's gradients, with neighbours in one sub-group joined; their padding is zero."""
+        self.synchronize()
+        for begin, end, is_active in spans_of(self._layout, self.active.astype(np.int64)):
+            for first, last in self._memory.cut(begin, end) if is_active else ():
+                self._memory.hold([(first, last)], changes=True)
+                yield self.buffer[first:last]
+
+    def _write(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
+        if self._copies is not None and self._copies.takes(gradient):
+            self._copies.write(target, gradient)
+        else:
+            target.copy_(gradient)
+
+    def _add(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
+        if self._copies is not None and self._copies.takes(gradient):
+            self._copies.add(target, gradient)
+        else:
+            self.synchronize()
+            target.add_(gradient.cpu())
+
+
+def _is_plain(gradient: torch.Tensor) -> bool:
+    """Return whether the native core can read the gradient: contiguous, in host memory, of a dtype that it knows."""
+    return gradient.is_cpu and gradient.is_contiguous() and not gradient.is_neg() and is_native_dtype(gradient.dtype)

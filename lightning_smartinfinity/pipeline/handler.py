@@ -1,0 +1,410 @@
+"""The transfer handler: runs step plans on a storage device and keeps the store's generations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.devices.base import StorageDevice, Traffic
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.pipeline.layout.balance import Balance
+from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
+from lightning_smartinfinity.pipeline.parameters.partitions import ParameterMemory
+from lightning_smartinfinity.pipeline.parameters.staging_buffer import StagingBuffer
+from lightning_smartinfinity.pipeline.rules import UpdateRule
+from lightning_smartinfinity.pipeline.state.pinned_state import PinnedState
+from lightning_smartinfinity.pipeline.state.state_access import StateAccess, Together, committing
+from lightning_smartinfinity.pipeline.step import Step
+from lightning_smartinfinity.pipeline.step_plan import StepPlan
+from lightning_smartinfinity.progress import Show, hidden
+from lightning_smartinfinity.storage import StateStore
+from lightning_smartinfinity.storage.records.training_record import TrainingRecord
+
+__all__ = ["TransferHandler"]
+
+_log = logging.getLogger(__name__)
+
+
+class TransferHandler:
+    """Updates one rank's optimizer state on storage, tasklet by tasklet.
+
+    A step is ``begin_step`` -> ``step.wait`` (any number of times) -> ``commit``, or ``roll_back`` instead at any time
+    after ``begin_step``. Between steps ``state`` reads and replaces the state on storage. All calls come from one
+    thread.
+
+    A failure leaves the current generation intact, on storage and here, unless a tasklet has only one place
+    (``durability="none"``): then the state that was being overwritten is lost.
+
+    Args:
+        layout: The partition; its extents are those of ``store``.
+        store: A created or recovered store; the handler owns it from now on.
+        device: A closed device; the handler opens and owns it.
+        rule: The optimizer's update rule.
+    """
+
+    def __init__(self, layout: PartitionLayout, store: StateStore, device: StorageDevice, *, rule: UpdateRule) -> None:
+        assert layout.extents == store.extents and len(store.steps) == len(layout.parameters)
+        assert len(rule.arrays) == layout.extents.num_arrays
+        self._layout = layout
+        self._store = store
+        self._device = device
+        self._new_step = partial(Step, layout, store, device, rule=rule)
+        self._access = StateAccess(layout, store, device, names=rule.arrays)
+        num_folders = layout.extents.num_devices
+        self._balance = Balance(num_folders) if device.moves_tasklets and num_folders > 1 else None
+        self._step: Step | None = None
+        self._staging: StagingBuffer | None = None
+        self._num_steps = 0
+        self._numel_updated = 0
+        self._background_read_bytes = 0
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._is_closed
+
+    @property
+    def generation(self) -> int:
+        """Committed generation, -1 before :meth:`initialize`. Every commit adds 1."""
+        return self._store.generation
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """int64[num_parameters]: committed number of updates of each parameter; a copy."""
+        return self._store.steps.copy()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step has begun and is neither committed nor rolled back."""
+        return self._step is not None
+
+    @property
+    def step(self) -> Step:
+        """The step in flight."""
+        assert self._step is not None, "no step has begun"
+        return self._step
+
+    @property
+    def state(self) -> StateAccess:
+        """The committed state on storage, to be read and replaced while no step is in flight."""
+        self._require_no_step()
+        self.complete_record()
+        return self._access
+
+    def pin(self) -> PinnedState:
+        """Return the committed state, which can be read beside later steps. No step may be in flight now.
+
+        Raises:
+            StorageError: As :meth:`make_room_to_pin`.
+        """
+        self._require_no_step()
+        return PinnedState(self._layout, self._store, self._store.pin(), count_read=self._count_background_read)
+
+    def make_room_to_pin(self) -> None:
+        """Let the state files grow to a third place for each tasklet, for :meth:`pin`. No step may be in flight now.
+
+        Raises:
+            StorageFullError: The file systems have no room for that.
+            StorageError: A state file cannot be extended.
+        """
+        self._require_no_step()
+        self._store.make_room_to_pin()
+
+    def _count_background_read(self, nbytes: int) -> None:
+        self._background_read_bytes += nbytes  # by one thread at a time: saves follow each other
+
+    @property
+    def can_roll_back(self) -> bool:
+        """Whether a step leaves the current generation intact: not with one place each (``durability="none"``)."""
+        return self._layout.extents.places_per_tasklet > 1
+
+    @property
+    def has_direct_io(self) -> bool:
+        """Whether all state files are read and written past the page cache."""
+        return all(file.direct for file in self._store.files)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Host memory of the tasklets whose state stays there."""
+        return self._device.cache_bytes
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes of the state files, free places included."""
+        return self._store.storage_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        """Host memory of the device's ring and, once they are in use, of its slots or of the staging buffer."""
+        return self._device.ring_bytes + (self._staging.nbytes if self._staging is not None else 0)
+
+    def open(self) -> None:
+        """Open the device: its threads, ring buffers and memory for resident tasklets.
+
+        Raises:
+            StorageError: Threads or memory are unavailable.
+        """
+        extents = self._layout.extents
+        sizes = [extent.nbytes for extent in extents.extents]
+        self._device.open(
+            files=self._store.files,
+            identity=self._store.identity,
+            buffer_bytes=max(sizes, default=0),
+            resident_bytes=sizes[: self._layout.num_resident],
+            written_through=extents.num_in_memory == 0,
+        )
+        _log.info("%s", self._device.description)
+
+    def initialize(self, masters: ParameterMemory, *, first_values: Sequence[float] = (), show: Show = hidden) -> None:
+        """Write the first state and commit it: masters widened from the partition, step counts zero.
+
+        A fresh store becomes generation 0. An initialized store is overwritten as the next generation.
+
+        Args:
+            masters: The parameters, of any dtype.
+            first_values: ``UpdateRule.first_values`` for the rule's other arrays; empty means zeros.
+            show: Shows the progress.
+
+        Raises:
+            StorageError: The state could not be written; an earlier generation stays current.
+        """
+        self._require_no_step()
+        self._rebalance()
+        self._access.initialize(masters, first_values, self._staging_for, show=show)
+        self._end_measurement()
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Start a step and return at once. The caller must not touch the plan's memory until commit or rollback.
+
+        Raises:
+            ConfigError: A hyperparameter of an active group is out of range; no step has begun.
+            StorageError: An earlier commit failed so that no generation can be written any more; no step has begun.
+        """
+        self._prepare()
+        self._step = self._new_step(plan=plan, staging=self._staging_for)
+        self._step.start()
+
+    def begin_incremental(self, plan: StepPlan, *, binds: bool = False) -> None:
+        """Begins a step before its tasklets are known: as :meth:`begin_step`, but no tasklet starts yet.
+
+        ``step.extend`` starts some tasklets; ``step.complete`` starts the others and makes it an ordinary step, which
+        can be committed. ``roll_back`` rolls it back at any time.
+
+        Args:
+            plan: The step's plan, with every parameter active and parameters in memory that the core reaches.
+            binds: Whether the step will be taken as it begins, so that gradients are given up as they are used.
+
+        Raises:
+            ConfigError, StorageError: As :meth:`begin_step`.
+        """
+        assert self.can_roll_back
+        self._prepare()
+        self._step = self._new_step(plan=plan, staging=self._staging_for, incremental=True, binds=binds)
+
+    def finish(self) -> None:
+        """Return when the step in flight, if any, has finished all reads, updates and writes.
+
+        Raises:
+            StorageError: As ``step.wait``.
+        """
+        if self._step is not None:
+            self._step.finish()
+
+    def commit(self, *, together: Together = nullcontext) -> None:
+        """Wait for all writes of the step in flight and make it the current generation.
+
+        Args:
+            together: Context entered around waiting and committing, and again around the residual of compression.
+                With several ranks it must raise on each of them if its body raised on one, so that no rank keeps a
+                generation that another could not commit, and all learn of a residual that one could not store.
+
+        Raises:
+            StorageError: As ``step.wait``, or the commit record could not be written, or ``together`` raised. The
+                previous generation is current: roll back. With one place each that is impossible, and the current
+                generation is the one written last.
+            StorageError: A residual could not be stored, here or on another rank. The generation is committed. The
+                step of the rank that failed stays in flight, and its rollback raises the same error.
+        """
+        step = self.step
+        with committing(self._store, step.generation, together):
+            step.commit()
+        with together() if step.batches.has_residual else nullcontext():
+            self._after_commit(step)
+
+    def _after_commit(self, step: Step) -> None:
+        """Store the residual and update measurements and counters after a commit."""
+        step.batches.feed_back()
+        self._store.records.write_residual(self._store.generation)
+        self._step = None
+        self._end_measurement()
+        self._num_steps += 1
+        self._numel_updated += step.batches.numel
+
+    @property
+    def training(self) -> TrainingRecord | None:
+        """The training record written last, or the one that the training resumes from."""
+        return self._store.training
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether the training record, its residual and its generation are whole on storage.
+
+        They are if at most one generation was committed since.
+        """
+        record = self._store.training
+        self.complete_record()
+        if record is None:
+            return False
+        lasts = record.generation >= self._store.generation - 1
+        # If the residual is not, those of the record before are, since no later step has begun.
+        return lasts and (self.residual_failure is None or record.number > 1)
+
+    @property
+    def residual_failure(self) -> StorageError | None:
+        """Why the residual of the training record could not be written, if it could not."""
+        return self._store.records.residual_failure
+
+    def record_training(self, *, step: int, content: bytes, residual: NDArray[np.float32] | None) -> None:
+        """Write what the training needs beside the state to go on behind the step begun last.
+
+        It counts once that step is committed, and must be written before the next one begins.
+
+        Args:
+            step: Optimizer steps of the training so far, for messages.
+            content: What the training needs.
+            residual: Memory of the residual of compressed gradients, if there is one. It is written beside the
+                training, once the step is committed and until :meth:`complete_record` has returned.
+
+        Raises:
+            StorageError: It could not be written. The record before it is intact.
+        """
+        follows = self._step is not None and self._step.is_complete
+        generation, has_steps = self._store.generation + follows, follows or self._num_steps > 0
+        self._store.record_training(
+            generation=generation, step=step, content=content, has_steps=has_steps, residual=residual
+        )
+
+    def rewrite_record(self, content: bytes) -> None:
+        """Exchange the content of the training record; raises as :meth:`record_training`."""
+        self._store.records.rewrite(content)
+
+    def end_records(self, reason: str) -> None:
+        """Let no training resume from here, since no more records follow.
+
+        Args:
+            reason: Why, for whoever tries.
+
+        Raises:
+            StorageError: What is written instead could not be written.
+        """
+        self._store.records.end(reason)
+
+    def complete_record(self) -> None:
+        """Return when the residual that belongs to the training record is on storage, or has failed to get there.
+
+        The next generation takes the places of the one before, so a training of several ranks may begin to write it
+        only when this has returned on all of them.
+        """
+        self._store.records.finish_residual()
+
+    def read_residual(self, into: NDArray[np.float32]) -> None:
+        """Read the residual that belongs to the training record.
+
+        Args:
+            into: float32[residual_numel of the record] that takes it.
+
+        Raises:
+            StorageCorruptError: It is damaged.
+            StorageError: It cannot be read.
+        """
+        self._store.records.read_residual(into)
+
+    def roll_back(self) -> None:
+        """Roll the step in flight back: its parameters are read back from the current generation.
+
+        If an interrupt came after the step's commit, the step is finished instead.
+
+        Raises:
+            StorageError: The state could not be read back (the call may be repeated), or each tasklet has one place
+                (``durability="none"``) and the step may have overwritten it.
+        """
+        step = self.step
+        step.stop()
+        if self.can_roll_back and self._store.generation == step.generation:
+            self._after_commit(step)
+            return
+        if step.overwrites:
+            raise StorageError(
+                "A step cannot be rolled back with TransferConfig(durability='none'): it overwrote the state.",
+                "Resume from a checkpoint, and use durability='step' to survive such a failure.",
+            ) from step.failure
+        step.read_back()
+        self._store.forget_training()
+        self._step = None
+
+    def traffic(self) -> Traffic:
+        """Return the cumulative counters since :meth:`open`, of steps and of everything else."""
+        moved = self._device.counters()
+        control_bytes = moved.control_bytes + self._store.control_bytes
+        return replace(
+            moved,
+            control_bytes=control_bytes,
+            steps=self._num_steps,
+            numel=self._numel_updated,
+            background_read_bytes=self._background_read_bytes,
+        )
+
+    def close(self, *, remove: bool) -> None:
+        """Close the device and the store, and stop a step in flight; idempotent.
+
+        Args:
+            remove: Whether to delete the state on storage.
+        """
+        self._is_closed = True
+        if self._step is not None:
+            self._step.stop()
+            self._step = None
+        self._device.close()
+        if remove:
+            # Writes that have not returned go to deleted files.
+            self._store.close(remove=True)
+        else:
+            self._device.when_written(partial(self._store.close, remove=False))
+
+    def _prepare(self) -> None:
+        """Check that a step may begin, and adapt the tasklets' homes to measured bandwidth."""
+        self._require_no_step()
+        self.complete_record()
+        self._store.require_usable()
+        self._rebalance()
+
+    def _rebalance(self) -> None:
+        """Spreads later writes in proportion to measured bandwidth, and starts to measure the next step."""
+        if self._balance is None:
+            return
+        counts = self._balance.better(self._store.counts)
+        if counts is not None:
+            self._store.spread(counts)
+        self._balance.begin(self._device.counters().folders)
+
+    def _end_measurement(self) -> None:
+        if self._balance is not None:
+            self._balance.end(self._device.counters().folders)
+
+    def _require_no_step(self) -> None:
+        assert self._step is None, "a step is in flight: commit it or roll it back"
+
+    def _staging_for(self, dtype: native.DType) -> StagingBuffer:
+        """Return the staging buffer, as large as the ring; all partitions of a handler share it and its dtype."""
+        if self._staging is None:
+            self._staging = StagingBuffer(self._layout, dtype=dtype, nbytes=self._device.ring_bytes)
+        assert self._staging.dtype == dtype
+        return self._staging

@@ -1,0 +1,1 @@
+"""How parameters are divided into tasklets, devices and batches, and the memory of batches."""

@@ -1,0 +1,1 @@
+"""The state between storage and the kernels: reads, writes, windows and conversion."""

@@ -1,0 +1,300 @@
+"""A partition with its store and handler, driven step by step beside torch.optim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_smartinfinity.compression import GradientCodec
+from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.devices import HostDevice, StorageDevice
+from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
+from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
+from lightning_smartinfinity.pipeline.handler import TransferHandler
+from lightning_smartinfinity.pipeline.layout.partition_layout import (
+    ParameterSlice,
+    PartitionLayout,
+    build_layout,
+    with_residents,
+)
+from lightning_smartinfinity.pipeline.layout.tensors import flat_of
+from lightning_smartinfinity.pipeline.parameters.partitions import HostPartition, ParameterMemory
+from lightning_smartinfinity.pipeline.parameters.staging_buffer import TensorPartition
+from lightning_smartinfinity.pipeline.rules import UpdateRule, rule_for
+from lightning_smartinfinity.pipeline.state.windows import Window
+from lightning_smartinfinity.pipeline.step_plan import StepPlan
+from lightning_smartinfinity.storage import StoreDescription, create_store, recover_store
+
+# (numel, padding, group, sub-group): tiny ones that share a tasklet, large ones that span several.
+SHAPES = (
+    (1, 0, 0, 0),
+    (12_000, 0, 0, 0),
+    (7, 0, 1, 0),
+    (6_000, 3, 1, 1),
+    (1_023, 0, 0, 1),
+    (40, 40, 0, 1),
+    (9_001, 0, 1, 2),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The settings of a run."""
+
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+    options: tuple[dict[str, Any], dict[str, Any]] = field(
+        default=({"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "betas": (0.8, 0.99), "weight_decay": 0.0})
+    )
+    # Further arguments of the optimizer beside its groups.
+    defaults: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    gradient_dtype: torch.dtype = torch.float32
+    tasklet_bytes: int = 64 * 1024
+    num_buffers: int = 3
+    num_devices: int = 1
+    staged: bool = False
+    durability: str = "step"
+    state_format: str = "fp32"
+    compute_threads: int = 1
+    cache_bytes: int = 0
+    keep: bool = False
+    compression: GradientCodec | None = None
+    rank: int = 0
+    job_id: bytes = bytes(16)  # so that two runs write the same bytes
+    shapes: tuple[tuple[int, int, int, int], ...] = SHAPES
+
+    def but(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+    @property
+    def rule(self) -> UpdateRule:
+        return rule_for(self.optimizer([torch.nn.Parameter(torch.zeros(1))], **self.defaults))
+
+
+class Run:
+    """A partition in memory, its state on storage, and the same training in torch beside it."""
+
+    def __init__(
+        self, folder: Path, case: Case, *, recover: bool = False, device: Callable[[Run], StorageDevice] | None = None
+    ) -> None:
+        self.case = case
+        self.layout = layout_of(case)
+        self.partition = first_partition(self.layout, case)
+        self.parameters = [torch.nn.Parameter(self.slice(i).float().clone()) for i in range(len(case.shapes))]
+        self.optimizer = case.optimizer(
+            [
+                {
+                    "params": [p for p, shape in zip(self.parameters, case.shapes, strict=True) if shape[2] == group],
+                    **options,
+                }
+                for group, options in enumerate(case.options)
+            ],
+            **case.defaults,
+        )
+        self.arena = self.make_arena()
+        self.compressed = self._compressed()
+        self.folders = [folder / f"disk{index}" for index in range(case.num_devices)]
+        self.device = (device or _host_device)(self)
+        rule = rule_for(self.optimizer)
+        if recover:
+            self.store = recover_store(self.folders, rank=case.rank)
+        else:
+            self.store = create_store(
+                self.folders,
+                config=TransferConfig(
+                    tasklet_bytes=case.tasklet_bytes,
+                    num_buffers=case.num_buffers,
+                    durability=case.durability,
+                    keep=case.keep,
+                ),
+                rank=case.rank,
+                world_size=case.rank + 1,
+                job_id=case.job_id,
+                extents=self.layout.extents,
+                description=StoreDescription(
+                    optimizer=rule.name,
+                    arrays=rule.arrays,
+                    parameters=tuple(
+                        {**asdict(parameter), "dtype": str(case.dtype).removeprefix("torch.")}
+                        for parameter in self.layout.parameters
+                    ),
+                ),
+            )
+        self.handler = TransferHandler(self.layout, self.store, self.device, rule=rule)
+        self.handler.open()
+        if not recover:
+            self.initialize()
+
+    def initialize(self) -> None:
+        """Write the first state, or start over from the parameters in memory."""
+        values = self.case.rule.first_values(self.optimizer.defaults)
+        self.handler.initialize(self.outputs(), first_values=values)
+
+    def slice(self, parameter: int) -> torch.Tensor:
+        """Return this parameter's part of the partition, without padding."""
+        where = self.layout.parameters[parameter]
+        begin = where.offset - self.layout.sub_groups[where.sub_group].offset
+        return self.partition[where.sub_group][begin : begin + where.real_numel]
+
+    def make_arena(self) -> GradientArena:
+        return GradientArena(self.layout, dtype=self.case.gradient_dtype)
+
+    def _compressed(self) -> CompressedGradients | None:
+        if self.case.compression is None:
+            return None
+        return CompressedGradients(
+            self.layout, self.case.compression, gradients=self.arena.buffer, num_threads=self.case.compute_threads
+        )
+
+    def send(self, parameter: int, gradient: torch.Tensor) -> None:
+        """Add a gradient to the arena."""
+        self.arena.arrive(parameter, gradient)
+
+    def outputs(self) -> ParameterMemory:
+        if self.case.staged:
+            return TensorPartition(self.partition)
+        return HostPartition([flat_of(tensor) for tensor in self.partition])
+
+    def collect(self, step: int) -> StepPlan:
+        """Run the schedules, fill the arena and torch's gradients, and return the plan of this step."""
+        schedule(self.optimizer, step)
+        self.arena.reset()
+        for index, parameter in enumerate(self.parameters):
+            gradient = gradient_of(self.case, index, step)
+            parameter.grad = gradient
+            if gradient is not None:
+                self.send(index, gradient * SCALE)
+        return self.plan()
+
+    def plan(self) -> StepPlan:
+        """Return the plan of a step with the gradients that have arrived."""
+        return StepPlan(
+            active=self.arena.active,
+            gradients=self.arena.flats(),
+            outputs=self.outputs(),
+            groups=self.optimizer.param_groups,
+            gradient_scale=1 / SCALE,
+            compressed=self.compressed,
+            loss_scale=SCALE,
+        )
+
+    def step(self, number: int) -> None:
+        """Do one step and commit it."""
+        self.handler.begin_step(self.collect(number))
+        self.handler.commit()
+
+    def steps(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.step(number)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the partition, the arrays, the step counts and the residual if there is one."""
+        arrays = self.read()
+        names = self.case.rule.arrays
+        state = {name: torch.cat([arrays[group][k] for group in range(len(arrays))]) for k, name in enumerate(names)}
+        residual = self.compressed.residual if self.compressed is not None else None
+        return {
+            **state,
+            **({} if residual is None else {"residual": residual.clone()}),
+            "partition": torch.cat(self.partition).clone(),
+            "steps": torch.from_numpy(self.handler.steps),
+        }
+
+    def read(self) -> list[list[torch.Tensor]]:
+        """Read the state's arrays, by sub-group and array."""
+        flat = [torch.full((self.layout.numel,), -1.0) for _ in self.case.rule.arrays]
+
+        def keep(window: Window) -> None:
+            for array, values in zip(flat, window.arrays, strict=True):
+                array[window.begin : window.end] = torch.from_numpy(values)
+
+        self.handler.state.scan(keep)
+        groups = self.layout.sub_groups
+        return [[array[group.offset : group.offset + group.numel] for array in flat] for group in groups]
+
+    def close(self, *, remove: bool = True) -> None:
+        self.handler.close(remove=remove)
+        self.arena.close()
+
+
+SCALE = 4.0
+
+
+@contextmanager
+def running(
+    folder: Path, case: Case, *, recover: bool = False, device: Callable[[Run], StorageDevice] | None = None
+) -> Iterator[Run]:
+    run = Run(folder, case, recover=recover, device=device)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def _host_device(run: Run) -> StorageDevice:
+    return HostDevice(num_buffers=run.case.num_buffers, compute_threads=run.case.compute_threads)
+
+
+def layout_of(case: Case) -> PartitionLayout:
+    layout = build_layout(
+        [
+            ParameterSlice(name=f"p{i}", numel=numel, real_numel=numel - padding, group=group, sub_group=sub_group)
+            for i, (numel, padding, group, sub_group) in enumerate(case.shapes)
+        ],
+        tasklet_bytes=case.tasklet_bytes,
+        num_arrays=len(case.rule.arrays),
+        num_devices=case.num_devices,
+        places_per_tasklet=1 if case.durability == "none" else 2,
+        state_format=case.state_format,
+    )
+    return with_residents(layout, nbytes=case.cache_bytes, written_through=case.durability != "none")
+
+
+def first_partition(layout: PartitionLayout, case: Case) -> list[torch.Tensor]:
+    """Return each sub-group's parameters before training. Padding is zero."""
+    generator = np.random.default_rng(1)
+    partition = []
+    for group in layout.sub_groups:
+        tensor = torch.from_numpy(generator.standard_normal(group.numel, np.float32)).to(case.dtype)
+        for where in layout.parameters[group.first : group.last]:
+            begin = where.offset - group.offset
+            tensor[begin + where.real_numel : begin + where.numel] = 0
+        partition.append(tensor)
+    return partition
+
+
+def gradient_of(case: Case, parameter: int, step: int) -> torch.Tensor | None:
+    """Return a gradient, or None for every third parameter, a different third at each step."""
+    if (parameter + step) % 3 == 0:
+        return None
+    numel, padding = case.shapes[parameter][:2]
+    values = np.random.default_rng((step, parameter)).standard_normal(numel - padding, np.float32)
+    return torch.from_numpy(values)
+
+
+def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Change lr at every step and betas from the third step on, as schedulers do."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * (1 - 0.07 * (step % 5))
+    first = optimizer.param_groups[0]
+    if "betas" not in first:
+        return
+    first["betas"] = (0.85, 0.995) if step >= 2 else first.setdefault("initial_betas", first["betas"])
+
+
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Assert that two states are equal bit for bit."""
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(bits(actual[name]), bits(expected[name])), name
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's bytes, so that NaNs and signs of zeros are compared too."""
+    return tensor.contiguous().view(torch.uint8)

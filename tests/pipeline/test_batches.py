@@ -1,0 +1,85 @@
+"""Spans and pieces equal those found element by element, and so do the batches made of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_smartinfinity.pipeline.layout.batches import FlatMemory, cut, pieces_within, spans_of, tasklets_in
+from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
+from lightning_smartinfinity.pipeline.layout.tensors import flat_of
+from lightning_smartinfinity.pipeline.rules import rule_for
+from lightning_smartinfinity.pipeline.state.work import choose_updates
+from tests.pipeline.harness import Case, layout_of
+from tests.pipeline.test_layout import layouts
+
+
+@given(layouts(), st.data())
+def test_pieces_cover_every_element_once(layout: PartitionLayout, data: st.DataObject) -> None:
+    """Pieces never cross tasklets, sub-groups or keys, and there are no more of them than necessary."""
+    count = len(layout.parameters)
+    keys = data.draw(st.lists(st.integers(-1, 1), min_size=count, max_size=count))
+    owner = np.repeat(np.arange(count), [parameter.numel for parameter in layout.parameters])
+    labels = [
+        (element // layout.extents.tasklet_numel, layout.parameters[owner[element]].sub_group, keys[owner[element]])
+        for element in range(layout.numel)
+    ]
+    borders = [i for i in range(layout.numel) if i == 0 or labels[i] != labels[i - 1]]
+    pieces = cut(layout, spans_of(layout, keys))
+    assert [piece.begin for piece in pieces] == borders
+    assert [piece.end for piece in pieces] == [*borders[1:], layout.numel][: len(borders)]
+    assert [(piece.tasklet, piece.sub_group, piece.key) for piece in pieces] == [labels[i] for i in borders]
+
+
+@given(layouts(), st.data())
+def test_pieces_of_a_run_of_tasklets(layout: PartitionLayout, data: st.DataObject) -> None:
+    """pieces_within() returns the pieces of the tasklets from the first to the last."""
+    pieces = cut(layout, spans_of(layout, list(range(len(layout.parameters)))))
+    tasklets = tasklets_in(pieces)
+    assert tasklets == list(range(len(layout.tasklets)))
+    if not tasklets:
+        return
+    first = data.draw(st.sampled_from(tasklets))
+    last = data.draw(st.sampled_from(tasklets[first:]))
+    found = pieces_within(pieces, [first, last])
+    assert list(found) == [piece for piece in pieces if first <= piece.tasklet <= last]
+
+
+def test_ten_thousand_small_parameters_are_few_segments() -> None:
+    """Parameters with equal hyperparameters and step counts merge, across groups too. Another count splits them."""
+    layout = layout_of(Case(shapes=((3, 0, 0, 0), (3, 0, 1, 0)) * 5_000))
+    group = torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).param_groups[0]
+    rule = rule_for(torch.optim.AdamW([torch.zeros(1, requires_grad=True)]))
+    active, steps = np.ones(10_000, np.bool_), np.zeros(10_000, np.int64)
+
+    def num_pieces() -> int:
+        updates = choose_updates(layout, rule, [group, dict(group)], active=active, steps=steps, gradient_scale=1.0)
+        return len(cut(layout, spans_of(layout, updates.keys)))
+
+    assert num_pieces() == len(layout.tasklets)
+    steps[5_000] = 1
+    assert num_pieces() == len(layout.tasklets) + 2
+
+
+def test_empty_parameter_splits_nothing() -> None:
+    """A parameter without elements on this rank does not separate its neighbours."""
+    layout = layout_of(Case(shapes=((5, 0, 0, 0), (0, 0, 0, 0), (5, 0, 0, 0))))
+    assert spans_of(layout, [0, 1, 0]) == [(0, 10, 0)]
+
+
+def test_memory_must_fit_the_layout() -> None:
+    """A surplus sub-group, a wrong length and a wrong dtype are programming errors."""
+    layout = layout_of(Case())
+    flats = [flat_of(torch.zeros(group.numel)) for group in layout.sub_groups]
+    FlatMemory(layout, flats)
+    wrong = [
+        [*flats, flats[0]],
+        [flats[1], flats[0], flats[2]],
+        [flat_of(torch.zeros(layout.sub_groups[0].numel, dtype=torch.half)), *flats[1:]],
+    ]
+    for case in wrong:
+        with pytest.raises(AssertionError):
+            FlatMemory(layout, case)

@@ -1,0 +1,199 @@
+"""Converting kept stores to other state formats."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, StorageLockedError
+from lightning_smartinfinity.pipeline.state.convert import convert_store
+from lightning_smartinfinity.progress import hidden
+from lightning_smartinfinity.storage import recover_store
+from tests.pipeline.harness import Case, Run, assert_equal, running
+from tests.storage.makers import manifest_with
+
+FORMATS = ["fp32", "bf16", "int8", "int8_remainder"]
+
+
+def kept(folder: Path, case: Case) -> dict[str, torch.Tensor]:
+    """Create a store, do three steps, close it without removal, and return its state."""
+    run = Run(folder, case)
+    run.steps(range(3))
+    state = run.state()
+    run.close(remove=False)
+    return state
+
+
+def opened(folder: Path, case: Case, partition: torch.Tensor) -> dict[str, torch.Tensor]:
+    with running(folder, case, recover=True) as run:
+        for tensor, group in zip(run.partition, run.layout.sub_groups, strict=True):
+            tensor.copy_(partition[group.offset : group.offset + group.numel])
+        return run.state()
+
+
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_there_and_back(tmp_path: Path, state_format: str) -> None:
+    """State survives a conversion to fp32 and back bit for bit, step counts too. The source is unchanged."""
+    case = Case(dtype=torch.bfloat16, state_format=state_format, num_devices=2)
+    wide = case.but(state_format="fp32", num_devices=1, tasklet_bytes=100_000)
+    state = kept(tmp_path / "first", case)
+    disks = [tmp_path / "first" / "disk0", tmp_path / "first" / "disk1"]
+    convert_store(disks, [tmp_path / "wide" / "disk0"], state_format="fp32", tasklet_bytes=100_000)
+    back = [tmp_path / "back" / "disk0", tmp_path / "back" / "disk1"]
+    convert_store([tmp_path / "wide" / "disk0"], back, state_format=state_format, tasklet_bytes=64 * 1024)
+    for folder, variant in (("first", case), ("wide", wide), ("back", case)):
+        assert_equal(opened(tmp_path / folder, variant, state["partition"]), state)
+
+
+def test_what_cannot_be_converted(tmp_path: Path) -> None:
+    """Unknown formats, remainders without bf16 and missing stores are refused, and nothing is left behind."""
+    kept(tmp_path, Case())
+    source, into = [tmp_path / "disk0"], [tmp_path / "new"]
+    with pytest.raises(ConfigError, match=r"'int2'.*unknown"):
+        convert_store(source, into, state_format="int2")
+    with pytest.raises(ConfigError, match="needs parameters in bf16; these are in float32"):
+        convert_store(source, into, state_format="int8_remainder")
+    with pytest.raises(StorageError, match="no optimizer state"):
+        convert_store(source, into, state_format="bf16", rank=1)
+    with pytest.raises(StorageError, match=r"Looking for optimizer state in .*/other"):
+        convert_store(source, into, state_format="bf16", job="other")
+    with pytest.raises(ConfigError, match="tasklet_bytes=100"):
+        convert_store(source, into, state_format="bf16", tasklet_bytes=100)
+    for folders in (source, [tmp_path / "x" / ".." / "disk0"]):
+        with pytest.raises(ConfigError, match=r"convert_store\(.*disk0' twice"):
+            convert_store(source, folders, state_format="bf16")
+    with pytest.raises(ConfigError, match="into=\\[\\]"):
+        convert_store(source, [], state_format="bf16")
+    assert not into[0].exists()
+    recover_store(source).close(remove=True)
+
+
+def test_damaged_source(tmp_path: Path) -> None:
+    """A flipped bit in the source is found while reading, and the new store is removed."""
+    kept(tmp_path, Case())
+    path = next(tmp_path.rglob("state.bin"))
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    content[len(content) // 2 + 100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(StorageError, match="does not match its checksum"):
+        convert_store([tmp_path / "disk0"], [tmp_path / "new"], state_format="int8")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "change", [{"numel": 1 << 70}, {"numel": 1, "real_numel": 0}, {"sub_group": 5}, {"real_numel": -1}, {"group": "x"}]
+)
+def test_manifest_that_does_not_fit(tmp_path: Path, change: dict[str, Any]) -> None:
+    """A manifest that does not describe the stored parameters is refused, and nothing is created."""
+    kept(tmp_path, Case())
+    path = next(tmp_path.rglob("manifest.json"))
+    manifest = json.loads(path.read_text())
+    manifest["parameters"][1] |= change
+    path.write_bytes(manifest_with(manifest))
+    with pytest.raises(StorageCorruptError, match="does not describe the parameters"):
+        convert_store([tmp_path / "disk0"], [tmp_path / "new"], state_format="int8")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("other", FORMATS)
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_every_pair(tmp_path: Path, state_format: str, other: str) -> None:
+    """Any format converts to any other.
+
+    Masters and step counts are kept. Moments are rounded to the new format.
+    """
+    case = Case(dtype=torch.bfloat16, state_format=state_format, durability="none")
+    state = kept(tmp_path / "first", case)
+    convert_store([tmp_path / "first/disk0"], [tmp_path / "second/disk0"], state_format=other, tasklet_bytes=64 * 1024)
+    found = opened(tmp_path / "second", case.but(state_format=other), state["partition"])
+    assert torch.equal(found["steps"], state["steps"])
+    torch.testing.assert_close(found["master"], state["master"], rtol=1e-6, atol=0)
+    # Half a unit of the new format's mantissa. Its smallest codes have fewer bits.
+    exact = other in ("fp32", state_format) or {state_format, other} == {"int8", "int8_remainder"}
+    rtol, atol = (0, 0) if exact else (2**-8, 0) if other == "bf16" else (2**-4, 1e-9)
+    torch.testing.assert_close(found["exp_avg_sq"], state["exp_avg_sq"], rtol=rtol, atol=atol)
+
+
+def test_every_rank_is_converted_and_kept(tmp_path: Path) -> None:
+    """All ranks are converted in order, with progress, and the new store is kept too.
+
+    A rank without elements is converted as well.
+    """
+    cases = [Case(keep=True), Case(keep=True, rank=1), Case(keep=True, rank=2, shapes=((0, 0, 0, 0),))]
+    states = [kept(tmp_path / "old", case) for case in cases]
+    told: list[tuple[str, int, list[int]]] = []
+
+    @contextmanager
+    def show(what: str, total: int) -> Iterator[Any]:
+        told.append((what, total, []))
+        yield told[-1][2].append
+
+    into = [tmp_path / "new" / "disk0"]
+    ranks = convert_store(
+        [tmp_path / "old" / "disk0"],
+        into,
+        state_format="fp32",
+        tasklet_bytes=64 * 1024,
+        show=show,
+    )
+    assert ranks == (0, 1, 2)
+    assert [what for what, _, _ in told] == [f"Converting the state of rank {rank}" for rank in range(3)]
+    assert [sum(done) for _, _, done in told] == [total for _, total, _ in told] and told[0][1] > 0 == told[2][1]
+    with pytest.raises(StorageError, match="asked to keep it"):
+        convert_store([tmp_path / "old" / "disk0"], into, state_format="bf16")
+    for case, state in zip(cases, states, strict=True):
+        assert_equal(opened(tmp_path / "new", case, state["partition"]), state)
+
+
+def test_stores_in_use(tmp_path: Path) -> None:
+    """A store in use is neither converted nor overwritten."""
+    with running(tmp_path / "used", Case()) as run:
+        expected = run.state()
+        with pytest.raises(StorageLockedError, match="in use by process"):
+            convert_store([tmp_path / "used" / "disk0"], [tmp_path / "new"], state_format="bf16")
+        assert not (tmp_path / "new").exists()
+        kept(tmp_path / "old", Case())
+        with pytest.raises(StorageLockedError, match="in use by process"):
+            convert_store([tmp_path / "old" / "disk0"], [tmp_path / "used" / "disk0"], state_format="bf16")
+        assert_equal(run.state(), expected)
+
+
+def test_broken_off(tmp_path: Path) -> None:
+    """Ctrl-C at the second rank removes the new stores of both ranks and leaves the old state intact."""
+    cases = [Case(keep=True), Case(keep=True, rank=1)]
+    states = [kept(tmp_path / "old", case) for case in cases]
+
+    def interrupt(what: str, total: int) -> Any:
+        if what.endswith("rank 1"):
+            raise KeyboardInterrupt
+        return hidden(what, total)
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_store([tmp_path / "old" / "disk0"], [tmp_path / "new"], state_format="int8", show=interrupt)
+    assert list((tmp_path / "new").iterdir()) == []
+    for case, state in zip(cases, states, strict=True):
+        assert_equal(opened(tmp_path / "old", case, state["partition"]), state)
+
+
+def test_killed(tmp_path: Path) -> None:
+    """The leftover of a killed conversion is replaced by the next conversion."""
+    state = kept(tmp_path / "old", Case(keep=True))
+    folders = [tmp_path / "old" / "disk0"], [tmp_path / "new" / "disk0"]
+    child = os.fork()
+    if child == 0:
+        convert_store(*folders, state_format="int8", show=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with pytest.raises(StorageError, match="holds no commit record"):
+        recover_store(folders[1])
+    convert_store(*folders, state_format="fp32", tasklet_bytes=64 * 1024)
+    assert_equal(opened(tmp_path / "new", Case(), state["partition"]), state)

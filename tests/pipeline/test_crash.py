@@ -1,0 +1,118 @@
+"""A process killed at any moment of a step leaves a whole generation behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError
+from lightning_smartinfinity.storage import recover_store
+from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
+from tests.helpers.waiting import LIMIT
+from tests.pipeline.crash_worker import NUM_STEPS, train
+from tests.pipeline.harness import Case, Run, assert_equal, running
+
+LAST_STEP = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded() -> None:
+    """Let the fork server import torch once, instead of each process."""
+    multiprocessing.set_forkserver_preload(["numpy", "torch", "torch._dynamo"])
+
+
+def kill_while_training(folder: Path, case: Case, seed: int) -> None:
+    """Kill a training process up to a few milliseconds after a random step has begun."""
+    generator = random.Random(seed)
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=train, args=(folder, case, seed, sender), daemon=True)
+    process.start()
+    sender.close()
+    last = generator.randrange(LAST_STEP)
+    reached = -1
+    while reached < last:
+        assert receiver.poll(2 * LIMIT), f"no step after {reached}"  # the first one follows the server's imports
+        reached = receiver.recv()
+    time.sleep(generator.uniform(0, 0.02))
+    process.kill()
+    process.join(LIMIT)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def stored(run: Run) -> dict[str, torch.Tensor]:
+    """Return the state on storage without the partition, which died with its process."""
+    return {name: tensor for name, tensor in run.state().items() if name != "partition"}
+
+
+def generations(folder: Path, case: Case, count: int) -> list[dict[str, torch.Tensor]]:
+    with running(folder, case) as run:
+        states = [stored(run)]
+        for number in range(count):
+            run.step(number)
+            states.append(stored(run))
+    return states
+
+
+CASES = {
+    "fp32 in two folders": Case(num_devices=2),
+    "bf16 parameters": Case(dtype=torch.bfloat16),
+    "bf16, some in memory": Case(state_format="bf16", cache_bytes=200_000),
+    "int8": Case(state_format="int8", dtype=torch.float16),
+    "int8_remainder, all in memory": Case(state_format="int8_remainder", dtype=torch.bfloat16, cache_bytes=1 << 30),
+}
+USUAL = ("fp32 in two folders", "bf16 parameters", "int8_remainder, all in memory")
+
+
+@pytest.mark.parametrize("name", long_but(USUAL, CASES))
+def test_killed_in_the_middle_of_a_step(tmp_path: Path, name: str, attack: Attack) -> None:
+    """Recovery finds a committed generation bit for bit, and training continues from it."""
+    attack("kill within a step", tries=6, outcome="the state of a committed step is whole")
+    case = CASES[name]
+    expected = generations(tmp_path / "undisturbed", case, 2 * LAST_STEP + 20)
+    found = set()
+    for seed in range(6):
+        folder = tmp_path / str(seed)
+        kill_while_training(folder, case, seed)
+        with running(folder, case, recover=True) as run:
+            generation = run.handler.generation
+            found.add(generation)
+            assert generation < NUM_STEPS
+            assert_equal(stored(run), expected[generation])
+            restore_partition(run)
+            run.step(generation)
+            assert_equal(stored(run), expected[generation + 1])
+    assert len(found) > 1
+
+
+def restore_partition(run: Run) -> None:
+    for tensor, arrays in zip(run.partition, run.read(), strict=True):
+        tensor.copy_(arrays[0])
+
+
+def test_killed_without_durability(tmp_path: Path) -> None:
+    """With one place, recovery finds a whole generation or refuses, never a mixture."""
+    case = Case(durability="none", num_devices=2)
+    expected = generations(tmp_path / "undisturbed", case, 2 * LAST_STEP + 20)
+    for seed in range(4):
+        folder = tmp_path / str(seed)
+        kill_while_training(folder, case, seed)
+        try:
+            with running(folder, case, recover=True) as run:
+                assert_equal(stored(run), expected[run.handler.generation])
+        except StorageCorruptError:
+            continue
+
+
+def test_killed_with_state_in_memory_only(tmp_path: Path) -> None:
+    """State that died with the process is not recovered, and the error says so."""
+    kill_while_training(tmp_path, Case(durability="none", cache_bytes=200_000), seed=0)
+    with pytest.raises(StorageError, match="were in the memory of the process"):
+        recover_store([tmp_path / "disk0"])

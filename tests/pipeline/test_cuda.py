@@ -1,0 +1,559 @@
+"""Partitions and gradients on a fake CUDA device: order, errors and lifetimes without a GPU."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_smartinfinity.compression import BlockScaled, GradientCodec, TopK
+from lightning_smartinfinity.errors import CudaError, StorageError
+from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
+from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
+from lightning_smartinfinity.pipeline.parameters.cuda import link_to
+from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
+from tests.helpers.long_cases import long_but
+from tests.helpers.native_testing import inject
+from tests.native.fake_cuda import SYNCHRONOUS, FakeCuda
+from tests.pipeline.fake_link import CudaRun, FakeLink
+from tests.pipeline.harness import SCALE, Case, Run, assert_equal, gradient_of, layout_of, running, schedule
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Two buffers serve eleven tasklets, some with many parameters, so every slot is reused many times.
+SMALL_RING = Case(num_buffers=2, compute_threads=2, shapes=(*Case().shapes, (50_000, 3, 1, 3), (3, 0, 0, 3)))
+
+
+@pytest.fixture
+def link(fake_cuda: FakeCuda) -> Iterator[FakeLink]:
+    link = FakeLink(fake_cuda)
+    yield link
+    link.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path, link: FakeLink) -> Iterator[Callable[[Case], CudaRun]]:
+    """A function that starts runs on the device. All of them are closed at the end."""
+    runs: list[CudaRun] = []
+
+    def start(case: Case) -> CudaRun:
+        runs.append(CudaRun(tmp_path / f"device-{len(runs)}", case, link))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state_format"), [*((dtype, "fp32") for dtype in DTYPES), (torch.bfloat16, "int8_remainder")]
+)
+@pytest.mark.parametrize(("seed", "cache_bytes"), long_but([(2, 200_000)], [(0, 0), (1, 0), (2, 200_000)]))
+def test_steps_and_rollbacks_give_the_bits_of_the_host(
+    tmp_path: Path,
+    start: Callable[[Case], CudaRun],
+    fake_cuda: FakeCuda,
+    dtype: torch.dtype,
+    state_format: str,
+    seed: int,
+    cache_bytes: int,
+) -> None:
+    """Steps and rollbacks on the device give the same state and partition as in host memory.
+
+    This holds for any delay of copies and storage, and for any amount of state in memory.
+    """
+    case = SMALL_RING.but(dtype=dtype, gradient_dtype=dtype, state_format=state_format)
+    with running(tmp_path / "host", case) as host:
+        host.steps(range(3))
+        expected = host.state()
+    fake_cuda.delay(seed, 2_000)
+    run = start(case.but(cache_bytes=cache_bytes))
+    inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
+    for number in range(3):
+        before = run.state()
+        run.handler.begin_step(run.collect(1))
+        run.handler.step.wait(slice(0, 1 + 3 * number))
+        run.handler.roll_back()
+        assert_equal(run.state(), before)
+        run.step(number)
+    assert_equal(run.state(), expected)
+
+
+@pytest.mark.parametrize(("dtype", "read_bytes"), [(torch.float32, 8), (torch.bfloat16, 12)])
+def test_fp32_parameters_on_the_device_are_the_masters(
+    start: Callable[[Case], CudaRun], dtype: torch.dtype, read_bytes: int
+) -> None:
+    """An fp32 partition on the device is the master, as in host memory, so only the moments are read."""
+    run = start(Case(dtype=dtype, shapes=((20_480, 0, 0, 0),)))
+    before = run.handler.traffic()
+    run.step(1)
+    blocks = 5 * 4096
+    assert run.handler.traffic().shared_read_bytes - before.shared_read_bytes == read_bytes * 20_480 + blocks
+    run.partition[0][:] = 3.0
+    run.handler.begin_step(run.collect(2))
+    run.handler.commit()
+    is_master = bool((run.partition[0] - 3.0).abs().max() < 0.5)
+    assert is_master == (dtype == torch.float32)
+
+
+def test_the_users_stream_sees_updated_parameters_after_wait(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
+    """Work on the user's stream after wait() runs after the copies, although the host has not waited for them."""
+    run = start(Case())
+    expected = [tensor.clone() for tensor in _stepped(start)]
+    link.fake.delay(5, 20_000)
+    run.handler.begin_step(run.collect(1))
+    run.handler.step.wait()
+    seen = [link.copy(tensor) for tensor in run.partition]
+    link.fake.wait(link.user_stream)
+    assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
+    run.handler.commit()
+
+
+def _stepped(start: Callable[[Case], CudaRun]) -> list[torch.Tensor]:
+    run = start(Case())
+    run.step(1)
+    return run.partition
+
+
+def test_copies_run_after_what_the_users_stream_still_reads(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
+    """A forward pass still running when the step begins reads the old parameters."""
+    run = start(Case())
+    before = [tensor.clone() for tensor in run.partition]
+    plan = run.collect(1)
+    seen = [link.copy(tensor, us=30_000) for tensor in run.partition]
+    run.handler.begin_step(plan)
+    run.handler.commit()
+    assert all(torch.equal(a, b) for a, b in zip(seen, before, strict=True))
+    assert not torch.equal(run.partition[0], before[0])
+
+
+def test_copies_run_after_what_the_users_stream_still_writes(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
+    """An fp32 parameter that is about to be written is the master that the step updates."""
+    run = start(Case(dtype=torch.float32))
+    plan = run.collect(1)
+    values = [torch.full_like(tensor, 3.0) for tensor in run.partition]
+    for tensor, written in zip(run.partition, values, strict=True):
+        link.fake.kernel(link.user_stream, tensor.numpy(), written.numpy(), us=30_000)
+    run.handler.begin_step(plan)
+    run.handler.commit()
+    assert all((tensor - 3.0).abs().max() < 0.5 for tensor in run.partition)
+
+
+def test_a_rollback_runs_after_what_the_users_stream_still_reads(
+    start: Callable[[Case], CudaRun], link: FakeLink
+) -> None:
+    """What was to read the updated parameters reads them, although they are rolled back meanwhile."""
+    run = start(Case())
+    expected = [tensor.clone() for tensor in _stepped(start)]
+    before = [tensor.clone() for tensor in run.partition]
+    run.handler.begin_step(run.collect(1))
+    run.handler.step.wait()
+    seen = [link.copy(tensor, us=30_000) for tensor in run.partition]
+    run.handler.roll_back()
+    link.fake.wait(link.user_stream)
+    assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(run.partition, before, strict=True))
+
+
+def test_arrivals_do_not_wait_for_the_device(link: FakeLink) -> None:
+    """Gradients arrive while the device is busy without a wait. The norm waits for the gradients only."""
+    layout = layout_of(Case())
+    arena = GradientArena(layout, link=link)
+    arena.buffer.fill_(math.nan)
+    gradients = [torch.randn(12_000, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    link.fake.delay(1, 20_000)
+    gate = link.fake.gate(link.user_stream)
+    link.fake.clear()
+    for gradient in gradients:
+        arena.arrive(1, link.on_device(gradient))
+    assert not [call for call in link.fake.calls() if "Synchronize" in call]
+    assert arena.gradient(1).isnan().all()
+    link.fake.open(gate)
+    busy = link.fake.gate(link.user_stream)  # further work on the stream
+    total = gradients[0] + gradients[1] + gradients[2]
+    assert arena.sum_of_squares() == pytest.approx(total.double().square().sum().item(), rel=1e-12)
+    assert torch.equal(arena.gradient(1), total)
+    link.fake.open(busy)
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("arena_dtype", "dtype"),
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
+)
+def test_accumulation_on_the_device_gives_the_bits_of_the_host(
+    link: FakeLink, arena_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Gradients from the device, its other streams and the host add up to the host's bits in any order."""
+    shapes = ((1_200_000, 1, 0, 0), (7, 0, 0, 0))  # the first is copied in two pieces
+    layout = layout_of(Case(shapes=shapes, tasklet_bytes=1 << 20))
+    host, device = GradientArena(layout, dtype=arena_dtype), GradientArena(layout, dtype=arena_dtype, link=link)
+    link.fake.delay(1, 300)
+    for number in range(5):
+        for parameter in (0, 1):
+            values = torch.randn(
+                layout.parameters[parameter].real_numel, generator=torch.Generator().manual_seed(number)
+            )
+            host.arrive(parameter, values.to(dtype))
+            # Of each parameter a different gradient comes from the host, and the last one of both.
+            on_host = number == 3 * parameter or number == 4
+            device.arrive(parameter, values.to(dtype) if on_host else link.on_device(values.to(dtype)))
+        if number == 2:
+            link.use_other_stream()
+    assert device.sum_of_squares() == host.sum_of_squares()
+    assert torch.equal(device.buffer, host.buffer)
+    host.close()
+    device.close()
+
+
+def test_a_later_gradient_waits_for_the_stream_of_the_first(link: FakeLink) -> None:
+    """Gradients of one parameter on two streams are added one after the other, on the device."""
+    arena = GradientArena(layout_of(Case()), link=link)
+    gate = link.fake.gate(link.user_stream)
+    arena.arrive(1, link.on_device(torch.ones(12_000)))
+    link.use_other_stream()
+    arena.arrive(1, link.on_device(torch.ones(12_000)))
+    assert f"cuStreamWaitEvent stream={link.user_stream}" in link.fake.log()
+    link.fake.open(gate)
+    arena.synchronize()
+    assert (arena.gradient(1) == 2.0).all()
+    arena.close()
+
+
+def backward_on(run: CudaRun, number: int, random: np.random.Generator) -> Iterator[list[int]]:
+    """Let a step's gradients arrive in a random order, from several streams; yield the tasklets that each completes.
+
+    The device computes a gradient, and copies it, when the host has gone on.
+    """
+    missing = run.layout.num_parameters_in.tolist()
+    for index in map(int, random.permutation(len(run.parameters))):
+        if random.random() < 0.3:
+            run.link.use_other_stream()
+        computed = run.link.on_device(_whole_gradient(run, index, number))
+        run.arena.arrive(index, run.link.copy(computed, us=int(random.integers(3_000))))
+        complete = []
+        for tasklet in run.layout.tasklets_of(slice(index, index + 1)):
+            missing[tasklet] -= 1
+            if missing[tasklet] == 0:
+                complete.append(tasklet)
+        yield complete
+
+
+def _whole_gradient(run: Run, parameter: int, number: int) -> torch.Tensor:
+    gradient = gradient_of(run.case, parameter, number)
+    return torch.zeros(run.layout.parameters[parameter].real_numel) if gradient is None else gradient * SCALE
+
+
+def _stepped_on_host(folder: Path, case: Case, num_steps: int) -> dict[str, torch.Tensor]:
+    with running(folder, case) as run:
+        for number in range(num_steps):
+            run.arena.reset()
+            schedule(run.optimizer, number)
+            for index in range(len(run.parameters)):
+                run.arena.arrive(index, _whole_gradient(run, index, number))
+            run.handler.begin_step(run.plan())
+            run.handler.commit()
+        return run.state()
+
+
+@pytest.mark.parametrize("home", ["device", "host", "staged"])
+@pytest.mark.parametrize(
+    ("dtype", "seed"), long_but([(torch.float32, 0), (torch.bfloat16, 1)], itertools.product(DTYPES, range(20)))
+)
+def test_updates_within_backward_give_the_bits_of_the_host(
+    tmp_path: Path, link: FakeLink, fake_cuda: FakeCuda, home: str, dtype: torch.dtype, seed: int
+) -> None:
+    """Tasklets are added while their gradients still travel and the device still uses the parameters."""
+    case = SMALL_RING.but(dtype=dtype, cache_bytes=200_000 * (seed % 2), staged=home == "staged")
+    expected = _stepped_on_host(tmp_path / "host", case, 3)
+    random, run = np.random.default_rng(seed), CudaRun(tmp_path / "device", case, link, on_device=home == "device")
+    fake_cuda.delay(seed, 500)
+    inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
+    for number, is_taken in ((0, False), (0, True), (1, True), (2, False), (2, True)):
+        before = run.state()
+        run.arena.reset()
+        schedule(run.optimizer, number)
+        plan = replace(run.plan(), active=np.ones(len(run.parameters), np.bool_))
+        run.handler.begin_incremental(plan)
+        seen = [run.link.copy(tensor, us=5_000) for tensor in run.partition if dtype == torch.float32]
+        for complete in backward_on(run, number, random):
+            if complete:
+                run.handler.step.extend(complete)
+        if is_taken:
+            assert run.handler.step.complete(plan)
+            run.handler.commit()
+        else:
+            run.handler.roll_back()
+            assert_equal(run.state(), before)
+        run.link.wait()
+        assert not seen or torch.equal(torch.cat(seen), before["partition"])
+    assert_equal(run.state(), expected)
+    run.close()
+
+
+def test_an_update_waits_for_every_stream(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
+    """Nothing of a tasklet is computed, and no parameter changes, as long as a stream is busy that may use it."""
+    run = start(Case())
+    schedule(run.optimizer, 1)
+    plan = replace(run.plan(), active=np.ones(len(run.parameters), np.bool_))
+    before = [tensor.clone() for tensor in run.partition]
+    run.handler.begin_incremental(plan)
+    busy = link.fake.gate(link.user_stream)
+    link.use_other_stream()  # on which gradients are copied
+    for index in range(len(run.parameters)):
+        run.arena.arrive(index, link.on_device(_whole_gradient(run, index, 1)))
+    run.handler.step.extend(list(range(len(run.layout.tasklets))))
+    assert run.handler.step.complete(plan)
+    computed = run.handler.traffic().compute_seconds
+    time.sleep(0.2)
+    assert run.handler.traffic().compute_seconds == computed
+    assert all(torch.equal(now, then) for now, then in zip(run.partition, before, strict=True))
+    link.fake.open(busy)
+    run.handler.commit()
+    assert not torch.equal(run.partition[0], before[0])
+
+
+def test_a_stream_that_is_used_no_more_is_not_asked(link: FakeLink) -> None:
+    """A user may destroy a stream: it is left out once two steps have begun without it."""
+    link.notice()
+    link.use_other_stream()
+    link.current_stream()
+    assert len(link.points()) == 2
+    link.notice()
+    assert len(link.points()) == 2
+    link.notice()
+    assert len(link.points()) == 1
+    link.points()
+
+
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuEventSynchronize", "cuEventCreate"])
+def test_a_failure_within_backward(start: Callable[[Case], CudaRun], link: FakeLink, call: str) -> None:
+    """The step fails by the driver's error, is rolled back, and can be repeated."""
+    run = start(Case())
+    run.step(0)
+    before = run.state()
+    run.arena.reset()
+    schedule(run.optimizer, 1)
+    plan = replace(run.plan(), active=np.ones(len(run.parameters), np.bool_))
+    run.handler.begin_incremental(plan)
+    for index in range(len(run.parameters)):
+        run.arena.arrive(index, link.on_device(_whole_gradient(run, index, 1)))
+    run.arena.synchronize()
+
+    def take() -> None:
+        run.handler.step.extend(list(range(len(run.layout.tasklets))))
+        run.handler.step.complete(plan)
+        run.handler.commit()
+
+    link.fake.fail(call)
+    with pytest.raises(CudaError, match=call):
+        take()
+    link.fake.reset()
+    run.handler.roll_back()
+    assert_equal(run.state(), before)
+    run.step(1)
+
+
+def test_no_step_waits_for_the_device_as_a_whole(
+    start: Callable[[Case], CudaRun], link: FakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward waits for nothing, the norm for one event, and the update for the events of its tasklets."""
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("a device-wide wait")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    monkeypatch.setattr(torch.cuda.Stream, "synchronize", refuse)
+    run = start(SMALL_RING.but(dtype=torch.bfloat16))
+    link.fake.clear()
+    plan = run.collect(1)
+    assert link.fake.calls().count("cuEventSynchronize") == 1
+    run.handler.begin_step(plan)
+    run.handler.step.wait()
+    run.handler.commit()
+    run.handler.begin_step(run.collect(2))
+    run.handler.roll_back()
+    calls = link.fake.calls()
+    assert not set(calls) & set(SYNCHRONOUS)
+    assert calls.count("cuEventSynchronize") <= 2 + 3 * len(run.layout.tasklets)
+    assert calls.count("cuMemcpyHtoDAsync_v2") >= len(run.layout.tasklets)
+
+
+def test_neighbours_in_memory_travel_as_one_copy(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
+    """The parameters of a tasklet that lie side by side in memory are copied together."""
+    run = start(Case(shapes=((3, 0, 0, 0),) * 200, dtype=torch.bfloat16))
+    link.fake.clear()
+    run.handler.begin_step(run.collect(1))
+    run.handler.roll_back()
+    assert len(run.layout.tasklets) == 1
+    # Two of three neighbours have a gradient, and both are in one parameter group.
+    assert link.fake.calls().count("cuMemcpyHtoDAsync_v2") <= 2 * 67
+
+
+def test_a_refused_copy_ends_the_step_and_rolls_back(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
+    """A refused copy raises the driver's error. After the rollback, training continues with the same bits."""
+    run = start(SMALL_RING)
+    expected = _three_steps(start)
+    before = run.state()
+    link.fake.delay(3, 1_000)
+    for skipped in (0, 1, 7):
+        plan = run.collect(0)
+        link.fake.fail("cuMemcpyHtoDAsync_v2", skipped=skipped)
+        run.handler.begin_step(plan)
+        with pytest.raises(CudaError, match=r"tasklet \d+ failed: cuMemcpyHtoDAsync_v2 .*\(2\): out of memory"):
+            run.handler.commit()
+        run.handler.roll_back()
+        assert_equal(run.state(), before)
+    run.steps(range(3))
+    assert_equal(run.state(), expected)
+
+
+def _three_steps(start: Callable[[Case], CudaRun]) -> dict[str, torch.Tensor]:
+    run = start(SMALL_RING)
+    run.steps(range(3))
+    return run.state()
+
+
+@pytest.mark.parametrize("skipped", [0, 3, 8])
+def test_a_lost_device_is_reported_and_left(start: Callable[[Case], CudaRun], link: FakeLink, skipped: int) -> None:
+    """A copy that fails on its stream fails the commit and the rollback. The state on storage stays intact."""
+    run = start(SMALL_RING.but(dtype=torch.bfloat16))
+    generation = run.handler.generation
+    expected = run.read()
+    plan = run.collect(1)
+    link.fake.fail_copy(skipped=skipped)
+    run.handler.begin_step(plan)
+    with pytest.raises(CudaError, match=r"\(700\).*nvidia-smi"):
+        run.handler.commit()
+    with pytest.raises(CudaError, match="700"):
+        run.handler.roll_back()
+    run.handler.close(remove=False)
+    assert run.handler.generation == generation
+    again = CudaRun.__mro__[1](run.folders[0].parent, run.case, recover=True)
+    for found, kept in zip(again.read(), expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
+    again.close()
+
+
+def test_a_lost_gradient_is_reported_where_it_is_read(link: FakeLink) -> None:
+    """The norm raises; close() unregisters the memory all the same."""
+    arena = GradientArena(layout_of(Case()), link=link)
+    link.fake.fail_copy()
+    arena.arrive(1, link.on_device(torch.ones(12_000)))
+    with pytest.raises(CudaError, match="cuEventSynchronize"):
+        arena.sum_of_squares()
+    arena.close()
+    assert link.fake.held()["registered"] == 0
+
+
+@pytest.mark.parametrize("fault", ["fail_read_at", "fail_write_at"])
+def test_storage_fails_while_parameters_travel(start: Callable[[Case], CudaRun], link: FakeLink, fault: str) -> None:
+    """Storage failures do not let a slot be reused before the copies from it have ended."""
+    run = start(SMALL_RING)
+    before = run.state()
+    link.fake.delay(9, 3_000)
+    for number in range(4):
+        inject(run.device.pipeline, seed=number, max_delay_us=300, **{fault: 3 + number})
+        run.handler.begin_step(run.collect(number))
+        with pytest.raises(StorageError, match="tasklet"):
+            run.handler.commit()
+        inject(run.device.pipeline)
+        run.handler.roll_back()
+        assert_equal(run.state(), before)
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_memory_that_cannot_be_registered_warns_once(tmp_path: Path, link: FakeLink, skipped: int) -> None:
+    """If the arena or the slots cannot be registered, one warning says so, and results are the same."""
+    link.fake.fail("cuMemHostRegister_v2", skipped=skipped)
+    with pytest.warns(UserWarning, match=r"CUDA device 0.*cuMemHostRegister_v2.*out of memory.*ulimit -l"):
+        run = CudaRun(tmp_path / "device", SMALL_RING, link)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.steps(range(3))
+    with running(tmp_path / "host", SMALL_RING) as host:
+        host.steps(range(3))
+        assert_equal(run.state(), host.state())
+    run.close()
+
+
+def test_everything_is_given_back(tmp_path: Path, fake_cuda: FakeCuda) -> None:
+    """After close() nothing is registered. With the last reference events, streams and the context are released."""
+    before = fake_cuda.held()  # by tests whose device has failed
+    link = FakeLink(fake_cuda)
+    run = CudaRun(tmp_path, Case(), link)
+    run.step(1)
+    assert fake_cuda.held()["registered"] == 2
+    run.close()
+    assert fake_cuda.held()["registered"] == 0
+    link.close()
+    del run, link
+    gc.collect()
+    assert fake_cuda.held() == before
+
+
+@pytest.mark.parametrize(("codec", "registered"), [(TopK(0.1), 1), (TopK(0.1, exact=False), 0), (BlockScaled(), 0)])
+def test_a_residual_that_goes_to_the_device(codec: GradientCodec, registered: int, link: FakeLink) -> None:
+    """The residual is registered until it is closed if its device selects the gradients."""
+    layout = layout_of(Case())
+    gradients = torch.zeros(layout.numel)
+    compressed = CompressedGradients(
+        layout, codec, gradients=gradients, num_threads=1, device=torch.device("cpu"), link=link
+    )
+    assert link.fake.held()["registered"] == registered
+    compressed.close()
+    compressed.close()
+    assert link.fake.held()["registered"] == 0
+
+
+def test_exactly_the_arena_and_the_slots_are_registered(tmp_path: Path, link: FakeLink) -> None:
+    """Every copy lies within the registered arena or slots. The ring is not registered."""
+    link.fake.clear()
+    run = CudaRun(tmp_path, SMALL_RING.but(dtype=torch.bfloat16), link)
+    run.steps(range(2))
+    run.handler.begin_step(run.collect(1))
+    run.handler.roll_back()
+    run.read()
+    ring_bytes = SMALL_RING.num_buffers * max(extent.nbytes for extent in run.layout.extents.extents)
+    slots_bytes = run.handler.ring_bytes - ring_bytes
+    arena = (run.arena.buffer.data_ptr(), whole_blocks(run.arena.buffer.nbytes))
+    run.close()
+    registered: dict[int, int] = {}
+    seen, num_copies = [], 0
+    for call, *numbers in map(str.split, link.fake.log()):
+        address, nbytes = [*map(int, filter(str.isdigit, numbers)), 0, 0][:2]
+        if call == "cuMemHostRegister_v2":
+            registered[address] = nbytes
+            seen.append((address, nbytes))
+        elif call == "cuMemHostUnregister":
+            del registered[address]
+        elif call.startswith("cuMemcpy"):
+            num_copies += 1
+            assert any(begin <= address and address + nbytes <= begin + size for begin, size in registered.items())
+    assert not registered
+    assert num_copies > 2 * len(run.layout.tasklets)
+    assert seen[0] == arena and [size for _, size in seen[1:]] == [whole_blocks(slots_bytes)]
+
+
+def test_memory_is_bounded(start: Callable[[Case], CudaRun]) -> None:
+    """Each buffer of the ring has one slot, as large as a tasklet's parameters."""
+    run = start(Case(num_buffers=4, dtype=torch.bfloat16))
+    tasklet_numel = run.layout.extents.tasklet_numel
+    slots = run.handler.ring_bytes - 4 * run.layout.extents.place_bytes
+    assert 4 * 2 * tasklet_numel <= slots < 4 * (2 * tasklet_numel + 4096)
+
+
+def test_a_device_without_a_driver_of_its_own() -> None:
+    """The host and devices of other vendors need no CUDA driver."""
+    assert link_to(torch.device("cpu")) is None
+    assert link_to(torch.device("meta")) is None
+    if torch.version.cuda is None:
+        assert link_to(torch.device("cuda", 0)) is None

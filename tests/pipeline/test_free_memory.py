@@ -1,0 +1,211 @@
+"""The free memory that dram_cache_bytes="auto" finds on simulated machines."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_smartinfinity.machine import machine_identity
+from lightning_smartinfinity.pipeline.layout.free_memory import (
+    MemoryLimit,
+    MemoryReport,
+    measure_memory,
+    share_of_memory,
+)
+
+GIB = 2**30
+
+
+def machine(root: Path, *, group: str | None = None, line: str = "0::", **limits: dict[str, str]) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(
+        f"MemTotal:       {64 * GIB // 1024} kB\nMemFree:  1 kB\n"
+        f"MemAvailable:   {40 * GIB // 1024} kB\nHugePages_Total: 0\n"
+    )
+    if group is not None:
+        (root / "proc/self/cgroup").write_text(f"1:cpu:/other\n{line}{group}\n")
+    for folder, files in limits.items():
+        path = root / "sys/fs/cgroup" / folder.replace("root", "").replace("__", "/")
+        path.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (path / name).write_text(text)
+    return root
+
+
+OF_MACHINE = MemoryLimit(64 * GIB, 40 * GIB)
+
+
+def test_a_machine_without_limits(tmp_path: Path) -> None:
+    """Without a control group MemAvailable is the free memory, not MemFree."""
+    report = measure_memory(reserved=5, root=machine(tmp_path))
+    assert (report.machine, report.reserved) == (machine_identity(), 5)
+    assert list(report.limits.values()) == [OF_MACHINE]
+
+
+def test_a_container(tmp_path: Path) -> None:
+    """The limit of an outer control group counts too. Inactive file pages count as available."""
+    root = machine(
+        tmp_path,
+        group="/a/b",
+        a={
+            "memory.max": f"{16 * GIB}\n",
+            "memory.current": f"{10 * GIB}\n",
+            "memory.stat": f"anon 7\ninactive_file {2 * GIB}\nactive_file 9\n",
+        },
+        a__b={"memory.max": "max\n", "memory.current": "1\n"},
+    )
+    report = measure_memory(reserved=0, root=root)
+    assert list(report.limits.values()) == [OF_MACHINE, MemoryLimit(16 * GIB, 8 * GIB)]
+
+
+def test_a_container_of_version_1(tmp_path: Path) -> None:
+    """With cgroup version 1 the container's limit is at the top of the mounted hierarchy.
+
+    The process's path is the host's. A group without a limit reports a huge one.
+    """
+    root = machine(
+        tmp_path,
+        group="/docker/abc",
+        line="9:freezer,memory:",
+        memory={
+            "memory.limit_in_bytes": f"{16 * GIB}\n",
+            "memory.usage_in_bytes": f"{10 * GIB}\n",
+            "memory.stat": f"inactive_file 5\ntotal_inactive_file {2 * GIB}\n",
+        },
+        memory__docker__abc={"memory.limit_in_bytes": "9223372036854771712\n", "memory.usage_in_bytes": "1\n"},
+    )
+    report = measure_memory(reserved=0, root=root)
+    no_limit = MemoryLimit(9223372036854771712, 9223372036854771711)
+    assert list(report.limits.values()) == [OF_MACHINE, no_limit, MemoryLimit(16 * GIB, 8 * GIB)]
+
+
+def test_containers_see_their_groups_under_one_path(tmp_path: Path) -> None:
+    """Limits are identified by their group, not by the path under which a container sees it."""
+    pod = {"memory.max": f"{16 * GIB}\n", "memory.current": "0\n"}
+    groups = {"pod": pod, "pod__first": pod, "pod__second": pod}
+    host = machine(tmp_path / "host", group="/", **groups)
+    first, second = (machine(tmp_path / name, group="/") for name in ("first", "second"))
+    for root in (first, second):  # as within a cgroup namespace
+        (root / "sys/fs").mkdir(parents=True)
+        (root / "sys/fs/cgroup").symlink_to(host / "sys/fs/cgroup/pod" / root.name)
+    sibling = machine(tmp_path / "sibling", group="/pod/first")
+    (sibling / "sys/fs").mkdir(parents=True)
+    (sibling / "sys/fs/cgroup").symlink_to(host / "sys/fs/cgroup")
+    in_first, in_second, seen_whole = (
+        set(measure_memory(reserved=0, root=root).limits) for root in (first, second, sibling)
+    )
+    assert len(in_first) == len(in_second) == 2
+    assert in_first & in_second == {"machine"}
+    assert in_first < seen_whole, "the path that the host sees leads to the same group"
+
+
+def test_a_system_that_tells_nothing(tmp_path: Path) -> None:
+    """Without any memory information the cache is empty, and there is no error."""
+    report = measure_memory(reserved=0, root=tmp_path)
+    assert share_of_memory([report], report) == 0
+
+
+def report_of(where: str, /, *, reserved: int = 0, **limits: tuple[int, int]) -> MemoryReport:
+    """Return the report of a rank under these limits, each given as (total, available)."""
+    return MemoryReport(
+        machine=where, limits={name: MemoryLimit(*limit) for name, limit in limits.items()}, reserved=reserved
+    )
+
+
+@pytest.mark.parametrize(("reserved", "share"), [(0, 7 * GIB), (GIB, 6 * GIB), (50 * GIB, 0)])
+def test_ranks_share_a_machine(reserved: int, share: int) -> None:
+    """Ranks share their machine's memory evenly, less a quarter of it and what they reserve.
+
+    Other machines do not count, and the order of the ranks does not matter.
+    """
+    first, other, second = (
+        report_of(name, machine=(40 * GIB, available), reserved=reserved)
+        for name, available in (("one", 25 * GIB), ("two", GIB), ("one", 24 * GIB))
+    )
+    for own in (first, second):
+        assert share_of_memory([first, other, second], own) == share_of_memory([second, other, first], own) == share
+
+
+def test_containers_with_limits_of_their_own() -> None:
+    """Each container has what its own limit leaves, as far as the machine's limit allows."""
+    ranks = [
+        report_of("one", machine=(64 * GIB, 40 * GIB), first=(16 * GIB, 16 * GIB), reserved=GIB),
+        report_of("one", machine=(64 * GIB, 40 * GIB), second=(16 * GIB, 14 * GIB), reserved=GIB),
+    ]
+    assert [share_of_memory(ranks, own) for own in ranks] == [11 * GIB, 9 * GIB]
+    crowded = [
+        report_of("one", machine=(64 * GIB, 20 * GIB), reserved=GIB, **{name: (16 * GIB, 16 * GIB)})
+        for name in ("first", "second")
+    ]
+    assert [share_of_memory(crowded, own) for own in crowded] == [7 * GIB, 7 * GIB]
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[MemoryReport]:
+    """Generate ranks on machines with containers, some in a group with a limit, measured at various moments."""
+    totals = {name: draw(st.integers(0, 400)) for name in ("machine", "pod", "first", "second", "third")}
+    paths = [(), ("first",), ("pod", "second"), ("pod", "third")]
+    ranks = []
+    for _ in range(draw(st.integers(1, 8))):
+        names = ("machine", *draw(st.sampled_from(paths)))
+        limits = {name: (totals[name], draw(st.integers(0, totals[name]))) for name in names}
+        machine = draw(st.sampled_from(["one", "two"]))
+        ranks.append(report_of(machine, reserved=draw(st.integers(0, 20)), **limits))
+    return ranks
+
+
+def under(ranks: list[MemoryReport], machine: str, name: str) -> list[MemoryReport]:
+    return [rank for rank in ranks if rank.machine == machine and name in rank.limits]
+
+
+@given(jobs(), st.randoms())
+def test_no_limit_is_exceeded(ranks: list[MemoryReport], order: random.Random) -> None:
+    """Under every limit, caches and reserved memory fit and leave a quarter of each rank's tightest limit."""
+    shuffled = list(ranks)
+    order.shuffle(shuffled)
+    for machine, name in {(rank.machine, name) for rank in ranks for name in rank.limits}:
+        charged = under(ranks, machine, name)
+        shares = [share_of_memory(ranks, own) for own in charged]
+        assert shares == [share_of_memory(shuffled, own) for own in charged]
+        assert min(shares) >= 0
+        if max(shares) > 0:
+            available = min(rank.limits[name].available for rank in charged)
+            margin = max(min(limit.total for limit in rank.limits.values()) // 4 for rank in charged)
+            assert sum(shares) + sum(rank.reserved for rank in charged) + margin <= available
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400), st.integers(0, 20)), min_size=1, max_size=4),
+    st.integers(0, 400),
+    st.integers(0, 400),
+)
+def test_ranks_of_one_container(seen: list[tuple[int, int, int]], total: int, limit: int) -> None:
+    """Each rank has an equal part of what the tightest limit leaves."""
+    ranks = [
+        report_of("one", machine=(total, of_machine), group=(limit, of_group), reserved=reserved)
+        for of_machine, of_group, reserved in seen
+    ]
+    least = min(min(of_machine, of_group) for of_machine, of_group, _ in seen)
+    free = least - min(total, limit) // 4 - sum(reserved for *_, reserved in seen)
+    assert {share_of_memory(ranks, own) for own in ranks} == {max(0, free) // len(ranks)}
+
+
+@given(jobs())
+def test_a_rank_is_charged_for_no_limit_but_its_own(ranks: list[MemoryReport]) -> None:
+    """A rank's share is as large as its own limits allow.
+
+    With one more byte for each rank under it, one of these limits would be exceeded.
+    """
+    for own in ranks:
+        share = share_of_memory(ranks, own)
+        full = []
+        for name in own.limits:
+            charged = under(ranks, own.machine, name)
+            margin = max(min(limit.total for limit in rank.limits.values()) // 4 for rank in charged)
+            taken = sum(rank.reserved for rank in charged) + margin + len(charged) * (share + 1)
+            full.append(taken > min(rank.limits[name].available for rank in charged))
+        assert any(full)

@@ -1,0 +1,272 @@
+"""Memory for gradients that holds a budget of bytes: what is spilled comes back, and a step finds it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_smartinfinity import StorageCorruptError, StorageFullError, UnsupportedError, native
+from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
+from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientWindows
+from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, PartitionLayout, build_layout
+from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
+from tests.helpers.unnamed import unnamed_files
+
+WINDOW = 4096 * 4
+
+
+def layout_of(num_windows: int, *, numel: int = 4096) -> PartitionLayout:
+    """Return a layout with a parameter for each tasklet."""
+    slices = [
+        ParameterSlice(name=str(i), numel=numel, real_numel=numel, group=0, sub_group=0) for i in range(num_windows)
+    ]
+    return build_layout(slices, tasklet_bytes=64 << 10, num_arrays=3, num_devices=1, places_per_tasklet=2)
+
+
+class Update:
+    """An update that uses gradients when it is told to."""
+
+    def __init__(self) -> None:
+        self.awaited: list[int] = []
+
+    def await_use(self, tasklet: int) -> None:
+        self.awaited.append(tasklet)
+
+
+@pytest.fixture
+def update() -> Update:
+    return Update()
+
+
+@pytest.fixture
+def memory(tmp_path: Path, update: Update) -> Iterator[GradientWindows]:
+    """Memory for eight windows that holds three."""
+    store = TensorStore([tmp_path], job="test", direct_io="auto")
+    made = GradientWindows(
+        layout_of(8), torch.float32, budget_bytes=3 * WINDOW, store=store, await_use=update.await_use
+    )
+    yield made
+    made.close()
+
+
+def fill(memory: GradientWindows, window: int, value: float) -> None:
+    begin, end = window * 4096, (window + 1) * 4096
+    memory.hold([(begin, end)], changes=True)
+    memory.tensor[begin:end] = torch.arange(4096) + value
+
+
+def content(memory: GradientWindows, window: int) -> torch.Tensor:
+    begin, end = window * 4096, (window + 1) * 4096
+    memory.hold([(begin, end)], changes=False)
+    return memory.tensor[begin:end].clone()
+
+
+def test_more_than_the_budget(memory: GradientWindows) -> None:
+    """All windows keep their content, and no more than the budget is ever in memory."""
+    for window in range(8):
+        fill(memory, window, window)
+        assert memory.memory_bytes <= memory.budget_bytes
+    for window in range(8):
+        assert torch.equal(content(memory, window), torch.arange(4096) + window)
+        assert memory.memory_bytes <= memory.budget_bytes
+    assert memory.counters().written_bytes >= 5 * WINDOW
+
+
+def test_memory_is_given_back(memory: GradientWindows) -> None:
+    """Dropped windows take up no page, as the kernel's map of this process shows."""
+    for window in range(8):
+        fill(memory, window, window)
+    memory.hold([(0, 3 * 4096)], changes=False)  # nothing is being written any more
+    assert resident_bytes(memory.tensor) <= memory.budget_bytes
+    memory.reset()
+    assert resident_bytes(memory.tensor) == 0
+
+
+def test_memory_is_given_back_in_granules() -> None:
+    """A granule goes back when none of its blocks is taken, however often one is taken or dropped."""
+    for granule in (0, 4095):
+        with pytest.raises(ValueError, match="whole blocks"):
+            native.GradientMemory(8 * 4096, granule=granule)
+    memory = native.GradientMemory(8 * 4096, granule=2 * 4096)
+    tensor = torch.frombuffer(memory.memoryview(), dtype=torch.uint8)
+    for _ in range(2):
+        memory.take(0, 5 * 4096)
+    tensor[: 5 * 4096] = 1
+    for _ in range(2):
+        memory.drop(4096, 4096)  # block 0 of the same granule is still taken
+    assert resident_bytes(tensor) == 5 * 4096 and bool((tensor[:4096] == 1).all())
+    memory.drop(0, 3 * 4096)
+    assert resident_bytes(tensor) == 3 * 4096, "block 3 is still taken"
+    memory.take(4096, 4096)
+    tensor[4096 : 2 * 4096] = 2
+    memory.drop(2 * 4096, 3 * 4096)
+    assert resident_bytes(tensor) == 4096 and bool((tensor[4096 : 2 * 4096] == 2).all())
+
+
+def test_room_is_found_without_looking_at_all_windows(
+    tmp_path: Path, update: Update, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a step in flight that has used all its gradients, each new window takes as many looks as it did before."""
+    looks, number = [0], 400
+
+    def is_needed(memory: GradientWindows, window: int) -> bool:
+        looks[0] += 1
+        return False
+
+    monkeypatch.setattr(GradientWindows, "_is_needed", is_needed)
+    store = TensorStore([tmp_path], job="test", direct_io="auto")
+    memory = GradientWindows(
+        layout_of(number), torch.float32, budget_bytes=3 * WINDOW, store=store, await_use=update.await_use
+    )
+    for window in range(number):
+        memory.of_step(window, last_use=False)
+    for window in range(number):
+        fill(memory, window, window)
+    memory.close()
+    assert looks[0] < 20 * number
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """Return how many bytes of a tensor's memory take up memory, by the kernel's map of this process."""
+    begin, end, found = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, 0
+    with open("/proc/self/pagemap", "rb") as pages:
+        for address in range(begin, end, 4096):
+            pages.seek(address // 4096 * 8)
+            found += 4096 * (pages.read(8)[7] >> 7)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_order_of_use(memory: GradientWindows, seed: int) -> None:
+    """Random reads, changes and resets find what was written last."""
+    chosen, expected = random.Random(seed), {}
+    for step in range(300):
+        window, kind = chosen.randrange(8), chosen.random()
+        if kind < 0.5:
+            fill(memory, window, step)
+            expected[window] = step
+        elif kind < 0.98:
+            value = expected.get(window)
+            wanted = torch.zeros(4096) if value is None else torch.arange(4096) + value
+            assert torch.equal(content(memory, window), wanted)
+        else:
+            memory.reset()
+            expected.clear()
+    assert memory.take_failure() is None
+
+
+def test_several_at_once_go_beyond_the_budget(memory: GradientWindows) -> None:
+    """One call may need more than the budget; the next one is within it again."""
+    memory.hold([(0, 5 * 4096)], changes=True)
+    memory.tensor[: 5 * 4096] = 1
+    assert memory.memory_bytes == 5 * WINDOW
+    fill(memory, 7, 7)
+    assert memory.memory_bytes <= memory.budget_bytes
+    assert bool((content(memory, 4) == 1).all())
+
+
+def test_arrivals_are_grouped(memory: GradientWindows) -> None:
+    """Gradients that arrive together are held in groups of a quarter of the budget, or one at a time."""
+    memory.budget_bytes = 8 * WINDOW
+    ranges = [(4096 * window, 4096 * (window + 1)) for window in range(5)]
+    assert [list(group) for group in memory.groups(ranges)] == [[0, 1], [2, 3], [4]]
+    assert [list(group) for group in memory.groups([(0, 4 * 4096), (4 * 4096, 5 * 4096)])] == [[0], [1]]
+
+
+# ---- a step in flight
+
+
+def test_a_window_that_the_update_needs_stays(memory: GradientWindows, update: Update) -> None:
+    """Before its memory is used for others, it is waited for."""
+    for window in range(3):
+        fill(memory, window, window)
+    steps = [memory.of_step(window, last_use=True) for window in range(3)]
+    memory.reset()
+    assert memory.memory_bytes == 3 * WINDOW and not any(step.is_used for step in steps)
+    fill(memory, 5, 5)
+    assert update.awaited == [0]
+    fill(memory, 1, 9)
+    assert update.awaited == [0, 1]
+
+
+def test_stored_windows_are_read_by_the_update(memory: GradientWindows) -> None:
+    """The update is told where they are."""
+    for window in range(8):
+        fill(memory, window, window)
+    stored = [memory.of_step(window, last_use=False).is_stored for window in range(8)]
+    assert 5 <= sum(stored) < 8 and not stored[7]
+
+
+def test_a_step_that_was_rolled_back_before_its_gradients_were_given_up(memory: GradientWindows) -> None:
+    """A speculative update leaves all content there; one that gives it up says so."""
+    for window in range(3):
+        fill(memory, window, window)
+    for window in range(3):
+        memory.of_step(window, last_use=False)
+    assert memory.step_rolled_back() is False
+    assert all(torch.equal(content(memory, window), torch.arange(4096) + window) for window in range(3))
+    memory.of_step(1, last_use=True)
+    assert memory.step_rolled_back() is True
+    memory.of_step(1, last_use=True)
+    memory.reset()
+    assert memory.step_rolled_back() is False, "nobody wants it any more"
+
+
+def test_squares_are_known_before_a_gradient_is_given_up(memory: GradientWindows) -> None:
+    """A gradient that the core cannot read in one pass is squared when it arrives: later it may be gone."""
+    arena = GradientArena(layout_of(8), memory=memory)
+    gradient = torch.ones(4096, 2)[:, 0]
+    arena.arrive(0, gradient)
+    arena.arrive(0, gradient)
+    arena.of_step(0, last_use=True)
+    assert arena.sum_of_squares() == 4 * 4096
+    assert arena.take_failure() is None
+    arena.gradient(0)
+    assert isinstance(arena.take_failure(), UnsupportedError), "it is gone"
+
+
+# ---- storage that fails
+
+
+def test_storage_that_returns_other_bytes(memory: GradientWindows, tmp_path: Path) -> None:
+    """The failure is kept for the step, which all ranks take; the training does not go on with the bytes."""
+    for window in range(8):
+        fill(memory, window, window)
+    extent = memory._places[0].extent
+    (path,) = unnamed_files(tmp_path)
+    with path.open("r+b") as file:
+        file.seek(extent.offset)
+        byte = file.read(1)[0]
+        file.seek(extent.offset)
+        file.write(bytes([byte ^ 1]))
+    content(memory, 0)
+    failure = memory.take_failure()
+    assert isinstance(failure, StorageCorruptError) and memory.is_damaged
+    assert "Gradients" in str(failure) or extent.path in str(failure)
+    assert memory.take_failure() is None
+
+
+def test_no_room_on_storage(memory: GradientWindows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the store has no room, windows stay in memory, and the failure is kept."""
+
+    def full(*_: object) -> None:
+        raise StorageFullError("There is no room.", "Free some.")
+
+    monkeypatch.setattr(TensorStore, "add", full)
+    for window in range(8):
+        fill(memory, window, window)
+    assert isinstance(memory.take_failure(), StorageFullError)
+    assert all(torch.equal(content(memory, window), torch.arange(4096) + window) for window in range(8))
+
+
+def test_the_least_budget() -> None:
+    """It is the windows of the largest parameter, and two more."""
+    slices = [ParameterSlice(name=str(n), numel=n, real_numel=n, group=0, sub_group=0) for n in (100, 9000, 4096, 3)]
+    layout = build_layout(slices, tasklet_bytes=64 << 10, num_arrays=3, num_devices=1, places_per_tasklet=2)
+    assert layout.least_gradient_budget(4) == (3 + 2) * WINDOW
+    empty = build_layout([], tasklet_bytes=64 << 10, num_arrays=3, num_devices=1, places_per_tasklet=2)
+    assert empty.least_gradient_budget(4) == 0

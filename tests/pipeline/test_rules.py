@@ -1,0 +1,281 @@
+"""Update rules: the supported optimizers and the use of their hyperparameters."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.pipeline.rules import rule_for
+
+
+class HomemadeAdamW(torch.optim.AdamW):
+    """A subclass of a supported optimizer, which might step differently."""
+
+
+class HomemadeSGD(torch.optim.SGD):
+    """A subclass of another supported optimizer."""
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(3))]
+
+
+ARRAYS = {
+    torch.optim.Adam: ("master", "exp_avg", "exp_avg_sq"),
+    torch.optim.AdamW: ("master", "exp_avg", "exp_avg_sq"),
+    torch.optim.Adagrad: ("master", "sum"),
+    torch.optim.SGD: ("master", "momentum_buffer"),
+    torch.optim.RMSprop: ("master", "square_avg", "momentum_buffer", "grad_avg"),
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_supported_optimizers(kind: type[torch.optim.Optimizer]) -> None:
+    """A supported optimizer is recognised by its exact type, and its state has torch's names."""
+    rule = rule_for(kind(parameters()))
+    assert rule.name == kind.__name__
+    assert rule.arrays == ARRAYS[kind]
+
+
+class HomemadeOptimizer(torch.optim.Optimizer):
+    """An optimizer that is not in torch."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_a_setting_tells_an_optimizer_from_the_others(kind: type[torch.optim.Optimizer]) -> None:
+    """A checkpoint's groups are recognised by a setting that no optimizer with another rule has."""
+    rule = rule_for(kind(parameters(), lr=0.1))
+    others = [other(parameters(), lr=0.1) for other in ARRAYS]
+    having = [other for other in others if rule.distinctive_setting in other.defaults]
+    assert {rule_for(other).description for other in having} == {rule.description}
+
+
+@pytest.mark.parametrize("kind", [HomemadeAdamW, HomemadeSGD, HomemadeOptimizer, torch.optim.Adamax])
+def test_other_optimizers(kind: type[torch.optim.Optimizer]) -> None:
+    """Other optimizers are refused by name, with a list of the supported ones."""
+    with pytest.raises(UnsupportedError, match=kind.__name__) as caught:
+        rule_for(kind(parameters(), lr=0.1))
+    *names, last = (kind.__name__ for kind in ARRAYS)
+    assert caught.value.remedy == f"Use one of torch.optim's {', '.join(names)} and {last}."
+    assert ("a subclass of" in caught.value.problem) == (kind in (HomemadeAdamW, HomemadeSGD))
+
+
+def test_amsgrad() -> None:
+    """The setting amsgrad needs a fourth array and is refused in any group."""
+    optimizer = torch.optim.AdamW([{"params": parameters()}, {"params": parameters(), "amsgrad": True}])
+    with pytest.raises(UnsupportedError, match="amsgrad=True"):
+        rule_for(optimizer)
+
+
+def test_complex_parameters() -> None:
+    """Parameters that are not real floating point are refused by dtype."""
+    with pytest.raises(UnsupportedError, match="complex64"):
+        rule_for(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))]))
+
+
+def test_choices_of_implementation_are_ignored() -> None:
+    """foreach, fused and capturable do not change the result and are ignored. differentiable=True warns."""
+    rule = rule_for(torch.optim.AdamW(parameters(), foreach=True))
+    assert rule.snapshot(torch.optim.AdamW(parameters(), fused=True).param_groups[0]) == rule.snapshot(
+        torch.optim.AdamW(parameters(), capturable=True).param_groups[0]
+    )
+    with pytest.warns(UserWarning, match="differentiable=True"):
+        rule_for(torch.optim.AdamW(parameters(), differentiable=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (torch.optim.Adagrad, "lr_decay", -0.1),
+        (torch.optim.Adagrad, "lr", 10**400),
+        (torch.optim.Adagrad, "eps", math.nan),
+        (torch.optim.Adagrad, "weight_decay", -1.0),
+        (torch.optim.SGD, "momentum", -0.1),
+        (torch.optim.SGD, "momentum", math.inf),
+        (torch.optim.SGD, "dampening", math.nan),
+        (torch.optim.SGD, "dampening", -math.inf),
+        (torch.optim.SGD, "weight_decay", "much"),
+        (torch.optim.RMSprop, "alpha", -0.1),
+        (torch.optim.RMSprop, "momentum", math.nan),
+    ],
+)
+def test_values_of_other_rules_out_of_range(kind: type[torch.optim.Optimizer], name: str, value: Any) -> None:
+    """The settings of Adagrad, SGD and RMSprop are checked like torch checks them."""
+    optimizer = kind(parameters())
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}\({name}"):
+        rule_for(optimizer)
+
+
+def test_first_values() -> None:
+    """Arrays start with zeros. Adagrad's starts with the value given to its constructor, not to its groups."""
+    for kind in ARRAYS:
+        assert set(rule_for(kind(parameters())).first_values(kind(parameters()).defaults)) == {0.0}
+    optimizer = torch.optim.Adagrad(
+        [{"params": parameters(), "initial_accumulator_value": 9.0}], initial_accumulator_value=0.25
+    )
+    assert optimizer.state[optimizer.param_groups[0]["params"][0]]["sum"].tolist() == [0.25] * 3
+    assert rule_for(optimizer).first_values(optimizer.defaults) == (0.25,)
+    optimizer.defaults["initial_accumulator_value"] = -1.0
+    with pytest.raises(ConfigError, match="initial_accumulator_value"):
+        rule_for(optimizer)
+
+
+def test_rmsprop_keeps_what_its_groups_use() -> None:
+    """As in torch, RMSprop keeps the buffer with momentum and the average of gradients when centered."""
+    rule = rule_for(torch.optim.RMSprop(parameters()))
+    for momentum, centered in itertools.product((0.0, 0.9), (False, True)):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.RMSprop([parameter], momentum=momentum, centered=centered)
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        assert {"step", *rule.kept_arrays(optimizer.param_groups)} == optimizer.state[parameter].keys()
+    plain = torch.optim.RMSprop(parameters()).param_groups
+    assert rule.kept_arrays([*plain, *optimizer.param_groups]) == rule.arrays[1:]
+
+
+@pytest.mark.parametrize(("name", "array"), [("momentum", "momentum_buffer"), ("centered", "grad_avg")])
+def test_rmsprop_keeps_an_array_that_is_switched_off(name: str, array: str) -> None:
+    """The array stays in checkpoints, as in torch, because it counts when the setting returns."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.RMSprop([parameter], momentum=0.5, centered=True)
+    rule, [group] = rule_for(optimizer), optimizer.param_groups
+    for value in (group[name], 0):
+        group[name] = value
+        rule.snapshot(group)
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        assert array in optimizer.state[parameter] and array in rule.kept_arrays(optimizer.param_groups)
+
+
+def test_scalars_of_rmsprop() -> None:
+    """RMSprop's scalars are computed in double and rounded once."""
+    scalars = scalars_of(torch.optim.RMSprop(parameters(), alpha=0.99999, centered=True, maximize=True), 7)
+    expected = {"gradient_scale": -0.5, "alpha": 0.99999, "one_minus_alpha": 1 - 0.99999, "centered": 1.0}
+    assert {name: scalars[name] for name in expected} == {name: np.float32(value) for name, value in expected.items()}
+
+
+def scalars_of(optimizer: torch.optim.Optimizer, step: int) -> dict[str, float]:
+    """Return the scalars of one step, with a gradient scale of 0.5."""
+    rule = rule_for(optimizer)
+    scalars = rule.scalars(rule.snapshot(optimizer.param_groups[0]), step=step, gradient_scale=0.5)
+    return {name: getattr(scalars, name) for name in dir(scalars) if name != "words" and not name.startswith("_")}
+
+
+def in_fp32(**values: float) -> dict[str, float]:
+    return {name: float(np.float32(value)) for name, value in values.items()}
+
+
+@pytest.mark.parametrize("step", [1, 7])
+def test_scalars_of_adagrad(step: int) -> None:
+    """Adagrad's lr decays with the number of earlier steps, and maximize negates the gradient."""
+    optimizer = torch.optim.Adagrad(parameters(), lr=0.1, lr_decay=0.3, weight_decay=0.2, eps=1e-9, maximize=True)
+    assert scalars_of(optimizer, step) == in_fp32(
+        gradient_scale=-0.5, weight_decay=0.2, step_size=0.1 / (1 + (step - 1) * 0.3), eps=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "coefficients"),
+    [
+        (1, {"momentum": 0.9, "dampening": 0.3}, (0.0, 1.0, 0.0)),
+        (2, {"momentum": 0.9, "dampening": 0.3}, (0.9, 1 - 0.3, 0.0)),
+        (2, {"momentum": 0.0, "dampening": 0.3}, (0.0, 1.0, 0.0)),
+        (1, {"momentum": 0.8, "nesterov": True}, (0.0, 1.0, 0.8)),
+        (2, {"momentum": 0.8, "nesterov": True, "maximize": True}, (0.8, 1.0, 0.8)),
+    ],
+)
+def test_scalars_of_sgd(step: int, options: dict[str, Any], coefficients: tuple[float, float, float]) -> None:
+    """The first step with momentum takes the undamped gradient, and so does every step without momentum."""
+    optimizer = torch.optim.SGD(parameters(), lr=0.1, weight_decay=0.2, **options)
+    buffer, gradient, nesterov = coefficients
+    assert scalars_of(optimizer, step) == in_fp32(
+        gradient_scale=-0.5 if options.get("maximize") else 0.5,
+        weight_decay=0.2,
+        buffer_coefficient=buffer,
+        gradient_coefficient=gradient,
+        nesterov_momentum=nesterov,
+        lr=0.1,
+    )
+
+
+def test_updates_of_sgd_are_counted_from_the_first_with_momentum() -> None:
+    """A step without momentum resets SGD's step count, and a count of zero means no state."""
+    optimizer = torch.optim.SGD(parameters(), momentum=0.9)
+    rule, group = rule_for(optimizer), optimizer.param_groups[0]
+    assert rule.count_after(rule.snapshot(group), 3) == 3
+    assert rule.count_after(rule.snapshot({**group, "momentum": 0}), 3) == 0
+    assert (rule.holds_state(0), rule.holds_state(1)) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", math.nan),
+        ("lr", -0.1),
+        ("lr", math.inf),
+        ("lr", "fast"),
+        ("lr", torch.zeros(2)),
+        ("eps", -1e-9),
+        ("weight_decay", math.nan),
+        ("betas", (1.0, 0.9)),
+        ("betas", (0.9, -0.1)),
+    ],
+)
+def test_values_out_of_range(name: str, value: Any) -> None:
+    """Values that torch refuses in the constructor are also refused when they are set in a group later."""
+    optimizer = torch.optim.Adam(parameters())
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ConfigError, match=rf"Adam\({name}"):
+        rule_for(optimizer)
+
+
+def test_tensor_hyperparameters() -> None:
+    """Tensors with one element are accepted as hyperparameters."""
+    optimizer = torch.optim.AdamW(
+        parameters(), lr=torch.tensor(0.01, dtype=torch.float64), betas=(torch.tensor(0.5), torch.tensor(0.25))
+    )
+    snapshot = rule_for(optimizer).snapshot(optimizer.param_groups[0])
+    assert (snapshot.lr, snapshot.beta1, snapshot.beta2) == (0.01, 0.5, 0.25)  # type: ignore[attr-defined]
+
+
+def test_decoupled_weight_decay_of_a_group() -> None:
+    """The group's decoupled_weight_decay decides. Without it, as in older torch, the optimizer's type decides."""
+    for kind, decoupled in ((torch.optim.Adam, False), (torch.optim.AdamW, True)):
+        optimizer = kind(parameters())
+        rule, group = rule_for(optimizer), dict(optimizer.param_groups[0])
+        assert rule.snapshot(group).decoupled_weight_decay is decoupled  # type: ignore[attr-defined]
+        group["decoupled_weight_decay"] = not decoupled
+        assert rule.snapshot(group).decoupled_weight_decay is not decoupled  # type: ignore[attr-defined]
+        del group["decoupled_weight_decay"]
+        assert rule.snapshot(group).decoupled_weight_decay is decoupled  # type: ignore[attr-defined]
+
+
+def test_scalars_are_computed_in_double() -> None:
+    """Scalars are computed in double and rounded to fp32 once."""
+    optimizer = torch.optim.AdamW(parameters(), lr=1e-3, betas=(0.9, 0.99999), weight_decay=1e-5, maximize=True)
+    rule = rule_for(optimizer)
+    scalars = rule.scalars(rule.snapshot(optimizer.param_groups[0]), step=3, gradient_scale=0.5)
+    expected = {
+        "gradient_scale": -0.5,
+        "one_minus_beta1": 1 - 0.9,
+        "beta2": 0.99999,
+        "one_minus_beta2": 1 - 0.99999,
+        "decay": 1 - 1e-3 * 1e-5,
+        "l2": 0.0,
+        "step_size": 1e-3 / (1 - 0.9**3),
+        "inverse_sqrt_bias_correction2": 1 / math.sqrt(1 - 0.99999**3),
+        "eps": 1e-8,
+    }
+    assert {name: getattr(scalars, name) for name in expected} == {
+        name: float(np.float32(value)) for name, value in expected.items()
+    }

@@ -1,0 +1,155 @@
+"""Several storage folders: tasklets follow the measured bandwidth, and results do not depend on their places."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_smartinfinity.devices import HostDevice
+from lightning_smartinfinity.devices.base import Traffic
+from lightning_smartinfinity.storage.state import capacities
+from tests.helpers.native_testing import Throttle, inject
+from tests.pipeline.harness import SHAPES, Case, Run, assert_equal, running
+from tests.pipeline.wandering import wander
+
+# 65 tasklets, and none of them goes long without a gradient.
+LARGE = ((150_000, 0, 0, 0), (100_000, 0, 1, 1), (80_000, 0, 0, 1))
+SLOW = 10e6  # bytes per second
+FAST = 16 * SLOW
+
+
+def folder_bytes(run: Run) -> list[int]:
+    return [folder.read_bytes + folder.write_bytes for folder in run.handler.traffic().folders]
+
+
+def steps(run: Run, numbers: range) -> list[float]:
+    """Do these steps and return each folder's part of the bytes that were moved."""
+    before = folder_bytes(run)
+    run.steps(numbers)
+    moved = [now - then for now, then in zip(folder_bytes(run), before, strict=True)]
+    return [one / sum(moved) for one in moved]
+
+
+class Metered(HostDevice):
+    """A host device whose folders count as busy for their bytes at a given rate, without a clock.
+
+    Args:
+        rates: Bytes per second of each folder. A change applies to bytes moved from then on.
+    """
+
+    def __init__(self, rates: list[float]) -> None:
+        super().__init__(num_buffers=8)
+        self.rates = rates
+        self._moved = [0] * len(rates)
+        self._seconds = [0.0] * len(rates)
+
+    def counters(self) -> Traffic:
+        traffic = super().counters()
+        for index, folder in enumerate(traffic.folders):
+            moved = folder.read_bytes + folder.write_bytes
+            self._seconds[index] += (moved - self._moved[index]) / self.rates[index]
+            self._moved[index] = moved
+        folders = zip(traffic.folders, self._seconds, strict=True)
+        return replace(traffic, folders=tuple(replace(folder, busy_seconds=busy) for folder, busy in folders))
+
+
+@pytest.mark.parametrize("durability", ["step", "none"])
+def test_a_slow_folder_has_less_to_do(tmp_path: Path, durability: str) -> None:
+    """A slow folder gets fewer tasklets and moves fewer bytes until it is as fast as the others again."""
+    device = Metered([FAST, FAST])
+    case = Case(num_devices=2, num_buffers=8, shapes=LARGE, durability=durability)
+    with running(tmp_path, case, device=lambda run: device) as run:
+        num_tasklets = len(run.layout.tasklets)
+        device.rates[0] = SLOW
+        run.steps(range(4))
+        assert run.store.counts[0] <= 1 + num_tasklets * SLOW / (SLOW + FAST)
+        assert steps(run, range(4, 6))[0] < 0.1
+        written = run.store.tasklet_generations == run.handler.generation
+        assert np.array_equal(run.store.placement.devices[written], run.store.homes[written])
+        device.rates[0] = FAST
+        run.steps(range(6, 12))
+        assert steps(run, range(12, 14))[0] > 0.4
+        assert run.store.counts[0] > 0.4 * num_tasklets
+
+
+class Fixed(HostDevice):
+    """A host device that does not allow tasklets to move."""
+
+    @property
+    def moves_tasklets(self) -> bool:
+        return False
+
+
+def test_tasklets_that_cannot_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the device cannot move tasklets, they stay in their folders however slow these are."""
+    monkeypatch.setattr("tests.pipeline.harness.HostDevice", Fixed)
+    with running(tmp_path, Case(num_devices=2)) as run:
+        homes = run.store.placement.devices.copy()
+        Throttle(run.device.pipeline, run.store.files[:1]).bytes_per_second = SLOW
+        run.steps(range(4))
+        assert np.array_equal(run.store.placement.devices, homes)
+        assert np.array_equal(homes, np.arange(len(homes)) % 2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(num_devices=2),
+        Case(num_devices=3, durability="none", dtype=torch.bfloat16),
+        Case(num_devices=2, staged=True, dtype=torch.bfloat16, durability="power"),
+        Case(num_devices=3, state_format="int8_remainder", dtype=torch.bfloat16),
+        Case(num_devices=2, durability="none", cache_bytes=2 * 65_536),
+    ],
+    ids=["fp32", "one-place", "staged", "int8", "cache"],
+)
+def test_no_bit_depends_on_where_tasklets_lie(tmp_path: Path, case: Case) -> None:
+    """Moving tasklets at every step gives the bits of one folder, also with modifications and a new initial state."""
+    results = []
+    for name, its_case in (("one", case.but(num_devices=1)), ("several", case)):
+        with running(tmp_path / name, its_case) as run:
+            wander(run, seed=3)
+            inject(run.device.pipeline, seed=1, max_delay_us=300)
+            found, seen = [], set()
+            for number in range(5):
+                run.step(number)
+                seen.add(run.store.placement.devices.tobytes())
+                found.append(run.state())
+            run.handler.state.modify({1: {"exp_avg": np.ones(SHAPES[1][0], np.float32)}})
+            run.handler.initialize(run.outputs())
+            run.step(6)
+            found.append(run.state())
+            results.append(found)
+            assert name == "one" or len(seen) > 2
+    for one, several in zip(*results, strict=True):
+        assert_equal(several, one)
+
+
+def test_full_disk_when_tasklets_are_to_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the disk is full, tasklets stay in their folders and training gives the same bits."""
+    with running(tmp_path / "one", Case()) as run:
+        run.steps(range(3))
+        expected = run.state()
+    monkeypatch.setattr(capacities, "has_room", lambda *_, **__: False)
+    with running(tmp_path / "two", Case(num_devices=2)) as run:
+        wander(run)
+        length = run.handler.storage_bytes
+        run.steps(range(3))
+        assert run.handler.storage_bytes == length == 2 * 7 * run.layout.extents.place_bytes
+        assert_equal(run.state(), expected)
+
+
+def test_what_folders_moved_is_counted(tmp_path: Path) -> None:
+    """Each folder counts its bytes and its busy time, and the bytes of all folders add up to the total."""
+    with running(tmp_path, Case(num_devices=2)) as run:
+        run.steps(range(2))
+        traffic = run.handler.traffic()
+        assert sum(folder.read_bytes for folder in traffic.folders) == traffic.shared_read_bytes
+        assert sum(folder.write_bytes for folder in traffic.folders) == traffic.shared_write_bytes
+        assert all(folder.write_bytes > 0 and folder.busy_seconds > 0 for folder in traffic.folders)
+        change = traffic - traffic
+        assert [folder.busy_seconds for folder in change.folders] == [0.0, 0.0]
+        assert (traffic + change).folders == traffic.folders

@@ -1,0 +1,354 @@
+"""The staging buffer for partitions outside host memory: its contents, its size and its reuse."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from typing import ClassVar
+
+import pytest
+import torch
+
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.native import Batch
+from lightning_smartinfinity.pipeline.layout.tensors import native_dtype
+from lightning_smartinfinity.pipeline.parameters.staged_submission import StagedSubmission
+from lightning_smartinfinity.pipeline.parameters.staging_buffer import StagingBuffer, TensorPartition
+from lightning_smartinfinity.pipeline.parameters.submissions import Assignment
+from tests.helpers.native_testing import inject
+from tests.helpers.waiting import LIMIT, await_that, lenient
+from tests.pipeline.harness import Case, Run, assert_equal, layout_of, running
+
+# There are more tasklets than rows, so that each row is used again.
+SMALL_RING = Case(staged=True, num_buffers=2, shapes=((60_000, 0, 0, 0), (3, 0, 1, 0), (50_000, 3, 1, 1)))
+
+
+class LatePartition(TensorPartition):
+    """A partition that copies as late as its contract allows, namely when it is waited for."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._late: list[Callable[[], None]] = []
+
+    def put(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
+        put, copied = super().put, values.clone()  # the buffer may be filled again
+        self._late.append(lambda: put(sub_group, offset, copied))
+
+    def get(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
+        get = super().get
+        self._late.append(lambda: get(sub_group, offset, values))
+
+    def synchronize(self) -> None:
+        for copy in self._late:
+            copy()
+        self._late.clear()
+
+
+class LateRun(Run):
+    """A run whose partition is a :class:`LatePartition`."""
+
+    def outputs(self) -> LatePartition:
+        return LatePartition(self.partition)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_staging_is_not_overwritten_before_it_was_copied(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Copies delayed until they are waited for give the bits of an unstaged partition, with rollback too."""
+    case = SMALL_RING.but(dtype=dtype)
+    with running(tmp_path / "direct", case.but(staged=False)) as run:
+        run.steps(range(3))
+        expected = run.state()
+    run = LateRun(tmp_path / "late", case)
+    run.step(0)
+    before = run.state()
+    run.handler.begin_step(run.collect(3))
+    run.handler.step.wait(slice(0, 1))
+    run.handler.roll_back()
+    assert_equal(run.state(), before)
+    run.steps(range(1, 3))
+    assert_equal(run.state(), expected)
+    run.close()
+
+
+def test_failure_in_the_middle(tmp_path: Path) -> None:
+    """If a tasklet fails, the parameters of earlier ones are rolled back as well."""
+    with running(tmp_path, SMALL_RING) as run:
+        before, plan = run.state(), run.collect(1)
+        inject(run.device.pipeline, fail_write_at=7)
+        run.handler.begin_step(plan)
+        with pytest.raises(StorageError, match="tasklet"):
+            run.handler.step.wait()
+        assert not torch.equal(torch.cat(run.partition), before["partition"])
+        run.handler.roll_back()
+        assert_equal(run.state(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("nbytes", [0, 90_000, 1 << 30])
+def test_buffer_is_bounded(dtype: torch.dtype, nbytes: int) -> None:
+    """The buffer holds at most the allowed bytes or the partition once, and at least two tasklets."""
+    layout = layout_of(Case())
+    buffer = StagingBuffer(layout, dtype=native_dtype(dtype), nbytes=nbytes)
+    tasklet_bytes = layout.extents.tasklet_numel * dtype.itemsize
+    assert buffer.nbytes == buffer.num_rows * tasklet_bytes
+    assert 2 <= buffer.num_rows <= len(layout.tasklets)
+    assert buffer.nbytes <= max(nbytes, 2 * tasklet_bytes)
+    assert len({buffer.row(index).data_ptr() for index in range(buffer.num_rows)}) == buffer.num_rows
+
+
+def test_the_update_goes_on_by_itself(tmp_path: Path) -> None:
+    """All tasklets are updated and in the partition though nobody waits for any of them."""
+    with running(tmp_path / "straight", SMALL_RING) as run:
+        run.step(1)
+        expected = run.state()["partition"]
+    with running(tmp_path / "staged", SMALL_RING) as run:
+        run.handler.begin_step(run.collect(1))
+        await_that(lambda: torch.equal(torch.cat(run.partition), expected), seconds=30)
+        run.handler.commit()
+
+
+def test_what_is_waited_for_goes_first(tmp_path: Path) -> None:
+    """A tasklet that is waited for is submitted before those that have no row yet."""
+    shapes = ((60_000, 0, 0, 0), (50_000, 0, 0, 0))
+    with running(tmp_path, SMALL_RING.but(shapes=shapes)) as run:
+        given: set[int] = set()
+
+        def noting(call: Callable[[Batch], None]) -> Callable[[Batch], None]:
+            def noted(batch: Batch) -> None:
+                given.update(tasklet.index for tasklet in batch.tasklets)
+                call(batch)
+
+            return noted
+
+        run.device.submit = noting(run.device.submit)  # type: ignore[method-assign]
+        run.device.extend = noting(run.device.extend)  # type: ignore[method-assign]
+        inject(run.device.pipeline, max_delay_us=20_000, seed=1)
+        run.handler.begin_step(run.collect(1))
+        run.handler.step.wait([1])
+        assert given >= set(run.layout.tasklets_of(slice(1, 2)))
+        assert len(given) < len(run.layout.tasklets)
+        run.handler.commit()
+
+
+def test_one_wait_waits_once_for_the_partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters of many tasklets that are waited for together are copied together, not one tasklet after another."""
+    shapes = ((60_000, 0, 0, 0), (50_000, 0, 0, 0))
+    times, synchronize = [], TensorPartition.synchronize
+    monkeypatch.setattr(TensorPartition, "synchronize", lambda self: (times.append(1), synchronize(self))[1])
+    with running(tmp_path, SMALL_RING.but(shapes=shapes)) as run:
+        times.clear()
+        run.handler.begin_step(run.collect(1))
+        run.handler.step.wait([0])
+        assert len(run.layout.tasklets_of(slice(0, 1))) > 5
+        run.handler.commit()
+    assert 1 <= len(times) <= 3
+
+
+class FullPartition(TensorPartition):
+    """A partition on a full disk, or one that has a bug."""
+
+    error: ClassVar[BaseException] = StorageError("The disk is full.", "Free space.")
+
+    def put(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
+        if offset > 20_000:
+            raise self.error
+        super().put(sub_group, offset, values)
+
+
+@pytest.mark.parametrize("error", [FullPartition.error, MemoryError("a bug")], ids=["storage", "bug"])
+def test_parameters_that_cannot_be_put(tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits next gets the error, or one of ours for it, and the step can be rolled back and repeated."""
+    monkeypatch.setattr(FullPartition, "error", error)
+    with running(tmp_path, SMALL_RING) as run:
+        before, plan = run.state(), run.collect(1)
+        full = replace(plan, outputs=FullPartition(run.partition))
+        run.handler.begin_step(full)
+        with pytest.raises(StorageError) as caught:
+            run.handler.step.wait()
+        assert error in (caught.value, caught.value.__cause__)
+        with pytest.raises(StorageError):
+            run.handler.commit()
+        monkeypatch.setattr(FullPartition, "put", TensorPartition.put)
+        run.handler.roll_back()
+        assert_equal(run.state(), before)
+        run.step(1)
+
+
+def test_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step fails by an error of ours that says what to do, and can be repeated."""
+
+    def refuse(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with running(tmp_path, SMALL_RING) as run:
+        before, plan = run.state(), run.collect(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Thread, "start", refuse)
+            with pytest.raises(StorageError, match="ulimit -u"):
+                run.handler.begin_step(plan)
+        run.handler.roll_back()
+        assert_equal(run.state(), before)
+        run.step(1)
+
+
+@pytest.mark.parametrize("end", ["commit", "roll_back"])
+def test_threads_end_with_their_steps(tmp_path: Path, end: str) -> None:
+    """No thread of a step is left, and calls after its end return at once."""
+    with running(tmp_path, SMALL_RING) as run:
+        run.handler.begin_step(run.collect(1))
+        step = run.handler.step
+        if end == "commit":
+            run.handler.finish()
+            began = time.monotonic()
+            run.handler.finish()
+            step.wait()
+            assert time.monotonic() - began < 0.5
+        getattr(run.handler, end)()
+        await_that(lambda: not of_staging(), seconds=5)
+
+
+def of_staging() -> list[Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "smart-infinity-staging"]
+
+
+def test_work_that_never_began(tmp_path: Path) -> None:
+    """Without tasklets there is nothing to wait for, and what was stopped before it began does not begin."""
+    with running(tmp_path, SMALL_RING) as run:
+        before = torch.cat(run.partition)
+        staging = StagingBuffer(run.layout, dtype=native_dtype(torch.float32), nbytes=1 << 20)
+
+        def submission(tasklets: list[int]) -> StagedSubmission:
+            assignment = Assignment(
+                device=run.device, layout=run.layout, make_batch=refuse, tasklets=tasklets, pieces=list
+            )
+            return StagedSubmission(assignment, TensorPartition(run.partition), staging)
+
+        def refuse(memory: object, tasklets: Sequence[int]) -> list[Batch]:
+            assert not tasklets, "work has begun"
+            return []
+
+        empty = submission([])
+        empty.start()
+        empty.wait([3])
+        empty.finish()
+        stopped = submission([0, 1])
+        stopped.stop()
+        stopped.start()
+        stopped.wait([0])
+        assert not of_staging()
+        assert torch.equal(torch.cat(run.partition), before)
+
+
+def test_what_is_copied_already_waits_for_no_other_tasklet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a tasklet that is in the partition goes on before the next one has come from the device."""
+    shapes = ((3, 0, 0, 0), (60_000, 0, 0, 0), (50_000, 0, 0, 0))
+    with running(tmp_path, SMALL_RING.but(shapes=shapes)) as run:
+        waits: list[Sequence[int] | None] = []
+        asked, answered, wait = threading.Event(), threading.Event(), run.device.wait
+
+        def held(positions: Sequence[int] | None = None) -> None:
+            waits.append(positions)
+            if len(waits) > 1:
+                (asked if len(waits) == 2 else answered).wait(10)
+            wait(positions)
+
+        monkeypatch.setattr(run.device, "wait", held)
+        run.handler.begin_step(run.collect(1))
+        await_that(lambda: len(waits) == 2)
+        threading.Timer(0.1, asked.set).start()
+        run.handler.step.wait([0])
+        num_waits = len(waits)
+        answered.set()
+        assert num_waits <= 3  # the third may have begun by now
+        assert asked.is_set()
+        run.handler.commit()
+
+
+def test_a_wait_that_cannot_be_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the device refuses to prefer what is waited for, who waits gets the error."""
+
+    def refuse(positions: Sequence[int]) -> None:
+        raise MemoryError("no room")
+
+    with running(tmp_path, SMALL_RING) as run:
+        before, plan = run.state(), run.collect(1)
+        inject(run.device.pipeline, max_delay_us=50_000, seed=1)
+        monkeypatch.setattr(run.device, "prefer", refuse)
+        run.handler.begin_step(plan)
+        errors: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                run.handler.step.wait()
+            except StorageError as error:
+                errors.append(error)
+
+        thread = Thread(target=wait, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert errors
+        run.handler.roll_back()
+        assert_equal(run.state(), before)
+
+
+def test_stopping_what_has_stopped(tmp_path: Path) -> None:
+    """Nobody waits for an answer of a thread that has ended or is about to."""
+    with running(tmp_path, SMALL_RING) as run:
+        run.handler.begin_step(run.collect(1))
+        run.handler.step.stop()
+        began = time.monotonic()
+        for _ in range(3):
+            run.handler.step.stop()
+        assert time.monotonic() - began < lenient()
+        run.handler.roll_back()
+
+
+def test_a_thread_whose_start_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that begins after its step was stopped leaves the partition to the rollback's thread."""
+    late: list[Thread] = []
+    let_go, synchronizing = threading.Event(), set()
+    start, begin = Thread.start, Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+    def interrupted(timeout: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    def interrupted_start(thread: Thread) -> None:
+        late.append(thread)
+        monkeypatch.setattr(Thread, "start", start)
+        thread._started.wait = interrupted  # type: ignore[attr-defined]
+        start(thread)
+
+    def begin_late(thread: Thread) -> None:
+        if thread in late:
+            let_go.wait(LIMIT)
+        begin(thread)
+
+    monkeypatch.setattr(Thread, "_bootstrap_inner", begin_late)
+    monkeypatch.setattr(TensorPartition, "synchronize", lambda partition: synchronizing.add(threading.current_thread()))
+    with running(tmp_path, SMALL_RING) as run:
+        before, plan = run.state(), run.collect(1)
+        monkeypatch.setattr(Thread, "start", interrupted_start)
+        with pytest.raises(KeyboardInterrupt):
+            run.handler.begin_step(plan)
+        run.handler.roll_back()
+        let_go.set()
+        await_that(lambda: not of_staging(), seconds=30)
+        assert not synchronizing.intersection(late)
+        assert_equal(run.state(), before)
+
+
+def test_masters_in_fp32_come_from_storage_not_from_the_partition(tmp_path: Path) -> None:
+    """The master of staged fp32 parameters is on storage. The partition is overwritten and never read."""
+    with running(tmp_path, SMALL_RING) as run:
+        master = run.state()["master"]
+        for tensor in run.partition:
+            tensor.fill_(torch.nan)
+        run.handler.begin_step(run.collect(1))
+        run.handler.roll_back()
+        active = torch.cat([run.slice(i) for i in range(len(run.parameters)) if (i + 1) % 3])
+        assert not active.isnan().any()
+        torch.testing.assert_close(run.state()["master"], master, rtol=0, atol=0)
