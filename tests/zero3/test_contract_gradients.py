@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 import os
+import re
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3, IPGBuck
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
+from tests.zero3.test_contract import undecorated
+
 
 def test_a_gradient_in_a_bucket_is_a_view_of_it() -> None:
     """Whatever autograd adds to a gradient that waits in a bucket is in the bucket, too."""
@@ -33,6 +36,13 @@ def test_a_gradient_in_a_bucket_is_a_view_of_it() -> None:
     assert "param.grad.data = new_grad_tensor" in adding
     assert "self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())" in adding
     assert {field.name for field in dataclasses.fields(IPGBucketZ3)} >= {"params", "elements"}
+
+
+def test_gradients_are_reset_by_groups_alone() -> None:
+    """step/gradient_path.py has dropped all gradients, and hides the groups: DeepSpeed has nothing to look at again."""
+    source = inspect.getsource(undecorated(DeepSpeedZeroOptimizer_Stage3.zero_grad))
+    loops = re.findall(r"^\s*for (.*):$", source, re.MULTILINE)
+    assert loops == ["group in self.fp16_groups", "p in group"]
 
 
 def test_buckets_do_nothing_to_gradients_in_one_process_but_round_them() -> None:
