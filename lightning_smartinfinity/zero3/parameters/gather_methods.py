@@ -53,8 +53,8 @@ class Gather:
             if wait is not None:
                 wait(params)
         with _without_functions():
-            forget_classes(params)
             try:
+                forget_classes(params)  # an interrupt may come within it
                 return self.original(params, *args, **kwargs)
             finally:
                 restore_classes(params)
@@ -107,8 +107,8 @@ class PartitionKeepingWrites:
             if written:
                 _discard_updates_of(written)
                 unchanged = [param for param in params if all(param is not each for each in written)]
-            forget_classes(params)
             try:
+                forget_classes(params)
                 if unchanged:
                     self.original(unchanged, hierarchy, False, free_data)
                 if written:
