@@ -34,10 +34,10 @@ from lightning_smartinfinity.devices import HostDevice
 from lightning_smartinfinity.devices.smartssd import CardRing, SmartSSDDevice, kernel_of
 from lightning_smartinfinity.native import DType
 from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
-from lightning_smartinfinity.plan.gradients import Dense, GradientForm, TopKPayload
-from lightning_smartinfinity.plan.hardware import Channel, Device, Gpu, Host, Machine
-from lightning_smartinfinity.plan.step import System, simulate_step
-from lightning_smartinfinity.plan.workload import Workload
+from lightning_smartinfinity.planning.simulator.gradients import Dense, GradientForm, TopKPayload
+from lightning_smartinfinity.planning.simulator.hardware import Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.planning.simulator.step import System, simulate_step
+from lightning_smartinfinity.planning.simulator.workload import Workload
 from tests.helpers.card_runs import setup_of
 from tests.helpers.native_testing import Throttle
 from tests.helpers.xrt import what_is_missing

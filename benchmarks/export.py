@@ -84,7 +84,7 @@ def train(folder: Path, numel: float, model: Path | None) -> dict[str, dict[str,
     from torch.utils.data import DataLoader
 
     from lightning_smartinfinity import SmartInfinityStrategy
-    from lightning_smartinfinity.survey.passes import loss_of
+    from lightning_smartinfinity.planning.survey.passes import loss_of
 
     class Module(pl.LightningModule):
         def configure_model(self) -> None:

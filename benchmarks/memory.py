@@ -77,7 +77,7 @@ class Losses(nn.Module):
 
 def build(size: str, *, weights: Path | None = None, checkpointing: bool = False) -> Losses:
     """Build a Llama-shaped model of about that many parameters, or load it from a folder of that model."""
-    from lightning_smartinfinity.survey.models import find_source
+    from lightning_smartinfinity.planning.survey.models import find_source
 
     if weights is not None:
         from transformers import AutoModelForCausalLM
@@ -252,7 +252,7 @@ def measured(options: argparse.Namespace, system: str, size: str, clip: str, wei
 
 def made_weights(sizes: list[str], folder: Path) -> dict[str, Path]:
     """Make the folder of weights of each size; return them by size."""
-    from lightning_smartinfinity.survey.models import find_source
+    from lightning_smartinfinity.planning.survey.models import find_source
 
     made = {size: make_folder(folder / size, find_source(size).config) for size in sizes}
     print(f"weights made with a peak of {peak() / 1e9:.2f} GB", file=sys.stderr)

@@ -14,12 +14,9 @@ from math import isnan
 
 from machine import describe
 
-from lightning_smartinfinity.plan.fit import fit, published_workload
-from lightning_smartinfinity.plan.gradients import Dense
-from lightning_smartinfinity.plan.handler import Route
-from lightning_smartinfinity.plan.hardware import Machine
-from lightning_smartinfinity.plan.paper import SCALING, SPARSE_KERNEL_SHOWN
-from lightning_smartinfinity.plan.reproduction import (
+from lightning_smartinfinity.planning.paper.fit import fit, published_workload
+from lightning_smartinfinity.planning.paper.paper import SCALING, SPARSE_KERNEL_SHOWN
+from lightning_smartinfinity.planning.paper.reproduction import (
     SYSTEMS,
     Prediction,
     headroom,
@@ -27,8 +24,11 @@ from lightning_smartinfinity.plan.reproduction import (
     predictions,
     relative_to_one_device,
 )
-from lightning_smartinfinity.plan.step import Overlap, System, simulate_step
-from lightning_smartinfinity.plan.workload import Workload
+from lightning_smartinfinity.planning.simulator.gradients import Dense
+from lightning_smartinfinity.planning.simulator.handler import Route
+from lightning_smartinfinity.planning.simulator.hardware import Machine
+from lightning_smartinfinity.planning.simulator.step import Overlap, System, simulate_step
+from lightning_smartinfinity.planning.simulator.workload import Workload
 
 SSD_TIME = {False: "shared", True: "duplex"}
 OUTLIER = 0.1

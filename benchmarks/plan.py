@@ -45,7 +45,7 @@ def run(size: str, folder: Path, *, batch: int, seq: int) -> dict[str, Any]:
     import transformers  # noqa: F401
 
     from lightning_smartinfinity import SmartInfinityStrategy
-    from lightning_smartinfinity.survey.models import find_source
+    from lightning_smartinfinity.planning.survey.models import find_source
 
     source, found = find_source(size.partition("/")[0]), {"imports": resident("VmRSS")}
     seconds: list[float] = []
@@ -102,13 +102,13 @@ def peak() -> int:
 def planned(size: str, folder: Path, *, batch: int, seq: int, measured: bool) -> dict[str, Any]:
     """Plan in this process, as the command does; return the same figures."""
     from lightning_smartinfinity.config import TransferConfig
-    from lightning_smartinfinity.plan.choice import make_plan
-    from lightning_smartinfinity.plan.needs import Place, held_by_update
-    from lightning_smartinfinity.plan.pace import assumed_rates
-    from lightning_smartinfinity.plan.training import Training
-    from lightning_smartinfinity.survey.models import find_source, survey_model
-    from lightning_smartinfinity.survey.rates import measure_rates
-    from lightning_smartinfinity.survey.resources import survey_resources
+    from lightning_smartinfinity.planning.choice import make_plan
+    from lightning_smartinfinity.planning.needs import Place, held_by_update
+    from lightning_smartinfinity.planning.pace import assumed_rates
+    from lightning_smartinfinity.planning.survey.models import find_source, survey_model
+    from lightning_smartinfinity.planning.survey.rates import measure_rates
+    from lightning_smartinfinity.planning.survey.resources import survey_resources
+    from lightning_smartinfinity.planning.training import Training
 
     name, *offload = size.split("/")[:2]
     budgets = {

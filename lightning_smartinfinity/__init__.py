@@ -99,7 +99,12 @@ _HOMES = {
 }
 
 # Modules that pages once named, and where they are now.
-_MOVED = {"transfer": "pipeline", "transfer.convert": "pipeline.state.convert"}
+_MOVED = {
+    "plan": "planning",
+    "plan.cost": "planning.cost",
+    "transfer": "pipeline",
+    "transfer.convert": "pipeline.state.convert",
+}
 
 
 class _Moved:

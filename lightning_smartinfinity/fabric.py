@@ -24,7 +24,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smartinfinity.automatic_plan import Surroundings
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import ActivationOffload, PlanConfig, SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
@@ -38,6 +37,7 @@ from lightning_smartinfinity.fabric_state import (
 )
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
 from lightning_smartinfinity.near_storage import NearStorage
+from lightning_smartinfinity.planning.automatic_strategy import Surroundings
 from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
 from lightning_smartinfinity.recorder import STORAGE, Recording
 from lightning_smartinfinity.settings import check_save_path, data_types, documents_settings, given_settings

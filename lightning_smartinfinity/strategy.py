@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_smartinfinity import ending
-from lightning_smartinfinity.automatic_plan import Surroundings
 from lightning_smartinfinity.checkpoint_books import CheckpointBooks
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.compatibility import (
@@ -46,6 +45,7 @@ from lightning_smartinfinity.model_checkpoint import check_folders, save_beside_
 from lightning_smartinfinity.native import take_back_ask_to_end
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.patches import replaced
+from lightning_smartinfinity.planning.automatic_strategy import Surroundings
 from lightning_smartinfinity.precision import SmartInfinityPrecision
 from lightning_smartinfinity.recording import FitRecording
 from lightning_smartinfinity.resume.loader_position import keeping_position

@@ -18,9 +18,9 @@ from lightning_smartinfinity.cli.plan_options import (
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.cli.plan_report import Findings
-    from lightning_smartinfinity.plan.choice import Resources
-    from lightning_smartinfinity.plan.pace import Rates
-    from lightning_smartinfinity.plan.training import Training
+    from lightning_smartinfinity.planning.choice import Resources
+    from lightning_smartinfinity.planning.pace import Rates
+    from lightning_smartinfinity.planning.training import Training
 
 __all__ = ["add_to"]
 
@@ -64,10 +64,10 @@ def _announced_findings(spec: str, options: argparse.Namespace) -> Findings:
 
 def _findings(spec: str, options: argparse.Namespace) -> Findings:
     from lightning_smartinfinity.cli.plan_report import Findings
-    from lightning_smartinfinity.plan.choice import alternatives, cheapest, make_plan, nearest
-    from lightning_smartinfinity.plan.pace import TBW_PER_TB
-    from lightning_smartinfinity.survey.models import find_source, survey_model
-    from lightning_smartinfinity.survey.resources import survey_resources
+    from lightning_smartinfinity.planning.choice import alternatives, cheapest, make_plan, nearest
+    from lightning_smartinfinity.planning.pace import TBW_PER_TB
+    from lightning_smartinfinity.planning.survey.models import find_source, survey_model
+    from lightning_smartinfinity.planning.survey.resources import survey_resources
 
     resources = given_resources(survey_resources(options.storage), options)
     training = training_of(options, resources)
@@ -92,11 +92,11 @@ def _findings(spec: str, options: argparse.Namespace) -> Findings:
 
 
 def _rates(options: argparse.Namespace, training: Training, resources: Resources, *, source: Any, model: Any) -> Rates:
-    from lightning_smartinfinity.plan.pace import Range, assumed_rates
+    from lightning_smartinfinity.planning.pace import Range, assumed_rates
 
     rates = assumed_rates(on_gpu=resources.on_gpu, cores=resources.cores, in_16_bit=training.item_bytes == 2)
     if options.measure:
-        from lightning_smartinfinity.survey.rates import measure_rates, require_device
+        from lightning_smartinfinity.planning.survey.rates import measure_rates, require_device
 
         device = require_device("cuda" if resources.on_gpu else "cpu")
         print("Measuring layers, memory and the drive, for about a minute.", file=sys.stderr, flush=True)

@@ -12,12 +12,12 @@ from lightning_smartinfinity.checks import Rule, between, num_bytes, optional, p
 from lightning_smartinfinity.cli.option_types import number_in, reading, storage_folder, whole_number_in
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
-from lightning_smartinfinity.plan.needs import least_gradient_budget, least_parameter_budget
-from lightning_smartinfinity.plan.training import BLOCK_SCALED, BUILDS, OFFLOADS, OPTIMIZERS, PRECISIONS, Training
+from lightning_smartinfinity.planning.needs import least_gradient_budget, least_parameter_budget
+from lightning_smartinfinity.planning.training import BLOCK_SCALED, BUILDS, OFFLOADS, OPTIMIZERS, PRECISIONS, Training
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.plan.choice import Resources
-    from lightning_smartinfinity.plan.model import ModelFigures
+    from lightning_smartinfinity.planning.choice import Resources
+    from lightning_smartinfinity.planning.model import ModelFigures
 
 __all__ = ["add_options", "found_here", "given_resources", "require_budgets", "training_of"]
 

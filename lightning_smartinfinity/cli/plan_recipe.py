@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.plan.training import Training
+    from lightning_smartinfinity.planning.training import Training
 
 __all__ = ["python_recipe", "yaml_recipe"]
 

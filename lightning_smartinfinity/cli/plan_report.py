@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_smartinfinity.cli.plan_recipe import python_recipe, yaml_recipe
-from lightning_smartinfinity.plan.needs import Need, Place
-from lightning_smartinfinity.plan.needs_table import in_gb, needs_table, what_breaks, what_is_tight
+from lightning_smartinfinity.planning.needs import Need, Place
+from lightning_smartinfinity.planning.needs_table import in_gb, needs_table, what_breaks, what_is_tight
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.plan.choice import Alternative, Plan, Resources
-    from lightning_smartinfinity.plan.model import ModelFigures
-    from lightning_smartinfinity.plan.pace import Pace, Range
-    from lightning_smartinfinity.plan.training import Training
+    from lightning_smartinfinity.planning.choice import Alternative, Plan, Resources
+    from lightning_smartinfinity.planning.model import ModelFigures
+    from lightning_smartinfinity.planning.pace import Pace, Range
+    from lightning_smartinfinity.planning.training import Training
 
 __all__ = ["Findings", "as_json", "print_report", "print_table"]
 

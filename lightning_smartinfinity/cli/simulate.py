@@ -15,7 +15,7 @@ from lightning_smartinfinity.cli.simulated_steps import Case, Simulated
 from lightning_smartinfinity.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.plan.hardware import Machine
+    from lightning_smartinfinity.planning.simulator.hardware import Machine
 
 __all__ = ["add_to"]
 
@@ -42,7 +42,7 @@ def add_to(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from lightning_smartinfinity.cli.step_plot import check_plot, write_plot
-    from lightning_smartinfinity.plan.fit import fit
+    from lightning_smartinfinity.planning.paper.fit import fit
 
     cases = _possible(options)
     if options.plot is not None:
@@ -61,8 +61,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _machine(machine: Machine, options: argparse.Namespace) -> Machine:
     """Replace the rates of the paper's machine by those that were given."""
-    from lightning_smartinfinity.plan.cost import FEED_BACK
-    from lightning_smartinfinity.plan.handler import MOST_FEED_BACK_THREADS
+    from lightning_smartinfinity.planning.cost import FEED_BACK
+    from lightning_smartinfinity.planning.simulator.handler import MOST_FEED_BACK_THREADS
 
     given = {name: _GIGA * getattr(options, name) for name in ("read", "write", "kernel") if getattr(options, name)}
     if options.kernel:

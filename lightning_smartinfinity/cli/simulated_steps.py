@@ -9,9 +9,9 @@ from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.update_rules import RULES
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.plan.hardware import Machine
-    from lightning_smartinfinity.plan.step import StepTime
-    from lightning_smartinfinity.plan.workload import Workload
+    from lightning_smartinfinity.planning.simulator.hardware import Machine
+    from lightning_smartinfinity.planning.simulator.step import StepTime
+    from lightning_smartinfinity.planning.simulator.workload import Workload
 
 __all__ = ["Case", "Simulated", "in_figures"]
 
@@ -79,8 +79,8 @@ class Case:
 
     def simulate(self, machine: Machine) -> Simulated:
         """Simulate a step on a machine."""
-        from lightning_smartinfinity.plan.handler import Route
-        from lightning_smartinfinity.plan.step import Overlap, System, simulate_step
+        from lightning_smartinfinity.planning.simulator.handler import Route
+        from lightning_smartinfinity.planning.simulator.step import Overlap, System, simulate_step
 
         if not self.keeps_residual:
             machine = replace(machine, host=replace(machine.host, feed_back=0.0))
@@ -90,8 +90,8 @@ class Case:
         return Simulated(self, time, self._host_bytes())
 
     def _host_bytes(self) -> dict[str, int]:
-        from lightning_smartinfinity.plan.handler import Route
-        from lightning_smartinfinity.plan.memory import host_bytes
+        from lightning_smartinfinity.planning.memory import host_bytes
+        from lightning_smartinfinity.planning.simulator.handler import Route
 
         if self.system not in _OURS:
             return {}
@@ -104,8 +104,8 @@ class Case:
         )
 
     def _workload(self) -> Workload:
-        from lightning_smartinfinity.plan.gradients import Dense, GradientForm, Pairs, TopKPayload
-        from lightning_smartinfinity.plan.workload import NUM_ARRAYS, Workload
+        from lightning_smartinfinity.planning.simulator.gradients import Dense, GradientForm, Pairs, TopKPayload
+        from lightning_smartinfinity.planning.simulator.workload import NUM_ARRAYS, Workload
 
         item_bytes = _ITEM_BYTES[self.dtype] if self.system in _OURS else 4
         gradients: GradientForm = Dense(item_bytes)

@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning_smartinfinity import SmartInfinityStrategy
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.cli.plan_recipe import python_recipe, yaml_recipe
-from lightning_smartinfinity.plan.training import Training
+from lightning_smartinfinity.planning.training import Training
 from tests.helpers.model_folder import llama_config
 from tests.helpers.models import TinyGPT
 
@@ -124,7 +124,7 @@ def test_activation_checkpoints_of_a_class_are_planned(
     """A class that turns them on itself is planned as with --checkpointing."""
     monkeypatch.chdir(tmp_path)
     llama_config().save_pretrained(tmp_path / "my-model")
-    found = planned(capsys, "tests.survey.models_of_users:Loading", *SMALL, "--seq", "16")
+    found = planned(capsys, "tests.planning.survey.models_of_users:Loading", *SMALL, "--seq", "16")
     assert found["asked"]["training"]["checkpointing"] is True
     assert (
         found["asked"]["needs"]
@@ -214,7 +214,7 @@ def test_budgets_that_cannot_be_kept(wrong: list[str], words: str, capsys: pytes
 
 def test_a_plan_without_activations_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """It fits only as far as is known."""
-    assert main(["plan", "tests.survey.models_of_users:Plain", *SMALL]) == 0
+    assert main(["plan", "tests.planning.survey.models_of_users:Plain", *SMALL]) == 0
     assert "It fits as far as is known: activations were not counted." in capsys.readouterr().out
 
 

@@ -14,7 +14,7 @@ import torch
 from lightning_smartinfinity.cli import main, simulate
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
-from lightning_smartinfinity.plan.fit import fit
+from lightning_smartinfinity.planning.paper.fit import fit
 from lightning_smartinfinity.settings import StrategySettings
 
 

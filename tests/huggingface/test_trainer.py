@@ -14,11 +14,11 @@ import transformers
 
 from lightning_smartinfinity import ConfigError, UnsupportedError
 from lightning_smartinfinity.huggingface import SmartInfinityTraining
-from lightning_smartinfinity.plan import choice
-from lightning_smartinfinity.plan import needs as plan_needs
-from lightning_smartinfinity.plan.needs import Place, needs
-from lightning_smartinfinity.plan.training import Training
-from lightning_smartinfinity.survey.models import find_source, survey_model
+from lightning_smartinfinity.planning import choice
+from lightning_smartinfinity.planning import needs as plan_needs
+from lightning_smartinfinity.planning.needs import Place, needs
+from lightning_smartinfinity.planning.survey.models import find_source, survey_model
+from lightning_smartinfinity.planning.training import Training
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 from tests.helpers.long_cases import long_but
 from tests.helpers.offloaded import EVERYTHING

@@ -22,7 +22,7 @@ from lightning_smartinfinity.native import IoClass, MemoryPool, TensorExtent
 from lightning_smartinfinity.pipeline.layout.tensors import lent_tensor
 from lightning_smartinfinity.pipeline.state import part_transfers
 from lightning_smartinfinity.pipeline.state.part_transfers import PartTransfers
-from lightning_smartinfinity.plan import needs
+from lightning_smartinfinity.planning import needs
 from lightning_smartinfinity.storage.io.scheduling import io_waits, scheduler_of
 from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
 from tests.helpers.native_testing import Hold, inject

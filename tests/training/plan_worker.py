@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_smartinfinity import SmartInfinityStrategy
-from lightning_smartinfinity.plan import choice, needs
-from lightning_smartinfinity.plan.needs import PROCESS_BYTES
+from lightning_smartinfinity.planning import choice, needs
+from lightning_smartinfinity.planning.needs import PROCESS_BYTES
 from tests.helpers.models import Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.training.test_overlap import SMALL_RING

@@ -23,17 +23,16 @@ from lightning_smartinfinity import (
     TopK,
     TransferConfig,
     UnsupportedError,
-    automatic_plan,
 )
-from lightning_smartinfinity.automatic_plan import Surroundings, plan_training
 from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.plan import automatic, choice
-from lightning_smartinfinity.plan import needs as plan_needs
-from lightning_smartinfinity.plan.needs import PROCESS_BYTES, Place, held_by_update, needs
-from lightning_smartinfinity.plan.training import Training
+from lightning_smartinfinity.planning import automatic, automatic_strategy, choice
+from lightning_smartinfinity.planning import needs as plan_needs
+from lightning_smartinfinity.planning.automatic_strategy import Surroundings, plan_training
+from lightning_smartinfinity.planning.needs import PROCESS_BYTES, Place, held_by_update, needs
+from lightning_smartinfinity.planning.survey import resources
+from lightning_smartinfinity.planning.survey.modules import survey_module
+from lightning_smartinfinity.planning.training import Training
 from lightning_smartinfinity.settings import StrategySettings
-from lightning_smartinfinity.survey import resources
-from lightning_smartinfinity.survey.modules import survey_module
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
@@ -380,9 +379,9 @@ def test_data_in_memory_are_not_given_out(monkeypatch: pytest.MonkeyPatch, tmp_p
     """Of what a process holds, only its libraries and the model are a part of what the training needs."""
     seen = []
     for resident in (PROCESS_BYTES, 100 * PROCESS_BYTES):
-        monkeypatch.setattr(automatic_plan, "_resident_bytes", lambda resident=resident: resident)
+        monkeypatch.setattr(automatic_strategy, "_resident_bytes", lambda resident=resident: resident)
         settings = StrategySettings(storage=(tmp_path,))
-        seen.append(automatic_plan._resources(settings, PlanConfig(), LitTiny(RECIPE), AROUND).host_memory)
+        seen.append(automatic_strategy._resources(settings, PlanConfig(), LitTiny(RECIPE), AROUND).host_memory)
     assert seen[1] == pytest.approx(seen[0], rel=0.1)
 
 
@@ -390,7 +389,7 @@ def test_a_model_that_exists_counts_as_it_is(tmp_path: Path) -> None:
     """It was built in fp32 before the Trainer's precision was known."""
     told: list[str] = []
     settings = StrategySettings(storage=(tmp_path,), plan=PlanConfig(), transfer=TransferConfig(**SMALL_RING))
-    training, _ = automatic_plan._asked(settings, PlanConfig(), {}, LitTiny(RECIPE), AROUND)
+    training, _ = automatic_strategy._asked(settings, PlanConfig(), {}, LitTiny(RECIPE), AROUND)
     assert (training.build, training.precision, training.built_bytes) == ("init", "bf16-true", 4)
     plan_training(settings, LitTiny(RECIPE), dataclasses.replace(AROUND, tell=told.append))
     assert "taken for AdamW" in told[0]

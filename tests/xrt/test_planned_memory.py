@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_smartinfinity.plan.handler import Route
-from lightning_smartinfinity.plan.memory import host_bytes
+from lightning_smartinfinity.planning.memory import host_bytes
+from lightning_smartinfinity.planning.simulator.handler import Route
 from tests.helpers.card_runs import cards
 from tests.helpers.runif import RunIf
 from tests.pipeline.harness import Run
-from tests.plan.test_memory import CASE, DENSE
+from tests.planning.test_memory import CASE, DENSE
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 

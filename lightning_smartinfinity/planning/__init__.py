@@ -1,0 +1,61 @@
+"""Predicts how long a step takes and what it needs: simulates in virtual time this package, the published handler and
+ZeRO-Infinity, reproduces the paper's tables, estimates costs, and plans whether a training fits.
+
+::
+
+    virtual_time     processes, and resources that they share
+    hardware         devices, channel, GPU, host          workload, gradients   data of an update
+    wiring           paths over a machine's resources
+    simulated_batch  the native core's TransferSchedule in virtual time
+    handler          our update on that schedule          published             SmartUpdate, ZeRO-Infinity
+    systems          the updates by system                step                  a whole step of any system
+    paper            the paper's tables as data           fit, reproduction     the same numbers, simulated
+    cost             gain of compression                  memory                host memory of an update
+    model, training  numbers of a model and a training    needs                 bytes by place, phase and owner
+    pace             seconds, hours, a drive's life       choice                settings that fit, alternatives
+
+The package computes with numbers only: no torch, no I/O. It simulates what runs: tasklets are those of
+``pipeline.layout.partition_layout``, and the state machine that orders them also orders real steps.
+"""
+
+from lightning_smartinfinity.planning.cost import CompressionGain, CompressionResources, gain_of
+from lightning_smartinfinity.planning.memory import host_bytes
+from lightning_smartinfinity.planning.paper.fit import PaperMachine, fit
+from lightning_smartinfinity.planning.simulator.gradients import (
+    BlockScaledPayload,
+    Dense,
+    GradientForm,
+    Pairs,
+    TopKPayload,
+)
+from lightning_smartinfinity.planning.simulator.handler import Route
+from lightning_smartinfinity.planning.simulator.hardware import Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.planning.simulator.step import Overlap, StepTime, System, Traffic, simulate_step
+from lightning_smartinfinity.planning.simulator.workload import NUM_ARRAYS, Workload
+
+__all__ = [
+    "NUM_ARRAYS",
+    "BlockScaledPayload",
+    "Channel",
+    "CompressionGain",
+    "CompressionResources",
+    "Dense",
+    "Device",
+    "Gpu",
+    "GradientForm",
+    "Host",
+    "Machine",
+    "Overlap",
+    "Pairs",
+    "PaperMachine",
+    "Route",
+    "StepTime",
+    "System",
+    "TopKPayload",
+    "Traffic",
+    "Workload",
+    "fit",
+    "gain_of",
+    "host_bytes",
+    "simulate_step",
+]

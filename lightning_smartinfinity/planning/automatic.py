@@ -1,0 +1,152 @@
+"""Chooses what a user has left open, from the roomiest settings to the smallest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+
+from lightning_smartinfinity.planning.choice import (
+    Plan,
+    Resources,
+    fits,
+    gradient_budgets,
+    lack,
+    make_plan,
+    parameter_budgets,
+)
+from lightning_smartinfinity.planning.model import ModelFigures
+from lightning_smartinfinity.planning.needs import Place, needs, state_bytes
+from lightning_smartinfinity.planning.needs_table import in_gb, needs_table
+from lightning_smartinfinity.planning.pace import Rates, seconds_beside_update
+from lightning_smartinfinity.planning.training import OFFLOADS, Training
+
+__all__ = ["Open", "choose", "plan_in_words"]
+
+_SMALL_BUCKET = 1024 * 1024
+_LEAST_CACHE = 64 * 10**6  # less is not worth a setting
+_KEPT_FREE = 4  # one over the part of the host's memory that the cache of state leaves free, for the page cache
+_GRAIN = 10**6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Open:
+    """Says what may be chosen.
+
+    Args:
+        offload_param: Whether where parameters lie may be. A training with a budget of parameters has them on storage.
+        parameter_budget: Whether the bytes of parameters in memory may be.
+        gradient_budget: Whether the bytes of gradients in memory may be.
+        cache_bytes: Whether the bytes of state in host memory may be.
+        bucket_numel: Whether the size of the bucket of gradients may be.
+        state_formats: State formats that may follow that of the training, in this order; others than those that suit
+            the training are passed over.
+    """
+
+    offload_param: bool = True
+    parameter_budget: bool = True
+    gradient_budget: bool = True
+    cache_bytes: bool = True
+    bucket_numel: bool = True
+    state_formats: Sequence[str] = ()
+
+
+def choose(model: ModelFigures, training: Training, resources: Resources, rates: Rates, open_: Open) -> Plan:
+    """Return the fastest plan that fits, with the first state format with which any fits.
+
+    All combinations of what is open are tried for one state format before the next one is. Of equally fast plans, the
+    one that holds the most in memory is taken. State is kept in what then is left of host memory.
+
+    Args:
+        model: The model.
+        training: The training, with everything that is not open.
+        resources: What may be used.
+        rates: Rates of the machine.
+        open_: What may be chosen.
+
+    Returns:
+        The plan. If none fits, the one that lacks the least.
+    """
+    beside = partial(seconds_beside_update, model, rates=rates, on_gpu=resources.on_gpu)
+    tried: list[Training] = []
+    for state_format in dict.fromkeys([training.state_format, *filter(training.suits, open_.state_formats)]):
+        of_format = replace(training, state_format=state_format)
+        candidates = [*_settings(model, of_format, open_, on_gpu=resources.on_gpu)]
+        fitting = [one for one in candidates if fits(model, one, resources)]
+        if fitting:
+            best = min(fitting, key=beside)
+            return make_plan(model, _with_cache(model, best, resources, open_), resources, rates)
+        tried += candidates
+    return make_plan(model, min(tried, key=partial(lack, model, resources)), resources, rates)
+
+
+def _settings(model: ModelFigures, training: Training, open_: Open, *, on_gpu: bool) -> Iterator[Training]:
+    is_open = open_.offload_param and training.parameter_budget is None
+    offloads = OFFLOADS if is_open else (training.offload_param,)
+    spilling = gradient_budgets(model, training) if open_.gradient_budget else []
+    buckets = dict.fromkeys([training.bucket_numel, *([_SMALL_BUCKET] if open_.bucket_numel else [])])
+    for offload, bucket in product(offloads, buckets):
+        if offload == "cpu" and is_open and not on_gpu:
+            continue
+        held = [training.parameter_budget]
+        if offload == "nvme" and open_.parameter_budget:
+            held += parameter_budgets(model, training, on_gpu=on_gpu)
+        for parameter_budget, gradient_budget in product(held, dict.fromkeys([training.gradient_budget, *spilling])):
+            yield replace(
+                training,
+                offload_param=offload,
+                bucket_numel=bucket,
+                parameter_budget=parameter_budget,
+                gradient_budget=gradient_budget,
+            )
+
+
+def _with_cache(model: ModelFigures, training: Training, resources: Resources, open_: Open) -> Training:
+    if not open_.cache_bytes:
+        return training
+    found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
+    most = max(need.total for need in found if need.place is Place.HOST)
+    left = resources.host_memory - resources.host_memory // _KEPT_FREE - most
+    nbytes = min(left // training.processes, state_bytes(model, training)) // _GRAIN * _GRAIN
+    return replace(training, cache_bytes=nbytes) if nbytes >= _LEAST_CACHE else training
+
+
+def plan_in_words(
+    model: ModelFigures, asked: Training, plan: Plan, resources: Resources, *, open_: Open, assumed: Sequence[str] = ()
+) -> str:
+    """Return a table of what was chosen, what it needs and what there is.
+
+    Args:
+        model: The model.
+        asked: The training before anything was chosen.
+        plan: The plan.
+        resources: What may be used.
+        open_: What could be chosen.
+        assumed: What was assumed of the training, in words.
+    """
+    before, after = asdict(asked), asdict(plan.training)
+    if open_.offload_param:
+        before["offload_param"] = "none"  # also where a budget of parameters decides it
+    passed = [name for name in open_.state_formats if not asked.suits(name)]
+    over = f"passed over for {asked.optimizer} in {asked.precision}: {', '.join(passed)}" if passed else ""
+    lines = [f"Plan for {model.name}, {model.numel / 1e9:.3f}B parameters, {asked.batch} x {asked.seq} tokens"]
+    lines += [f"  {words}" for words in (model.assumed, *assumed, over) if words]
+    changed = [f"  {_LABELS[name]:<38}{_shown(after[name])}" for name in _LABELS if after[name] != before[name]]
+    lines += changed or ["  nothing has to be chosen: the defaults fit"]
+    lines += ['  overlap                               as set; "auto" is measured in the first steps', ""]
+    return "\n".join([*lines, *needs_table(plan, resources)])
+
+
+_LABELS = {
+    "state_format": "state_format",
+    "offload_param": "zero offload_param device",
+    "bucket_numel": "zero reduce_bucket_size",
+    "parameter_budget": "transfer parameter_bytes",
+    "gradient_budget": "transfer gradient_bytes",
+    "cache_bytes": "transfer dram_cache_bytes",
+}
+
+
+def _shown(value: object) -> str:
+    return f"{value} ({in_gb(value)} GB)" if isinstance(value, int) and value > _GRAIN else str(value)

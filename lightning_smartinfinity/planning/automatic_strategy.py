@@ -1,0 +1,321 @@
+"""``plan="auto"``: settings that a user left open follow from the model, the memory and the storage that are there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_smartinfinity.compression import TopK
+from lightning_smartinfinity.config import PlanConfig
+from lightning_smartinfinity.devices.smartssd.discovery.system import System
+from lightning_smartinfinity.devices.smartssd.discovery.xclbin import is_xclbin_named
+from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.native.formats import STATE_FORMATS, serves
+from lightning_smartinfinity.planning.automatic import Open, choose, plan_in_words
+from lightning_smartinfinity.planning.choice import Resources
+from lightning_smartinfinity.planning.model import ModelFigures
+from lightning_smartinfinity.planning.needs import needs
+from lightning_smartinfinity.planning.needs_table import what_breaks
+from lightning_smartinfinity.planning.pace import assumed_rates
+from lightning_smartinfinity.planning.survey.models import find_source, survey_model
+from lightning_smartinfinity.planning.survey.modules import is_built, survey_module
+from lightning_smartinfinity.planning.survey.resources import survey_resources
+from lightning_smartinfinity.planning.training import BLOCK_SCALED, OPTIMIZERS, Training
+from lightning_smartinfinity.settings import StrategySettings
+from lightning_smartinfinity.zero3.collectives import gather, raising_together
+from lightning_smartinfinity.zero3.deepspeed_config import FOLLOWS_FROM_BUDGET
+
+__all__ = ["Planned", "Surroundings", "plan_training"]
+
+_USED = 0.9  # part of what is there that a plan uses
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_BLOCK = 512  # bytes of what st_blocks counts
+_OFFLOADS = "offload_param"
+_BUILT_TOO_EARLY = (
+    "Build it in configure_model (with Fabric in fabric.init_module()), where it is never whole in memory, as it is in "
+    "__init__."
+)
+_ALLOW_MORE = (
+    "Allow smaller state (plan={'state_formats': ['int8']}), train with smaller micro-batches, or see what "
+    "`smart-infinity plan` says."
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """Holds what a strategy knows of a training.
+
+    Args:
+        precision: Precision of the Trainer or Fabric.
+        accumulate: Micro-batches of a step.
+        processes: Processes of this machine.
+        nodes: Number of machines.
+        on_gpu: Whether each process computes on a GPU of its own.
+        optimizer: Class name of the optimizer; None if it is not known yet.
+        tell: Shows a text to the user, on the first rank only.
+    """
+
+    precision: str
+    accumulate: int
+    processes: int
+    nodes: int
+    on_gpu: bool
+    optimizer: str | None = None
+    tell: Callable[[str], None] = _log.warning
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """Holds what was chosen, and from what it followed.
+
+    Args:
+        settings: The settings with values for what the user left open.
+        figures: The model.
+        training: The training with these settings.
+        resources: What could be used.
+    """
+
+    settings: StrategySettings
+    figures: ModelFigures
+    training: Training
+    resources: Resources
+
+    def require_optimizer(self, name: str) -> None:
+        """Raise unless the plan holds with the optimizer that the training has.
+
+        Args:
+            name: Class name of the optimizer. One without an update rule is left to others.
+
+        Raises:
+            ConfigError: With its state the training does not fit, or the format that was chosen does not exist for it.
+        """
+        taken_for = self.training.optimizer
+        if name not in OPTIMIZERS or OPTIMIZERS[name] == OPTIMIZERS[taken_for]:
+            return
+        state_format = self.training.state_format
+        if not serves(STATE_FORMATS[state_format], name):
+            why = f"state_format={state_format!r} does not exist for it"
+        else:
+            real, resources = replace(self.training, optimizer=name), self.resources
+            found = needs(self.figures, real, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
+            why = "; ".join(what_breaks(need, resources) for need in found if need.total > resources.has(need.place))
+        if why:
+            raise ConfigError(
+                f"plan='auto' has taken the optimizer for {taken_for}, but it is {name}: {why}.",
+                f"Pass plan={{'optimizer': {name!r}}}.",
+            )
+
+
+def plan_training(settings: StrategySettings, module: nn.Module | None, around: Surroundings) -> Planned:
+    """Choose values for what the user left open, and print them. Collective.
+
+    Args:
+        settings: The user's settings, with ``plan`` and the storage folders.
+        module: The module that will be trained; it may be unknown if ``plan`` names a model.
+        around: What else is known of the training.
+
+    Raises:
+        ConfigError: Nothing that may be chosen fits.
+        UnsupportedError: The model cannot be looked at.
+    """
+    config, zero = settings.plan, dict(settings.zero or {})
+    assert config is not None and settings.storage is not None
+    training, open_ = _asked(settings, config, zero, module, around)
+    with raising_together() if dist.is_initialized() else nullcontext():
+        figures = _figures(config, module, training)
+        own = _resources(settings, config, module, around)
+    resources = _least(own)
+    training = replace(training, checkpointing=figures.checkpointing)
+    rates = assumed_rates(on_gpu=around.on_gpu, cores=resources.cores, in_16_bit=training.item_bytes == 2)
+    plan = choose(figures, training, resources, rates, open_)
+    assumed = [] if config.optimizer or around.optimizer else [f"the optimizer is taken for {training.optimizer}"]
+    words = plan_in_words(figures, training, plan, resources, open_=open_, assumed=assumed)
+    if not plan.fits:
+        unbuilt = replace(training, build="configure_model")
+        is_built_too_early = choose(figures, unbuilt, resources, rates, open_).fits
+        raise ConfigError(
+            f"plan='auto': {figures.name} does not fit: {'; '.join(what_breaks(n, resources) for n in plan.broken)}.\n"
+            f"The nearest is this.\n{words}\n",
+            _BUILT_TOO_EARLY if is_built_too_early else _ALLOW_MORE,
+        )
+    around.tell(words)
+    chosen = _with(settings, zero, training, plan.training, open_)
+    return Planned(settings=chosen, figures=figures, training=plan.training, resources=resources)
+
+
+def _asked(
+    settings: StrategySettings,
+    config: PlanConfig,
+    zero: Mapping[str, Any],
+    module: nn.Module | None,
+    around: Surroundings,
+) -> tuple[Training, Open]:
+    """Return the training as it is without a plan, and what of it is open."""
+    transfer, offload = settings.transfer, zero.get(_OFFLOADS)
+    if config.state_formats and settings.state_format != "fp32":
+        raise ConfigError(
+            f"state_format={settings.state_format!r} and plan={{'state_formats': {list(config.state_formats)}}} both "
+            "choose a state format.",
+            "Leave one of them out.",
+        )
+    device = offload.get("device", "none") if isinstance(offload, Mapping) else "none"
+    is_partitioned = module is not None and any(hasattr(param, "ds_id") for param in module.parameters())
+    keys = (*zero, *(offload if isinstance(offload, Mapping) else ()))
+    own_buffers = any(key.removeprefix("stage3_") in FOLLOWS_FROM_BUDGET for key in keys)
+    may_use_cards = settings.update_device == "auto" and is_xclbin_named(settings.smartssd, System())
+    on_cards = settings.update_device == "smartssd" or may_use_cards
+    codec = settings.compression
+    share = codec.ratio if isinstance(codec, TopK) else None if codec is None else BLOCK_SCALED
+    optimizer = around.optimizer if around.optimizer in OPTIMIZERS else config.optimizer
+    # A budget of parameters says by itself where they lie, unless that is decided already.
+    budget, may_move = _given(transfer.parameter_bytes), offload is None and not is_partitioned
+    bucket = zero.get("reduce_bucket_size")
+    training = Training(
+        batch=config.batch,
+        seq=config.seq,
+        accumulate=around.accumulate,
+        precision=around.precision,
+        optimizer=optimizer or Training.optimizer,
+        state_format=settings.state_format,
+        offload_param="nvme" if may_move and budget is not None else device,
+        build="init" if module is not None and is_built(module) else "configure_model",
+        built_itemsize=_itemsize(module),
+        processes=around.processes,
+        nodes=around.nodes,
+        save_top_k=0,  # a plan does not know where checkpoints go
+        asynchronous=transfer.asynchronous,
+        gradient_budget=None if codec is not None else _given(transfer.gradient_bytes),
+        parameter_budget=budget,
+        cache_bytes=_given(transfer.dram_cache_bytes) or 0,
+        accumulate_in=transfer.accumulate_in,
+        num_buffers=transfer.num_buffers,
+        tasklet_bytes=transfer.buffer_bytes or Training.tasklet_bytes,
+        places=transfer.places_per_tasklet,
+        compression=share,
+        error_feedback=codec is None or codec.error_feedback,
+        bucket_numel=bucket if isinstance(bucket, int) else Training.bucket_numel,
+    )
+    open_ = Open(
+        # An evaluation before the fit has put the parameters where they are.
+        offload_param=may_move,
+        parameter_budget=budget is None and not own_buffers and not is_partitioned,
+        gradient_budget=isinstance(transfer.gradient_bytes, str) and codec is None and not on_cards,
+        cache_bytes=_given(transfer.dram_cache_bytes) is None and not on_cards,
+        bucket_numel=bucket is None,
+        state_formats=config.state_formats,
+    )
+    return training, open_
+
+
+def _given(size: int | str | None) -> int | None:
+    return size if isinstance(size, int) else None
+
+
+def _figures(config: PlanConfig, module: nn.Module | None, training: Training) -> ModelFigures:
+    how = {"batch": training.batch, "seq": training.seq}
+    if config.model is not None:
+        return survey_model(find_source(config.model), in_16_bit=training.item_bytes == 2, **how)
+    if module is None:
+        raise ConfigError(
+            "plan='auto' does not know the model yet.", "Name it: plan={'model': 'folder, package.module:Class or 7B'}."
+        )
+    return survey_module(module, in_16_bit=training.item_bytes == 2, **how)
+
+
+def _itemsize(module: nn.Module | None) -> int | None:
+    """Return the bytes of an element of a model that exists already."""
+    return max((param.element_size() for param in module.parameters()), default=None) if module is not None else None
+
+
+def _resources(
+    settings: StrategySettings, config: PlanConfig, module: nn.Module | None, around: Surroundings
+) -> Resources:
+    """Return what this rank sees, of which nine tenths may be used, or what the user says."""
+    storage = settings.storage
+    assert storage is not None
+    found = [survey_resources(folder) for folder in storage]
+    first = found[0]
+    # What this process holds already is a part of what it needs: its libraries and the model, but not its data.
+    whole = 0 if module is None else sum(param.nbytes for param in module.parameters())
+    held = min(_resident_bytes(), first.process_bytes + whole)
+    host = int(_USED * (first.host_memory + around.processes * held))
+    # A new fit takes the space of the job's state, or goes on with it.
+    own = sum(_file_bytes(folder / settings.transfer.job) for folder in storage)
+    disk = int(_USED * min(each.disk for each in found)) * len(_devices_of(storage)) + own
+    gpu = None if not around.on_gpu else int(_USED * (first.gpu_memory or 0))
+    return replace(
+        first,
+        host_memory=_given(config.host_memory) or host,
+        disk=_given(config.disk) or disk,
+        gpu_memory=gpu if gpu is None else _given(config.gpu_memory) or gpu,
+        num_gpus=around.processes if around.on_gpu else 0,
+    )
+
+
+def _devices_of(storage: tuple[Path, ...]) -> set[int]:
+    """Return the numbers of the file systems of these folders, which need not exist."""
+    existing = (
+        next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()) for folder in storage
+    )
+    return {os.stat(path).st_dev for path in existing}
+
+
+def _file_bytes(folder: Path) -> int:
+    """Return the bytes that the files of a folder take on the disk."""
+    found = (Path(parent) / name for parent, _, names in os.walk(folder) for name in names)
+    total = 0
+    for file in found:
+        with suppress(OSError):  # another process may remove it
+            total += _BLOCK * file.stat().st_blocks
+    return total
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+
+
+def _least(own: Resources) -> Resources:
+    """Return the least that any rank sees, so that all of them choose alike."""
+    seen = gather(own, None) if dist.is_initialized() else [own]
+    gpus = [each.gpu_memory for each in seen if each.gpu_memory is not None]
+    return replace(
+        own,
+        host_memory=min(each.host_memory for each in seen),
+        disk=min(each.disk for each in seen),
+        cores=min(each.cores for each in seen),
+        gpu_memory=min(gpus, default=None),
+        drive_bytes=min(each.drive_bytes for each in seen),
+    )
+
+
+def _with(
+    settings: StrategySettings, zero: dict[str, Any], asked: Training, chosen: Training, open_: Open
+) -> StrategySettings:
+    """Return the settings with what was chosen otherwise than asked."""
+    transfer: dict[str, Any] = {}
+    if open_.offload_param and chosen.offload_param != "none":
+        zero[_OFFLOADS] = {"device": chosen.offload_param}
+    if chosen.bucket_numel != asked.bucket_numel:
+        zero["reduce_bucket_size"] = chosen.bucket_numel
+    if chosen.parameter_budget != asked.parameter_budget:
+        transfer["parameter_bytes"] = chosen.parameter_budget
+    if chosen.gradient_budget != asked.gradient_budget:
+        transfer["gradient_bytes"] = chosen.gradient_budget
+    if chosen.cache_bytes != asked.cache_bytes:
+        transfer["dram_cache_bytes"] = chosen.cache_bytes
+    return replace(
+        settings,
+        state_format=chosen.state_format,
+        zero=zero or None,
+        transfer=replace(settings.transfer, **transfer),
+    )

@@ -1,0 +1,326 @@
+"""The bytes that a training needs, by place, phase and owner: GPU memory, host memory and disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, PartitionLayout, build_layout
+from lightning_smartinfinity.planning.memory import compressed_bytes
+from lightning_smartinfinity.planning.model import ModelFigures
+from lightning_smartinfinity.planning.training import Training
+from lightning_smartinfinity.storage.extents import BLOCK_BYTES, ExtentMap
+from lightning_smartinfinity.storage.records.residual_file import residual_bytes
+from lightning_smartinfinity.storage.state.space import overhead_bytes
+from lightning_smartinfinity.storage.tensors.tensor_files import deal, whole_blocks
+
+__all__ = [
+    "CUDA_CONTEXT_BYTES",
+    "CUDA_HOST_BYTES",
+    "ENGINE_BYTES",
+    "PROCESS_BYTES",
+    "Need",
+    "Place",
+    "activation_owners",
+    "building_owners",
+    "checkpoint_bytes",
+    "held_by_update",
+    "held_gradient_bytes",
+    "layout_of",
+    "least_gradient_budget",
+    "least_parameter_budget",
+    "needs",
+    "spilled_gradient_bytes",
+    "state_bytes",
+    "stored_bytes",
+]
+
+PROCESS_BYTES = 620_000_000
+"""Resident memory of a process that trains, without model and update: imports, threads, engine and kernels.
+
+From ``benchmarks/plan.py --sizes 20M`` with a CPU build of torch 2.13; other builds take more.
+"""
+
+ENGINE_BYTES = 180_000_000
+"""Part of :data:`PROCESS_BYTES` that comes with the engine, its threads and kernels, after the model was built.
+
+From ``benchmarks/plan.py --sizes 355M 1.1B``.
+"""
+
+CUDA_CONTEXT_BYTES = 600_000_000
+"""Memory of the driver and of libraries on a GPU; assumed."""
+
+CUDA_HOST_BYTES = 1_400_000_000
+"""Host memory of the driver and of libraries in a process with a GPU.
+
+From ``benchmarks/gpu_step.py --size 355M`` on an H100 with torch 2.11 (CUDA 13.0).
+"""
+
+_PREFETCH_NUMEL = 5 * 10**7  # DeepSpeed's stage3_prefetch_bucket_size
+_KEPT_NUMEL = 10**5  # DeepSpeed's stage3_param_persistence_threshold: parameters up to this are not stored
+_PARAMETER_BUFFERS = 5  # DeepSpeed's offload_param.buffer_count
+_LEAST_STORED = 2048  # zero3/parameters/param_swapper.py
+_TRANSFER_BYTES = (12 << 20) + BLOCK_BYTES  # pipeline/state/part_transfers.py: most of what an update has in flight
+_CHECKPOINT_FILES = 64 * 1024  # of a checkpoint beside its tensors: archives' directories, configuration, groups
+_CHECKPOINT_BYTES_PER_PARAMETER = 256
+
+
+class Place(Enum):
+    """Where bytes lie."""
+
+    GPU = "GPU memory"
+    HOST = "host memory"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Bytes that are needed at once in one place.
+
+    Args:
+        place: Where.
+        phase: When: "building", "training" or "saving"; for the disk "in all".
+        owners: Bytes by owner.
+    """
+
+    place: Place
+    phase: str
+    owners: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all owners."""
+        return sum(self.owners.values())
+
+    @property
+    def largest(self) -> str:
+        """The owner of the most bytes."""
+        return max(self.owners, key=self.owners.__getitem__)
+
+
+def needs(model: ModelFigures, training: Training, *, on_gpu: bool, process_bytes: int = PROCESS_BYTES) -> list[Need]:
+    """Return what a training needs.
+
+    Host memory and disk are those of all processes of one machine, GPU memory is that of one GPU.
+
+    Args:
+        model: The model.
+        training: The training.
+        on_gpu: Whether each process computes on a GPU of its own; otherwise the CPU computes.
+        process_bytes: Host memory of a process that has only imported what a training imports.
+    """
+    found = list(_gpu_needs(model, training)) if on_gpu else []
+    for phase, owners in _host_phases(model, training, on_gpu=on_gpu, process_bytes=process_bytes):
+        of_all = {owner: nbytes * training.processes for owner, nbytes in owners.items() if nbytes}
+        found.append(Need(place=Place.HOST, phase=phase, owners=of_all))
+    return [*found, Need(place=Place.DISK, phase="in all", owners=_disk_owners(model, training))]
+
+
+def _gpu_needs(model: ModelFigures, training: Training) -> Iterator[Need]:
+    held = {"CUDA context": CUDA_CONTEXT_BYTES, "buffers": model.buffer_bytes}
+    if training.offload_param == "none":
+        held["parameters"] = training.item_bytes * _share(model.numel, training)
+    cast = training.built_bytes * model.largest
+    yield Need(place=Place.GPU, phase="building", owners={**held, "parameter being partitioned": cast})
+    held["gathered layers"] = training.item_bytes * _gathered_numel(model, training)
+    held["gradient bucket"] = 2 * training.item_bytes * max(training.bucket_numel, model.largest)
+    yield Need(place=Place.GPU, phase="training", owners={**held, **activation_owners(model, training)})
+
+
+def _gathered_numel(model: ModelFigures, training: Training) -> int:
+    """Return the most elements that are gathered on a GPU beside its own partition."""
+    if training.world_size == 1 and training.offload_param == "none":
+        return 0  # the partition of a single process is the parameter
+    if training.parameter_budget is not None:
+        return min(model.numel, training.parameter_budget // training.item_bytes)
+    # The strategy keeps none gathered for a later use (stage3_max_reuse_distance).
+    return min(model.numel, model.largest_module + _PREFETCH_NUMEL)
+
+
+def least_gradient_budget(model: ModelFigures, training: Training) -> int:
+    """Return the least budget of gradients that the update accepts."""
+    return layout_of(model.trained, training).least_gradient_budget(training.gradient_bytes)
+
+
+def least_parameter_budget(model: ModelFigures, training: Training, *, on_gpu: bool) -> int:
+    """Return about the least budget of parameters with which the largest module can be gathered."""
+    holders = training.world_size if on_gpu or training.world_size == 1 else training.world_size + 1
+    return holders * training.item_bytes * -(-model.largest_module // training.world_size)
+
+
+def activation_owners(model: ModelFigures, training: Training) -> dict[str, int]:
+    """Return the bytes of activations and logits of one process; empty if they could not be counted."""
+    passes = model.passes_of(training.batch)
+    if passes is None:
+        return {}
+    scale = training.item_bytes / passes.item_bytes
+    nbytes = passes.activation_bytes(checkpointing=training.checkpointing, num_layers=model.num_layers)
+    return {"activations": int(nbytes * scale), "logits": passes.logits_bytes}
+
+
+def _host_phases(
+    model: ModelFigures, training: Training, *, on_gpu: bool, process_bytes: int
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield the phases of one process with its host memory."""
+    process = {"process": process_bytes, "CUDA libraries": CUDA_HOST_BYTES if on_gpu else 0}
+    held = {**process, **_held_parameters(model, training, on_gpu=on_gpu)}
+    update = held_by_update(model, training, on_gpu=on_gpu)
+    imported = {**process, "process": process_bytes - ENGINE_BYTES}
+    building = {**imported, **building_owners(model, training, on_gpu=on_gpu)}
+    # The first state is written through the ring once the model is partitioned, before there are gradients.
+    slots = training.num_buffers * layout_of(model.trained, training).extents.place_bytes
+    writing = {**held, "ring": slots}
+    yield "building", max(building, writing, key=lambda owners: sum(owners.values()))
+    computing = {} if on_gpu else {**activation_owners(model, training), "buffers": model.buffer_bytes}
+    if not on_gpu and training.world_size > 1 and training.parameter_budget is None:
+        computing["gathered layers"] = training.item_bytes * _gathered_numel(model, training)
+    yield "training", {**held, **update, **computing}
+    # Between steps no activations live. The state moves through a window as large as the slots of the ring.
+    yield "saving", {**held, **update, "window": slots}
+
+
+def building_owners(model: ModelFigures, training: Training, *, on_gpu: bool) -> dict[str, int]:
+    """Return the host memory of one process while it builds and partitions the model.
+
+    In ``__init__`` the whole model exists as it is built, and the largest parameter a second time while it is cast.
+    Memory of a parameter that was cast is returned to the system at once; where the C library keeps it, this is too
+    little. In ``configure_model`` only the largest parameter exists whole, beside what is partitioned already.
+    """
+    cast = training.item_bytes * model.largest
+    if training.build == "init":
+        return {"whole model": training.built_bytes * model.numel, "parameter being cast": cast}
+    return {**_held_parameters(model, training, on_gpu=on_gpu), "parameter being built": 4 * model.largest + cast}
+
+
+def _held_parameters(model: ModelFigures, training: Training, *, on_gpu: bool) -> dict[str, int]:
+    whole = training.item_bytes * _share(model.numel, training)
+    if training.offload_param == "nvme":
+        kept = sum(training.item_bytes * n for n in _shares(model, training) if not _is_stored(n, training))
+        stored = stored_bytes(model, training)
+        largest = training.item_bytes * _share(model.largest, training)
+        buffers = training.parameter_budget or _PARAMETER_BUFFERS * whole_blocks(largest)
+        return {"parameters": kept, "parameter buffers": min(buffers, stored) + min(_TRANSFER_BYTES, stored)}
+    return {} if on_gpu and training.offload_param == "none" else {"parameters": whole}
+
+
+def held_by_update(model: ModelFigures, training: Training, *, on_gpu: bool = False) -> dict[str, int]:
+    """Return the host memory of the update in one process, by the purposes of ``strategy.host_bytes``.
+
+    With parameters on storage or on a GPU, the ring includes the staging buffer or the slots. With gradients on storage
+    it includes the memory into which the update reads them, which is not a part of their budget.
+    """
+    layout = layout_of(model.trained, training)
+    extents = layout.extents
+    ring = training.num_buffers * extents.place_bytes
+    if training.offload_param == "nvme":
+        ring += _staging_bytes(extents, training, limit=ring)
+    elif on_gpu and training.offload_param == "none":
+        ring += training.num_buffers * training.item_bytes * min(extents.tasklet_numel, extents.numel)
+    if spilled_gradient_bytes(model, training):
+        ring += training.num_buffers * whole_blocks(training.gradient_bytes * min(extents.tasklet_numel, extents.numel))
+    held = {"ring": ring, "gradient_arena": held_gradient_bytes(layout, training)}
+    if training.cache_bytes:
+        held["state in memory"] = min(training.cache_bytes, state_bytes(model, training))
+    if training.payload is None:
+        return held
+    return held | compressed_bytes(training.payload, layout, error_feedback=training.keeps_residual)
+
+
+def state_bytes(model: ModelFigures, training: Training) -> int:
+    """Return the bytes of one generation of one process's optimizer state."""
+    return sum(extent.nbytes for extent in layout_of(model.trained, training).extents.extents)
+
+
+def held_gradient_bytes(layout: PartitionLayout, training: Training) -> int:
+    """Return the bytes of gradients that the arena holds in memory: all, or a budget."""
+    whole = training.gradient_bytes * layout.numel
+    if training.gradient_budget is None:
+        return whole
+    return min(whole, max(training.gradient_budget, layout.least_gradient_budget(training.gradient_bytes)))
+
+
+def spilled_gradient_bytes(model: ModelFigures, training: Training) -> int:
+    """Return the bytes of gradients of one process that every micro-batch writes to storage, and reads from there."""
+    if training.gradient_budget is None:
+        return 0
+    return max(0, training.gradient_bytes * layout_of(model.trained, training).numel - training.gradient_budget)
+
+
+def _staging_bytes(extents: ExtentMap, training: Training, *, limit: int) -> int:
+    """Return the bytes of the rows through which parameters travel to storage, a tasklet each."""
+    row = training.item_bytes * extents.tasklet_numel
+    return row * max(1, min(max(2, limit // row), extents.num_tasklets))
+
+
+def _disk_owners(model: ModelFigures, training: Training) -> dict[str, int]:
+    layout = layout_of(model.trained, training)
+    records = overhead_bytes(layout.extents.num_tasklets, len(model.trained))
+    owners = {"optimizer state": training.processes * layout.extents.file_bytes(0)}
+    if training.offload_param == "nvme":
+        owners["parameters"] = training.processes * stored_bytes(model, training)
+    if spilled_gradient_bytes(model, training):
+        owners["gradients"] = training.processes * training.gradient_bytes * layout.numel
+    owners["records"] = training.processes * records
+    if training.keeps_residual:
+        owners["residuals"] = training.processes * residual_bytes(layout.numel)
+    if training.saves_beside:
+        owners["state being saved"] = owners["optimizer state"] // training.places
+    if training.save_top_k:
+        one = checkpoint_bytes(model, training)
+        owners |= {"checkpoints": training.save_top_k * one, "checkpoint being saved": one}
+    return {**owners, "export": training.item_bytes * model.numel}
+
+
+def checkpoint_bytes(model: ModelFigures, training: Training) -> int:
+    """Return the bytes that the processes of a machine save: fp32 masters and arrays, and frozen weights and buffers.
+
+    What is saved beside tensors is estimated: 64 KiB for each process and 256 bytes for each parameter.
+    """
+    padded = training.processes * layout_of(model.trained, training).numel
+    frozen = training.item_bytes * sum(model.frozen) + model.buffer_bytes
+    small = training.processes * (
+        _CHECKPOINT_FILES + _CHECKPOINT_BYTES_PER_PARAMETER * (len(model.trained) + len(model.frozen))
+    )
+    return 4 * training.num_arrays * padded + frozen + small
+
+
+def stored_bytes(model: ModelFigures, training: Training) -> int:
+    """Return the bytes of the parameters that one process has on storage with ``offload_param="nvme"``."""
+    stored = (training.item_bytes * n for n in _shares(model, training) if _is_stored(n, training))
+    return deal(stored, 1)[0]
+
+
+def layout_of(trained: tuple[int, ...], training: Training) -> PartitionLayout:
+    """Return the layout of one process's partition in one storage folder."""
+    return _layout(
+        trained,
+        training.world_size,
+        tasklet_bytes=training.tasklet_bytes,
+        num_arrays=training.num_arrays,
+        places_per_tasklet=training.places,
+        state_format=training.state_format,
+    )
+
+
+@lru_cache(maxsize=32)
+def _layout(trained: tuple[int, ...], processes: int, **how: int | str) -> PartitionLayout:
+    slices = [
+        ParameterSlice(name="", numel=-(-n // processes), real_numel=-(-n // processes), group=0, sub_group=0)
+        for n in trained
+    ]
+    return build_layout(slices, num_devices=1, **how)  # type: ignore[arg-type]
+
+
+def _shares(model: ModelFigures, training: Training) -> list[int]:
+    return [-(-n // training.world_size) for n in (*model.trained, *model.frozen)]
+
+
+def _is_stored(share: int, training: Training) -> bool:
+    kept = _KEPT_NUMEL if training.parameter_budget is None else 0
+    return share >= _LEAST_STORED and (share - 1) * training.world_size + 1 > kept
+
+
+def _share(numel: int, training: Training) -> int:
+    return -(-numel // training.world_size)

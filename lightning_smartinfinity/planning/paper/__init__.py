@@ -1,0 +1,1 @@
+"""The published paper's tables, and the same numbers simulated."""

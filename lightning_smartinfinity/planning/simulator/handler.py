@@ -1,0 +1,165 @@
+"""This package's transfer handler in virtual time, on accelerators and on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import numpy as np
+
+from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout, TaskletSlice
+from lightning_smartinfinity.planning.simulator.simulated_batch import SimulatedBatch
+from lightning_smartinfinity.planning.simulator.virtual_time import Path, Pool, Process, Simulation
+from lightning_smartinfinity.planning.simulator.wiring import HostPaths, Lane
+from lightning_smartinfinity.planning.simulator.workload import Workload
+
+__all__ = [
+    "CARD_COMPUTE_THREADS",
+    "MOST_FEED_BACK_THREADS",
+    "Route",
+    "tasklets_of_device",
+    "update_on_cards",
+    "update_on_host",
+]
+
+CARD_COMPUTE_THREADS = 2
+"""Threads that wait for a card, as in devices/smartssd/device.py; a card has one I/O thread for each buffer."""
+
+MOST_FEED_BACK_THREADS = 8
+"""Most threads of a machine that update residuals, as in compressed_gradients.py: more are no faster."""
+
+
+class Route(Enum):
+    """How gradients reach an accelerator."""
+
+    HOST = "host"
+    """Gradients come from host memory, within the update."""
+    STORAGE = "storage"
+    """Gradients go from host memory to the device's SSD and from there to the accelerator, within the update."""
+    BACKWARD = "backward"
+    """Gradients come from the device's SSD, where backward wrote them, as in the paper."""
+
+
+def update_on_cards(
+    simulation: Simulation,
+    lane: Lane,
+    host: HostPaths,
+    tasklets: Sequence[TaskletSlice],
+    *,
+    workload: Workload,
+    route: Route,
+    depth: int,
+) -> SimulatedBatch:
+    """Start the update of a device by its accelerator.
+
+    Args:
+        simulation: The simulation.
+        lane: Paths of the device.
+        host: Paths of the host.
+        tasklets: Tasklets on the device.
+        workload: Data of the step.
+        route: How gradients reach the accelerator.
+        depth: Requests that the device works at the same time.
+    """
+    # Each buffer has an I/O thread.
+    io, compute = Pool(simulation, min(depth, workload.num_buffers)), Pool(simulation, CARD_COMPUTE_THREADS)
+    # The card runs one kernel at a time and makes one transfer at a time in each direction.
+    downward, accelerator, upward = (Pool(simulation, 1) for _ in range(3))
+    gradients = workload.gradients
+    kernel = lane.kernel_for(gradients)
+
+    def read(number: int) -> Process:
+        numel = tasklets[number].numel
+        parts = [workload.array_bytes * numel] + [gradients.nbytes(numel)] * (route is Route.BACKWARD)
+        yield from [io.push(_in_turn(simulation, (lane.read, part))) for part in parts]
+
+    def on_card(number: int) -> Process:
+        numel = tasklets[number].numel
+        if gradients.compressed and route is not Route.BACKWARD:
+            yield simulation.work(host.select(), numel)
+        yield downward.push(_in_turn(simulation, *_gradient_way(lane, route, gradients.nbytes(numel))))
+        # The kernel's status is cleared before the run and read after it: few bytes, but they wait for their turn.
+        yield downward.push(_in_turn(simulation))
+        yield accelerator.push(_in_turn(simulation, (kernel, workload.kernel_bytes * numel)))
+        yield upward.push(_in_turn(simulation))
+        yield upward.push(_in_turn(simulation, (lane.up, workload.parameter_bytes * numel)))
+        yield simulation.work(host.receive, numel)
+
+    def compute_on_card(number: int) -> Process:
+        yield compute.push(on_card(number))
+
+    def write(number: int) -> Process:
+        yield io.push(_in_turn(simulation, (lane.write, workload.array_bytes * tasklets[number].numel)))
+
+    return SimulatedBatch(
+        simulation,
+        num_tasklets=len(tasklets),
+        num_buffers=workload.num_buffers,
+        works={"read": read, "compute": compute_on_card, "write": write},
+    )
+
+
+def update_on_host(
+    simulation: Simulation,
+    lanes: Sequence[Lane],
+    host: HostPaths,
+    layout: PartitionLayout,
+    *,
+    workload: Workload,
+    depth: int,
+) -> SimulatedBatch:
+    """Start the update of all devices by one thread of the host, in one ring.
+
+    Args:
+        simulation: The simulation.
+        lanes: Paths of each device.
+        host: Paths of the host.
+        layout: Layout of all tasklets.
+        workload: Data of the step.
+        depth: Requests that a device works at the same time.
+    """
+    queues = [Pool(simulation, depth) for _ in lanes]
+    compute = Pool(simulation, 1)
+    homes = layout.extents.first_homes
+    tasklets = layout.tasklets
+
+    def read(number: int) -> Process:
+        tasklet = tasklets[number]
+        nbytes = tasklet.extent_bytes - workload.skipped_bytes(tasklet.numel)
+        home = homes[number]
+        yield queues[home].push(_in_turn(simulation, (lanes[home].load, nbytes)))
+
+    def update(number: int) -> Process:
+        yield compute.push(_in_turn(simulation, (host.update, tasklets[number].numel)))
+
+    def write(number: int) -> Process:
+        home = homes[number]
+        yield queues[home].push(_in_turn(simulation, (lanes[home].store, tasklets[number].extent_bytes)))
+
+    return SimulatedBatch(
+        simulation,
+        num_tasklets=len(tasklets),
+        num_buffers=workload.num_buffers,
+        works={"read": read, "compute": update, "write": write},
+    )
+
+
+def tasklets_of_device(layout: PartitionLayout, device: int) -> list[TaskletSlice]:
+    """Return the tasklets that are assigned to a device."""
+    return [layout.tasklets[index] for index in np.flatnonzero(layout.extents.first_homes == device)]
+
+
+def _gradient_way(lane: Lane, route: Route, nbytes: float) -> list[tuple[Path, float]]:
+    """Return the paths that a tasklet's gradient takes within the update, with its bytes."""
+    match route:
+        case Route.HOST:
+            return [(lane.down, nbytes)]
+        case Route.STORAGE:
+            return [(lane.store, nbytes), (lane.read, nbytes)]
+        case Route.BACKWARD:
+            return []
+
+
+def _in_turn(simulation: Simulation, *works: tuple[Path, float]) -> Process:
+    for path, units in works:
+        yield simulation.work(path, units)

@@ -1,0 +1,136 @@
+"""Figures of a simulated machine: devices, the channel that they share, the GPU and the host.
+
+The values, with their sources, are in ``planning/paper/paper.py`` and ``planning/paper/fit.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_smartinfinity.checks import FLAG, Rule, between, instance, number, optional, require
+
+__all__ = ["COUNT", "MOST_DEVICES", "Channel", "Device", "Gpu", "Host", "Machine"]
+
+MOST_DEVICES = 1024
+"""Largest number of devices in a machine."""
+
+COUNT = between(1, 1_000_000)
+"""A number of parts of a machine."""
+
+_LEAST_SECONDS, _MOST_SECONDS = 1e-18, 1e6
+_RATE = number(1.0, 1e18)
+"""Bytes per second: no resource is so slow or so fast that a sum of times loses it."""
+_NO_SECONDS, _SOME_SECONDS = number(0, 0), number(_LEAST_SECONDS, _MOST_SECONDS)
+_SECONDS = Rule(
+    f"Pass 0, or a number from {_LEAST_SECONDS:g} to {_MOST_SECONDS:g}",
+    lambda value: _NO_SECONDS.holds(value) or _SOME_SECONDS.holds(value),
+)
+"""Seconds per parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A storage device, which may have an accelerator beside it.
+
+    Args:
+        read: Bytes per second from the SSD to the accelerator or the channel, if the SSD does nothing else.
+        write: Bytes per second to the SSD, if it does nothing else.
+        duplex: Whether the SSD reads and writes at the same time at full rates; if not, both share its time.
+        kernel: Bytes of fp32 arrays and gradient per second of the accelerator; ``None`` if there is no accelerator.
+        sparse_kernel: The same rate if the accelerator scatters a sparse gradient; ``None`` means ``kernel``.
+        depth: Requests that the device works at the same time; further requests wait in order.
+    """
+
+    read: float
+    write: float
+    duplex: bool = False
+    kernel: float | None = None
+    sparse_kernel: float | None = None
+    depth: int = 64
+
+    def __post_init__(self) -> None:
+        kernel = optional(_RATE)
+        require(self, read=_RATE, write=_RATE, duplex=FLAG, kernel=kernel, sparse_kernel=kernel, depth=COUNT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channel:
+    """The channel that all devices share on their way to the host, in bytes per second.
+
+    Args:
+        down: Rate from the host.
+        up: Rate to the host.
+        together: Rate of both directions together; ``None`` if the directions are independent.
+    """
+
+    down: float
+    up: float
+    together: float | None = None
+
+    def __post_init__(self) -> None:
+        require(self, down=_RATE, up=_RATE, together=optional(_RATE))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """Seconds of the GPU per parameter of the model.
+
+    Args:
+        forward: Seconds of forward, including the transfer of the parameters.
+        backward: Seconds of backward, without storing gradients.
+        top_k: Seconds to select, in backward, the elements that a sparse gradient keeps.
+    """
+
+    forward: float
+    backward: float
+    top_k: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self, forward=_SECONDS, backward=_SECONDS, top_k=_SECONDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Seconds of the CPU per parameter.
+
+    Args:
+        update: Seconds in which one thread of this package verifies, updates and seals it.
+        receive: Seconds to convert and copy it after an accelerator has updated it.
+        select: Seconds of one core to compress its gradient, if the GPU does not.
+        cores: Number of cores that compress, each for one tasklet.
+        feed_back: Seconds in which all threads together store its residual, after all else of the update.
+    """
+
+    update: float = 0.0
+    receive: float = 0.0
+    select: float = 0.0
+    cores: int = 1
+    feed_back: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self, update=_SECONDS, receive=_SECONDS, select=_SECONDS, cores=COUNT, feed_back=_SECONDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A host with storage devices that are all alike.
+
+    Args:
+        num_devices: Number of storage devices.
+    """
+
+    device: Device
+    num_devices: int
+    channel: Channel
+    gpu: Gpu
+    host: Host
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            device=instance(Device),
+            num_devices=between(1, MOST_DEVICES),
+            channel=instance(Channel),
+            gpu=instance(Gpu),
+            host=instance(Host),
+        )

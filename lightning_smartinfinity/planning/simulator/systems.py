@@ -1,0 +1,136 @@
+"""Starts the update of each system in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+from lightning_smartinfinity.planning.simulator.handler import (
+    Route,
+    tasklets_of_device,
+    update_on_cards,
+    update_on_host,
+)
+from lightning_smartinfinity.planning.simulator.hardware import Machine
+from lightning_smartinfinity.planning.simulator.published import smart_update, zero_infinity
+from lightning_smartinfinity.planning.simulator.virtual_time import Event, Simulation
+from lightning_smartinfinity.planning.simulator.wiring import HostPaths, Lane, connect
+from lightning_smartinfinity.planning.simulator.workload import Workload
+
+__all__ = ["BEGIN", "SimulatedStep", "System", "Update"]
+
+
+class System(Enum):
+    """The systems that can update."""
+
+    ZERO_INFINITY = "zero-infinity"
+    """The host updates, over a RAID0 of the devices."""
+    SMART_UPDATE = "su"
+    """Accelerators update, one action after the other (SU)."""
+    PUBLISHED = "su+o"
+    """Accelerators update through the published handler (SU+O; with compression SU+O+C)."""
+    CARDS = "smartssd"
+    """Accelerators update through this package's handler."""
+    HOST = "host"
+    """The host updates through this package's handler, with each device on its own."""
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """The simulation of a step, with everything that it needs.
+
+    Args:
+        simulation: The simulation.
+        lanes: Paths of the simulated devices: all devices, or one that represents all.
+        host: Paths of the host.
+        machine: The machine.
+        workload: Data of the update.
+        route: How gradients reach this package's accelerators.
+    """
+
+    simulation: Simulation
+    lanes: list[Lane]
+    host: HostPaths
+    machine: Machine
+    workload: Workload
+    route: Route
+
+    @classmethod
+    def of(cls, machine: Machine, workload: Workload, system: System, route: Route) -> SimulatedStep:
+        """Make a step in which one device represents all if every device does the same on its own."""
+        lanes, host = connect(machine, machine.num_devices if system is System.HOST else 1)
+        return cls(Simulation(), lanes, host, machine, workload, route)
+
+    @property
+    def share(self) -> int:
+        """Parameters of each device."""
+        return -(-self.workload.numel // self.machine.num_devices)
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update that has started.
+
+    Args:
+        finished: Event that happens when all is written.
+        parameters_out: Event of each tasklet, in the order of use; empty if all parameters come at the end.
+        numel: Parameters of the simulated devices.
+    """
+
+    finished: Event
+    parameters_out: list[Event]
+    numel: int
+
+
+def _on_cards(step: SimulatedStep) -> Update:
+    tasklets = tasklets_of_device(step.workload.simulated_card_layout(step.machine.num_devices), 0)
+    update = update_on_cards(
+        step.simulation,
+        step.lanes[0],
+        step.host,
+        tasklets,
+        workload=step.workload,
+        route=step.route,
+        depth=step.machine.device.depth,
+    )
+    return Update(update.finished, update.parameters_out, sum(tasklet.numel for tasklet in tasklets))
+
+
+def _on_host(step: SimulatedStep) -> Update:
+    layout, depth = step.workload.host_layout(step.machine.num_devices), step.machine.device.depth
+    update = update_on_host(step.simulation, step.lanes, step.host, layout, workload=step.workload, depth=depth)
+    return Update(update.finished, update.parameters_out, step.workload.numel)
+
+
+def _zero_infinity(step: SimulatedStep) -> Update:
+    update = zero_infinity(step.simulation, step.lanes[0], workload=step.workload, numel=step.share)
+    return Update(step.simulation.start(update), [], step.share)
+
+
+def _su(step: SimulatedStep) -> Update:
+    return _smart_update(step, optimized=False)
+
+
+def _su_o(step: SimulatedStep) -> Update:
+    return _smart_update(step, optimized=True)
+
+
+def _smart_update(step: SimulatedStep, *, optimized: bool) -> Update:
+    update = smart_update(
+        step.simulation, step.lanes, step.host, workload=step.workload, numel=step.share, optimized=optimized
+    )
+    return Update(step.simulation.start(update), [], step.share)
+
+
+BEGIN: Mapping[System, Callable[[SimulatedStep], Update]] = MappingProxyType(
+    {
+        System.ZERO_INFINITY: _zero_infinity,
+        System.SMART_UPDATE: _su,
+        System.PUBLISHED: _su_o,
+        System.CARDS: _on_cards,
+        System.HOST: _on_host,
+    }
+)
+"""Function that starts a system's update at time 0."""

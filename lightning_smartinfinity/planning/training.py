@@ -1,0 +1,201 @@
+"""Holds what a plan knows of a training: batch, precision, and this package's settings that change memory or time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_smartinfinity.checks import FLAG, between, one_of, optional, positive, require
+from lightning_smartinfinity.config import HOST_TASKLET_BYTES
+from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.native.formats import STATE_FORMATS, serves
+from lightning_smartinfinity.planning.simulator.gradients import BlockScaledPayload, GradientForm, TopKPayload
+from lightning_smartinfinity.planning.simulator.workload import NUM_ARRAYS
+from lightning_smartinfinity.update_rules import RULES
+
+__all__ = ["BLOCK_SCALED", "BUILDS", "OFFLOADS", "OPTIMIZERS", "PRECISIONS", "Training"]
+
+PRECISIONS = ("bf16-mixed", "bf16-true", "16-mixed", "16-true", "32-true")
+"""Precisions of the strategy."""
+
+OFFLOADS = ("none", "cpu", "nvme")
+"""Where parameters lie between their uses: on the GPU (or in host memory without one), in host memory, on storage."""
+
+BUILDS = ("init", "configure_model")
+"""Where the module builds the model."""
+
+OPTIMIZERS = {optimizer: rule.name for rule in RULES for optimizer in rule.optimizers}
+"""Name of the update rule by class of torch.optim."""
+
+BLOCK_SCALED = "BlockScaled"
+"""Compression that sends all gradients in 8 bits."""
+
+_MOST = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A training to plan.
+
+    Args:
+        batch: Sequences of a micro-batch, per process.
+        seq: Tokens of a sequence.
+        accumulate: Micro-batches of a step.
+        checkpointing: Whether activations are computed anew in backward.
+        precision: Precision of the Trainer.
+        optimizer: Class name of the torch optimizer.
+        state_format: Format of optimizer state on storage.
+        offload_param: Where parameters lie between their uses.
+        build: Where the module builds the model: everything at once in fp32 (``"init"``), or in ``configure_model``,
+            where each parameter is partitioned as soon as it is made.
+        built_itemsize: Bytes of an element of the model as it is built; None: those that follow from the precision.
+        processes: Number of processes on each machine.
+        nodes: Number of machines.
+        save_top_k: Number of checkpoints that are kept.
+        tokens: Tokens of the whole training; None if unknown.
+        asynchronous: Whether checkpoints are saved while training goes on.
+        gradient_budget: Bytes of gradients that each process holds in memory; the others are on storage. None: all are
+            in memory.
+        parameter_budget: Bytes of parameters that each process holds in memory at once where they lie on storage. None:
+            what DeepSpeed's defaults hold.
+        cache_bytes: Bytes of optimizer state that each process keeps in host memory.
+        bucket_numel: Elements of the bucket in which gradients are reduced.
+        accumulate_in: Dtype in which gradients of several micro-batches are added: ``"fp32"`` or the ``"parameters"``'.
+        num_buffers: Number of ring buffers.
+        tasklet_bytes: Bytes of the largest tasklet.
+        places: Places of each tasklet's state on storage; 1 with ``durability="none"``.
+        compression: Share of the gradients that ``TopK`` sends, or :data:`BLOCK_SCALED`; None: they are not compressed.
+        error_feedback: Whether what compression leaves out of the gradients is kept for the next step.
+
+    Raises:
+        ConfigError: A value is out of range, or values contradict each other.
+    """
+
+    batch: int = 1
+    seq: int = 512
+    accumulate: int = 1
+    checkpointing: bool = False
+    precision: str = "bf16-mixed"
+    optimizer: str = "AdamW"
+    state_format: str = "fp32"
+    offload_param: str = "none"
+    build: str = "init"
+    built_itemsize: int | None = None
+    processes: int = 1
+    nodes: int = 1
+    save_top_k: int = 1
+    tokens: int | None = None
+    asynchronous: bool = True
+    gradient_budget: int | None = None
+    parameter_budget: int | None = None
+    cache_bytes: int = 0
+    bucket_numel: int = 16 * 1024 * 1024
+    accumulate_in: str = "fp32"
+    num_buffers: int = 16
+    tasklet_bytes: int = HOST_TASKLET_BYTES
+    places: int = 2
+    compression: float | str | None = None
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        some = between(1, _MOST)
+        require(
+            self,
+            batch=some,
+            seq=some,
+            accumulate=some,
+            checkpointing=FLAG,
+            precision=one_of(*PRECISIONS),
+            optimizer=one_of(*OPTIMIZERS),
+            state_format=one_of(*STATE_FORMATS),
+            offload_param=one_of(*OFFLOADS),
+            build=one_of(*BUILDS),
+            built_itemsize=optional(between(1, 8)),
+            processes=between(1, 1024),
+            nodes=between(1, 10_000),
+            save_top_k=between(0, _MOST),
+            tokens=optional(between(1)),
+            asynchronous=FLAG,
+            gradient_budget=optional(between(0)),
+            parameter_budget=optional(between(1)),
+            cache_bytes=between(0),
+            bucket_numel=between(1),
+            accumulate_in=one_of("fp32", "parameters"),
+            places=between(1, 2),
+            compression=optional(optional(positive(1), BLOCK_SCALED)),
+            error_feedback=FLAG,
+        )
+        if self.gradient_budget is not None and self.compression is not None:
+            raise ConfigError(
+                "Compressed gradients are all in memory.", "Leave out the budget of gradients or the compression."
+            )
+        if self.parameter_budget is not None and self.offload_param != "nvme":
+            raise ConfigError(
+                "A budget of parameters is for parameters on storage.",
+                "Use offload_param='nvme', or leave the budget of parameters out.",
+            )
+        form = STATE_FORMATS[self.state_format]
+        if form.required_parameters == "bf16" and not self.precision.startswith("bf16"):
+            raise ConfigError(
+                f"state_format={self.state_format!r} needs parameters in bf16, not precision={self.precision!r}.",
+                "Use precision='bf16-mixed' or another state format.",
+            )
+        if not serves(form, self.optimizer):
+            raise ConfigError(
+                f"state_format={self.state_format!r} does not exist for {self.optimizer}.", "Use state_format='fp32'."
+            )
+
+    def suits(self, state_format: str) -> bool:
+        """Return whether the training's state can have a format."""
+        form = STATE_FORMATS[state_format]
+        in_bf16 = self.precision.startswith("bf16")
+        return serves(form, self.optimizer) and (in_bf16 or form.required_parameters != "bf16")
+
+    @property
+    def num_arrays(self) -> int:
+        """Arrays of the optimizer's state, the master among them."""
+        return NUM_ARRAYS[OPTIMIZERS[self.optimizer]]
+
+    @property
+    def saves_beside(self) -> bool:
+        """Whether state has a third place on storage, from which it is saved while training goes on."""
+        # A save of a training with a residual waits.
+        return self.asynchronous and self.places > 1 and self.save_top_k > 0 and not self.keeps_residual
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a parameter's element."""
+        return 4 if self.precision.startswith("32") else 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient's element: unless told otherwise, those of several micro-batches are added in fp32."""
+        return 4 if self.accumulate > 1 and self.accumulate_in == "fp32" else self.item_bytes
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether what is not sent of the gradients is kept for the next step, and on storage to resume from."""
+        return self.compression not in (None, 1) and self.error_feedback
+
+    @property
+    def payload(self) -> GradientForm | None:
+        """Form of the compressed gradients; None: they are not compressed."""
+        if isinstance(self.compression, str):
+            return BlockScaledPayload()
+        return None if self.compression is None else TopKPayload(self.compression, self.gradient_bytes)
+
+    @property
+    def built_bytes(self) -> int:
+        """Bytes of an element of the model as the module builds it: the mixed precisions build it in fp32."""
+        if self.built_itemsize is not None:
+            return self.built_itemsize
+        return self.item_bytes if self.precision.endswith("true") else 4
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step over all processes."""
+        return self.batch * self.seq * self.accumulate * self.world_size
+
+    @property
+    def world_size(self) -> int:
+        """Processes of all machines."""
+        return self.processes * self.nodes

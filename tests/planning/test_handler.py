@@ -1,0 +1,307 @@
+"""The handler in virtual time follows the native state machine and moves the documented bytes."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_smartinfinity.compression import BlockScaled, TopK
+from lightning_smartinfinity.devices.smartssd import device
+from lightning_smartinfinity.native import TransferSchedule
+from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.pipeline.gradients import compressed_gradients
+from lightning_smartinfinity.planning.simulator import handler
+from lightning_smartinfinity.planning.simulator.gradients import (
+    BlockScaledPayload,
+    Dense,
+    GradientForm,
+    Pairs,
+    TopKPayload,
+)
+from lightning_smartinfinity.planning.simulator.handler import (
+    Route,
+    tasklets_of_device,
+    update_on_cards,
+    update_on_host,
+)
+from lightning_smartinfinity.planning.simulator.hardware import Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.planning.simulator.simulated_batch import SimulatedBatch
+from lightning_smartinfinity.planning.simulator.step import Overlap, System, simulate_step
+from lightning_smartinfinity.planning.simulator.virtual_time import Process, Simulation
+from lightning_smartinfinity.planning.simulator.wiring import connect
+from lightning_smartinfinity.planning.simulator.workload import NUM_ARRAYS, Workload
+
+MIB = 1 << 20
+NUMEL = 6 * MIB  # whole tasklets of half a MiB of elements, as many on each of two devices
+
+
+def machine(*, num_devices: int = 2, duplex: bool = False, channel: float = 4e9) -> Machine:
+    return Machine(
+        device=Device(read=2.8e9, write=1.62e9, kernel=8.2e9, sparse_kernel=6.9e9, duplex=duplex),
+        num_devices=num_devices,
+        channel=Channel(down=channel, up=channel, together=channel),
+        gpu=Gpu(forward=2e-10, backward=7e-10, top_k=1e-10),
+        host=Host(update=2e-10, receive=1e-10),
+    )
+
+
+def workload(gradients: GradientForm = Dense(2), **settings: int | str | None) -> Workload:  # noqa: B008
+    # Tasklets hold half a MiB of elements, with Adam's state in fp32.
+    return Workload(**{"numel": NUMEL, "gradients": gradients, "tasklet_bytes": 6 * MIB + 4096} | settings)  # type: ignore[arg-type]
+
+
+def on_cards(simulation: Simulation, of: Workload, route: Route, **figures: float) -> SimulatedBatch:
+    (lane,), host = connect(machine(**figures), 1)  # type: ignore[arg-type]
+    tasklets = tasklets_of_device(of.card_layout(2), 0)
+    return update_on_cards(simulation, lane, host, tasklets, workload=of, route=route, depth=64)
+
+
+@pytest.mark.parametrize("num_buffers", [2, 3, 5, 16])
+@pytest.mark.parametrize("route", Route)
+def test_actions_start_in_the_order_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, num_buffers: int, route: Route
+) -> None:
+    """A second state machine that gets the same completions in order starts the same actions."""
+    events: list[tuple[str, str, int]] = []
+
+    class Watched:
+        def __init__(self, *arguments: int, **stages: bool) -> None:
+            self.schedule = TransferSchedule(*arguments, **stages)
+
+        def next(self) -> list[tuple[str, int, int]]:
+            actions = self.schedule.next()
+            events.extend(("start", action, tasklet) for action, tasklet, _ in actions)
+            return actions
+
+        def done(self, action: str, tasklet: int) -> None:
+            events.append(("end", action, tasklet))
+            self.schedule.done(action, tasklet)
+
+        @property
+        def finished(self) -> bool:
+            return self.schedule.finished
+
+    monkeypatch.setattr("lightning_smartinfinity.planning.simulator.simulated_batch.TransferSchedule", Watched)
+    simulation = Simulation()
+    batch = on_cards(simulation, workload(num_buffers=num_buffers), route)
+    simulation.run()
+    assert batch.finished.happened
+    replayed: list[tuple[str, str, int]] = []
+    other = TransferSchedule(len(batch.parameters_out), num_buffers, reads=True, writes=True)
+    for kind, action, tasklet in [("begin", "", 0), *(event for event in events if event[0] == "end")]:
+        if kind == "end":
+            replayed.append((kind, action, tasklet))
+            other.done(action, tasklet)
+        replayed.extend(("start", started, of) for started, of, _ in other.next())
+    assert events == replayed
+    assert [(action, tasklet) for kind, action, tasklet in events if kind == "start"] == batch.started
+
+
+def test_buffers_bound_what_is_under_way() -> None:
+    """With one buffer nothing overlaps, and the update takes the sum of its parts."""
+    simulation, of = Simulation(), workload()
+    object.__setattr__(of, "num_buffers", 1)  # a ring of the package has at least two
+    on_cards(simulation, of, Route.HOST)
+    numel = NUMEL // 2
+    # Two devices share the channel and the host.
+    parts = 12 / 2.8e9 + 12 / 1.62e9 + 16 / 8.2e9 + 2 * (2 + 2) / 4e9 + 2 * 1e-10
+    assert simulation.run() == pytest.approx(numel * parts)
+
+
+def test_a_ring_is_bound_by_the_ssd() -> None:
+    """With enough buffers the SSD is always busy, except for the first tasklets' kernel and transfers."""
+    simulation, numel = Simulation(), 16 * NUMEL
+    on_cards(simulation, workload(numel=2 * numel), Route.HOST)
+    assert 1 <= simulation.run() / (numel * (12 / 2.8e9 + 12 / 1.62e9)) < 1.005
+
+
+@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("duplex", [False, True])
+def test_one_device_stands_for_all(route: Route, duplex: bool) -> None:
+    """One simulated device that stands for three ends when each of three simulated devices does."""
+    of, figures = workload(Dense(4), parameter_bytes=4, numel=9 * MIB), machine(num_devices=3, duplex=duplex)
+    ends = []
+    for lanes in (1, 3):
+        simulation = Simulation()
+        connected, host = connect(figures, lanes)
+        layout = of.card_layout(3)
+        for number, lane in enumerate(connected):
+            tasklets = tasklets_of_device(layout, number)
+            update_on_cards(simulation, lane, host, tasklets, workload=of, route=route, depth=64)
+        ends.append(simulation.run())
+    assert ends[0] == pytest.approx(ends[1], rel=1e-9)
+
+
+@pytest.mark.parametrize(("optimizer", "num_arrays"), NUM_ARRAYS.items())
+@pytest.mark.parametrize("item_bytes", [2, 4])
+@pytest.mark.parametrize("route", Route)
+def test_traffic_is_that_of_the_documents(optimizer: str, num_arrays: int, item_bytes: int, route: Route) -> None:
+    """Bytes per parameter equal the table of docs/smartssd.md for every optimizer, dtype and route."""
+    of = workload(Dense(item_bytes), num_arrays=num_arrays, parameter_bytes=item_bytes)
+    traffic = simulate_step(machine(), of, System.CARDS, route=route).traffic
+    arrays = {"adamw": 12, "adagrad": 8, "sgd": 8, "rmsprop": 16}[optimizer]
+    assert (traffic.shared_down, traffic.shared_up) == (NUMEL * item_bytes, NUMEL * item_bytes)
+    assert traffic.internal_read == NUMEL * (arrays + (0 if route is Route.HOST else item_bytes))
+    assert traffic.internal_write == NUMEL * arrays
+
+
+def test_compressed_gradients_travel_compressed() -> None:
+    """TopK(0.01) sends at most 0.045 B per parameter in 16 bit and 0.065 in fp32. Other traffic stays the same."""
+    for value_bytes, most in ((2, 0.045), (4, 0.065)):
+        of = workload(TopKPayload(0.01, value_bytes), tasklet_bytes=12 * MIB + 4096)  # tasklets of 1M elements
+        for route, down in ((Route.HOST, 0), (Route.STORAGE, 1), (Route.BACKWARD, 1)):
+            traffic = simulate_step(machine(), of, System.CARDS, route=route).traffic
+            sent = traffic.shared_down
+            assert 0.01 * (2 + value_bytes) * NUMEL < sent <= most * NUMEL
+            assert traffic.internal_read == pytest.approx(12 * NUMEL + down * sent, rel=1e-4)
+
+
+@given(
+    numel=st.integers(1, 1 << 22),
+    ratio=st.sampled_from([0.001, 0.01, 0.05, 0.07, 0.3]),
+    dtype=st.sampled_from([("bf16", 2), ("fp32", 4)]),
+)
+def test_payloads_are_those_of_the_codec(numel: int, ratio: float, dtype: tuple[str, int]) -> None:
+    """The simulator's payload sizes equal the codec's to the byte."""
+    name, value_bytes = dtype
+    codec = TopK(ratio, value_dtype=name).native()
+    assert TopKPayload(ratio, value_bytes).nbytes(numel) == codec.payload_bytes(numel)
+    assert BlockScaledPayload().nbytes(numel) == BlockScaled().native().payload_bytes(numel)
+
+
+PUBLISHED = {  # shared read, shared write, SSD to accelerator, accelerator to SSD
+    (System.ZERO_INFINITY, False): (16, 16, 0, 0),
+    (System.SMART_UPDATE, False): (4, 4, 16, 12),
+    (System.PUBLISHED, False): (4, 4, 16, 12),
+    (System.PUBLISHED, True): (4, 0.08, 12.08, 12),
+}
+
+
+@pytest.mark.parametrize(("system", "compressed"), PUBLISHED)
+def test_published_traffic(system: System, compressed: bool) -> None:
+    """Bytes per parameter equal the paper's for Adam in fp32."""
+    of = workload(Pairs(0.02) if compressed else Dense(4), parameter_bytes=4)
+    traffic = simulate_step(machine(), of, system).traffic
+    moved = (traffic.shared_up, traffic.shared_down, traffic.internal_read, traffic.internal_write)
+    assert moved == pytest.approx([NUMEL * each for each in PUBLISHED[system, compressed]])
+
+
+@pytest.mark.parametrize("state_format", STATE_FORMATS)
+def test_the_host_moves_extents(state_format: str) -> None:
+    """Every tasklet's extent is read and written once, except that the part held by parameters is not read."""
+    of = workload(state_format=state_format, tasklet_bytes=None)
+    traffic = simulate_step(machine(), of, System.HOST).traffic
+    extents = of.host_layout(2).extents.extents
+    written = sum(extent.nbytes for extent in extents)
+    held = 2 * NUMEL if state_format == "int8_remainder" else 0
+    assert (traffic.shared_down, traffic.shared_up) == (written, written - held)
+
+
+def test_the_host_reads_no_masters_that_are_parameters() -> None:
+    """With fp32 parameters 8 bytes of Adam's state are read and 12 written."""
+    of = workload(parameter_bytes=4)
+    traffic = simulate_step(machine(), of, System.HOST).traffic
+    num_tasklets = len(of.host_layout(2).tasklets)
+    assert traffic.shared_up == 8 * NUMEL + 4096 * num_tasklets
+    assert traffic.shared_down == 12 * NUMEL + 4096 * num_tasklets
+
+
+def test_the_host_uses_all_devices() -> None:
+    """Two devices take half the seconds of one if the channel and the CPU have room."""
+    seconds = []
+    for num_devices in (1, 2):
+        simulation = Simulation()
+        wide = machine(num_devices=num_devices, channel=1e12)
+        lanes, host = connect(wide, num_devices)
+        of = workload(tasklet_bytes=None)
+        update_on_host(simulation, lanes, host, of.host_layout(num_devices), workload=of, depth=4)
+        seconds.append(simulation.run())
+    assert seconds[0] / seconds[1] == pytest.approx(2, rel=0.05)
+
+
+@pytest.mark.parametrize(("system", "duplex"), [*product((System.CARDS, System.HOST), (False, True))])
+def test_forward_hides_the_update(system: System, duplex: bool) -> None:
+    """With overlap="forward" a step is shorter, but no shorter than its update allows, and moves the same bytes."""
+    of = workload()
+    none = simulate_step(machine(duplex=duplex), of, system)
+    both = simulate_step(machine(duplex=duplex), of, system, overlap=Overlap.FORWARD)
+    assert none.step == pytest.approx(none.forward + none.backward + none.update)
+    assert both.traffic == none.traffic
+    assert none.update + none.backward - none.update / 6 < both.step < none.step
+
+
+def test_gradients_are_stored_in_backward_where_published() -> None:
+    """In the published system backward also takes the time to write gradients to the SSDs."""
+    published = simulate_step(machine(), workload(Dense(4)), System.PUBLISHED)
+    ours = simulate_step(machine(), workload(Dense(4)), System.CARDS)
+    assert ours.backward == pytest.approx(NUMEL * 7e-10)
+    assert published.backward - ours.backward == pytest.approx(NUMEL / 2 * 4 / 1.62e9)
+
+
+@pytest.mark.parametrize("num_devices", [1, 10])
+def test_a_duplex_ssd_reads_while_it_writes(num_devices: int) -> None:
+    """Reads and writes of a duplex SSD do not wait for each other, however many requests are queued."""
+    of = workload(numel=64 * NUMEL)
+    update = simulate_step(machine(num_devices=num_devices, duplex=True, channel=1e12), of, System.CARDS).update
+    assert update == pytest.approx(64 * NUMEL / num_devices * 12 / 1.62e9, rel=0.25)
+
+
+def test_threads_are_those_of_the_device() -> None:
+    """The simulated numbers of threads equal those of a card's pipeline and of the residual."""
+    assert handler.CARD_COMPUTE_THREADS == device._COMPUTE_THREADS
+    assert handler.MOST_FEED_BACK_THREADS == compressed_gradients._MOST_THREADS
+
+
+def test_a_simulation_is_the_same_every_time() -> None:
+    """Two simulations are equal bit for bit."""
+    first, second = (simulate_step(machine(), workload(), System.CARDS) for _ in range(2))
+    assert first == second
+
+
+def test_an_empty_batch_ends_at_once() -> None:
+    """An empty batch ends at once, as in the native state machine."""
+    simulation = Simulation()
+
+    def nothing(tasklet: int) -> Process:
+        yield simulation.event()
+
+    batch = SimulatedBatch(simulation, num_tasklets=0, num_buffers=2, works={"read": nothing, "compute": nothing})
+    assert simulation.run() == 0
+    assert batch.finished.happened
+
+
+@pytest.mark.parametrize("system", System)
+def test_large_models_have_larger_tasklets(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
+    """The number of simulated operations is bounded for any size, and a step takes about the time of exact tasklets."""
+    begun = 0
+    work = Simulation.work
+
+    def counting(*arguments: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        return work(*arguments)
+
+    monkeypatch.setattr(Simulation, "work", counting)
+    of = workload(numel=6 * 10**9, tasklet_bytes=None)
+    exact, cut = simulate_step(machine(num_devices=1), of, system).step, begun
+    for module in ("workload", "published"):
+        monkeypatch.setattr(f"lightning_smartinfinity.planning.{module}.ENOUGH_TASKLETS", 50)
+    for numel in (6 * 10**9, 10**12):
+        begun = 0
+        step = simulate_step(machine(num_devices=1), workload(numel=numel, tasklet_bytes=None), system).step
+        assert begun < 50 * 8 + 40
+        assert step / numel == pytest.approx(exact / of.numel, rel=0.04)
+    assert begun < cut
+
+
+def test_tasklets_of_usual_models_are_those_of_training() -> None:
+    """Up to 4096 tasklets per card equal those of training."""
+    for numel in (10**9, 20 * 10**9):
+        of = workload(numel=numel, tasklet_bytes=None)
+        assert of.simulated_card_layout(1) == of.card_layout(1)
+    of = workload(numel=10**12, tasklet_bytes=None)
+    assert of.simulated_card_layout(1).extents.num_tasklets in range(4096, 4105)
