@@ -28,8 +28,6 @@ from stepped_state import SteppedState
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lightning_smartinfinity.compression import TopK
-from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.devices import HostDevice
 from lightning_smartinfinity.devices.smartssd import CardRing, SmartSSDDevice, kernel_of
 from lightning_smartinfinity.native import DType
@@ -38,6 +36,7 @@ from lightning_smartinfinity.planning.simulator.gradients import Dense, Gradient
 from lightning_smartinfinity.planning.simulator.hardware import Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.planning.simulator.step import System, simulate_step
 from lightning_smartinfinity.planning.simulator.workload import Workload
+from lightning_smartinfinity.settings import TopK, TransferConfig
 from tests.helpers.card_runs import setup_of
 from tests.helpers.native_testing import Throttle
 from tests.helpers.xrt import what_is_missing

@@ -28,8 +28,8 @@ from machine import describe
 from stepped_state import SteppedState
 from training import quiet_trainer
 
-from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.settings import TransferConfig
 
 TABLES = ("updates", "losses", "accumulation")
 _BATCH = 8  # sequences of a step, if it has no more micro-batches than that

@@ -101,7 +101,6 @@ def peak() -> int:
 
 def planned(size: str, folder: Path, *, batch: int, seq: int, measured: bool) -> dict[str, Any]:
     """Plan in this process, as the command does; return the same figures."""
-    from lightning_smartinfinity.config import TransferConfig
     from lightning_smartinfinity.planning.choice import make_plan
     from lightning_smartinfinity.planning.needs import Place, held_by_update
     from lightning_smartinfinity.planning.pace import assumed_rates
@@ -109,6 +108,7 @@ def planned(size: str, folder: Path, *, batch: int, seq: int, measured: bool) ->
     from lightning_smartinfinity.planning.survey.rates import measure_rates
     from lightning_smartinfinity.planning.survey.resources import survey_resources
     from lightning_smartinfinity.planning.training import Training
+    from lightning_smartinfinity.settings import TransferConfig
 
     name, *offload = size.split("/")[:2]
     budgets = {

@@ -25,8 +25,8 @@ from comparison import table, write_figures
 from machine import describe
 from stepped_state import SteppedState
 
-from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.settings import TransferConfig
 
 COLUMNS = {  # key of a row's figures and number of digits
     "size": ("size", 0),

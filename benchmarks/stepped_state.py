@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from raw_disk import cpu_seconds
 
-from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.native import DType, HostBuffer, StateFile
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
@@ -21,6 +19,7 @@ from lightning_smartinfinity.pipeline.layout.tensors import Flat
 from lightning_smartinfinity.pipeline.parameters.partitions import HostPartition
 from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
+from lightning_smartinfinity.settings import HOST_TASKLET_BYTES, GradientCodec, TransferConfig
 from lightning_smartinfinity.storage import StoreDescription, create_store
 
 # The first optimizer of a process imports much of torch. This happens here, once, before processes are forked.

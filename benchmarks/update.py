@@ -21,9 +21,9 @@ from machine import describe
 from raw_disk import BLOCKS, DEPTHS, MIB, IoSettings, RawDisk, all_settings
 from stepped_state import SteppedState
 
-from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.native import io_engines
 from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.settings import TransferConfig
 
 COLUMNS = {  # key of a row's figures and number of digits
     "read B/param": ("read_per_parameter", 2),

@@ -16,8 +16,6 @@ from lightning_smartinfinity import _autoload, checkpoint_hint
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.callbacks import StorageTrafficMonitor
-    from lightning_smartinfinity.compression import BlockScaled, TopK
-    from lightning_smartinfinity.config import ActivationOffload, PlanConfig, SmartSSDConfig, TransferConfig
     from lightning_smartinfinity.errors import (
         CheckpointError,
         CheckpointNotFoundError,
@@ -37,6 +35,14 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.fabric import SmartInfinityFabricStrategy
     from lightning_smartinfinity.precision import SmartInfinityPrecision
     from lightning_smartinfinity.rng import RandomStates
+    from lightning_smartinfinity.settings import (
+        ActivationOffload,
+        BlockScaled,
+        PlanConfig,
+        SmartSSDConfig,
+        TopK,
+        TransferConfig,
+    )
     from lightning_smartinfinity.strategy import SmartInfinityStrategy
 
 __version__ = "0.1.0"
@@ -71,14 +77,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ActivationOffload": "config",
-    "BlockScaled": "compression",
+    "ActivationOffload": "settings",
+    "BlockScaled": "settings",
     "CheckpointError": "errors",
     "CheckpointNotFoundError": "errors",
     "ConfigError": "errors",
     "CudaError": "errors",
     "DeviceError": "errors",
-    "PlanConfig": "config",
+    "PlanConfig": "settings",
     "RandomStates": "rng",
     "RankLostError": "errors",
     "RanksDivergedError": "errors",
@@ -86,20 +92,22 @@ _HOMES = {
     "SmartInfinityFabricStrategy": "fabric",
     "SmartInfinityPrecision": "precision",
     "SmartInfinityStrategy": "strategy",
-    "SmartSSDConfig": "config",
+    "SmartSSDConfig": "settings",
     "StorageCorruptError": "errors",
     "StorageError": "errors",
     "StorageFullError": "errors",
     "StorageLockedError": "errors",
     "StorageTimeoutError": "errors",
     "StorageTrafficMonitor": "callbacks",
-    "TopK": "compression",
-    "TransferConfig": "config",
+    "TopK": "settings",
+    "TransferConfig": "settings",
     "UnsupportedError": "errors",
 }
 
 # Modules that pages once named, and where they are now.
 _MOVED = {
+    "compression": "settings",
+    "config": "settings",
     "plan": "planning",
     "plan.cost": "planning.cost",
     "transfer": "pipeline",
@@ -112,7 +120,9 @@ class _Moved:
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         package, _, module = name.partition(".")
-        return ModuleSpec(name, self, is_package=True) if package == __name__ and module in _MOVED else None
+        if package != __name__ or module not in _MOVED:
+            return None
+        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]  # importlib.abc takes time to import
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(f"{__name__}.{_MOVED[spec.name.partition('.')[2]]}")

@@ -12,10 +12,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_smartinfinity.checks import between, check, optional, positive
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.metrics import Phase, StorageCounters, TrafficTable, traffic_between
-from lightning_smartinfinity.wrong_names import named_settings
+from lightning_smartinfinity.settings.rules import between, check, optional, positive
+from lightning_smartinfinity.settings.wrong_names import named_settings
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.devices.base import Traffic

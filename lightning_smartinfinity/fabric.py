@@ -24,8 +24,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import ActivationOffload, PlanConfig, SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.fabric_state import (
     move_into,
@@ -40,7 +38,14 @@ from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings
 from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
 from lightning_smartinfinity.recorder import STORAGE, Recording
-from lightning_smartinfinity.settings import check_save_path, data_types, documents_settings, given_settings
+from lightning_smartinfinity.settings import (
+    ActivationOffload,
+    GradientCodec,
+    PlanConfig,
+    SmartSSDConfig,
+    TransferConfig,
+)
+from lightning_smartinfinity.settings.strategy import check_save_path, data_types, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_FABRIC
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.watching import awaiting_ranks

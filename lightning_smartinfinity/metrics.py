@@ -24,7 +24,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_smartinfinity.checks import check, one_of
+from lightning_smartinfinity.settings.rules import check, one_of
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.devices.base import Traffic

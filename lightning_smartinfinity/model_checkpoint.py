@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_smartinfinity.checkpoint_books import CheckpointBooks, model_checkpoints
 from lightning_smartinfinity.patches import replaced
-from lightning_smartinfinity.settings import check_save_path
+from lightning_smartinfinity.settings.strategy import check_save_path
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from lightning_smartinfinity.checks import check, instance, optional
-from lightning_smartinfinity.config import resolved_folder
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import require_xclbin_named
 from lightning_smartinfinity.freed_memory import return_freed_memory
@@ -25,7 +23,9 @@ from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.planning.automatic_strategy import Planned, Surroundings, plan_training
 from lightning_smartinfinity.planning.gain_warning import warn_of_no_gain
 from lightning_smartinfinity.recorder import Recording
-from lightning_smartinfinity.settings import StrategySettings, gradients_are_16_bit, is_16_bit, nvme_path_of
+from lightning_smartinfinity.settings import resolved_folder
+from lightning_smartinfinity.settings.rules import check, instance, optional
+from lightning_smartinfinity.settings.strategy import StrategySettings, gradients_are_16_bit, is_16_bit, nvme_path_of
 from lightning_smartinfinity.storage.io.scheduling import IoWait, io_waits, share_devices
 from lightning_smartinfinity.watching import begin_watch, end_watch, saving
 from lightning_smartinfinity.zero3 import (

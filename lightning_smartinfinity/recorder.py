@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
 from lightning_smartinfinity.resume.typed_json import UnwritableError, decode, encode
-from lightning_smartinfinity.settings import StrategySettings
+from lightning_smartinfinity.settings import TransferConfig
+from lightning_smartinfinity.settings.strategy import StrategySettings
 from lightning_smartinfinity.zero3.untyped import ClientState
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_smartinfinity.checkpoint_books import CheckpointBooks, model_checkpoints
-from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.recorder import STORAGE, Recording
@@ -27,7 +26,8 @@ from lightning_smartinfinity.resume.loops import (
     passed_to_run,
 )
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
-from lightning_smartinfinity.settings import StrategySettings
+from lightning_smartinfinity.settings import TransferConfig
+from lightning_smartinfinity.settings.strategy import StrategySettings
 from lightning_smartinfinity.zero3.collectives import gather
 from lightning_smartinfinity.zero3.untyped import ClientState
 

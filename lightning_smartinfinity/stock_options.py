@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
-from lightning_smartinfinity.checks import shown
-from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import ConfigError
-from lightning_smartinfinity.settings import StrategySettings
-from lightning_smartinfinity.wrong_names import closest, did_you_mean
-from lightning_smartinfinity.zero_keys import ZERO_KEYS
+from lightning_smartinfinity.settings import SmartSSDConfig, TransferConfig
+from lightning_smartinfinity.settings.rules import shown
+from lightning_smartinfinity.settings.strategy import StrategySettings
+from lightning_smartinfinity.settings.wrong_names import closest, did_you_mean
+from lightning_smartinfinity.settings.zero_keys import ZERO_KEYS
 
 __all__ = ["OF_FABRIC", "OF_TRAINER", "refuse_unknown", "what_to_write"]
 

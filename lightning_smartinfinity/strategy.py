@@ -37,8 +37,6 @@ from lightning_smartinfinity.compatibility import (
     synchronize_layers,
     warn_of_changed_weights,
 )
-from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import ActivationOffload, PlanConfig, SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
 from lightning_smartinfinity.model_checkpoint import check_folders, save_beside_training, save_in_turn
@@ -51,7 +49,14 @@ from lightning_smartinfinity.recording import FitRecording
 from lightning_smartinfinity.resume.loader_position import keeping_position
 from lightning_smartinfinity.resume.loops import passed_to_run, without_positions
 from lightning_smartinfinity.rng import RNG_KEY, capture
-from lightning_smartinfinity.settings import check_save_path, data_types, documents_settings, given_settings
+from lightning_smartinfinity.settings import (
+    ActivationOffload,
+    GradientCodec,
+    PlanConfig,
+    SmartSSDConfig,
+    TransferConfig,
+)
+from lightning_smartinfinity.settings.strategy import check_save_path, data_types, documents_settings, given_settings
 from lightning_smartinfinity.stock_options import OF_TRAINER
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.watching import awaiting_ranks, saving

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning_smartinfinity.activations.entries import Entry
-from lightning_smartinfinity.config import ActivationOffload, TransferConfig
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
+from lightning_smartinfinity.settings import ActivationOffload, TransferConfig
 from lightning_smartinfinity.storage import measure_activation_space, require_space
 from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
 

@@ -9,7 +9,7 @@ from lightning_smartinfinity.activations.forwards import Forward, Plan
 from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.activations.slowdown import Slowdown
 from lightning_smartinfinity.activations.store import ActivationStore
-from lightning_smartinfinity.config import ActivationOffload
+from lightning_smartinfinity.settings import ActivationOffload
 
 __all__ = ["FIRST_SETTLED_FORWARD", "MOST_LOST", "Lessons"]
 

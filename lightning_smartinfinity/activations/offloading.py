@@ -21,14 +21,14 @@ from lightning_smartinfinity.activations.packing import Packing, tensors_in
 from lightning_smartinfinity.activations.small_forwards import SmallForwards
 from lightning_smartinfinity.activations.store import ActivationStore
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
-from lightning_smartinfinity.config import (
+from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
+from lightning_smartinfinity.settings import (
     ActivationOffload,
     TransferConfig,
     activation_offload,
     storage_folders,
     transfer_config,
 )
-from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
 
 __all__ = ["OffloadedActivations", "paused"]
 

@@ -11,8 +11,8 @@ import torch
 from lightning_smartinfinity import native
 from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.activations.files import ActivationFiles
-from lightning_smartinfinity.config import ActivationOffload
 from lightning_smartinfinity.pipeline.layout.tensors import lent_tensor
+from lightning_smartinfinity.settings import ActivationOffload
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 

@@ -13,8 +13,8 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.activations.files import ActivationFiles
 from lightning_smartinfinity.activations.pool import Pool
-from lightning_smartinfinity.config import ActivationOffload
 from lightning_smartinfinity.errors import CudaError, SmartInfinityError, StorageError
+from lightning_smartinfinity.settings import ActivationOffload
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 
 __all__ = ["Writes"]

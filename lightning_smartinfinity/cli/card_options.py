@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 
-from lightning_smartinfinity.checks import Rule, between
 from lightning_smartinfinity.cli.option_types import digits, reading
-from lightning_smartinfinity.config import MAX_CARD_NUMBER, SmartSSDConfig
+from lightning_smartinfinity.settings import MAX_CARD_NUMBER, SmartSSDConfig
+from lightning_smartinfinity.settings.rules import Rule, between
 
 __all__ = ["add_cards", "cards_of"]
 

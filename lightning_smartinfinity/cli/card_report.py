@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_smartinfinity.checks import Rule
 from lightning_smartinfinity.cli import card_build
 from lightning_smartinfinity.cli.card_options import add_cards, cards_of
 from lightning_smartinfinity.cli.option_types import reading
 from lightning_smartinfinity.cli.report_archive import pack
-from lightning_smartinfinity.config import SmartSSDConfig
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError, StorageLockedError
+from lightning_smartinfinity.settings import SmartSSDConfig
+from lightning_smartinfinity.settings.rules import Rule
 
 __all__ = ["add_to"]
 

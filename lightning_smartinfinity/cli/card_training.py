@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
+from lightning_smartinfinity.settings import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.storage.jobs.jobs import find_job, remove_job
 from lightning_smartinfinity.strategy import SmartInfinityStrategy
 

@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from lightning_smartinfinity.cli.option_types import add_quiet, show_of, storage_folder
-from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.settings import HOST_TASKLET_BYTES, TransferConfig
 
 __all__ = ["add_to"]
 

@@ -8,12 +8,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_smartinfinity.checks import Rule, between, num_bytes, optional, positive
 from lightning_smartinfinity.cli.option_types import number_in, reading, storage_folder, whole_number_in
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.planning.needs import least_gradient_budget, least_parameter_budget
 from lightning_smartinfinity.planning.training import BLOCK_SCALED, BUILDS, OFFLOADS, OPTIMIZERS, PRECISIONS, Training
+from lightning_smartinfinity.settings.rules import Rule, between, num_bytes, optional, positive
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.planning.choice import Resources

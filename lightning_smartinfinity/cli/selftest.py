@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from lightning_smartinfinity.checks import between
 from lightning_smartinfinity.cli.card_options import add_cards, cards_of
 from lightning_smartinfinity.cli.option_types import digits, reading
+from lightning_smartinfinity.settings.rules import between
 
 __all__ = ["add_to", "show"]
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.config import IO_TIMEOUT
 from lightning_smartinfinity.devices.base import StorageDevice, Traffic
 from lightning_smartinfinity.errors import (
     CudaError,
@@ -17,6 +16,7 @@ from lightning_smartinfinity.errors import (
     StorageError,
     StorageTimeoutError,
 )
+from lightning_smartinfinity.settings import IO_TIMEOUT
 from lightning_smartinfinity.storage.extents import BLOCK_BYTES
 from lightning_smartinfinity.storage.folders.direct import UNNAMED
 from lightning_smartinfinity.storage.io.os_errors import (

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from lightning_smartinfinity.checks import in_bytes, num_bytes
 from lightning_smartinfinity.export.safetensors_file import SafetensorsFile
+from lightning_smartinfinity.settings.rules import in_bytes, num_bytes
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
 

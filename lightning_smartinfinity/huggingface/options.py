@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import fields
 
-from lightning_smartinfinity.checks import shown
+from lightning_smartinfinity.settings.rules import shown
 from lightning_smartinfinity.stock_options import refuse_unknown
 
 __all__ = ["refuse_options"]

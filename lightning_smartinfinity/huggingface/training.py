@@ -17,9 +17,6 @@ from typing import Any
 import torch
 from typing_extensions import Self, override
 
-from lightning_smartinfinity.checks import check, instance
-from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import ActivationOffload, PlanConfig, SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.huggingface.arguments import (
     Arguments,
@@ -52,7 +49,15 @@ from lightning_smartinfinity.huggingface.seams import (
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings
-from lightning_smartinfinity.settings import data_types, documents_settings, given_settings
+from lightning_smartinfinity.settings import (
+    ActivationOffload,
+    GradientCodec,
+    PlanConfig,
+    SmartSSDConfig,
+    TransferConfig,
+)
+from lightning_smartinfinity.settings.rules import check, instance
+from lightning_smartinfinity.settings.strategy import data_types, documents_settings, given_settings
 from lightning_smartinfinity.transformers_models import optional_package
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smartinfinity.compression import TopK
-from lightning_smartinfinity.config import PlanConfig
 from lightning_smartinfinity.devices.smartssd.discovery.system import System
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import is_xclbin_named
 from lightning_smartinfinity.errors import ConfigError
@@ -29,7 +27,8 @@ from lightning_smartinfinity.planning.survey.models import find_source, survey_m
 from lightning_smartinfinity.planning.survey.modules import is_built, survey_module
 from lightning_smartinfinity.planning.survey.resources import survey_resources
 from lightning_smartinfinity.planning.training import BLOCK_SCALED, OPTIMIZERS, Training
-from lightning_smartinfinity.settings import StrategySettings
+from lightning_smartinfinity.settings import PlanConfig, TopK
+from lightning_smartinfinity.settings.strategy import StrategySettings
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.deepspeed_config import FOLLOWS_FROM_BUDGET
 

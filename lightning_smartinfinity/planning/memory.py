@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_smartinfinity.checks import FLAG, between, check, instance
-from lightning_smartinfinity.config import HOST_TASKLET_BYTES
 from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
 from lightning_smartinfinity.planning.simulator.gradients import ITEM_BYTES, GradientForm
 from lightning_smartinfinity.planning.simulator.handler import Route
 from lightning_smartinfinity.planning.simulator.hardware import MOST_DEVICES
 from lightning_smartinfinity.planning.simulator.workload import Workload
+from lightning_smartinfinity.settings import HOST_TASKLET_BYTES
+from lightning_smartinfinity.settings.rules import FLAG, between, check, instance
 from lightning_smartinfinity.storage.extents import BLOCK_BYTES
 
 __all__ = ["compressed_bytes", "host_bytes"]

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_smartinfinity.checks import shown
+from lightning_smartinfinity.settings.rules import shown
 
 __all__ = ["UnwritableError", "decode", "encode"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 
-from lightning_smartinfinity.checks import STRATEGY, as_passed
 from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.settings.rules import STRATEGY, as_passed
 from lightning_smartinfinity.zero3.section_keys import check_keys
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_smartinfinity.checks import as_passed, shown
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
-from lightning_smartinfinity.wrong_names import closest, did_you_mean
-from lightning_smartinfinity.zero_keys import ZERO_KEYS
+from lightning_smartinfinity.settings.rules import as_passed, shown
+from lightning_smartinfinity.settings.wrong_names import closest, did_you_mean
+from lightning_smartinfinity.settings.zero_keys import ZERO_KEYS
 
 __all__ = ["check_keys"]
 

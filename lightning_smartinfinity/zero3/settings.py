@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
 from lightning_smartinfinity.devices.smartssd import CardSetup
-from lightning_smartinfinity.settings import StrategySettings
+from lightning_smartinfinity.settings import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
+from lightning_smartinfinity.settings.strategy import StrategySettings
 
 __all__ = ["OffloadSettings", "ParameterSettings"]
 

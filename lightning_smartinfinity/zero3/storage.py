@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lightning_smartinfinity.config import launched_as
 from lightning_smartinfinity.devices.base import StorageDevice
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.devices.smartssd import (
@@ -36,6 +35,7 @@ from lightning_smartinfinity.pipeline.layout.partition_layout import (
 )
 from lightning_smartinfinity.pipeline.parameters.partitions import ParameterMemory
 from lightning_smartinfinity.pipeline.rules import UpdateRule, rule_for
+from lightning_smartinfinity.settings import launched_as
 from lightning_smartinfinity.storage import (
     PARAMETERS,
     SPILLED_GRADIENTS,

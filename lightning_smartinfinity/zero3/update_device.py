@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeVar
 
 from torch.distributed import ProcessGroup
 
-from lightning_smartinfinity.config import SmartSSDConfig
 from lightning_smartinfinity.devices.smartssd import (
     CardRing,
     CardSetup,
@@ -31,6 +30,7 @@ from lightning_smartinfinity.devices.smartssd.unreturned import close_returned
 from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError
 from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
+from lightning_smartinfinity.settings import SmartSSDConfig
 from lightning_smartinfinity.storage.extents import BLOCK_BYTES
 from lightning_smartinfinity.zero3.collectives import gather, raise_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from lightning_smartinfinity.checks import STRATEGY, as_passed
-from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where, optimizers_of
 from lightning_smartinfinity.pipeline.rules import rule_for
+from lightning_smartinfinity.settings import TransferConfig
+from lightning_smartinfinity.settings.rules import STRATEGY, as_passed
 from lightning_smartinfinity.zero3.collectives import has_ended
 from lightning_smartinfinity.zero3.settings import ParameterSettings
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, ZeroParameter

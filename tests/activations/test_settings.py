@@ -9,8 +9,8 @@ import pytest
 
 from lightning_smartinfinity import ActivationOffload
 from lightning_smartinfinity.activations import OffloadedActivations
-from lightning_smartinfinity.config import activation_offload
 from lightning_smartinfinity.errors import ConfigError, StorageFullError
+from lightning_smartinfinity.settings import activation_offload
 
 
 def test_defaults_and_text() -> None:

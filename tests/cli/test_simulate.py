@@ -14,11 +14,11 @@ import pytest
 
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.cli.simulated_steps import Case
-from lightning_smartinfinity.config import HOST_TASKLET_BYTES
 from lightning_smartinfinity.planning.paper.fit import fit
 from lightning_smartinfinity.planning.simulator.gradients import Dense
 from lightning_smartinfinity.planning.simulator.step import System, simulate_step
 from lightning_smartinfinity.planning.simulator.workload import Workload
+from lightning_smartinfinity.settings import HOST_TASKLET_BYTES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "simulation.md").read_text()
 

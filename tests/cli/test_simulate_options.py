@@ -15,7 +15,7 @@ from lightning_smartinfinity.cli import main, simulate
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.planning.paper.fit import fit
-from lightning_smartinfinity.settings import StrategySettings
+from lightning_smartinfinity.settings.strategy import StrategySettings
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

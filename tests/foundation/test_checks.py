@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_smartinfinity.checks import (
+from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.settings.rules import (
     FLAG,
     STRATEGY,
     Rule,
@@ -30,7 +31,6 @@ from lightning_smartinfinity.checks import (
     require,
     require_distinct,
 )
-from lightning_smartinfinity.errors import ConfigError
 
 RULES = {
     "between": between(2, 8),

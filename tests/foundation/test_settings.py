@@ -23,7 +23,7 @@ from lightning_smartinfinity import (
 )
 from lightning_smartinfinity.lightning_options import checked_options
 from lightning_smartinfinity.native.formats import STATE_FORMATS, optimizers_of
-from lightning_smartinfinity.settings import StrategySettings
+from lightning_smartinfinity.settings.strategy import StrategySettings
 
 Strategy = type[SmartInfinityStrategy] | type[SmartInfinityFabricStrategy]
 STRATEGIES: tuple[Strategy, ...] = (SmartInfinityStrategy, SmartInfinityFabricStrategy)

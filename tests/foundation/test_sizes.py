@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from lightning_smartinfinity import ConfigError, TransferConfig
-from lightning_smartinfinity.checks import in_bytes, num_bytes
 from lightning_smartinfinity.cli.plan_options import add_options
+from lightning_smartinfinity.settings.rules import in_bytes, num_bytes
 
 SIZES = {
     "512": 512,

@@ -21,7 +21,7 @@ from lightning_smartinfinity import (
     TopK,
     TransferConfig,
 )
-from lightning_smartinfinity.wrong_names import did_you_mean
+from lightning_smartinfinity.settings.wrong_names import did_you_mean
 
 STRATEGIES = (SmartInfinityStrategy, SmartInfinityFabricStrategy)
 

@@ -19,8 +19,9 @@ EVERYTHING = {"keep": 0, "min_bytes": 1, "host_bytes": 32 << 10, "budget_bytes":
 def offload_everything() -> None:
     """Let every training that says nothing of activations offload all of them, as long as that is asked for."""
     # Here, since every process of a test imports this module, and most need none of it.
-    from lightning_smartinfinity import ActivationOffload, settings
+    from lightning_smartinfinity import ActivationOffload
     from lightning_smartinfinity.activations import OffloadedActivations
+    from lightning_smartinfinity.settings.strategy import strategy as settings
 
     asked = settings.activation_offload
 

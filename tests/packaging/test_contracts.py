@@ -19,7 +19,7 @@ VIOLATIONS = {
     "pipeline/state/_planted.py": ("import deepspeed.runtime", "Only zero3 imports deepspeed"),
     "_planted.py": ("", "Imports go one way"),  # a new room without a place in the layers
     "devices/_planted.py": ("import lightning_smartinfinity.pipeline", "Imports go one way"),
-    "config/transfer.py": ("import lightning_smartinfinity.storage", "Imports go one way"),
+    "settings/transfer.py": ("import lightning_smartinfinity.storage", "Imports go one way"),
     "storage/io/_planted.py": ("import lightning_smartinfinity.storage.folders", "The rooms of storage import one way"),
     "pipeline/_planted.py": ("", "The rooms of pipeline import one way"),
     "zero3/_planted.py": ("", "The rooms of zero3 import one way"),  # a new module without a place in the layers
@@ -27,7 +27,7 @@ VIOLATIONS = {
     "zero3/step/_planted.py": ("import lightning.pytorch", "Only the listed modules import lightning"),
     "callbacks.py": ("import pytorch_lightning", "Only the lightning namespace"),
     "pipeline/layout/partition_layout.py": ("import os", "The layout is pure arithmetic"),
-    "_autoload.py": ("import lightning_smartinfinity.config", "Discovery imports nothing of the package"),
+    "_autoload.py": ("import lightning_smartinfinity.settings", "Discovery imports nothing of the package"),
 }
 
 

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
@@ -29,6 +27,7 @@ from lightning_smartinfinity.pipeline.parameters.staging_buffer import TensorPar
 from lightning_smartinfinity.pipeline.rules import UpdateRule, rule_for
 from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
+from lightning_smartinfinity.settings import GradientCodec, TransferConfig
 from lightning_smartinfinity.storage import StoreDescription, create_store, recover_store
 
 # (numel, padding, group, sub-group): tiny ones that share a tasklet, large ones that span several.

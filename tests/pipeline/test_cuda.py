@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_smartinfinity.compression import BlockScaled, GradientCodec, TopK
 from lightning_smartinfinity.errors import CudaError, StorageError
 from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.pipeline.parameters.cuda import link_to
+from lightning_smartinfinity.settings import BlockScaled, GradientCodec, TopK
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject

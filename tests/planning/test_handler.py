@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_smartinfinity.compression import BlockScaled, TopK
 from lightning_smartinfinity.devices.smartssd import device
 from lightning_smartinfinity.native import TransferSchedule
 from lightning_smartinfinity.native.formats import STATE_FORMATS
@@ -34,6 +33,7 @@ from lightning_smartinfinity.planning.simulator.step import Overlap, System, sim
 from lightning_smartinfinity.planning.simulator.virtual_time import Process, Simulation
 from lightning_smartinfinity.planning.simulator.wiring import connect
 from lightning_smartinfinity.planning.simulator.workload import NUM_ARRAYS, Workload
+from lightning_smartinfinity.settings import BlockScaled, TopK
 
 MIB = 1 << 20
 NUMEL = 6 * MIB  # whole tasklets of half a MiB of elements, as many on each of two devices

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_smartinfinity.compression import TopK
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.planning.memory import host_bytes
 from lightning_smartinfinity.planning.simulator.gradients import Dense, TopKPayload
 from lightning_smartinfinity.planning.simulator.workload import Workload
+from lightning_smartinfinity.settings import TopK
 from tests.pipeline.harness import Case, Run
 
 NUMEL = 200_000

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.storage import ExtentMap, StateStore, StoreDescription, create_store
 from lightning_smartinfinity.storage.spread import Placement
 

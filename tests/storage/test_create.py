@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import (
     ConfigError,
     StorageCorruptError,
     StorageError,
     StorageFullError,
 )
+from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.storage import ExtentMap
 from lightning_smartinfinity.storage.state.opening import create_store, recover_store
 from tests.storage.makers import commit_generation, create, created, description, tree

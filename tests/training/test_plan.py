@@ -24,7 +24,6 @@ from lightning_smartinfinity import (
     TransferConfig,
     UnsupportedError,
 )
-from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.planning import automatic, automatic_strategy, choice
 from lightning_smartinfinity.planning import needs as plan_needs
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings, plan_training
@@ -32,7 +31,8 @@ from lightning_smartinfinity.planning.needs import PROCESS_BYTES, Place, held_by
 from lightning_smartinfinity.planning.survey import resources
 from lightning_smartinfinity.planning.survey.modules import survey_module
 from lightning_smartinfinity.planning.training import Training
-from lightning_smartinfinity.settings import StrategySettings
+from lightning_smartinfinity.settings import GradientCodec
+from lightning_smartinfinity.settings.strategy import StrategySettings
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module

@@ -11,7 +11,7 @@ import torch
 
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
 from lightning_smartinfinity.native.formats import STATE_FORMATS
-from lightning_smartinfinity.settings import StrategySettings
+from lightning_smartinfinity.settings.strategy import StrategySettings
 from tests.helpers import reference
 from tests.helpers.models import LitTiny, Recipe
 from tests.training.test_bad_input import assert_helpful, fit

@@ -16,10 +16,10 @@ from lightning_smartinfinity import (
     SmartSSDConfig,
     TransferConfig,
 )
-from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
 from lightning_smartinfinity.devices.smartssd import System, find_cards, self_test, unreturned
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import XCLBIN_VARIABLE
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
+from lightning_smartinfinity.settings import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
 from lightning_smartinfinity.zero3 import collectives, update_device
 from lightning_smartinfinity.zero3.update_device import choose_update_device
 from tests.helpers.card_runs import OPTIMIZERS, cards, same_as_host, settled_host

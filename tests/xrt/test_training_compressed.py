@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity import BlockScaled, SmartInfinityStrategy, TopK
-from lightning_smartinfinity.compression import GradientCodec
+from lightning_smartinfinity.settings import GradientCodec
 from lightning_smartinfinity.update_rules import RULES
 from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf

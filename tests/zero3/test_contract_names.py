@@ -24,8 +24,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_smartinfinity.fabric import SmartInfinityFabricStrategy
+from lightning_smartinfinity.settings.zero_keys import ZERO_KEYS
 from lightning_smartinfinity.zero3 import section_keys
-from lightning_smartinfinity.zero_keys import ZERO_KEYS
 
 
 def test_zero_section_has_the_fields_that_are_read() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.config import IO_TIMEOUT
 from lightning_smartinfinity.devices.base import FolderTraffic, StorageDevice, Traffic
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.devices.smartssd.discovery.card_setup import CardSetup
@@ -21,6 +20,7 @@ from lightning_smartinfinity.devices.smartssd.ring import CardRing, gradient_fil
 from lightning_smartinfinity.devices.smartssd.unreturned import close_returned, when_written
 from lightning_smartinfinity.devices.smartssd.worker import CardWorker, Terms, Work
 from lightning_smartinfinity.errors import DeviceError, SmartInfinityError
+from lightning_smartinfinity.settings import IO_TIMEOUT
 from lightning_smartinfinity.storage.io.os_errors import in_milliseconds, storage_errors
 
 __all__ = ["SmartSSDDevice"]

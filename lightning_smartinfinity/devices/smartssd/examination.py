@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from lightning_smartinfinity.config import SmartSSDConfig, storage_folders
 from lightning_smartinfinity.devices.smartssd.discovery.card_setup import CardSetup, paired_cards
 from lightning_smartinfinity.devices.smartssd.discovery.cards import (
     Card,
@@ -31,6 +30,7 @@ from lightning_smartinfinity.devices.smartssd.opening import SELF_TEST_ADVICE, o
 from lightning_smartinfinity.devices.smartssd.scratch import scratch_folder
 from lightning_smartinfinity.devices.smartssd.self_test import check_kernel, check_p2p
 from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.settings import SmartSSDConfig, storage_folders
 
 __all__ = ["Finding", "examine"]
 

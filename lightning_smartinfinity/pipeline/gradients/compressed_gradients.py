@@ -9,13 +9,13 @@ from itertools import accumulate
 import torch
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.compression import GradientCodec, TopK
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.pipeline.gradients.device_selection import DeviceSelection
 from lightning_smartinfinity.pipeline.layout.batches import Compression
 from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
 from lightning_smartinfinity.pipeline.layout.tensors import HostTensor, native_dtype
 from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink
+from lightning_smartinfinity.settings import GradientCodec, TopK
 
 __all__ = ["CompressedGradients", "feed_back_threads"]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.compression.selection import top_k_payload, with_residual
-from lightning_smartinfinity.compression.top_k import TopK
 from lightning_smartinfinity.errors import CudaError
+from lightning_smartinfinity.pipeline.gradients.torch_selection import top_k_payload, with_residual
 from lightning_smartinfinity.pipeline.layout.tensors import torch_dtype
+from lightning_smartinfinity.settings.top_k import TopK
 
 __all__ = ["DeviceSelection"]
 

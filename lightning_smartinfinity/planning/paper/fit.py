@@ -8,12 +8,12 @@ from functools import cache, cached_property, partial
 
 import numpy as np
 
-from lightning_smartinfinity.checks import check, one_of
 from lightning_smartinfinity.planning.paper.paper import FIGURES, SCALING, SECONDS, Figure, Row
 from lightning_smartinfinity.planning.simulator.gradients import Dense, Pairs
 from lightning_smartinfinity.planning.simulator.hardware import Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.planning.simulator.step import System, simulate_step
 from lightning_smartinfinity.planning.simulator.workload import Workload
+from lightning_smartinfinity.settings.rules import check, one_of
 
 __all__ = ["FITTED_DEVICES", "PaperMachine", "fit", "published_workload", "seconds_of"]
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from lightning_smartinfinity.checks import among, positive, require
+from lightning_smartinfinity.settings.rules import among, positive, require
 
 __all__ = ["ITEM_BYTES", "BlockScaledPayload", "Dense", "GradientForm", "Pairs", "TopKPayload"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_smartinfinity.checks import FLAG, Rule, between, instance, number, optional, require
+from lightning_smartinfinity.settings.rules import FLAG, Rule, between, instance, number, optional, require
 
 __all__ = ["COUNT", "MOST_DEVICES", "Channel", "Device", "Gpu", "Host", "Machine"]
 

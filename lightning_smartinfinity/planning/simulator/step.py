@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from lightning_smartinfinity.checks import check, instance
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 from lightning_smartinfinity.planning.simulator.handler import Route
@@ -13,6 +12,7 @@ from lightning_smartinfinity.planning.simulator.hardware import Machine
 from lightning_smartinfinity.planning.simulator.systems import BEGIN, SimulatedStep, System, Update
 from lightning_smartinfinity.planning.simulator.virtual_time import Event, Process
 from lightning_smartinfinity.planning.simulator.workload import Workload
+from lightning_smartinfinity.settings.rules import check, instance
 
 __all__ = ["Overlap", "StepTime", "System", "Traffic", "simulate_step"]
 

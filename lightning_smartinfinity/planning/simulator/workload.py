@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from lightning_smartinfinity.checks import Rule, between, one_of, optional, require
-from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES, NUM_BUFFERS
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native import MAX_ARRAYS
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, PartitionLayout, build_layout
 from lightning_smartinfinity.planning.simulator.gradients import ITEM_BYTES, GradientForm
+from lightning_smartinfinity.settings import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES, NUM_BUFFERS
+from lightning_smartinfinity.settings.rules import Rule, between, one_of, optional, require
 from lightning_smartinfinity.storage.extents import BLOCK_BYTES
 from lightning_smartinfinity.update_rules import RULES
 

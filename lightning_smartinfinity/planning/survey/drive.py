@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.pipeline.handler import TransferHandler
@@ -23,6 +22,7 @@ from lightning_smartinfinity.pipeline.layout.tensors import Flat, native_dtype
 from lightning_smartinfinity.pipeline.parameters.partitions import HostPartition
 from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
+from lightning_smartinfinity.settings import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.storage import StoreDescription, create_store
 
 __all__ = ["Drive", "measure_drive"]

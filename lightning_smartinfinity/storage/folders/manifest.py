@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.storage.extents import ExtentMap
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.io.os_errors import storage_errors

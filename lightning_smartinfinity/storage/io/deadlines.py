@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.config import IO_TIMEOUT
 from lightning_smartinfinity.errors import StorageTimeoutError
+from lightning_smartinfinity.settings import IO_TIMEOUT
 from lightning_smartinfinity.storage.io.disk_activity import completed_requests, counters_of
 
 __all__ = ["doing_now", "in_time", "io_limit", "unless_idle", "when_returned"]

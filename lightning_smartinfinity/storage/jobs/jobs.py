@@ -12,8 +12,8 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from lightning_smartinfinity.config import JOB_NAME
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
+from lightning_smartinfinity.settings import JOB_NAME
 from lightning_smartinfinity.storage.folders.lock import KEPT, LOCK_NAME, is_locked, read_lock
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder, Trust

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from lightning_smartinfinity.checks import require_distinct
 from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.settings.rules import require_distinct
 from lightning_smartinfinity.storage.folders.manifest import Manifest
 from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, STATE_NAME, RankFolder, rank_folder_path
 from lightning_smartinfinity.storage.folders.replacement import flush_names

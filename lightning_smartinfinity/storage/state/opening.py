@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from lightning_smartinfinity.config import IO_TIMEOUT, TransferConfig
 from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.settings import IO_TIMEOUT, TransferConfig
 from lightning_smartinfinity.storage.extents import ExtentMap
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, StoreDescription
 from lightning_smartinfinity.storage.io.deadlines import unless_idle

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.config import IO_TIMEOUT
 from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.settings import IO_TIMEOUT
 from lightning_smartinfinity.storage.extents import ExtentMap, blocks_of
 from lightning_smartinfinity.storage.folders.direct import open_state_file
 from lightning_smartinfinity.storage.folders.manifest import Manifest

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.config import IO_TIMEOUT
+from lightning_smartinfinity.settings import IO_TIMEOUT
 from lightning_smartinfinity.storage.io.deadlines import unless_idle
 from lightning_smartinfinity.storage.io.limited_calls import LimitedCalls
 from lightning_smartinfinity.storage.io.os_errors import (

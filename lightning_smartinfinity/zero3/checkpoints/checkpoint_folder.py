@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_smartinfinity.checks import shown
-from lightning_smartinfinity.config import LOCAL_FOLDER
 from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, SmartInfinityError
+from lightning_smartinfinity.settings import LOCAL_FOLDER
+from lightning_smartinfinity.settings.rules import shown
 from lightning_smartinfinity.storage.io.deadlines import unless_idle
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE
 from lightning_smartinfinity.zero3.checkpoints.staged_save import LATEST, restore_interrupted

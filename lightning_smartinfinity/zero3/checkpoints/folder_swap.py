@@ -26,8 +26,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
+from lightning_smartinfinity.settings.rules import shown
 from lightning_smartinfinity.storage.folders.replacement import flush_tree
 from lightning_smartinfinity.storage.folders.staging_folder import StagingLock, locked
 from lightning_smartinfinity.storage.io.deadlines import unless_idle

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_smartinfinity.config import SmartSSDConfig
 from lightning_smartinfinity.devices.smartssd.discovery.cards import (
     Card,
     cards_of,
@@ -22,6 +21,7 @@ from lightning_smartinfinity.devices.smartssd.discovery.ssds import all_ssds, ss
 from lightning_smartinfinity.devices.smartssd.discovery.system import System
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import Xclbin, read_xclbin
 from lightning_smartinfinity.errors import ConfigError, DeviceError
+from lightning_smartinfinity.settings import SmartSSDConfig
 
 __all__ = ["CardSetup", "find_cards", "paired_cards"]
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from lightning_smartinfinity.config import SmartSSDConfig
 from lightning_smartinfinity.devices.smartssd.discovery.system import System
 from lightning_smartinfinity.errors import ConfigError, DeviceError
+from lightning_smartinfinity.settings import SmartSSDConfig
 
 __all__ = [
     "BUILD_REMEDY",

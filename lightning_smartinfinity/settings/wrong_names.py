@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from lightning_smartinfinity.checks import shown
 from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.settings.rules import shown
 
 __all__ = ["closest", "did_you_mean", "named_settings"]
 

@@ -6,11 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_smartinfinity.checks import FLAG, Rule, between, check, num_bytes, one_of, optional, require, settings_of
-from lightning_smartinfinity.config.smartssd import TIMEOUT
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native import MAX_BUFFERS, MAX_THREADS
-from lightning_smartinfinity.wrong_names import named_settings
+from lightning_smartinfinity.settings.rules import (
+    FLAG,
+    Rule,
+    between,
+    check,
+    num_bytes,
+    one_of,
+    optional,
+    require,
+    settings_of,
+)
+from lightning_smartinfinity.settings.smartssd import TIMEOUT
+from lightning_smartinfinity.settings.wrong_names import named_settings
 
 __all__ = [
     "CARD_TASKLET_BYTES",

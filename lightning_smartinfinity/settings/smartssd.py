@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity.checks import Rule, check, one_of, optional, positive, require, settings_of
-from lightning_smartinfinity.config.folders import names_file
-from lightning_smartinfinity.wrong_names import named_settings
+from lightning_smartinfinity.settings.folders import names_file
+from lightning_smartinfinity.settings.rules import Rule, check, one_of, optional, positive, require, settings_of
+from lightning_smartinfinity.settings.wrong_names import named_settings
 
 __all__ = ["MAX_CARD_NUMBER", "TIMEOUT", "SmartSSDConfig", "smartssd_config"]
 

@@ -6,11 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_smartinfinity.checks import Rule, between, check, num_bytes, one_of, optional, require, settings_of
-from lightning_smartinfinity.config.folders import names_file
 from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.settings.folders import names_file
+from lightning_smartinfinity.settings.rules import (
+    Rule,
+    between,
+    check,
+    num_bytes,
+    one_of,
+    optional,
+    require,
+    settings_of,
+)
+from lightning_smartinfinity.settings.wrong_names import named_settings
 from lightning_smartinfinity.update_rules import RULES
-from lightning_smartinfinity.wrong_names import named_settings
 
 __all__ = ["PlanConfig", "plan_config"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.checks import FLAG, require
-from lightning_smartinfinity.compression.base import GradientCodec
-from lightning_smartinfinity.wrong_names import named_settings
+from lightning_smartinfinity.settings.codec import GradientCodec
+from lightning_smartinfinity.settings.rules import FLAG, require
+from lightning_smartinfinity.settings.wrong_names import named_settings
 
 __all__ = ["BlockScaled"]
 

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity.checks import Rule, as_passed, check, optional, require_distinct
 from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.settings.rules import Rule, as_passed, check, optional, require_distinct
 
 __all__ = ["LOCAL_FOLDER", "launched_as", "names_file", "resolved_folder", "storage_folders"]
 

@@ -6,9 +6,9 @@ import warnings
 from dataclasses import dataclass
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.checks import FLAG, one_of, positive, require
-from lightning_smartinfinity.compression.base import GradientCodec
-from lightning_smartinfinity.wrong_names import named_settings
+from lightning_smartinfinity.settings.codec import GradientCodec
+from lightning_smartinfinity.settings.rules import FLAG, one_of, positive, require
+from lightning_smartinfinity.settings.wrong_names import named_settings
 
 __all__ = ["TopK"]
 

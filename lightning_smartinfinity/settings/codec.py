@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.checks import Rule
+from lightning_smartinfinity.settings.rules import Rule
 
 __all__ = ["CODEC", "GradientCodec"]
 

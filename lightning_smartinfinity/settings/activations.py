@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_smartinfinity.checks import FLAG, check, num_bytes, optional, require, settings_of
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native import BLOCK_BYTES
-from lightning_smartinfinity.wrong_names import named_settings
+from lightning_smartinfinity.settings.rules import FLAG, check, num_bytes, optional, require, settings_of
+from lightning_smartinfinity.settings.wrong_names import named_settings
 
 __all__ = ["ActivationOffload", "activation_offload"]
 

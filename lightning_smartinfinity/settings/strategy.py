@@ -9,11 +9,13 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_smartinfinity.checks import STRATEGY, Rule, among, as_passed, instance, number, one_of, optional, require
-from lightning_smartinfinity.compression import CODEC, GradientCodec
-from lightning_smartinfinity.config import (
+from lightning_smartinfinity.errors import CheckpointError, ConfigError
+from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
+from lightning_smartinfinity.settings import (
+    CODEC,
     LOCAL_FOLDER,
     ActivationOffload,
+    GradientCodec,
     PlanConfig,
     SmartSSDConfig,
     TransferConfig,
@@ -24,8 +26,17 @@ from lightning_smartinfinity.config import (
     storage_folders,
     transfer_config,
 )
-from lightning_smartinfinity.errors import CheckpointError, ConfigError
-from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
+from lightning_smartinfinity.settings.rules import (
+    STRATEGY,
+    Rule,
+    among,
+    as_passed,
+    instance,
+    number,
+    one_of,
+    optional,
+    require,
+)
 
 __all__ = [
     "StrategySettings",
