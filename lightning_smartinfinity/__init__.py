@@ -104,28 +104,32 @@ _HOMES = {
     "UnsupportedError": "errors",
 }
 
-# Modules that pages once named, and where they are now.
+# Rooms and modules that pages or pickles name, and where they are now. What is in a room moved with it.
 _MOVED = {
     "compression": "settings",
     "config": "settings",
     "plan": "planning",
-    "plan.cost": "planning.cost",
     "transfer": "pipeline",
     "transfer.convert": "pipeline.state.convert",
 }
 
 
+def _now(name: str) -> str | None:
+    """Return where a module of an earlier name is now."""
+    moved = max((each for each in _MOVED if f"{name}.".startswith(f"{__name__}.{each}.")), key=len, default=None)
+    return None if moved is None else f"{__name__}.{_MOVED[moved]}{name[len(__name__) + 1 + len(moved) :]}"
+
+
 class _Moved:
-    """Finds a module of ``_MOVED`` by its earlier name: both names are one module."""
+    """Finds a module by its earlier name: both names are one module."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        package, _, module = name.partition(".")
-        if package != __name__ or module not in _MOVED:
+        if not name.startswith(f"{__name__}.") or _now(name) is None:
             return None
         return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]  # importlib.abc takes time to import
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(f"{__name__}.{_MOVED[spec.name.partition('.')[2]]}")
+        module = importlib.import_module(str(_now(spec.name)))
         spec.loader_state = module.__spec__
         return module
 
@@ -148,6 +152,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-sys.meta_path.append(_Moved())
+sys.meta_path.insert(0, _Moved())  # else a room's own path would find its modules a second time
 _autoload.install()
 checkpoint_hint.install()

@@ -52,11 +52,27 @@ def test_names_below_the_package_stay(path: str) -> None:
     assert found is not None
 
 
-def test_a_module_has_one_identity_under_both_names() -> None:
-    """A module that was moved is the same object by its earlier name, and keeps its own."""
-    earlier = importlib.import_module("lightning_smartinfinity.transfer.convert")
-    now = importlib.import_module("lightning_smartinfinity.pipeline.state.convert")
-    assert earlier is now and now.__name__ == now.__spec__.name == "lightning_smartinfinity.pipeline.state.convert"
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [
+        ("transfer.convert", "pipeline.state.convert"),
+        ("plan", "planning"),
+        ("plan.cost", "planning.cost"),
+        ("config.transfer", "settings.transfer"),
+        ("compression.top_k", "settings.top_k"),
+    ],
+)
+def test_a_module_has_one_identity_under_both_names(earlier: str, now: str) -> None:
+    """A module that was moved is the same object by its earlier name, as pickles need it, and keeps its own name."""
+    module = importlib.import_module(f"lightning_smartinfinity.{earlier}")
+    assert module is importlib.import_module(f"lightning_smartinfinity.{now}")
+    assert module.__spec__ is not None and module.__name__ == module.__spec__.name == f"lightning_smartinfinity.{now}"
+
+
+def test_a_module_that_never_was(tmp_path: Path) -> None:
+    """A name within a moved room that does not exist is not found."""
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("lightning_smartinfinity.transfer.nothing")
 
 
 def test_all_is_sorted_and_complete() -> None:
