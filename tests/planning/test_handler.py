@@ -289,7 +289,7 @@ def test_large_models_have_larger_tasklets(monkeypatch: pytest.MonkeyPatch, syst
     of = workload(numel=6 * 10**9, tasklet_bytes=None)
     exact, cut = simulate_step(machine(num_devices=1), of, system).step, begun
     for module in ("workload", "published"):
-        monkeypatch.setattr(f"lightning_smartinfinity.planning.{module}.ENOUGH_TASKLETS", 50)
+        monkeypatch.setattr(f"lightning_smartinfinity.planning.simulator.{module}.ENOUGH_TASKLETS", 50)
     for numel in (6 * 10**9, 10**12):
         begun = 0
         step = simulate_step(machine(num_devices=1), workload(numel=numel, tasklet_bytes=None), system).step
