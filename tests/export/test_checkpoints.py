@@ -364,11 +364,12 @@ def test_a_full_disk_leaves_nothing(to: str, trained: Train, tmp_path: Path, mon
 @pytest.mark.parametrize("to", ["safetensors", "lightning"])
 def test_free_space_is_checked_first(to: str, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written if it would not fit."""
+    checkpoint = trained("llama").checkpoint  # which needs space of its own
     status = os.statvfs(tmp_path)
     small = os.statvfs_result((*status[:4], 1, *status[5:]))
     monkeypatch.setattr(os, "statvfs", lambda path: small)
     with pytest.raises(StorageFullError, match="bytes, and"):
-        export(trained("llama").checkpoint, tmp_path / "out", to=to)
+        export(checkpoint, tmp_path / "out", to=to)
     assert list(tmp_path.iterdir()) == []
 
 
