@@ -278,7 +278,7 @@ def find_ignored(
                 f"Parameter {names.get(param)!r} was unfrozen in the fit; it has no place on storage.",
                 "Unfreeze it before fit, and freeze it in on_fit_start if it is to be trained later.",
             )
-    own_gradient = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # asks nobody who reads it, for speed
+    own_gradient = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # param.grad would look for the caller first
     with torch._C.DisableTorchFunctionSubclass():
         ignored = next((param for param in parameters if own_gradient(param) is not None), None)
     if ignored is not None:

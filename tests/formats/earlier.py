@@ -51,9 +51,7 @@ def values_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return values
 
 
-def fitted(
-    kind: str, root: Path, hook: str, function: Any, *, resume: str | None = None, steps: int = STEPS + 2
-) -> Small:
+def fitted(kind: str, root: Path, hook: str, function: Any, *, resume: str | None = None) -> Small:
     """Fit a small model in a folder, and call a function in one of its hooks.
 
     Args:
@@ -62,12 +60,11 @@ def fitted(
         hook: Name of the hook.
         function: The function, which is given the module.
         resume: What the fit goes on from.
-        steps: Number of steps in all.
     """
     settings = dict(KINDS[kind])
     precision = settings.pop("precision")
     strategy = SmartInfinityStrategy(root / "storage", overlap="none", **settings)
-    trainer = quiet_trainer(root, strategy, precision=precision, max_steps=steps, devices=processes_of(kind))
+    trainer = quiet_trainer(root, strategy, precision=precision, max_steps=STEPS + 2, devices=processes_of(kind))
     module = Small(**{hook: function})
     trainer.fit(module, ckpt_path=resume, weights_only=False if resume not in (None, "storage") else None)
     return module

@@ -1,4 +1,4 @@
-"""The class of a parameter follows its status, so that a step asks nobody who reads it."""
+"""The class of a parameter follows its status: a step runs none of the code that answers user code."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lightning_smartinfinity.zero3.parameters import callers, partitioned_parame
 
 
 @pytest.mark.parametrize("threshold", [0, 10**6], ids=["partitioned", "kept whole"])
-def test_a_step_answers_nobody(tmp_path: Path, threshold: int) -> None:
-    """Forward, backward, step and zero_grad run no code that answers user code."""
+def test_a_step_runs_no_answering_code(tmp_path: Path, threshold: int) -> None:
+    """Neither forward nor backward, step or zero_grad calls a function of the modules that answer user code."""
     zero = {"stage3_param_persistence_threshold": threshold}
     strategy = SmartInfinityFabricStrategy(tmp_path, overlap="none", zero=zero)
     fabric = L.Fabric(accelerator="cpu", devices=1, strategy=strategy)

@@ -1,4 +1,4 @@
-"""Lets the class of a parameter follow its status, and whether an engine runs."""
+"""Sets the class of a parameter by its status, and by whether an engine runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ class Status:
 
 
 def forget_classes(params: Iterable[ZeroParameter]) -> None:
-    """Leave parameters to DeepSpeed, for speed, until :func:`restore_classes`; no user code may run in between."""
+    """Give parameters the class with plain attributes until :func:`restore_classes`, so that DeepSpeed uses them fast.
+
+    No user code may run in this thread in between.
+    """
     for param in params:
         param.__class__ = param.__dict__["_classes"].hidden
 
@@ -69,7 +72,7 @@ def restore_classes(params: Iterable[ZeroParameter]) -> None:
 
 def _become_whole(param: ZeroParameter) -> None:
     attributes = param.__dict__
-    param.__class__ = attributes["_classes"].whole  # of which torch asks nothing
+    param.__class__ = attributes["_classes"].whole  # on which torch calls no __torch_function__
     attributes["_version_when_gathered"] = version(param)
     _WHOLE[id(param)] = attributes["_self"]
     if not _AT_WORK:
@@ -112,5 +115,5 @@ def version(param: torch.Tensor) -> int:
     """Return how often a tensor was changed in place; 0 for one that was gathered in inference mode."""
     try:
         return param._version
-    except RuntimeError:  # faster than to ask each time whether it is
+    except RuntimeError:  # faster than is_inference() at each gather
         return 0
