@@ -126,7 +126,7 @@ class _Moved:
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if not name.startswith(f"{__name__}.") or _now(name) is None:
             return None
-        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]  # importlib.abc takes time to import
+        return ModuleSpec(name, self)  # type: ignore[arg-type]  # importlib.abc takes time to import
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(str(_now(spec.name)))

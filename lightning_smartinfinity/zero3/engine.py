@@ -278,8 +278,8 @@ class SmartInfinityEngine(PortableEngine):
 
         Raises:
             RankLostError: Another rank is missing.
-            UnsupportedError: A parameter has come since the set-up; or activations move to storage, and the module
-                calls code of torch that refuses hooks.
+            UnsupportedError: A module that runs has a parameter that has come since the set-up (the step finds others);
+                or activations move to storage, and the module calls code of torch that refuses hooks.
         """
         activations = self.optimizer.rank_state.activations
         with ExitStack() as contexts:
@@ -296,7 +296,7 @@ class SmartInfinityEngine(PortableEngine):
 
         Raises:
             UnsupportedError: The loss has no graph, another argument of ``Tensor.backward``, such as ``create_graph``,
-                was passed, or a parameter has come within forward.
+                was passed, or a parameter was replaced within forward.
             RankLostError: Another rank is missing.
         """
         if not loss.requires_grad:

@@ -66,6 +66,9 @@ def test_a_module_has_one_identity_under_both_names(earlier: str, now: str) -> N
     """A module that was moved is the same object by its earlier name, as pickles need it, and keeps its own name."""
     module = importlib.import_module(f"lightning_smartinfinity.{earlier}")
     assert module is importlib.import_module(f"lightning_smartinfinity.{now}")
+    assert hasattr(module, "__path__") == (
+        module.__spec__ is not None and module.__spec__.submodule_search_locations is not None
+    )
     assert module.__spec__ is not None and module.__name__ == module.__spec__.name == f"lightning_smartinfinity.{now}"
 
 

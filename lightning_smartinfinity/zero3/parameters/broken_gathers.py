@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from lightning_smartinfinity.zero3.parameters.status import restore_classes
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["end_gathers"]
@@ -20,6 +21,8 @@ def end_gathers(module: torch.nn.Module) -> None:
     DeepSpeed marks parameters before it records what to wait for, and removes that record before it waits. Ctrl-C in
     between leaves some marked parameters without a record, and others whose wait fails, as one gather brings several.
     """
+    params = [param for param in cast(Iterator[ZeroParameter], module.parameters()) if "_classes" in param.__dict__]
+    restore_classes(params)  # Ctrl-C may have come within restore_classes itself
     awaited = getattr(module, "ds_inflight_param_registry", {})
     handles = list(awaited.values())
     awaited.clear()
