@@ -154,7 +154,7 @@ def assert_never_whole(most: int, sizes: list[int], *, kept: int) -> None:
     """Assert that no more bytes than those of six of the largest tensors were held beside the partitions that are kept.
 
     One tensor is gathered and one is on its way to or from other ranks. Partitions of weights that were tied, and small
-    tensors, wait for the garbage collector, and two ranks hold several of them at once.
+    tensors, wait for the garbage collector.
     """
     assert 0 < most - kept <= 6 * max(sizes) < sum(sizes)
 
@@ -171,4 +171,6 @@ def test_two_processes_have_the_same_weights(tmp_path: Path) -> None:
             assert all(seen["partitioned"])
             if how == "loaded":
                 sizes = [param.nbytes for param in model.parameters()]
-                assert_never_whole(seen["most"], sizes, kept=sum(sizes) // 2)
+                # What Gloo's threads free is not counted as freed, so the end's bytes are more than the partitions'.
+                assert sum(sizes) // 2 <= seen["kept"]
+                assert_never_whole(seen["most"], sizes, kept=seen["kept"])
