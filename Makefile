@@ -27,7 +27,7 @@ PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --no-compile --constrai
 BUILD_REQUIREMENTS := scikit-build-core nanobind cmake ninja
 CXX_FILES = $(shell find lightning_smartinfinity hls tests -name '*.[ch]pp' -o -name '*.inl')
 BUILD_INPUTS := CMakeLists.txt pyproject.toml lightning_smartinfinity/__init__.py \
-    lightning_smartinfinity/update_rules.py tools/generate_update_rules.py \
+    lightning_smartinfinity/common/update_rules.py tools/generate_update_rules.py \
     $(shell find lightning_smartinfinity -name '*.[ch]pp' -o -name '*.inl' -o -name '*.cmake')
 
 # Each stamp says that its step succeeded with the files it depends on.

@@ -20,8 +20,8 @@ from machine import describe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.native import DType
-from lightning_smartinfinity.update_rules import RULES
 from tests.helpers.golden import STEPS
 from tests.hls.simulation import Library, built
 from tests.hls.tasklet import Form, Tasklet, make_tasklet

@@ -27,7 +27,9 @@ from machine import describe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lightning_smartinfinity import native, update_rules
+from lightning_smartinfinity import native
+from lightning_smartinfinity.common import update_rules
+from lightning_smartinfinity.common.update_rules import RuleDescription
 from lightning_smartinfinity.native import (
     Batch,
     DType,
@@ -41,7 +43,6 @@ from lightning_smartinfinity.native import (
     UpdateStep,
     sum_of_squares,
 )
-from lightning_smartinfinity.update_rules import RuleDescription
 from tests.helpers.native_testing import (
     InstructionSet,
     crc32c_by,

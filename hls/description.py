@@ -1,6 +1,6 @@
 """The one description of the kernels: their arguments in order, their ports, compute units and the card's memory.
 
-The kernels follow from the rules in ``lightning_smartinfinity/update_rules.py``. Their C++ sources
+The kernels follow from the rules in ``lightning_smartinfinity/common/update_rules.py``. Their C++ sources
 (``hls/sources.py``), the xclbin for tests (``hls/xclbin.py``), ``smartssd.cfg`` and the lines for v++
 (``hls/card_build.py``) are generated from them.
 
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from lightning_smartinfinity.update_rules import RULES
+from lightning_smartinfinity.common.update_rules import RULES
 
 __all__ = [
     "BLOCK_SCALED_FORM",

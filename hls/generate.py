@@ -19,7 +19,7 @@ from hls.description import EMULATED, KERNELS, SMARTSSD, design_for
 from hls.resources import expected
 from hls.sources import write_sources
 from hls.xclbin import xclbin
-from lightning_smartinfinity.update_rules import RULES
+from lightning_smartinfinity.common.update_rules import RULES
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

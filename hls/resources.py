@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hls.description import DESIGNS, KERNELS, Design, Kernel
-from lightning_smartinfinity.update_rules import RULES
+from lightning_smartinfinity.common.update_rules import RULES
 
 __all__ = ["beat_columns", "expected", "network_luts", "report"]
 

@@ -3,7 +3,7 @@
 get_filename_component(REPOSITORY ${CMAKE_CURRENT_LIST_DIR}/.. ABSOLUTE)
 set(CARD_FOLDER ${CMAKE_CURRENT_BINARY_DIR}/generated/card)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
-  ${REPOSITORY}/lightning_smartinfinity/update_rules.py ${REPOSITORY}/hls/description.py ${REPOSITORY}/hls/sources.py)
+  ${REPOSITORY}/lightning_smartinfinity/common/update_rules.py ${REPOSITORY}/hls/description.py ${REPOSITORY}/hls/sources.py)
 execute_process(
   COMMAND ${Python_EXECUTABLE} -m hls.generate sources ${CARD_FOLDER}
   WORKING_DIRECTORY ${REPOSITORY}

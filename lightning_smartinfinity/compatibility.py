@@ -32,10 +32,10 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from lightning_smartinfinity.common.patches import Shared, wrapped
+from lightning_smartinfinity.common.update_rules import optimizer_names
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.near_storage import NearStorage
-from lightning_smartinfinity.patches import Shared, wrapped
-from lightning_smartinfinity.update_rules import optimizer_names
 
 __all__ = [
     "REFUSED_CALLBACKS",

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_smartinfinity.checkpoint_books import CheckpointBooks, model_checkpoints
-from lightning_smartinfinity.patches import replaced
+from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.settings.strategy import check_save_path
 
 if TYPE_CHECKING:

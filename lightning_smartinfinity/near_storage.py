@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from lightning_smartinfinity.common.freed_memory import return_freed_memory
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import require_xclbin_named
-from lightning_smartinfinity.freed_memory import return_freed_memory
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.planning.automatic_strategy import Planned, Surroundings, plan_training

@@ -18,8 +18,8 @@ from lightning_utilities import apply_to_collection
 from torch.nn import Module
 from typing_extensions import override
 
+from lightning_smartinfinity.common.patches import replaced, wrapped
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.patches import replaced, wrapped
 from lightning_smartinfinity.settings.rules import check, one_of
 
 __all__ = ["SmartInfinityFabricPrecision", "SmartInfinityPrecision"]

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.native import RankWatch
-from lightning_smartinfinity.patches import replaced
 
 __all__ = [
     "CERTAIN",

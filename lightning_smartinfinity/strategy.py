@@ -26,6 +26,7 @@ from typing_extensions import Unpack, override
 from lightning_smartinfinity import ending
 from lightning_smartinfinity.checkpoint_books import CheckpointBooks
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
+from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.compatibility import (
     accumulates,
     adapt_callbacks,
@@ -42,7 +43,6 @@ from lightning_smartinfinity.lightning_options import SharedOptions, indexed_dev
 from lightning_smartinfinity.model_checkpoint import check_folders, save_beside_training, save_in_turn
 from lightning_smartinfinity.native import take_back_ask_to_end
 from lightning_smartinfinity.near_storage import NearStorage
-from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings
 from lightning_smartinfinity.precision import SmartInfinityPrecision
 from lightning_smartinfinity.recording import FitRecording

@@ -16,7 +16,7 @@ from lightning_smartinfinity.activations.forwards import Forward
 from lightning_smartinfinity.activations.pool import Pool
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
 from lightning_smartinfinity.activations.writes import Writes
-from lightning_smartinfinity.freed_memory import FreedMemory
+from lightning_smartinfinity.common.freed_memory import FreedMemory
 from lightning_smartinfinity.settings import ActivationOffload
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 

@@ -25,8 +25,8 @@ from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.activations.reads import Reads
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
 from lightning_smartinfinity.activations.writes import Writes
+from lightning_smartinfinity.common.freed_memory import FreedMemory
 from lightning_smartinfinity.errors import CudaError, SmartInfinityError
-from lightning_smartinfinity.freed_memory import FreedMemory
 from lightning_smartinfinity.settings import ActivationOffload, TransferConfig
 from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
 

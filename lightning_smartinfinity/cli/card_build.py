@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import lightning_smartinfinity
 from lightning_smartinfinity.cli.report_archive import end_of
-from lightning_smartinfinity.update_rules import RULES
+from lightning_smartinfinity.common.update_rules import RULES
 
 __all__ = ["CHECKOUT", "compare_csynth", "compile_smallest", "link", "logs_in", "unable", "xclbin_in", "xo_in"]
 

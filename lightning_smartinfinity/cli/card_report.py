@@ -94,7 +94,7 @@ class _Report:
         """Return what the result of a stage depends on."""
         if stage in ("xo", "csynth", "link"):
             sources = [path for path in (card_build.CHECKOUT / "hls").rglob("*") if path.suffix in (".py", ".hpp")]
-            sources += (card_build.CHECKOUT / "lightning_smartinfinity").glob("update_rules.py")
+            sources += (card_build.CHECKOUT / "lightning_smartinfinity").glob("common/update_rules.py")
             return {
                 "v++": shutil.which("v++"),
                 "sources": max((path.stat().st_mtime_ns for path in sources), default=0),

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity.progress import Show, showing_progress
+from lightning_smartinfinity.common.progress import Show, showing_progress
 from lightning_smartinfinity.settings import LOCAL_FOLDER
 from lightning_smartinfinity.settings.rules import Rule, num_parameters
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_smartinfinity.cli.option_types import add_quiet, add_weights_only, show_of, storage_folder
+from lightning_smartinfinity.common.progress import Show
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
-from lightning_smartinfinity.progress import Show
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.storage.jobs.jobs import Job

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_smartinfinity.cli.option_types import number_in, parameters_in, reading, whole_number_in
+from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 from lightning_smartinfinity.settings.rules import between, number, optional, positive
-from lightning_smartinfinity.update_rules import RULES
 
 __all__ = ["FORMATS_OF_HOST", "add_options"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.native.formats import STATE_FORMATS
-from lightning_smartinfinity.update_rules import RULES
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.planning.simulator.hardware import Machine

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_smartinfinity.cli.option_types import add_quiet, add_weights_only, show_of
-from lightning_smartinfinity.update_rules import optimizer_names
+from lightning_smartinfinity.common.update_rules import optimizer_names
 
 __all__ = ["add_to"]
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from lightning_smartinfinity.common.transformers_models import ModelDescription
 from lightning_smartinfinity.errors import StorageError, UnsupportedError
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder, Trust
-from lightning_smartinfinity.transformers_models import ModelDescription
 
 __all__ = ["CheckpointOrigin", "Origin", "has_tokenizer", "origin_of", "write_companions"]
 

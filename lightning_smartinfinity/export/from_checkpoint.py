@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_smartinfinity.common.transformers_models import Model, ModelDescription
 from lightning_smartinfinity.errors import CheckpointError, ConfigError
 from lightning_smartinfinity.export.companions import CheckpointOrigin, Origin, has_tokenizer, origin_of
 from lightning_smartinfinity.export.destination import require_outside, require_unused, resolved
@@ -19,7 +20,6 @@ from lightning_smartinfinity.export.pretrained import FolderExport, plain_export
 from lightning_smartinfinity.export.routes import DTYPES
 from lightning_smartinfinity.export.shards import SHARD_SIZE
 from lightning_smartinfinity.settings.rules import Rule, one_of, optional, require
-from lightning_smartinfinity.transformers_models import Model, ModelDescription
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
 from lightning_smartinfinity.zero3.checkpoints.trust import door

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lightning_smartinfinity.common.transformers_models import describe, models_in
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.export.companions import Origin, origin_of
 from lightning_smartinfinity.export.destination import require_folder, resolved
@@ -17,7 +18,6 @@ from lightning_smartinfinity.export.pretrained import FolderExport, plain_export
 from lightning_smartinfinity.export.routes import DTYPES
 from lightning_smartinfinity.export.shards import SHARD_SIZE
 from lightning_smartinfinity.settings.rules import Rule, check, optional
-from lightning_smartinfinity.transformers_models import describe, models_in
 from lightning_smartinfinity.zero3.checkpoints.live_weights import LiveWeights
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put
 from lightning_smartinfinity.zero3.collectives import raising_together

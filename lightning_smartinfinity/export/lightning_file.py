@@ -11,10 +11,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
+from lightning_smartinfinity.common.progress import showing_progress
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.export.destination import require_room, staged
 from lightning_smartinfinity.export.routes import ExportPlan, plain_plan, router
-from lightning_smartinfinity.progress import showing_progress
 from lightning_smartinfinity.rng import RNG_KEY
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from lightning_smartinfinity.common.progress import Advance, showing_progress
+from lightning_smartinfinity.common.transformers_models import Model, ModelDescription, optional_package
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.export.companions import Origin, write_companions
 from lightning_smartinfinity.export.destination import require_room, staged
@@ -17,8 +19,6 @@ from lightning_smartinfinity.export.names import plan_for
 from lightning_smartinfinity.export.original_weights import OriginalWeights
 from lightning_smartinfinity.export.routes import ExportPlan, plain_plan, router
 from lightning_smartinfinity.export.shards import Shards, writing_shards
-from lightning_smartinfinity.progress import Advance, showing_progress
-from lightning_smartinfinity.transformers_models import Model, ModelDescription, optional_package
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put
 from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents
 

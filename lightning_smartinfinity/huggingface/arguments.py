@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lightning_smartinfinity.common.transformers_models import models_in
+from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.transformers_models import models_in
-from lightning_smartinfinity.update_rules import RULES
 
 __all__ = ["Arguments", "check_arguments", "has_adapters", "has_rule", "job_of", "refuse_quantized"]
 

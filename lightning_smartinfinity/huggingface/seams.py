@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lightning_smartinfinity.common.patches import replaced, wrapped
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.huggingface.arguments import Arguments
-from lightning_smartinfinity.patches import replaced, wrapped
 
 __all__ = [
     "Trainer",

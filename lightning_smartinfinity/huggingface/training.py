@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from typing_extensions import Self, override
 
+from lightning_smartinfinity.common.transformers_models import optional_package
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.huggingface.arguments import (
     Arguments,
@@ -58,7 +59,6 @@ from lightning_smartinfinity.settings import (
 )
 from lightning_smartinfinity.settings.rules import check, instance
 from lightning_smartinfinity.settings.strategy import data_types, documents_settings, given_settings
-from lightning_smartinfinity.transformers_models import optional_package
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
 __all__ = ["SmartInfinityTraining"]

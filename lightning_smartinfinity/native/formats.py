@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.native import StateFormat, UpdateStep, state_formats
-from lightning_smartinfinity.update_rules import RULES
 
 __all__ = ["STATE_FORMATS", "formats_of", "names_where", "optimizers_of", "serves"]
 

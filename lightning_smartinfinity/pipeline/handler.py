@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.common.progress import Show, hidden
 from lightning_smartinfinity.devices.base import StorageDevice, Traffic
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.pipeline.layout.balance import Balance
@@ -23,7 +24,6 @@ from lightning_smartinfinity.pipeline.state.pinned_state import PinnedState
 from lightning_smartinfinity.pipeline.state.state_access import StateAccess, Together, committing
 from lightning_smartinfinity.pipeline.step import Step
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
-from lightning_smartinfinity.progress import Show, hidden
 from lightning_smartinfinity.storage import StateStore
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord
 

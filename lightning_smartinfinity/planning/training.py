@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, serves
 from lightning_smartinfinity.planning.simulator.gradients import BlockScaledPayload, GradientForm, TopKPayload
 from lightning_smartinfinity.planning.simulator.workload import NUM_ARRAYS
 from lightning_smartinfinity.settings import HOST_TASKLET_BYTES
 from lightning_smartinfinity.settings.rules import FLAG, between, one_of, optional, positive, require
-from lightning_smartinfinity.update_rules import RULES
 
 __all__ = ["BLOCK_SCALED", "BUILDS", "OFFLOADS", "OPTIMIZERS", "PRECISIONS", "Training"]
 

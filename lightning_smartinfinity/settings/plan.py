@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.settings.folders import names_file
 from lightning_smartinfinity.settings.rules import (
@@ -19,7 +20,6 @@ from lightning_smartinfinity.settings.rules import (
     settings_of,
 )
 from lightning_smartinfinity.settings.wrong_names import named_settings
-from lightning_smartinfinity.update_rules import RULES
 
 __all__ = ["PlanConfig", "plan_config"]
 

@@ -13,7 +13,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.activations import OffloadedActivations
-from lightning_smartinfinity.patches import wrapped
+from lightning_smartinfinity.common.patches import wrapped
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lightning_smartinfinity.common.progress import Advance, showing_progress
 from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
-from lightning_smartinfinity.progress import Advance, showing_progress
 
 __all__ = [
     "agree_to_gather",

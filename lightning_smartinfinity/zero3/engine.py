@@ -21,14 +21,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import is_optimized_parameter
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
+from lightning_smartinfinity.common.freed_memory import return_freed_memory
+from lightning_smartinfinity.common.patches import replaced
+from lightning_smartinfinity.common.transformers_models import describe_models
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
-from lightning_smartinfinity.freed_memory import return_freed_memory
-from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.rank_places import note_model
 from lightning_smartinfinity.settings.rules import shown
 from lightning_smartinfinity.settings.strategy import check_save_path
 from lightning_smartinfinity.storage.io.deadlines import io_limit, unless_idle
-from lightning_smartinfinity.transformers_models import describe_models
 from lightning_smartinfinity.watching import naming_lost_rank
 from lightning_smartinfinity.zero3.activations import offloading
 from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves

@@ -18,8 +18,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import parameter_offload, partition_parameters
 from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 
+from lightning_smartinfinity.common.patches import replaced, wrapped
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.patches import replaced, wrapped
 from lightning_smartinfinity.zero3.engine import EvaluationEngine, PortableEngine, SmartInfinityEngine
 from lightning_smartinfinity.zero3.environment import having_local_rank
 from lightning_smartinfinity.zero3.parameters.generation import sync_generation

@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.devices.smartssd.discovery.mounts import mount_of
 from lightning_smartinfinity.devices.smartssd.discovery.system import System
 from lightning_smartinfinity.errors import StorageError
-from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.storage.io.deadlines import unless_idle
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.state.space import nearest_existing

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.zero3.checkpoints import optimizer_state
 from lightning_smartinfinity.zero3.state_by_parameter import StateByParameter
 from lightning_smartinfinity.zero3.untyped import SavedState

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.devices.base import StorageDevice
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.devices.smartssd import (
@@ -24,7 +25,6 @@ from lightning_smartinfinity.devices.smartssd import (
     ring_within,
 )
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, StorageError
-from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.pipeline.layout.free_memory import measure_memory, share_of_memory
 from lightning_smartinfinity.pipeline.layout.partition_layout import (

@@ -24,8 +24,8 @@ from deepspeed.accelerator import get_accelerator
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD
+from lightning_smartinfinity.common.freed_memory import return_freed_memory
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
-from lightning_smartinfinity.freed_memory import return_freed_memory
 from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientWindows

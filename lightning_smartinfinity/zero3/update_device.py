@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from torch.distributed import ProcessGroup
 
+from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.devices.smartssd import (
     CardRing,
     CardSetup,
@@ -28,7 +29,6 @@ from lightning_smartinfinity.devices.smartssd.discovery.xclbin import is_xclbin_
 from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL, Kernel
 from lightning_smartinfinity.devices.smartssd.unreturned import close_returned
 from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError
-from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 from lightning_smartinfinity.settings import SmartSSDConfig
 from lightning_smartinfinity.storage.extents import BLOCK_BYTES

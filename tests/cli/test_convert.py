@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_smartinfinity import progress
 from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.common import progress
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.pipeline.harness import Case

@@ -22,8 +22,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
-from lightning_smartinfinity import progress
 from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.common import progress
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import RANK_KEY, SAVE_ID
 from tests.cli.test_jobs import damage, left, refusing

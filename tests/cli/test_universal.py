@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity import progress
 from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.common import progress
 from tests.helpers.universal import save_of_two
 
 SHAPES = [{"a": torch.Size([5])}]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_smartinfinity import update_rules
+from lightning_smartinfinity.common import update_rules
 from lightning_smartinfinity.native import DType
 from tests.helpers.update_rules import ARRAYS, RULES, Floats, adagrad_step, adam_step, rmsprop_step, sgd_step
 

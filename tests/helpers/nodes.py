@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity import machine
+from lightning_smartinfinity.common import machine
 from tests.helpers.runif import NO_MOUNTS
 
 _NEW_MOUNTS = 0x20000

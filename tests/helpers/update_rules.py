@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.common.update_rules import RULES as DESCRIPTIONS
 from lightning_smartinfinity.native import AdagradStep, AdamStep, RmspropStep, SgdStep
-from lightning_smartinfinity.update_rules import RULES as DESCRIPTIONS
 
 __all__ = [
     "ARRAYS",

@@ -19,8 +19,8 @@ from hls.description import (
     Kernel,
 )
 from lightning_smartinfinity import native
+from lightning_smartinfinity.common.update_rules import RULES as DESCRIPTIONS
 from lightning_smartinfinity.native import DType, crc32c
-from lightning_smartinfinity.update_rules import RULES as DESCRIPTIONS
 from tests.helpers.compressed import Codes, block_scaled_codes
 from tests.helpers.golden import Bits, assert_same_bits, decode, encode, random_arrays
 from tests.helpers.payload import Payload, compress, expand

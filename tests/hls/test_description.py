@@ -16,8 +16,8 @@ from hls.description import DESIGNS, EMULATED, KERNELS, SMARTSSD, ComputeUnit, D
 from hls.generate import main
 from hls.sources import write_sources
 from hls.xclbin import SectionKind, sections, xclbin
+from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL
-from lightning_smartinfinity.update_rules import RULES
 
 ADAMW, ADAGRAD, SGD = KERNELS[:3]
 

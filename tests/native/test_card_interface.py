@@ -17,6 +17,7 @@ import torch
 
 from hls.description import ERROR_BITS, INTERFACE_VERSION, KERNELS, STATUS_WORDS, Kernel
 from lightning_smartinfinity import native
+from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.devices.smartssd import kernels as of_package
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.native import (
@@ -29,7 +30,6 @@ from lightning_smartinfinity.native import (
     Pipeline,
 )
 from lightning_smartinfinity.pipeline.rules import rule_for
-from lightning_smartinfinity.update_rules import RULES
 from tests.helpers.compressed import block_scaled_codes
 from tests.helpers.golden import decode, encode, random_arrays
 from tests.helpers.payload import compress

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_smartinfinity.progress import showing_progress
+from lightning_smartinfinity.common.progress import showing_progress
 from lightning_smartinfinity.zero3.checkpoints.scrub import scrub_checkpoint
 
 __all__ = ["OVER", "Looking", "kept_checkpoints"]

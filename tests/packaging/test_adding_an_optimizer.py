@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_smartinfinity.update_rules import RULES
+from lightning_smartinfinity.common.update_rules import RULES
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "examples", "hls", "lightning_smartinfinity", "tools")
 # The rules themselves, and a benchmark of some golden steps.
 RULE_FILES = (
-    "lightning_smartinfinity/update_rules.py",
+    "lightning_smartinfinity/common/update_rules.py",
     "lightning_smartinfinity/transfer/rules/",
 )
 RULE_OF = {name.lower(): rule.name for rule in RULES for name in (rule.name, rule.step, *rule.optimizers)}

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, StorageLockedError
 from lightning_smartinfinity.pipeline.state.convert import convert_store
-from lightning_smartinfinity.progress import hidden
 from lightning_smartinfinity.storage import recover_store
 from tests.pipeline.harness import Case, Run, assert_equal, running
 from tests.storage.makers import manifest_with

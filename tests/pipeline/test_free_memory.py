@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_smartinfinity.machine import machine_identity
+from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.pipeline.layout.free_memory import (
     MemoryLimit,
     MemoryReport,

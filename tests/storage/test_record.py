@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.errors import StorageCorruptError
-from lightning_smartinfinity.progress import hidden
 from lightning_smartinfinity.storage import recover_store
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.spread import Placement

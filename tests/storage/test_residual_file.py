@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.errors import StorageCorruptError
-from lightning_smartinfinity.progress import hidden
 from lightning_smartinfinity.storage import StateStore, find_resumable, recover_store
 from lightning_smartinfinity.storage.jobs.jobs import find_job
 from lightning_smartinfinity.storage.records import residual_file, residual_write

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.errors import StorageError, StorageLockedError
-from lightning_smartinfinity.progress import hidden
 from lightning_smartinfinity.storage import StateStore, recover_store
 from lightning_smartinfinity.storage.jobs.jobs import find_jobs
 from lightning_smartinfinity.storage.state import scrub

@@ -20,7 +20,7 @@ from unittest import mock
 import lightning.pytorch as pl
 
 from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy, TransferConfig
-from lightning_smartinfinity.patches import replaced
+from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.zero3.background_jobs import BackgroundJobs
 from lightning_smartinfinity.zero3.checkpoints import folder_swap
 from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_smartinfinity.machine import machine_identity
+from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.pipeline.layout.free_memory import MemoryLimit, MemoryReport
 from lightning_smartinfinity.zero3 import storage
 from tests.training.test_overlap import BF16, SMALL_RING, assert_same, result

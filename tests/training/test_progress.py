@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_smartinfinity import SmartInfinityStrategy, progress
+from lightning_smartinfinity import SmartInfinityStrategy
+from lightning_smartinfinity.common import progress
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.training.transformers_worker import BuiltOnTokens, construct

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.native import Batch, Card, CardOptions, Failure, Operation, Pipeline, StateFile
-from lightning_smartinfinity.update_rules import RULES
 from tests.helpers.update_rules import ARRAYS
 from tests.native.stored import Array, Run, StoredState, align, takes_direct
 from tests.xrt.cards import EmulatedCards

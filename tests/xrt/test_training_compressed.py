@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity import BlockScaled, SmartInfinityStrategy, TopK
+from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.settings import GradientCodec
-from lightning_smartinfinity.update_rules import RULES
 from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import fit

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_smartinfinity.patches import wrapped
+from lightning_smartinfinity.common.patches import wrapped
 from lightning_smartinfinity.rank_places import _counts, _kind_of
 
 COLLECTIVES: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_smartinfinity.checkpoint_books import _FIELDS
-from lightning_smartinfinity.patches import replaced
+from lightning_smartinfinity.common.patches import replaced
 
 
 def quiet() -> pl.Trainer:

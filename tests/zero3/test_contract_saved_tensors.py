@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_smartinfinity.patches import wrapped
+from lightning_smartinfinity.common.patches import wrapped
 
 
 def test_a_view_knows_its_base() -> None:

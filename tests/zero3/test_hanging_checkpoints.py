@@ -17,9 +17,9 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 import torch.distributed as dist
 
+from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.export.destination import staged
-from lightning_smartinfinity.progress import hidden
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.zero3 import file_systems
 from lightning_smartinfinity.zero3.checkpoints import folder_swap, tensor_file

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.common.update_rules import RULES, RuleDescription, optimizer_names
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.native import UpdateStep
-from lightning_smartinfinity.update_rules import RULES, RuleDescription, optimizer_names
 
 __all__ = ["KERNELS", "LARGEST_NUMEL", "Kernel", "kernel_of"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_smartinfinity.machine import machine_identity
+from lightning_smartinfinity.common.machine import machine_identity
 
 __all__ = ["MemoryLimit", "MemoryReport", "measure_memory", "share_of_memory"]
 
@@ -38,7 +38,7 @@ class MemoryReport:
     """The memory that one rank sees. It holds plain values, which all ranks gather as objects.
 
     Args:
-        machine: :func:`~lightning_smartinfinity.machine.machine_identity` of the rank.
+        machine: :func:`~lightning_smartinfinity.common.machine.machine_identity` of the rank.
         limits: The rank's limits by name. Two ranks of a machine share a limit if they give it the same name.
         reserved: Bytes that this rank will use for other purposes.
     """

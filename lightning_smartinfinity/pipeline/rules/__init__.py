@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_smartinfinity.common.update_rules import optimizer_names
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.pipeline.rules.adagrad import AdagradRule
 from lightning_smartinfinity.pipeline.rules.adam import AdamRule
 from lightning_smartinfinity.pipeline.rules.base import UpdateRule
 from lightning_smartinfinity.pipeline.rules.rmsprop import RmspropRule
 from lightning_smartinfinity.pipeline.rules.sgd import SgdRule
-from lightning_smartinfinity.update_rules import optimizer_names
 
 __all__ = ["UpdateRule", "rule_for"]
 

@@ -10,10 +10,10 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.common.update_rules import ADAMW
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.native.formats import formats_of
 from lightning_smartinfinity.pipeline.rules.base import UpdateRule
-from lightning_smartinfinity.update_rules import ADAMW
 
 __all__ = ["AdamHyperparameters", "AdamRule"]
 

@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+from lightning_smartinfinity.common.update_rules import RuleDescription
 from lightning_smartinfinity.native import UpdateStep
 from lightning_smartinfinity.settings.rules import Rule, check
-from lightning_smartinfinity.update_rules import RuleDescription
 
 __all__ = ["UpdateRule"]
 

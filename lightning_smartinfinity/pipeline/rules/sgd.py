@@ -10,9 +10,9 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.common.update_rules import SGD
 from lightning_smartinfinity.native.formats import formats_of
 from lightning_smartinfinity.pipeline.rules.base import UpdateRule
-from lightning_smartinfinity.update_rules import SGD
 
 __all__ = ["SgdHyperparameters", "SgdRule"]
 

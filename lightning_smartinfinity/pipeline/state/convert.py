@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from lightning_smartinfinity.common.progress import Advance, Show, hidden
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, UnsupportedError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where, optimizers_of, serves
@@ -20,7 +21,6 @@ from lightning_smartinfinity.pipeline.layout.partition_layout import (
 )
 from lightning_smartinfinity.pipeline.state.state_access import StateAccess
 from lightning_smartinfinity.pipeline.state.windows import Window
-from lightning_smartinfinity.progress import Advance, Show, hidden
 from lightning_smartinfinity.settings import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.settings.rules import check, one_of, require_distinct
 from lightning_smartinfinity.storage import StateStore, create_store, recover_store

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.common.progress import Advance, Show
 from lightning_smartinfinity.devices.base import StorageDevice
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.pipeline.layout.batches import (
@@ -25,7 +26,6 @@ from lightning_smartinfinity.pipeline.parameters.partitions import ParameterMemo
 from lightning_smartinfinity.pipeline.parameters.submissions import Assignment, Direction, DirectSubmission, Submission
 from lightning_smartinfinity.pipeline.state.windows import Window, WindowWalk
 from lightning_smartinfinity.pipeline.state.work import array_batch, start_batch
-from lightning_smartinfinity.progress import Advance, Show
 from lightning_smartinfinity.storage import StateStore
 
 __all__ = ["StateAccess", "Together", "commit_next", "committing", "places_of"]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native import MAX_ARRAYS
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
@@ -14,7 +15,6 @@ from lightning_smartinfinity.planning.simulator.gradients import ITEM_BYTES, Gra
 from lightning_smartinfinity.settings import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES, NUM_BUFFERS
 from lightning_smartinfinity.settings.rules import Rule, between, one_of, optional, require
 from lightning_smartinfinity.storage.extents import BLOCK_BYTES
-from lightning_smartinfinity.update_rules import RULES
 
 __all__ = ["ENOUGH_TASKLETS", "NUM_ARRAYS", "Workload"]
 

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_smartinfinity.common.transformers_models import optional_package
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.planning.model import LlamaShape, ModelFigures, Passes, llama_shape
 from lightning_smartinfinity.planning.survey.passes import UNCOUNTED, count_passes, transformer_in
 from lightning_smartinfinity.settings.rules import num_parameters
 from lightning_smartinfinity.storage.io.os_errors import in_short
-from lightning_smartinfinity.transformers_models import optional_package
 
 __all__ = [
     "ModelSource",

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from lightning_smartinfinity.common.transformers_models import models_in
 from lightning_smartinfinity.planning.model import Passes
 from lightning_smartinfinity.storage.io.os_errors import in_short
-from lightning_smartinfinity.transformers_models import models_in
 
 __all__ = ["UNCOUNTED", "count_passes", "loss_of", "transformer_in"]
 

@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.common.progress import Advance
 from lightning_smartinfinity.errors import StorageCorruptError
-from lightning_smartinfinity.progress import Advance
 from lightning_smartinfinity.storage.folders.direct import has_direct
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.folders.rank_folder import RESIDUAL_NAMES

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.errors import StorageCorruptError
-from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.storage.folders.lock import KEPT, SET_ASIDE, is_locked, read_lock, successor_in
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
@@ -39,7 +39,7 @@ class Part:
     """The folder of one rank in one storage folder, as a process saw it. It holds plain values, which ranks gather.
 
     Args:
-        machine: :func:`~lightning_smartinfinity.machine.machine_identity` of the process.
+        machine: :func:`~lightning_smartinfinity.common.machine.machine_identity` of the process.
         path: Path of the folder.
         rank: Number of the rank.
         store: Job id of the store there; None if there is no readable manifest.

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.common.progress import Advance, Show
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.progress import Advance, Show
 from lightning_smartinfinity.settings import IO_TIMEOUT
 from lightning_smartinfinity.storage.folders.direct import open_state_file
 from lightning_smartinfinity.storage.folders.manifest import Manifest, read_manifest

@@ -10,8 +10,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
-from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.storage.extents import ExtentMap
 from lightning_smartinfinity.storage.folders.lock import KEPT, is_locked, read_lock
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, read_manifest
@@ -70,8 +70,8 @@ class SpaceRequest:
     """The space that one rank needs in one storage folder. It holds plain values, which all ranks gather as objects.
 
     Args:
-        machine: :func:`~lightning_smartinfinity.machine.machine_identity` of the rank; empty once ``file_system`` is a
-            number by which all machines know the file system.
+        machine: :func:`~lightning_smartinfinity.common.machine.machine_identity` of the rank; empty once
+            ``file_system`` is a number by which all machines know the file system.
         host: The rank's own name for its machine, for messages only.
         file_system: ``st_dev`` of the folder (of its nearest existing parent).
         path: The storage folder.

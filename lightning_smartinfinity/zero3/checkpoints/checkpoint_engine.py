@@ -13,7 +13,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, OPTIMIZER_STA
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch.serialization import MAP_LOCATION
 
-from lightning_smartinfinity.patches import replaced
+from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.storage.io.deadlines import unless_idle
 from lightning_smartinfinity.zero3.checkpoints import optimizer_state
 from lightning_smartinfinity.zero3.checkpoints.flushed_file import save_flushed

@@ -12,7 +12,7 @@ from typing import IO, cast
 import torch
 from typing_extensions import Buffer, override
 
-from lightning_smartinfinity.progress import Advance
+from lightning_smartinfinity.common.progress import Advance
 from lightning_smartinfinity.storage.io.deadlines import unless_idle, when_returned
 
 __all__ = ["save_flushed"]

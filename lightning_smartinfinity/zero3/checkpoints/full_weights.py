@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import deepspeed
 import torch
 
+from lightning_smartinfinity.common.progress import Advance
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.progress import Advance
 from lightning_smartinfinity.zero3.collectives import raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.step.outside_writes import OutsideWrites
 from lightning_smartinfinity.zero3.untyped import SavedState

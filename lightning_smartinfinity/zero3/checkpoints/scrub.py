@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_smartinfinity.common.progress import Show
 from lightning_smartinfinity.errors import CheckpointError, StorageError
-from lightning_smartinfinity.progress import Show
 from lightning_smartinfinity.storage.io.deadlines import doing_now, unless_idle
 from lightning_smartinfinity.storage.io.os_errors import storage_error
 from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMS_NAME

@@ -27,8 +27,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.storage.folders.open_folder import kind_of
 from lightning_smartinfinity.storage.io.deadlines import unless_idle
 from lightning_smartinfinity.zero3.checkpoints.harmless import harmless_types, with_arrays

@@ -28,8 +28,8 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
+from lightning_smartinfinity.common.progress import Show, hidden
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.progress import Show, hidden
 from lightning_smartinfinity.storage.folders.replacement import beside, flush_names, flush_tree
 from lightning_smartinfinity.storage.folders.staging_folder import locked, remove_content
 from lightning_smartinfinity.storage.io.deadlines import doing_now, unless_idle

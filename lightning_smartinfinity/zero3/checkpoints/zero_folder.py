@@ -14,9 +14,9 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from lightning_smartinfinity.common.progress import Advance, showing_progress
+from lightning_smartinfinity.common.update_rules import optimizer_names
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.progress import Advance, showing_progress
-from lightning_smartinfinity.update_rules import optimizer_names
 from lightning_smartinfinity.zero3.checkpoints.block_checksums import (
     BlockChecksums,
     Checksums,

@@ -18,7 +18,7 @@ __all__ = ["building", "is_building", "is_ours", "is_vmap", "moves_module", "una
 _OURS = ("deepspeed.", "lightning_smartinfinity.", "torch._dynamo.", "torch._subclasses.", "torch._functorch._")
 _BETWEEN = (
     *("torch.", "deepspeed.runtime.zero.linear.", "copy.", "contextlib.", "functools."),
-    *("lightning_smartinfinity.patches.", "lightning_smartinfinity.zero3.parameters.pretrained."),
+    *("lightning_smartinfinity.common.patches.", "lightning_smartinfinity.zero3.parameters.pretrained."),
     "lightning_smartinfinity.zero3.parameters.torch_functions.",
 )
 

@@ -25,8 +25,8 @@ from deepspeed.runtime.zero.partition_parameters import (
 )
 from torch.overrides import TorchFunctionMode
 
+from lightning_smartinfinity.common.patches import wrapped
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.patches import wrapped
 from lightning_smartinfinity.zero3.parameters.callers import building
 from lightning_smartinfinity.zero3.parameters.gathering import whole_data
 from lightning_smartinfinity.zero3.parameters.live_parameters import require_budget_for

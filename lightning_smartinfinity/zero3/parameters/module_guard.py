@@ -12,8 +12,8 @@ from typing import NoReturn
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init
 
+from lightning_smartinfinity.common.patches import wrapped
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.patches import wrapped
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroModule, ZeroOffload
 from lightning_smartinfinity.zero3.validation import check_layers
 

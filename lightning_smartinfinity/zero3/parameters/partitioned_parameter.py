@@ -23,8 +23,8 @@ from deepspeed.runtime.zero.partition_parameters import (
 )
 from torch.utils._pytree import tree_map
 
+from lightning_smartinfinity.common.patches import wrapped
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.patches import wrapped
 from lightning_smartinfinity.zero3.parameters.callers import is_building, is_ours, is_vmap, moves_module
 from lightning_smartinfinity.zero3.parameters.gather_methods import (
     Gather,

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_smartinfinity.patches import wrapped
+from lightning_smartinfinity.common.patches import wrapped
 from lightning_smartinfinity.zero3.parameters.mapped_files import MappedFiles
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 

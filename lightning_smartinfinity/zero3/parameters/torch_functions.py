@@ -15,7 +15,7 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3, zero3_linear_wrap
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 
-from lightning_smartinfinity.patches import replaced
+from lightning_smartinfinity.common.patches import replaced
 
 __all__ = ["autocast_of_caller", "linear_of_partitions", "putting_torch_back"]
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.patches import replaced
 from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
 from lightning_smartinfinity.zero3.parameters.gradients import GET_GRAD, SET_GRAD
 from lightning_smartinfinity.zero3.parameters.partition import Partition

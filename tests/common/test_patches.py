@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_smartinfinity.patches import Shared, replaced, wrapped
+from lightning_smartinfinity.common.patches import Shared, replaced, wrapped
 
 
 class Base:

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from lightning_smartinfinity import progress
-from lightning_smartinfinity.progress import showing_progress
+from lightning_smartinfinity.common import progress
+from lightning_smartinfinity.common.progress import showing_progress
 
 
 def test_short_work_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_smartinfinity.freed_memory import FreedMemory
+from lightning_smartinfinity.common.freed_memory import FreedMemory
 
 
 def resident_bytes() -> int:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_smartinfinity import machine
-from lightning_smartinfinity.machine import machine_identity
+from lightning_smartinfinity.common import machine
+from lightning_smartinfinity.common.machine import machine_identity
 
 
 def booted(monkeypatch: pytest.MonkeyPatch, path: Path, boot: str, *, name: str) -> str:
