@@ -42,7 +42,7 @@ COLUMNS = {
 def run(options: argparse.Namespace) -> Figures:
     """Train in this process, and time each record."""
     from lightning_smartinfinity import TopK
-    from lightning_smartinfinity.recording import FitRecording
+    from lightning_smartinfinity.integrations.trainer.fit_record import FitRecording
 
     settings = dict(SYSTEMS[options.child])
     if "compression" in settings:

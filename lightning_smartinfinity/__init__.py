@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from lightning_smartinfinity import _autoload, checkpoint_hint
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.callbacks import StorageTrafficMonitor
     from lightning_smartinfinity.errors import (
         CheckpointError,
         CheckpointNotFoundError,
@@ -32,8 +31,10 @@ if TYPE_CHECKING:
         StorageTimeoutError,
         UnsupportedError,
     )
-    from lightning_smartinfinity.fabric import SmartInfinityFabricStrategy
-    from lightning_smartinfinity.precision import SmartInfinityPrecision
+    from lightning_smartinfinity.integrations.fabric.strategy import SmartInfinityFabricStrategy
+    from lightning_smartinfinity.integrations.precision import SmartInfinityPrecision
+    from lightning_smartinfinity.integrations.trainer.callbacks import StorageTrafficMonitor
+    from lightning_smartinfinity.integrations.trainer.strategy import SmartInfinityStrategy
     from lightning_smartinfinity.rng import RandomStates
     from lightning_smartinfinity.settings import (
         ActivationOffload,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
         TopK,
         TransferConfig,
     )
-    from lightning_smartinfinity.strategy import SmartInfinityStrategy
 
 __version__ = "0.1.0"
 
@@ -89,16 +89,16 @@ _HOMES = {
     "RankLostError": "errors",
     "RanksDivergedError": "errors",
     "SmartInfinityError": "errors",
-    "SmartInfinityFabricStrategy": "fabric",
-    "SmartInfinityPrecision": "precision",
-    "SmartInfinityStrategy": "strategy",
+    "SmartInfinityFabricStrategy": "integrations.fabric.strategy",
+    "SmartInfinityPrecision": "integrations.precision",
+    "SmartInfinityStrategy": "integrations.trainer.strategy",
     "SmartSSDConfig": "settings",
     "StorageCorruptError": "errors",
     "StorageError": "errors",
     "StorageFullError": "errors",
     "StorageLockedError": "errors",
     "StorageTimeoutError": "errors",
-    "StorageTrafficMonitor": "callbacks",
+    "StorageTrafficMonitor": "integrations.trainer.callbacks",
     "TopK": "settings",
     "TransferConfig": "settings",
     "UnsupportedError": "errors",
@@ -106,9 +106,15 @@ _HOMES = {
 
 # Rooms and modules that pages or pickles name, and where they are now. What is in a room moved with it.
 _MOVED = {
+    "callbacks": "integrations.trainer.callbacks",
     "compression": "settings",
     "config": "settings",
+    "fabric": "integrations.fabric.strategy",
+    "huggingface": "integrations.transformers",
+    "metrics": "integrations.trainer.metrics",
     "plan": "planning",
+    "precision": "integrations.precision",
+    "strategy": "integrations.trainer.strategy",
     "transfer": "pipeline",
     "transfer.convert": "pipeline.state.convert",
 }

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from lightning_smartinfinity.fabric import SmartInfinityFabricStrategy
-    from lightning_smartinfinity.strategy import SmartInfinityStrategy
+    from lightning_smartinfinity.integrations.fabric.strategy import SmartInfinityFabricStrategy
+    from lightning_smartinfinity.integrations.trainer.strategy import SmartInfinityStrategy
 
 __all__ = ["install"]
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_smartinfinity.integrations.trainer.strategy import SmartInfinityStrategy
 from lightning_smartinfinity.settings import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.storage.jobs.jobs import find_job, remove_job
-from lightning_smartinfinity.strategy import SmartInfinityStrategy
 
 __all__ = ["compare_trainings"]
 

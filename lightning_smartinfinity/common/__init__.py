@@ -1,1 +1,1 @@
-"""What every room may use: patches of other libraries, freed memory, progress bars, and facts of the machine."""
+"""Patches of other libraries, freed memory, progress bars and facts of the machine, which every room uses."""

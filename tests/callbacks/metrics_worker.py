@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_smartinfinity.metrics import (
+from lightning_smartinfinity.integrations.trainer.metrics import (
     BytesPerParameter,
     StorageBandwidth,
     StorageBytes,

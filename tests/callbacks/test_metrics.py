@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_smartinfinity.devices.base import FolderTraffic, Traffic
 from lightning_smartinfinity.errors import ConfigError
-from lightning_smartinfinity.metrics import (
+from lightning_smartinfinity.integrations.trainer.metrics import (
     BytesPerParameter,
     Phase,
     StorageBandwidth,

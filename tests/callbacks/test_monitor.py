@@ -14,9 +14,9 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_smartinfinity.callbacks import StorageTrafficMonitor
 from lightning_smartinfinity.devices import FolderTraffic, Traffic
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.integrations.trainer.callbacks import StorageTrafficMonitor
 from tests.callbacks.fakes import Clock, CountingStrategy, Line
 
 INITIALISATION_TB = 12e6 / 1e12

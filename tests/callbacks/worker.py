@@ -35,7 +35,7 @@ class Witness(pl.Callback):
         self._all_gather = dist.all_gather
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        from lightning_smartinfinity import metrics
+        from lightning_smartinfinity.integrations.trainer import metrics
 
         shape = metrics.StorageCounters().counters.shape
 

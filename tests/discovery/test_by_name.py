@@ -15,7 +15,7 @@ import importlib, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
 from lightning.pytorch.strategies import StrategyRegistry
-loaded = ["deepspeed" in sys.modules, "lightning_smartinfinity.strategy" in sys.modules]
+loaded = ["deepspeed" in sys.modules, "lightning_smartinfinity.integrations.trainer.strategy" in sys.modules]
 print("smart_infinity" in StrategyRegistry, *loaded)
 """
 REGISTERED_LAZILY = "True False False"
@@ -99,7 +99,8 @@ def test_training_by_name(tmp_path: Path) -> None:
     print("known", "smart_infinity" in before, "smart_infinity" in STRATEGY_REGISTRY)
     importlib.reload(strategies)
     print("reloaded", strategies.StrategyRegistry is not before, "smart_infinity" in strategies.StrategyRegistry)
-    names = ["deepspeed", "lightning_smartinfinity.strategy", "lightning_smartinfinity.fabric"]
+    doors = [f"lightning_smartinfinity.integrations.{door}.strategy" for door in ("trainer", "fabric")]
+    names = ["deepspeed", *doors]
     print("loaded", *(name in sys.modules for name in names))
 
     from lightning_smartinfinity import ConfigError, SmartInfinityStrategy

@@ -146,7 +146,7 @@ def test_name_without_importing_the_package(tmp_path: Path) -> None:
     from lightning.pytorch.cli import LightningCLI
     from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
-    assert "lightning_smartinfinity.strategy" not in sys.modules
+    assert "lightning_smartinfinity.integrations.trainer.strategy" not in sys.modules
     cli = LightningCLI(BoringModel, BoringDataModule, save_config_callback=None)
     print("trained", type(cli.trainer.strategy).__name__, cli.trainer.global_step)
     """

@@ -20,7 +20,7 @@ from lightning_smartinfinity import (
     StorageError,
     UnsupportedError,
 )
-from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
+from lightning_smartinfinity.integrations.precision import SmartInfinityFabricPrecision
 from tests.fabric.worker import quiet_fabric
 from tests.training.test_bad_input import assert_helpful
 

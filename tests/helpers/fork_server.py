@@ -36,9 +36,9 @@ from tests.helpers.waiting import LIMIT, PROCESS_LIMIT
 
 # Most of these are imported only when an engine starts.
 PRELOADED = (
-    "lightning_smartinfinity.strategy",
-    "lightning_smartinfinity.fabric",
-    "lightning_smartinfinity.callbacks",
+    "lightning_smartinfinity.integrations.trainer.strategy",
+    "lightning_smartinfinity.integrations.fabric.strategy",
+    "lightning_smartinfinity.integrations.trainer.callbacks",
     "lightning_smartinfinity.zero3.clipping",
     "lightning_smartinfinity.zero3.engine",
     "lightning_smartinfinity.zero3.storage",

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import transformers
 from transformers import trainer as trainer_module
 
-from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from tests.helpers.waiting import await_that, lenient
 
 

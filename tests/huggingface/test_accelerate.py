@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from torch.utils.data import DataLoader
 
-from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from tests.huggingface.trained import BATCH, dataset, load, weights_in
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import transformers
 
-from lightning_smartinfinity import CheckpointError, CheckpointNotFoundError, near_storage
-from lightning_smartinfinity.huggingface import SmartInfinityTraining
-from lightning_smartinfinity.huggingface.resume import begin_checkpoint, checkpoint_to_resume
+from lightning_smartinfinity import CheckpointError, CheckpointNotFoundError
+from lightning_smartinfinity.integrations import session as near_storage
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers.resume import begin_checkpoint, checkpoint_to_resume
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.processes import run_module

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch.distributed as dist
 
-from lightning_smartinfinity.huggingface.launch import launched
+from lightning_smartinfinity.integrations.transformers.launch import launched
 
 
 def test_scripts_that_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

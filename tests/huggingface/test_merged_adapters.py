@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from tests.huggingface.trained import adapters, arguments, dataset, load
 
 IDS = dataset()[0]["input_ids"][None]

@@ -15,8 +15,8 @@ from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDee
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_smartinfinity import ConfigError
-from lightning_smartinfinity.huggingface import SmartInfinityTraining
-from lightning_smartinfinity.huggingface.options import _ANSWERS, _RENAMED
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers.options import _ANSWERS, _RENAMED
 from tests.helpers.fresh_python import fresh_python
 from tests.huggingface.trained import arguments
 
@@ -100,7 +100,7 @@ def test_transformers_is_imported_for_wrong_options_only(tmp_path: Path) -> None
     """It takes seconds, and settings need none of it. DeepSpeed is not imported for either."""
     code = """
     import sys
-    from lightning_smartinfinity.huggingface import SmartInfinityTraining
+    from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
     SmartInfinityTraining("nvme")
     print("transformers" in sys.modules)
     try:

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from lightning_smartinfinity import ConfigError, UnsupportedError
-from lightning_smartinfinity.huggingface import SmartInfinityTraining
-from lightning_smartinfinity.huggingface.arguments import has_rule
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers.arguments import has_rule
 from tests.huggingface.trained import adapters, arguments, dataset, load, train
 
 

@@ -17,7 +17,7 @@ from accelerate.utils import DeepSpeedPlugin
 from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import ConfigError, UnsupportedError
-from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from tests.huggingface.trained import BATCH, arguments, dataset, judge, load
 
 Use = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]

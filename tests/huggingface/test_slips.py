@@ -18,7 +18,7 @@ from accelerate.utils import DeepSpeedPlugin
 from lightning_smartinfinity import ConfigError, UnsupportedError
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
 from lightning_smartinfinity.cli import main
-from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from tests.huggingface.trained import arguments, dataset, load, train
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from tests.huggingface.trained import Loss, arguments, dataset, load
 
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from lightning_smartinfinity import ConfigError, UnsupportedError
-from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from lightning_smartinfinity.planning import choice
 from lightning_smartinfinity.planning import needs as plan_needs
 from lightning_smartinfinity.planning.needs import Place, needs

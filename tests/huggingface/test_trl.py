@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from tests.helpers.runif import RunIf
 from tests.huggingface.trained import judge, load
 

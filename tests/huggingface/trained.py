@@ -13,7 +13,7 @@ import transformers
 from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import SmartInfinityStrategy
-from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from tests.helpers.trainers import quiet_trainer
 
 BATCH, STEPS, LENGTH, RATE = 2, 6, 12, 1e-3

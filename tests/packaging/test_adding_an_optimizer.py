@@ -15,7 +15,7 @@ FOLDERS = ("benchmarks", "examples", "hls", "lightning_smartinfinity", "tools")
 # The rules themselves, and a benchmark of some golden steps.
 RULE_FILES = (
     "lightning_smartinfinity/common/update_rules.py",
-    "lightning_smartinfinity/transfer/rules/",
+    "lightning_smartinfinity/pipeline/rules/",
 )
 RULE_OF = {name.lower(): rule.name for rule in RULES for name in (rule.name, rule.step, *rule.optimizers)}
 LITERALS = (ast.Tuple, ast.List, ast.Set, ast.Dict)

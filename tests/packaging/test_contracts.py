@@ -24,8 +24,12 @@ VIOLATIONS = {
     "pipeline/_planted.py": ("", "The rooms of pipeline import one way"),
     "zero3/_planted.py": ("", "The rooms of zero3 import one way"),  # a new module without a place in the layers
     "zero3/parameters/_planted.py": ("import lightning_smartinfinity.zero3.step", "The rooms of zero3 import one way"),
-    "zero3/step/_planted.py": ("import lightning.pytorch", "Only the listed modules import lightning"),
-    "callbacks.py": ("import pytorch_lightning", "Only the lightning namespace"),
+    "zero3/step/_planted.py": ("import lightning.pytorch", "Only the integrations import lightning"),
+    "integrations/trainer/callbacks.py": ("import pytorch_lightning", "Only the lightning namespace"),
+    "integrations/fabric/_planted.py": (
+        "import lightning_smartinfinity.integrations.trainer",
+        "No integration imports another",
+    ),
     "pipeline/layout/partition_layout.py": ("import os", "The layout is pure arithmetic"),
     "_autoload.py": ("import lightning_smartinfinity.settings", "Discovery imports nothing of the package"),
 }

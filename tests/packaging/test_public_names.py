@@ -60,6 +60,9 @@ def test_names_below_the_package_stay(path: str) -> None:
         ("plan.cost", "planning.cost"),
         ("config.transfer", "settings.transfer"),
         ("compression.top_k", "settings.top_k"),
+        ("strategy", "integrations.trainer.strategy"),
+        ("huggingface", "integrations.transformers"),
+        ("huggingface.training", "integrations.transformers.training"),
     ],
 )
 def test_a_module_has_one_identity_under_both_names(earlier: str, now: str) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
-from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from lightning_smartinfinity.storage import find_resumable
 from lightning_smartinfinity.storage.folders.rank_folder import rank_folder_path, read_rank_folder
 from lightning_smartinfinity.storage.folders.replacement import flush_tree

@@ -21,7 +21,7 @@ from lightning_smartinfinity import (
     TopK,
     TransferConfig,
 )
-from lightning_smartinfinity.lightning_options import checked_options
+from lightning_smartinfinity.integrations.lightning_options import checked_options
 from lightning_smartinfinity.native.formats import STATE_FORMATS, optimizers_of
 from lightning_smartinfinity.settings.strategy import StrategySettings
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity import SmartInfinityStrategy, near_storage
+from lightning_smartinfinity import SmartInfinityStrategy
+from lightning_smartinfinity.integrations import session as near_storage
 from lightning_smartinfinity.native import IoScheduler
 from lightning_smartinfinity.storage.io import scheduling
 from lightning_smartinfinity.storage.io.scheduling import scheduler_of

@@ -332,7 +332,7 @@ def by_transformers(
     """Run the tables in a callback and an overridden loss of transformers' Trainer."""
     import transformers
 
-    from lightning_smartinfinity.huggingface import SmartInfinityTraining
+    from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 
     class Model(Touched, transformers.PreTrainedModel):  # type: ignore[misc]
         config_class = transformers.PretrainedConfig

@@ -172,7 +172,7 @@ def test_what_comes_between_backward_and_step(action: Callable[..., None], tmp_p
 
 def test_a_learning_rate_that_changes_in_spite_of_the_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If gradients were given up already, the error names what was changed, and no rank takes the step."""
-    monkeypatch.setattr("lightning_smartinfinity.strategy._may_change_steps", lambda _: False)
+    monkeypatch.setattr("lightning_smartinfinity.integrations.trainer.strategy._may_change_steps", lambda _: False)
     with pytest.raises(UnsupportedError, match=r"lr was .* and is .* after its update had begun"):
         trained_between(tmp_path, slow_down, "backward", BUDGET)
 
@@ -182,7 +182,7 @@ def test_a_gradient_that_is_used_in_spite_of_the_promise(
     action: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It raises at the step, instead of training on after zeros were handed out."""
-    monkeypatch.setattr("lightning_smartinfinity.strategy._may_change_steps", lambda _: False)
+    monkeypatch.setattr("lightning_smartinfinity.integrations.trainer.strategy._may_change_steps", lambda _: False)
     with pytest.raises(UnsupportedError, match=r"given (it |them )?up"):
         trained_between(tmp_path, action, "backward", BUDGET)
 

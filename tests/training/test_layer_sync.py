@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from torch import nn
 
 from lightning_smartinfinity import UnsupportedError
-from lightning_smartinfinity.compatibility import synchronize_layers
+from lightning_smartinfinity.integrations.trainer.callback_support import synchronize_layers
 from tests.helpers.trainers import fit
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -15,7 +15,7 @@ from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import UnsupportedError
-from lightning_smartinfinity.compatibility import REFUSED_CALLBACKS, adapt_callbacks
+from lightning_smartinfinity.integrations.trainer.callback_support import REFUSED_CALLBACKS, adapt_callbacks
 from tests.helpers.models import Recipe
 from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
 from tests.helpers.trainers import quiet_trainer

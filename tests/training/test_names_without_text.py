@@ -10,7 +10,7 @@ import torch
 
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
 from lightning_smartinfinity.cli import main
-from lightning_smartinfinity.huggingface.arguments import job_of
+from lightning_smartinfinity.integrations.transformers.arguments import job_of
 from lightning_smartinfinity.settings.transfer import JOB_NAME
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.universal import convert_by_command

@@ -107,7 +107,7 @@ def test_a_machine_that_is_large_enough_changes_nothing(
 ) -> None:
     """The defaults stay, the bits are the same, and the table says so."""
     module, told = Configured(RECIPE), []
-    monkeypatch.setattr("lightning_smartinfinity.strategy.rank_zero_info", told.append)
+    monkeypatch.setattr("lightning_smartinfinity.integrations.trainer.strategy.rank_zero_info", told.append)
     strategy = fit(tmp_path, module, plan="auto")
     assert module.losses == losses
     assert (strategy._settings.zero, strategy._settings.transfer) == (None, TransferConfig(**SMALL_RING))

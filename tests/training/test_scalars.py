@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import SmartInfinityStrategy
 from lightning_smartinfinity.cli.main import main
-from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from tests.helpers.plain import assert_alike
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import fit

@@ -12,9 +12,9 @@ from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDee
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_smartinfinity import ConfigError, SmartInfinityFabricStrategy, SmartInfinityStrategy
-from lightning_smartinfinity.fabric import FabricOptions
-from lightning_smartinfinity.stock_options import OF_FABRIC, OF_TRAINER, what_to_write
-from lightning_smartinfinity.strategy import LightningOptions
+from lightning_smartinfinity.integrations.fabric.strategy import FabricOptions
+from lightning_smartinfinity.integrations.stock_options import OF_FABRIC, OF_TRAINER, what_to_write
+from lightning_smartinfinity.integrations.trainer.strategy import LightningOptions
 from lightning_smartinfinity.zero3 import prepare_environment
 
 DEFAULTS = {

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import UnsupportedError
-from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from tests.fabric.worker import quiet_fabric
 from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_smartinfinity import RankLostError, watching
-from lightning_smartinfinity.ending import give_up_soon_after_sigterm
+from lightning_smartinfinity.integrations.trainer.shutdown import give_up_soon_after_sigterm
 from lightning_smartinfinity.native import ask_to_end, ending_seconds
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer

@@ -21,6 +21,8 @@ from lightning_smartinfinity import (
     StorageTrafficMonitor,
     TransferConfig,
 )
+from lightning_smartinfinity.huggingface import SmartInfinityTraining
+from lightning_smartinfinity.metrics import StorageBytes
 
 
 def by_name() -> L.Trainer:
@@ -50,6 +52,14 @@ def with_dicts_and_text() -> SmartInfinityStrategy:
     assert_type(transfer.buffer_bytes, int | None)
     SmartInfinityFabricStrategy(transfer={"num_buffers": 8, "dram_cache_bytes": "8GB"})
     return SmartInfinityStrategy(transfer={"num_buffers": 8}, smartssd={"xclbin": "kernels.xclbin"})
+
+
+def with_transformers() -> SmartInfinityTraining:
+    return SmartInfinityTraining(storage="/mnt/nvme")
+
+
+def with_a_metric() -> StorageBytes:
+    return StorageBytes()
 
 
 def one_folder(folder: Path) -> SmartInfinityStrategy:

@@ -17,7 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from lightning_smartinfinity.strategy import SmartInfinityStrategy
+from lightning_smartinfinity.integrations.trainer.strategy import SmartInfinityStrategy
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 

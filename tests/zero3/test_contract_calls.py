@@ -166,7 +166,7 @@ def test_optimizer_has_what_is_read_of_it(seen: Observed) -> None:
     assert optimizer.reduce_bucket_size > 0 and optimizer.dtype is torch.bfloat16, "zero3/storage_optimizer.py"
     assert optimizer.partition_count and optimizer.loss_scaler is not None, "checkpoints/optimizer_state.py"
     assert optimizer.dynamic_loss_scale is False and optimizer.overflow is False, "checkpoints/optimizer_state.py"
-    assert optimizer.clip_grad == 1.0, "precision.py sets it, zero3/storage_optimizer.py reads it"
+    assert optimizer.clip_grad == 1.0, "integrations/precision.py sets it, zero3/storage_optimizer.py reads it"
     assert optimizer.dp_process_group is not None and optimizer._grad_acc_hooks is not None, "step/gradient_path.py"
     assert optimizer.reduce_and_partition_stream is not None or not torch.cuda.is_available(), "step/gradient_path.py"
     assert isinstance(optimizer.parameter_offload, parameter_offload.DeepSpeedZeRoOffload), "step/gradient_path.py"
@@ -426,7 +426,7 @@ def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -
 
 
 def test_callbacks_are_complete_before_setup_environment_and_set_up_after_it(seen: Observed) -> None:
-    """compatibility.py refuses callbacks in setup_environment, after configure_callbacks and before any acts."""
+    """callback_support.py refuses callbacks in setup_environment, after configure_callbacks and before any acts."""
     assert seen.in_order(
         "Trainer._run",
         "_CallbackConnector._attach_model_callbacks",
@@ -437,7 +437,7 @@ def test_callbacks_are_complete_before_setup_environment_and_set_up_after_it(see
 
 
 def test_the_accumulation_scheduler_asks_its_trainer_for_the_strategy(seen: Observed) -> None:
-    """The scheduler's check reads trainer.strategy in a method that is looked up on the instance (compatibility.py)."""
+    """The scheduler's check reads trainer.strategy in a method that is looked up on the instance."""
     assert seen.has("_call_callback_hooks", "_run_admitted"), "GradientAccumulationScheduler would raise again"
     assert seen.has("GradientAccumulationScheduler.on_train_start", "_AnyStrategy.__getattr__")
 
@@ -453,7 +453,7 @@ def test_on_train_start_is_the_last_hook_before_the_first_epoch(seen: Observed) 
 
 
 def test_set_up_of_training_and_evaluation_goes_through_the_overridden_hooks(seen: Observed) -> None:
-    """DeepSpeedStrategy calls the methods that strategy.py replaces, and strategy.py calls those that it keeps."""
+    """DeepSpeedStrategy calls the methods that our strategy replaces, and our strategy calls those that it keeps."""
     train = "DeepSpeedStrategy._initialize_deepspeed_train"
     assert seen.has("SmartInfinityStrategy.init_deepspeed", train)
     for hook in ("_init_optimizers", "_setup_model_and_optimizer"):
@@ -466,7 +466,7 @@ def test_set_up_of_training_and_evaluation_goes_through_the_overridden_hooks(see
 
 
 def test_clipping_comes_after_the_closure_and_before_the_step(seen: Observed) -> None:
-    """_after_closure calls _clip_gradients, in which precision.py clips, and the step follows."""
+    """_after_closure calls _clip_gradients, in which integrations/precision.py clips, and the step follows."""
     step = "SmartInfinityEngine.step"
     assert seen.in_order("SmartInfinityPrecision.optimizer_step", "Precision._after_closure", step)
     assert seen.callers("DeepSpeedEngine.step") == {step}

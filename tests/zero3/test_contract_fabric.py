@@ -18,8 +18,8 @@ from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer, _unwrap_objects
 
-from lightning_smartinfinity.fabric import SmartInfinityFabricStrategy
-from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
+from lightning_smartinfinity.integrations.fabric.strategy import SmartInfinityFabricStrategy
+from lightning_smartinfinity.integrations.precision import SmartInfinityFabricPrecision
 
 
 def test_strategy_has_every_attribute_of_its_base() -> None:
@@ -51,7 +51,7 @@ def test_strategy_hooks_have_the_signature_of_their_base(name: str) -> None:
 
 
 def test_engines_are_built_through_one_method() -> None:
-    """Both kinds of set-up call _initialize_engine, whose engine the user gets (fabric.py builds ours there)."""
+    """Both kinds of set-up call _initialize_engine, whose engine the user gets and ours is built there."""
     module, strategy = torch.nn.Linear(1, 1), mock.MagicMock()
     optimizer = torch.optim.SGD(module.parameters())
     strategy._initialize_engine.return_value = ("engine", "optimizer", "scheduler")
@@ -61,7 +61,7 @@ def test_engines_are_built_through_one_method() -> None:
 
 
 def test_distributed_setup_formats_the_config_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """_setup_distributed does on CUDA what fabric.py does on a CPU, and validates the GPU indices besides."""
+    """_setup_distributed does on CUDA what our strategy does on a CPU, and validates the GPU indices besides."""
     validated: list[object] = []
     monkeypatch.setattr(stock, "_validate_device_index_selection", validated.append)
     strategy = mock.MagicMock(_config_initialized=False)
@@ -74,7 +74,7 @@ def test_distributed_setup_formats_the_config_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_connector_sets_the_precision_on_the_strategy() -> None:
-    """Fabric reads the plugin back from the strategy, whose setter in fabric.py swaps it."""
+    """Fabric reads the plugin back from the strategy, whose setter in integrations/fabric/strategy.py swaps it."""
     fabric = Fabric(accelerator="cpu", devices=1, strategy=SmartInfinityFabricStrategy(), precision="bf16-mixed")
     assert type(fabric.strategy.precision) is SmartInfinityFabricPrecision
     assert fabric._precision is fabric.strategy.precision, "Fabric would go on with DeepSpeed's own plugin"

@@ -23,9 +23,9 @@ from transformers.integrations import deepspeed as integration
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from lightning_smartinfinity.huggingface import SmartInfinityTraining
-from lightning_smartinfinity.huggingface.launch import launched
-from lightning_smartinfinity.huggingface.seams import fresh_accelerate
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers.launch import launched
+from lightning_smartinfinity.integrations.transformers.seams import fresh_accelerate
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 from lightning_smartinfinity.zero3.release import has_engine
 from tests.helpers.runif import RunIf

@@ -17,8 +17,8 @@ import torch
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from lightning_smartinfinity.precision import SmartInfinityPrecision
-from lightning_smartinfinity.strategy import SmartInfinityStrategy
+from lightning_smartinfinity.integrations.precision import SmartInfinityPrecision
+from lightning_smartinfinity.integrations.trainer.strategy import SmartInfinityStrategy
 from lightning_smartinfinity.zero3 import release
 
 
@@ -62,7 +62,7 @@ def test_torch_keeps_hooks_where_they_are_removed(registering: Callable[[torch.n
 
 @pytest.mark.parametrize(("training", "call"), [(True, "train"), (False, "inference")])
 def test_init_deepspeed_does_nothing_but_warn_refuse_and_initialize(training: bool, call: str) -> None:
-    """strategy.py replaces init_deepspeed to leave out a warning that is not true here and a refusal made earlier."""
+    """Our strategy replaces init_deepspeed to leave out a warning that is not true here and a refusal made earlier."""
     module = pl.LightningModule()
     strategy = mock.MagicMock(model=module, lightning_module=mock.MagicMock())
     strategy.lightning_module.trainer.training = training

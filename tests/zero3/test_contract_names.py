@@ -23,7 +23,7 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_smartinfinity.fabric import SmartInfinityFabricStrategy
+from lightning_smartinfinity.integrations.fabric.strategy import SmartInfinityFabricStrategy
 from lightning_smartinfinity.settings.zero_keys import ZERO_KEYS
 from lightning_smartinfinity.zero3 import section_keys
 
@@ -65,7 +65,7 @@ def test_keys_of_checkpoints_are_those_of_files_that_exist() -> None:
 
 
 def test_process_groups_have_a_default_timeout() -> None:
-    """lightning_options.py takes torch's default timeout, as Lightning does, if the user gives none."""
+    """integrations/lightning_options.py takes torch's default timeout, as Lightning does, if the user gives none."""
     theirs = inspect.signature(DeepSpeedStrategy.__init__).parameters["timeout"].default
     assert default_pg_timeout == theirs, "process groups of ours would time out at another time than stock's"
 
@@ -84,7 +84,7 @@ def test_a_module_loads_its_own_part_of_a_state_dict() -> None:
 
 
 def test_fabric_converts_stateful_objects() -> None:
-    """Fabric replaces an object by its ``state_dict``, if it has one (fabric.py, save_checkpoint)."""
+    """Fabric replaces an object by its ``state_dict``, if it has one (fabric/strategy.py, save_checkpoint)."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.ones(1, requires_grad=True)]), lambda _: 1.0)
     state = SmartInfinityFabricStrategy()._convert_stateful_objects_in_state({"a": scheduler, "b": 1}, filter={})
     assert state == {"a": scheduler.state_dict(), "b": 1}

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_smartinfinity.checkpoint_books import _FIELDS
 from lightning_smartinfinity.common.patches import replaced
+from lightning_smartinfinity.integrations.trainer.checkpoint_index import _FIELDS
 
 
 def quiet() -> pl.Trainer:

@@ -14,7 +14,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from lightning_smartinfinity.strategy import SmartInfinityStrategy
+from lightning_smartinfinity.integrations.trainer.strategy import SmartInfinityStrategy
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 
 OVERRIDDEN = [

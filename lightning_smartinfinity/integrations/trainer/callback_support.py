@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from lightning_smartinfinity.common.patches import Shared, wrapped
 from lightning_smartinfinity.common.update_rules import optimizer_names
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.near_storage import NearStorage
+from lightning_smartinfinity.integrations.session import NearStorage
 
 __all__ = [
     "REFUSED_CALLBACKS",

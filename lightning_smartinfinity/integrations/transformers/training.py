@@ -19,22 +19,23 @@ from typing_extensions import Self, override
 
 from lightning_smartinfinity.common.transformers_models import optional_package
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
-from lightning_smartinfinity.huggingface.arguments import (
+from lightning_smartinfinity.integrations.session import NearStorage
+from lightning_smartinfinity.integrations.transformers.arguments import (
     Arguments,
     check_arguments,
     has_adapters,
     job_of,
     refuse_quantized,
 )
-from lightning_smartinfinity.huggingface.launch import launched
-from lightning_smartinfinity.huggingface.options import refuse_options
-from lightning_smartinfinity.huggingface.resume import (
+from lightning_smartinfinity.integrations.transformers.launch import launched
+from lightning_smartinfinity.integrations.transformers.options import refuse_options
+from lightning_smartinfinity.integrations.transformers.resume import (
     begin_checkpoint,
     checkpoint_to_resume,
     end_checkpoint,
     flush_file,
 )
-from lightning_smartinfinity.huggingface.seams import (
+from lightning_smartinfinity.integrations.transformers.seams import (
     Trainer,
     accelerators_with_deepspeed,
     arguments_seen_by,
@@ -48,7 +49,6 @@ from lightning_smartinfinity.huggingface.seams import (
     without_weights,
 )
 from lightning_smartinfinity.native.formats import STATE_FORMATS
-from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings
 from lightning_smartinfinity.settings import (
     ActivationOffload,

@@ -15,7 +15,7 @@ import torch
 
 from lightning_smartinfinity.common.patches import replaced, wrapped
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
-from lightning_smartinfinity.huggingface.arguments import Arguments
+from lightning_smartinfinity.integrations.transformers.arguments import Arguments
 
 __all__ = [
     "Trainer",

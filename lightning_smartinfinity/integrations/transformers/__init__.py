@@ -12,6 +12,6 @@
         trainer.save_model("my-model")
 """
 
-from lightning_smartinfinity.huggingface.training import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers.training import SmartInfinityTraining
 
 __all__ = ["SmartInfinityTraining"]

@@ -14,9 +14,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_smartinfinity.checkpoint_books import CheckpointBooks, model_checkpoints
 from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.integrations.trainer.checkpoint_index import CheckpointBooks, model_checkpoints
 from lightning_smartinfinity.recorder import STORAGE, Recording
 from lightning_smartinfinity.resume.fit_loaders import FitLoaders, take_seed
 from lightning_smartinfinity.resume.loops import (

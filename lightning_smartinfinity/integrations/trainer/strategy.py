@@ -23,11 +23,20 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smartinfinity import ending
-from lightning_smartinfinity.checkpoint_books import CheckpointBooks
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.common.patches import replaced
-from lightning_smartinfinity.compatibility import (
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.integrations.lightning_options import (
+    SharedOptions,
+    indexed_device,
+    swapped_precision,
+    take_options,
+)
+from lightning_smartinfinity.integrations.precision import SmartInfinityPrecision
+from lightning_smartinfinity.integrations.session import NearStorage
+from lightning_smartinfinity.integrations.stock_options import OF_TRAINER
+from lightning_smartinfinity.integrations.trainer import shutdown as ending
+from lightning_smartinfinity.integrations.trainer.callback_support import (
     accumulates,
     adapt_callbacks,
     admit_batch_size_search,
@@ -38,14 +47,15 @@ from lightning_smartinfinity.compatibility import (
     synchronize_layers,
     warn_of_changed_weights,
 )
-from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
-from lightning_smartinfinity.model_checkpoint import check_folders, save_beside_training, save_in_turn
+from lightning_smartinfinity.integrations.trainer.checkpoint_index import CheckpointBooks
+from lightning_smartinfinity.integrations.trainer.fit_record import FitRecording
+from lightning_smartinfinity.integrations.trainer.model_checkpoint import (
+    check_folders,
+    save_beside_training,
+    save_in_turn,
+)
 from lightning_smartinfinity.native import take_back_ask_to_end
-from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings
-from lightning_smartinfinity.precision import SmartInfinityPrecision
-from lightning_smartinfinity.recording import FitRecording
 from lightning_smartinfinity.resume.loader_position import keeping_position
 from lightning_smartinfinity.resume.loops import passed_to_run, without_positions
 from lightning_smartinfinity.rng import RNG_KEY, capture
@@ -57,7 +67,6 @@ from lightning_smartinfinity.settings import (
     TransferConfig,
 )
 from lightning_smartinfinity.settings.strategy import check_save_path, data_types, documents_settings, given_settings
-from lightning_smartinfinity.stock_options import OF_TRAINER
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.watching import awaiting_ranks, saving
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.fabric_state import (
+from lightning_smartinfinity.integrations.fabric.state import (
     move_into,
     read_state_dict,
     refuse_optimizer,
@@ -33,10 +33,16 @@ from lightning_smartinfinity.fabric_state import (
     split_state,
     weights_in,
 )
-from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision, take_options
-from lightning_smartinfinity.near_storage import NearStorage
+from lightning_smartinfinity.integrations.lightning_options import (
+    SharedOptions,
+    indexed_device,
+    swapped_precision,
+    take_options,
+)
+from lightning_smartinfinity.integrations.precision import SmartInfinityFabricPrecision
+from lightning_smartinfinity.integrations.session import NearStorage
+from lightning_smartinfinity.integrations.stock_options import OF_FABRIC
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings
-from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
 from lightning_smartinfinity.recorder import STORAGE, Recording
 from lightning_smartinfinity.settings import (
     ActivationOffload,
@@ -46,7 +52,6 @@ from lightning_smartinfinity.settings import (
     TransferConfig,
 )
 from lightning_smartinfinity.settings.strategy import check_save_path, data_types, documents_settings, given_settings
-from lightning_smartinfinity.stock_options import OF_FABRIC
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.watching import awaiting_ranks
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
-from lightning_smartinfinity.metrics import Phase, StorageCounters, TrafficTable, traffic_between
+from lightning_smartinfinity.integrations.trainer.metrics import Phase, StorageCounters, TrafficTable, traffic_between
 from lightning_smartinfinity.settings.rules import between, check, optional, positive
 from lightning_smartinfinity.settings.wrong_names import named_settings
 

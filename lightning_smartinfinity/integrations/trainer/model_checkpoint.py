@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_smartinfinity.checkpoint_books import CheckpointBooks, model_checkpoints
 from lightning_smartinfinity.common.patches import replaced
+from lightning_smartinfinity.integrations.trainer.checkpoint_index import CheckpointBooks, model_checkpoints
 from lightning_smartinfinity.settings.strategy import check_save_path
 
 if TYPE_CHECKING:

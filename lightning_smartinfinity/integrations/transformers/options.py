@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import fields
 
+from lightning_smartinfinity.integrations.stock_options import refuse_unknown
 from lightning_smartinfinity.settings.rules import shown
-from lightning_smartinfinity.stock_options import refuse_unknown
 
 __all__ = ["refuse_options"]
 
@@ -16,7 +16,7 @@ _LOSS_SCALE = "Leave it out: with TrainingArguments(fp16=True) DeepSpeed finds t
 _PROCESSES = (
     "Leave it out: torchrun or accelerate launch starts a process for each GPU, which CUDA_VISIBLE_DEVICES names."
 )
-# What transformers decides in another way than Lightning, for which stock_options.py has the answers.
+# What transformers decides in another way than Lightning, for which integrations/stock_options.py has the answers.
 _ANSWERS = {
     "accelerator": "Leave it out: the training runs on GPUs where there are any, otherwise on the CPU.",
     "cluster_environment": _PROCESSES,

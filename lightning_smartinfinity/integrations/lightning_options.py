@@ -11,8 +11,8 @@ import torch
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.integrations.stock_options import refuse_unknown
 from lightning_smartinfinity.settings.rules import FLAG, Rule, between, check, instance, number, optional
-from lightning_smartinfinity.stock_options import refuse_unknown
 
 __all__ = ["SharedOptions", "checked_options", "indexed_device", "swapped_precision", "take_options"]
 

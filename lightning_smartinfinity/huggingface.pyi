@@ -1,0 +1,1 @@
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining as SmartInfinityTraining

@@ -1,0 +1,1 @@
+"""The three doors: Lightning's Trainer, Fabric and transformers' Trainer, and what they share."""

@@ -1,0 +1,6 @@
+from lightning_smartinfinity.integrations.trainer.metrics import BytesPerParameter as BytesPerParameter
+from lightning_smartinfinity.integrations.trainer.metrics import StorageBandwidth as StorageBandwidth
+from lightning_smartinfinity.integrations.trainer.metrics import StorageBytes as StorageBytes
+from lightning_smartinfinity.integrations.trainer.metrics import StorageCounters as StorageCounters
+from lightning_smartinfinity.integrations.trainer.metrics import StorageWait as StorageWait
+from lightning_smartinfinity.integrations.trainer.metrics import traffic_between as traffic_between
