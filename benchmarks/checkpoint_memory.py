@@ -74,7 +74,7 @@ def strategy_of(system: str, folder: str) -> Any:
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
-    from lightning_smartinfinity.zero3.environment import forbid_jit_builds
+    from lightning_smartinfinity.zero3.setup.environment import forbid_jit_builds
 
     class StockOnCpu(DeepSpeedStrategy):
         """Lightning's strategy, changed only so that it starts on a CPU."""

@@ -75,7 +75,7 @@ def trained(net: torch.nn.Module, devices: int, threshold: int) -> tuple[L.Fabri
 
 def classes(net: torch.nn.Sequential, rows: int, threshold: int, rounds: int) -> None:
     """Print a row: a step with the classes beside one without them."""
-    from lightning_smartinfinity.zero3 import engine  # DeepSpeed prints when it is imported
+    from lightning_smartinfinity.zero3.engine import training as engine
 
     width = net[0].in_features
     fabric, model, optimizer = trained(net, 1, threshold)

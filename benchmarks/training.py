@@ -183,7 +183,7 @@ def train_stock(
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from lightning_smartinfinity.zero3.environment import forbid_jit_builds
+    from lightning_smartinfinity.zero3.setup.environment import forbid_jit_builds
 
     forbid_jit_builds()
     section = {"stage": 3, "sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET, **config["zero_optimization"]}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.integrations.precision import SmartInfinityPrecision
     from lightning_smartinfinity.integrations.trainer.callbacks import StorageTrafficMonitor
     from lightning_smartinfinity.integrations.trainer.strategy import SmartInfinityStrategy
-    from lightning_smartinfinity.rng import RandomStates
+    from lightning_smartinfinity.resume.random_states import RandomStates
     from lightning_smartinfinity.settings import (
         ActivationOffload,
         BlockScaled,
@@ -85,7 +85,7 @@ _HOMES = {
     "CudaError": "errors",
     "DeviceError": "errors",
     "PlanConfig": "settings",
-    "RandomStates": "rng",
+    "RandomStates": "resume.random_states",
     "RankLostError": "errors",
     "RanksDivergedError": "errors",
     "SmartInfinityError": "errors",
@@ -114,6 +114,7 @@ _MOVED = {
     "metrics": "integrations.trainer.metrics",
     "plan": "planning",
     "precision": "integrations.precision",
+    "rng": "resume.random_states",
     "strategy": "integrations.trainer.strategy",
     "transfer": "pipeline",
     "transfer.convert": "pipeline.state.convert",

@@ -162,7 +162,7 @@ def _scrub_checkpoint(path: Path, weights_only: bool, show: Show, say: Callable[
     from lightning_smartinfinity.zero3 import prepare_environment  # imports DeepSpeed, which is slow
 
     prepare_environment("cpu", local_world_size=1)
-    from lightning_smartinfinity.zero3.checkpoints.scrub import scrub_checkpoint
+    from lightning_smartinfinity.zero3.checkpoints.formats.scrub import scrub_checkpoint
 
     scrubbed = scrub_checkpoint(path, weights_only=weights_only, show=show)
     say(f"{path}: {len(scrubbed.files)} files read")

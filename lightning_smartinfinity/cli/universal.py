@@ -41,7 +41,7 @@ def _run(options: argparse.Namespace) -> int:
     from lightning_smartinfinity.zero3 import prepare_environment  # imports DeepSpeed, which is slow
 
     prepare_environment("cpu", local_world_size=1)
-    from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
+    from lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion import convert_checkpoint
 
     first, *parts = options.checkpoint
     convert_checkpoint(first, options.into, parts=parts, weights_only=options.weights_only, show=show_of(options))

@@ -20,10 +20,10 @@ from lightning_smartinfinity.export.pretrained import FolderExport, plain_export
 from lightning_smartinfinity.export.routes import DTYPES
 from lightning_smartinfinity.export.shards import SHARD_SIZE
 from lightning_smartinfinity.settings.rules import Rule, one_of, optional, require
-from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
-from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
-from lightning_smartinfinity.zero3.checkpoints.trust import door
-from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents, SubmoduleWeights
+from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_weights import CheckpointWeights
+from lightning_smartinfinity.zero3.checkpoints.formats.trust import door
+from lightning_smartinfinity.zero3.checkpoints.formats.weight_source import Contents, SubmoduleWeights
 
 __all__ = ["FORMATS", "ExportSettings", "export_checkpoint"]
 

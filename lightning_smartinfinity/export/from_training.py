@@ -18,10 +18,10 @@ from lightning_smartinfinity.export.pretrained import FolderExport, plain_export
 from lightning_smartinfinity.export.routes import DTYPES
 from lightning_smartinfinity.export.shards import SHARD_SIZE
 from lightning_smartinfinity.settings.rules import Rule, check, optional
-from lightning_smartinfinity.zero3.checkpoints.live_weights import LiveWeights
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put
-from lightning_smartinfinity.zero3.collectives import raising_together
-from lightning_smartinfinity.zero3.release import trainings_of
+from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import Put
+from lightning_smartinfinity.zero3.checkpoints.save.live_weights import LiveWeights
+from lightning_smartinfinity.zero3.optimizer.release import trainings_of
+from lightning_smartinfinity.zero3.ranks.collectives import raising_together
 
 __all__ = ["save_module"]
 

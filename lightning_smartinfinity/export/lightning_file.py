@@ -15,10 +15,10 @@ from lightning_smartinfinity.common.progress import showing_progress
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.export.destination import require_room, staged
 from lightning_smartinfinity.export.routes import ExportPlan, plain_plan, router
-from lightning_smartinfinity.rng import RNG_KEY
+from lightning_smartinfinity.resume.random_states import RNG_KEY
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
-from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
-from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, TensorStream, saved_with_room
+from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_weights import CheckpointWeights
+from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import TensorFile, TensorStream, saved_with_room
 
 __all__ = ["write_lightning_file"]
 

@@ -12,7 +12,7 @@ import torch
 from lightning_smartinfinity.common.transformers_models import Model, ModelDescription, optional_package
 from lightning_smartinfinity.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_smartinfinity.storage.io.os_errors import in_short
-from lightning_smartinfinity.zero3.checkpoints.trust import require_file
+from lightning_smartinfinity.zero3.checkpoints.formats.trust import require_file
 
 __all__ = ["choose", "described_by", "described_in", "without_memory"]
 

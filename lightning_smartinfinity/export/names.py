@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_smartinfinity.common.transformers_models import Model
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.export.routes import ExportPlan, Range, rounded
-from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents, TensorSpec
+from lightning_smartinfinity.zero3.checkpoints.formats.weight_source import Contents, TensorSpec
 
 __all__ = ["plan_for"]
 

@@ -12,9 +12,9 @@ import torch
 
 from lightning_smartinfinity.common.transformers_models import optional_package
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import WINDOW_NUMEL
-from lightning_smartinfinity.zero3.checkpoints.trust import require_file
-from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
+from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import WINDOW_NUMEL
+from lightning_smartinfinity.zero3.checkpoints.formats.trust import require_file
+from lightning_smartinfinity.zero3.checkpoints.formats.weight_source import TensorSpec
 
 __all__ = ["OriginalWeights"]
 

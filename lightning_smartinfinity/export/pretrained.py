@@ -19,8 +19,8 @@ from lightning_smartinfinity.export.names import plan_for
 from lightning_smartinfinity.export.original_weights import OriginalWeights
 from lightning_smartinfinity.export.routes import ExportPlan, plain_plan, router
 from lightning_smartinfinity.export.shards import Shards, writing_shards
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put
-from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents
+from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import Put
+from lightning_smartinfinity.zero3.checkpoints.formats.weight_source import Contents
 
 __all__ = ["FolderExport", "main_dtype", "plain_export", "pretrained_export", "writing_folder"]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents, TensorSpec
+from lightning_smartinfinity.zero3.checkpoints.formats.weight_source import Contents, TensorSpec
 
 __all__ = ["DTYPES", "ExportPlan", "Range", "plain_plan", "rounded", "router"]
 

@@ -18,7 +18,7 @@ import torch
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.storage.io.deadlines import unless_idle
-from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
+from lightning_smartinfinity.zero3.checkpoints.formats.weight_source import TensorSpec
 
 __all__ = ["SafetensorsFile"]
 

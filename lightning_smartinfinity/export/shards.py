@@ -13,7 +13,7 @@ import torch
 from lightning_smartinfinity.export.safetensors_file import SafetensorsFile
 from lightning_smartinfinity.settings.rules import in_bytes, num_bytes
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
-from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
+from lightning_smartinfinity.zero3.checkpoints.formats.weight_source import TensorSpec
 
 __all__ = ["SHARD_SIZE", "Shards", "writing_shards"]
 

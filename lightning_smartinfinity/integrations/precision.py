@@ -138,7 +138,7 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         # DeepSpeedPrecision's own version does nothing.
-        from lightning_smartinfinity.zero3.clipping import clip_norm, clip_values
+        from lightning_smartinfinity.zero3.optimizer.clipping import clip_norm, clip_values
 
         if clip_val <= 0:
             return

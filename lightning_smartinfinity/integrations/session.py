@@ -22,25 +22,25 @@ from lightning_smartinfinity.pipeline.gradients.compressed_gradients import feed
 from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.planning.automatic_strategy import Planned, Surroundings, plan_training
 from lightning_smartinfinity.planning.gain_warning import warn_of_no_gain
-from lightning_smartinfinity.recorder import Recording
+from lightning_smartinfinity.resume.record import Recording
 from lightning_smartinfinity.settings import resolved_folder
 from lightning_smartinfinity.settings.rules import check, instance, optional
 from lightning_smartinfinity.settings.strategy import StrategySettings, gradients_are_16_bit, is_16_bit, nvme_path_of
 from lightning_smartinfinity.storage.io.scheduling import IoWait, io_waits, share_devices
-from lightning_smartinfinity.watching import begin_watch, end_watch, saving
 from lightning_smartinfinity.zero3 import (
     OffloadSettings,
     build_deepspeed_config,
     prepare_environment,
     require_descriptors,
 )
+from lightning_smartinfinity.zero3.ranks.watchdog import begin_watch, end_watch, saving
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
-    from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+    from lightning_smartinfinity.zero3.engine.optimizer import SmartInfinityOptimizer
+    from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
+    from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
     from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
-    from lightning_smartinfinity.zero3.step.rank_state import RankState
 
 __all__ = ["NearStorage"]
 
@@ -210,7 +210,7 @@ class NearStorage(ABC):
         require_descriptors(num_processes=local_world_size, num_folders=len(self._settings.storage or ("",)))
         share_devices(local_world_size)
         prepare_environment(device.type, local_world_size=local_world_size)
-        from lightning_smartinfinity.zero3.validation import check_zero_section
+        from lightning_smartinfinity.zero3.setup.validation import check_zero_section
 
         check_zero_section(self._engine_config["zero_optimization"], owner=type(self).__name__)
 
@@ -224,16 +224,20 @@ class NearStorage(ABC):
             optimizer: Optimizer of torch over the model's parameters.
             initialize: Function that returns the engine and something else.
         """
-        from lightning_smartinfinity.zero3.collectives import raising_together
-        from lightning_smartinfinity.zero3.earlier_state import earlier_state, keep_masters, write_earlier_state
-        from lightning_smartinfinity.zero3.engine_setup import engine_with, refuse_in_fit
-        from lightning_smartinfinity.zero3.parameter_groups import check_parameters
+        from lightning_smartinfinity.zero3.engine.build import engine_with, refuse_in_fit
+        from lightning_smartinfinity.zero3.optimizer.earlier_state import (
+            earlier_state,
+            keep_masters,
+            write_earlier_state,
+        )
+        from lightning_smartinfinity.zero3.optimizer.parameter_groups import check_parameters
+        from lightning_smartinfinity.zero3.optimizer.release import end_training_of, release_module, trainings_of
+        from lightning_smartinfinity.zero3.optimizer.taken_optimizer import check_takeable, take_over
         from lightning_smartinfinity.zero3.parameters.partition import make_contiguous
         from lightning_smartinfinity.zero3.parameters.unrounded import note_fp32_in_memory
-        from lightning_smartinfinity.zero3.release import end_training_of, release_module, trainings_of
-        from lightning_smartinfinity.zero3.storage import require_parameter_space
-        from lightning_smartinfinity.zero3.taken_optimizer import check_takeable, take_over
-        from lightning_smartinfinity.zero3.validation import (
+        from lightning_smartinfinity.zero3.ranks.collectives import raising_together
+        from lightning_smartinfinity.zero3.setup.open_storage import require_parameter_space
+        from lightning_smartinfinity.zero3.setup.validation import (
             check_dtype,
             check_model,
             check_optimizer,
@@ -286,7 +290,7 @@ class NearStorage(ABC):
 
     def _offload_for(self, optimizer: Optimizer) -> OffloadSettings:
         """Return the settings with the chosen update device; warn if compression brings no gain."""
-        from lightning_smartinfinity.zero3.update_device import choose_update_device
+        from lightning_smartinfinity.zero3.setup.update_device import choose_update_device
 
         settings = self._settings
         assert settings.storage is not None
@@ -314,7 +318,7 @@ class NearStorage(ABC):
         Args:
             model: The model, if it exists already.
         """
-        from lightning_smartinfinity.zero3.validation import parameter_settings
+        from lightning_smartinfinity.zero3.setup.validation import parameter_settings
 
         storage, transfer = self._settings.storage, self._settings.transfer
         assert storage is not None
@@ -342,7 +346,7 @@ class NearStorage(ABC):
             sharded: Function that makes Lightning's context, which takes the parameters' swapper when it is made.
             module: Module that is being built, if it exists already.
         """
-        from lightning_smartinfinity.zero3.engine_setup import gathering_when_called
+        from lightning_smartinfinity.zero3.engine.build import gathering_when_called
         from lightning_smartinfinity.zero3.parameters.gather_on_use import gathering_on_use
         from lightning_smartinfinity.zero3.parameters.module_guard import checking_layers
         from lightning_smartinfinity.zero3.parameters.partitioning import partitioning
@@ -378,7 +382,7 @@ class NearStorage(ABC):
         known = None if self._planned_for is None else self._planned_for()
         if self._asked.plan is None or (known is not None and known is module):
             return
-        from lightning_smartinfinity.zero3.validation import check_zero_section
+        from lightning_smartinfinity.zero3.setup.validation import check_zero_section
 
         self._planned = plan_training(replace(self._asked, storage=self._settings.storage), module, around)
         self._settings = settings = self._planned.settings

@@ -29,8 +29,8 @@ from lightning_smartinfinity.planning.survey.resources import survey_resources
 from lightning_smartinfinity.planning.training import BLOCK_SCALED, OPTIMIZERS, Training
 from lightning_smartinfinity.settings import PlanConfig, TopK
 from lightning_smartinfinity.settings.strategy import StrategySettings
-from lightning_smartinfinity.zero3.collectives import gather, raising_together
-from lightning_smartinfinity.zero3.deepspeed_config import FOLLOWS_FROM_BUDGET
+from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
+from lightning_smartinfinity.zero3.setup.deepspeed_config import FOLLOWS_FROM_BUDGET
 
 __all__ = ["Planned", "Surroundings", "plan_training"]
 

@@ -1,1 +1,1 @@
-"""A fit that is resumed goes on as the uninterrupted one did: its loops, its batches and its random numbers."""
+"""Resumes a training as if it had never stopped: loops, batches, random numbers and the record on storage."""

@@ -1,13 +1,13 @@
 """The connection to DeepSpeed's ZeRO-3: engine, stage-3 optimizer, checkpoint format. The only importer of deepspeed.
 
-This ``__init__`` and its imports load deepspeed inside functions only. The strategy imports the modules that need it at
-module level (``engine``, ``optimizer`` and what they use) when it sets up the model, after :func:`prepare_environment`
-has told DeepSpeed which accelerator to use.
+This ``__init__`` and its imports load deepspeed inside functions only. An integration imports the modules that need it
+at module level (``engine``, ``optimizer``, ``checkpoints`` and what they use) when it sets up the model, after
+:func:`prepare_environment` has told DeepSpeed which accelerator to use.
 """
 
-from lightning_smartinfinity.zero3.deepspeed_config import build_deepspeed_config
-from lightning_smartinfinity.zero3.environment import prepare_environment, require_descriptors
 from lightning_smartinfinity.zero3.settings import OffloadSettings
+from lightning_smartinfinity.zero3.setup.deepspeed_config import build_deepspeed_config
+from lightning_smartinfinity.zero3.setup.environment import prepare_environment, require_descriptors
 
 __all__ = [
     "OffloadSettings",

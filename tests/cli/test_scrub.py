@@ -24,8 +24,8 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.common import progress
-from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import RANK_KEY, SAVE_ID
+from lightning_smartinfinity.zero3.checkpoints.formats.optimizer_state import EXTRA_KEY
+from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import RANK_KEY, SAVE_ID
 from tests.cli.test_jobs import damage, left, refusing
 from tests.helpers.attacks import Attack
 from tests.helpers.damage import flip_bit_behind

@@ -62,7 +62,7 @@ TRAINED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 @pytest.mark.parametrize("optimizer", TRAINED)
 def test_what_training_refuses_is_not_simulated(state: str, dtype: str, optimizer: str) -> None:
     """The simulator refuses the state formats that training refuses for a dtype, an optimizer or SmartSSDs."""
-    from lightning_smartinfinity.zero3.validation import check_optimizer, check_state_format
+    from lightning_smartinfinity.zero3.setup.validation import check_optimizer, check_state_format
 
     kind, settings = TRAINED[optimizer]
     refused = []

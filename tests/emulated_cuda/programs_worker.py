@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from lightning_smartinfinity.pipeline import handler as handler_module
-from lightning_smartinfinity.zero3.step import overlap_choice
-from lightning_smartinfinity.zero3.step.gradient_path import GradientPath
+from lightning_smartinfinity.zero3.optimizer import overlap_choice
+from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath
 from tests.pipeline.wandering import Wandering
 from tests.training import test_overlap_programs as programs
 

@@ -28,7 +28,7 @@ from lightning_smartinfinity.errors import (
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.storage.folders.replacement import beside
 from lightning_smartinfinity.storage.folders.staging_folder import mark_of
-from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
+from lightning_smartinfinity.zero3.checkpoints.formats.client_state import MODEL_KEY
 from tests.export.models import LitModel, build, logits
 from tests.export.trained import Trained, files_of, train
 from tests.helpers.attacks import Attack

@@ -50,7 +50,8 @@ def test_a_model_is_saved_during_a_fit(tmp_path: Path) -> None:
 
 def test_tensors_of_many_windows_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of an odd size, smaller than most tensors, give the bytes of transformers' own file."""
-    from lightning_smartinfinity.zero3.checkpoints import live_weights, saved_weights
+    from lightning_smartinfinity.zero3.checkpoints.formats import saved_weights
+    from lightning_smartinfinity.zero3.checkpoints.save import live_weights
 
     for module in (live_weights, saved_weights):
         monkeypatch.setattr(module, "WINDOW_NUMEL", 101)

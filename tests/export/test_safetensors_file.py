@@ -11,7 +11,7 @@ import torch
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.export.safetensors_file import SafetensorsFile
 from lightning_smartinfinity.storage.io.deadlines import io_limit
-from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
+from lightning_smartinfinity.zero3.checkpoints.formats.weight_source import TensorSpec
 from tests.helpers.silent_disk import SECONDS, SilentDisk, gives_up
 
 

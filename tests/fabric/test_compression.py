@@ -12,7 +12,7 @@ from deepspeed.utils import safe_set_full_grad
 from lightning.fabric import Fabric
 
 from lightning_smartinfinity import SmartInfinityFabricStrategy, TopK, TransferConfig
-from lightning_smartinfinity.zero3.step.gradient_path import GradientPath
+from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is predicted to bring no gain")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_smartinfinity.zero3.checkpoints.found_checkpoint import FoundCheckpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import FoundCheckpoint
 
 
 def as_of_another_number(monkeypatch: pytest.MonkeyPatch) -> None:

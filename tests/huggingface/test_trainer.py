@@ -19,7 +19,7 @@ from lightning_smartinfinity.planning import needs as plan_needs
 from lightning_smartinfinity.planning.needs import Place, needs
 from lightning_smartinfinity.planning.survey.models import find_source, survey_model
 from lightning_smartinfinity.planning.training import Training
-from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
+from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 from tests.helpers.long_cases import long_but
 from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.resharding import as_of_another_number

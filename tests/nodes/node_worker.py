@@ -37,11 +37,11 @@ from lightning_smartinfinity import (
     StorageFullError,
     TransferConfig,
 )
-from lightning_smartinfinity.zero3.checkpoints import folder_swap
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import remove_interrupted, replacing
-from lightning_smartinfinity.zero3.checkpoints.found_checkpoint import find_checkpoint
-from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
-from lightning_smartinfinity.zero3.file_systems import places_of
+from lightning_smartinfinity.zero3.checkpoints.folders import folder_swap
+from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import remove_interrupted, replacing
+from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import find_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion import convert_checkpoint
+from lightning_smartinfinity.zero3.ranks.file_systems import places_of
 from tests.helpers.interrupted_runs import state_digest
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.nodes import RememberedLookups, become_node, mount_own

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_smartinfinity.common.progress import showing_progress
-from lightning_smartinfinity.zero3.checkpoints.scrub import scrub_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.scrub import scrub_checkpoint
 
 __all__ = ["OVER", "Looking", "kept_checkpoints"]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from lightning_smartinfinity.zero3.file_systems import _remove_old
+from lightning_smartinfinity.zero3.ranks.file_systems import _remove_old
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe

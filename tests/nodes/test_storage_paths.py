@@ -11,8 +11,8 @@ import pytest
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
 from lightning_smartinfinity.devices.smartssd.discovery.mounts import Mount
 from lightning_smartinfinity.settings.strategy import nvme_path_of
-from lightning_smartinfinity.zero3 import file_systems
-from lightning_smartinfinity.zero3.file_systems import network_warning
+from lightning_smartinfinity.zero3.ranks import file_systems
+from lightning_smartinfinity.zero3.ranks.file_systems import network_warning
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit
 

@@ -23,8 +23,15 @@ VIOLATIONS = {
     "storage/io/_planted.py": ("import lightning_smartinfinity.storage.folders", "The rooms of storage import one way"),
     "pipeline/_planted.py": ("", "The rooms of pipeline import one way"),
     "zero3/_planted.py": ("", "The rooms of zero3 import one way"),  # a new module without a place in the layers
-    "zero3/parameters/_planted.py": ("import lightning_smartinfinity.zero3.step", "The rooms of zero3 import one way"),
-    "zero3/step/_planted.py": ("import lightning.pytorch", "Only the integrations import lightning"),
+    "zero3/parameters/_planted.py": (
+        "import lightning_smartinfinity.zero3.optimizer",
+        "The rooms of zero3 import one way",
+    ),
+    "zero3/checkpoints/formats/_planted.py": (
+        "import lightning_smartinfinity.zero3.checkpoints.save",
+        "The rooms of zero3.checkpoints import one way",
+    ),
+    "zero3/optimizer/_planted.py": ("import lightning.pytorch", "Only the integrations import lightning"),
     "integrations/trainer/callbacks.py": ("import pytorch_lightning", "Only the lightning namespace"),
     "integrations/fabric/_planted.py": (
         "import lightning_smartinfinity.integrations.trainer",

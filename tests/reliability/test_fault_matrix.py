@@ -17,7 +17,7 @@ from lightning_smartinfinity import SmartInfinityError
 from lightning_smartinfinity.native import io_engines
 from lightning_smartinfinity.storage import recover_store
 from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME
-from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion import convert_checkpoint
 from tests.helpers.attacks import Attack
 from tests.helpers.damage import BLOCK_BYTES, flip_bit, lose_block, misplace_block
 from tests.helpers.models import Recipe

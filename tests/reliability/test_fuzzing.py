@@ -20,10 +20,10 @@ import torch
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.storage import find_resumable, recover_store
-from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
-from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
-from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
-from lightning_smartinfinity.zero3.checkpoints.universal_folder import UniversalFolder
+from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_weights import CheckpointWeights
+from lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion import convert_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.universal_folder import UniversalFolder
 from tests.fabric.worker import quiet_fabric
 from tests.helpers import payload
 from tests.helpers.attacks import Attack

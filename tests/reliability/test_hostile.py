@@ -19,7 +19,7 @@ from lightning_smartinfinity import BlockScaled, CheckpointError, RandomStates, 
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
-from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion import convert_checkpoint
 from tests.fabric.worker import quiet_fabric
 from tests.helpers.attacks import Attack
 from tests.helpers.hostile import Hostile, assert_plain, executed, files_in

@@ -16,9 +16,9 @@ from lightning_smartinfinity.export.from_checkpoint import ExportSettings, expor
 from lightning_smartinfinity.export.models import described_by
 from lightning_smartinfinity.export.original_weights import OriginalWeights
 from lightning_smartinfinity.integrations.transformers.resume import checkpoint_to_resume
-from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
-from lightning_smartinfinity.zero3.checkpoints.trust import load_file
-from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import TensorFile
+from lightning_smartinfinity.zero3.checkpoints.formats.trust import load_file
+from lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion import convert_checkpoint
 from tests.helpers.attacks import Attack
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer

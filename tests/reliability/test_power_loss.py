@@ -21,7 +21,7 @@ from lightning_smartinfinity.storage.folders.rank_folder import rank_folder_path
 from lightning_smartinfinity.storage.folders.replacement import flush_tree
 from lightning_smartinfinity.storage.records.residual_file import read_residual
 from lightning_smartinfinity.storage.records.training_record import residual_of
-from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion import convert_checkpoint
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe

@@ -33,7 +33,7 @@ LATE = (
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
-    "lightning_smartinfinity.zero3.engine",
+    "lightning_smartinfinity.zero3.engine.training",
 )
 
 

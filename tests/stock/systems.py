@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from lightning_smartinfinity.zero3.environment import forbid_jit_builds
+from lightning_smartinfinity.zero3.setup.environment import forbid_jit_builds
 from tests.helpers.trainers import quiet_trainer
 
 # Gather and release every parameter around its modules, however small.

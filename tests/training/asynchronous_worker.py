@@ -21,10 +21,10 @@ import lightning.pytorch as pl
 
 from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy, TransferConfig
 from lightning_smartinfinity.common.patches import replaced
-from lightning_smartinfinity.zero3.background_jobs import BackgroundJobs
-from lightning_smartinfinity.zero3.checkpoints import folder_swap
-from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
-from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorStream
+from lightning_smartinfinity.zero3.checkpoints.folders import folder_swap
+from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import TensorStream
+from lightning_smartinfinity.zero3.checkpoints.save.background_saves import BackgroundSaves
+from lightning_smartinfinity.zero3.ranks.background_jobs import BackgroundJobs
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import await_that

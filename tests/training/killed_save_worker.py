@@ -19,7 +19,8 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 
 from lightning_smartinfinity import SmartInfinityStrategy, TopK, TransferConfig
-from lightning_smartinfinity.zero3.checkpoints import folder_swap, tensor_file
+from lightning_smartinfinity.zero3.checkpoints.folders import folder_swap
+from lightning_smartinfinity.zero3.checkpoints.formats import tensor_file
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 

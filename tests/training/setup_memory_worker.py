@@ -66,7 +66,6 @@ def main() -> None:
     folder, where = sys.argv[1:]
     os.environ["DS_ACCELERATOR"] = "cpu"
     from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
-    from lightning_smartinfinity.zero3 import engine  # noqa: F401  (its import is not what is measured)
 
     base = status("VmRSS")
     module = Stack(where, base)

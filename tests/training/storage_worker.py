@@ -31,9 +31,10 @@ from lightning_smartinfinity.errors import StorageFullError
 from lightning_smartinfinity.storage import StateStore
 from lightning_smartinfinity.storage.folders.rank_folder import RankFolder
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord, TrainingRecords
-from lightning_smartinfinity.zero3 import storage, succession
-from lightning_smartinfinity.zero3.background_jobs import BackgroundJobs
-from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
+from lightning_smartinfinity.zero3.checkpoints.save.background_saves import BackgroundSaves
+from lightning_smartinfinity.zero3.ranks.background_jobs import BackgroundJobs
+from lightning_smartinfinity.zero3.setup import open_storage as storage
+from lightning_smartinfinity.zero3.setup import rank_migration as succession
 from tests.helpers.interrupted_runs import kill_later, launch_run, state_digest
 from tests.helpers.nodes import become_node, mount_own
 from tests.helpers.trainers import quiet_trainer

@@ -19,7 +19,8 @@ from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import CheckpointError, StorageCorruptError, StorageTimeoutError
 from lightning_smartinfinity.storage.io import deadlines as in_time
 from lightning_smartinfinity.storage.state.pin import Pin
-from lightning_smartinfinity.zero3.checkpoints import background_saves, folder_swap
+from lightning_smartinfinity.zero3.checkpoints.folders import folder_swap
+from lightning_smartinfinity.zero3.checkpoints.save import background_saves
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import Hold

@@ -30,7 +30,7 @@ from lightning_smartinfinity import (
     TransferConfig,
     UnsupportedError,
 )
-from lightning_smartinfinity.zero3.step.gradient_path import GradientPath
+from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath
 from tests.helpers import trainers
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe

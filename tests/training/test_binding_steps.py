@@ -17,7 +17,7 @@ import torch
 from lightning_smartinfinity import SmartInfinityStrategy
 from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.pipeline.step import Step
-from lightning_smartinfinity.zero3.step.speculation import Speculation
+from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny
 from tests.helpers.processes import run_module

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lightning_smartinfinity import SmartInfinityStrategy
-from lightning_smartinfinity.zero3.step.gradient_path import GradientPath
-from lightning_smartinfinity.zero3.step.speculation import Speculation
+from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath
+from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
 from tests.helpers.hard_models import WIDTH, Case, HardModule
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny

@@ -17,7 +17,7 @@ from lightning_smartinfinity.devices import HostDevice
 from lightning_smartinfinity.pipeline.gradients import device_selection
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.pipeline.gradients.device_selection import DeviceSelection
-from lightning_smartinfinity.zero3 import storage_optimizer
+from lightning_smartinfinity.zero3.optimizer import storage_optimizer
 from tests.helpers import reference
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe

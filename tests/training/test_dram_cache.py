@@ -11,7 +11,7 @@ import torch
 
 from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.pipeline.layout.free_memory import MemoryLimit, MemoryReport
-from lightning_smartinfinity.zero3 import storage
+from lightning_smartinfinity.zero3.setup import open_storage as storage
 from tests.training.test_overlap import BF16, SMALL_RING, assert_same, result
 from tests.training.worker import Run, train
 

@@ -25,7 +25,7 @@ from lightning_smartinfinity import (
 from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientWindows
 from lightning_smartinfinity.storage.state import space
 from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
-from lightning_smartinfinity.zero3 import storage
+from lightning_smartinfinity.zero3.setup import open_storage as storage
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
@@ -68,7 +68,7 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[GradientWindows]:
             super().hold(*args, **settings)
             self.most = max(self.most, self.memory_bytes)
 
-    monkeypatch.setattr("lightning_smartinfinity.zero3.storage_optimizer.GradientWindows", Noted)
+    monkeypatch.setattr("lightning_smartinfinity.zero3.optimizer.storage_optimizer.GradientWindows", Noted)
     return made
 
 

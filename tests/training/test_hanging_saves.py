@@ -14,9 +14,9 @@ import pytest
 
 from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.storage.io.deadlines import io_limit
-from lightning_smartinfinity.zero3 import engine
-from lightning_smartinfinity.zero3.checkpoints import tensor_file
-from lightning_smartinfinity.zero3.checkpoints.staged_save import restore_interrupted
+from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import restore_interrupted
+from lightning_smartinfinity.zero3.checkpoints.formats import tensor_file
+from lightning_smartinfinity.zero3.engine import training as engine
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe

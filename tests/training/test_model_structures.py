@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_smartinfinity import UnsupportedError
-from lightning_smartinfinity.zero3.validation import check_model
+from lightning_smartinfinity.zero3.setup.validation import check_model
 from tests.helpers.hard_models import WIDTH, Case
 from tests.helpers.hard_structures import Reused, Shapes
 from tests.training.model_cases import STRUCTURES

@@ -16,8 +16,8 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError
+from lightning_smartinfinity.zero3.optimizer.update_in_flight import UpdateInFlight
 from lightning_smartinfinity.zero3.parameters.gather_methods import Gather
-from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight
 from tests.fabric import worker as fabric_worker
 from tests.helpers import native_testing as testing
 from tests.helpers.long_cases import long_but

@@ -16,7 +16,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_s
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, StorageError
 from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.pipeline.step import Step
-from lightning_smartinfinity.zero3.step.speculation import Speculation
+from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer

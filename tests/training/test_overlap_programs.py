@@ -18,8 +18,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_s
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError, TransferConfig
 from lightning_smartinfinity.pipeline import handler as handler_module
-from lightning_smartinfinity.zero3.step import overlap_choice
-from lightning_smartinfinity.zero3.step.gradient_path import GradientPath
+from lightning_smartinfinity.zero3.optimizer import overlap_choice
+from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath
 from tests.helpers import native_testing as testing
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe

@@ -80,7 +80,7 @@ def test_other_ranks_show_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only rank 0 prints."""
-    from lightning_smartinfinity.zero3.collectives import show_on_rank_zero
+    from lightning_smartinfinity.zero3.ranks.collectives import show_on_rank_zero
 
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     with show_on_rank_zero("Writing", 10) as advance:

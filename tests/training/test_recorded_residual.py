@@ -15,7 +15,7 @@ from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.storage import StateStore, recover_store
 from lightning_smartinfinity.storage.records.residual_file import residual_bytes
 from lightning_smartinfinity.storage.records.residual_write import ResidualWrite
-from lightning_smartinfinity.zero3 import reopening
+from lightning_smartinfinity.zero3.setup import reopening
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer

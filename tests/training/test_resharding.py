@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity import CheckpointError
-from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
+from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFolder
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe

@@ -14,8 +14,8 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_smartinfinity import rng
 from lightning_smartinfinity.resume import loops
+from lightning_smartinfinity.resume import random_states as rng
 from tests.helpers.random_fit import LitRandom, SaveAt, StatefulLoader, seed
 from tests.helpers.trainers import quiet_trainer
 

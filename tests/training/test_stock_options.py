@@ -63,7 +63,7 @@ def test_an_option_of_stock_deepspeed(name: str) -> None:
 def test_what_is_written_instead_is_taken(name: str, answers: dict[str, str]) -> None:
     """The settings that an answer names are not refused in turn, neither here nor by DeepSpeed."""
     prepare_environment("cpu", local_world_size=1)
-    from lightning_smartinfinity.zero3.validation import check_zero_section
+    from lightning_smartinfinity.zero3.setup.validation import check_zero_section
 
     answer = what_to_write(name, value_of(name), known=(), answers=answers)
     found = {

@@ -17,7 +17,7 @@ from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.storage.jobs.trainings import trainings_in
 from lightning_smartinfinity.storage.state import space
 from lightning_smartinfinity.storage.state.parts import find_parts
-from lightning_smartinfinity.zero3 import succession
+from lightning_smartinfinity.zero3.setup import rank_migration as succession
 from tests.helpers.attacks import Attack
 from tests.training.storage_worker import CHANGE, StorageRun, end_of, fit, launch, steps_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_smartinfinity.rank_places import CERTAIN, Place, describe, find_divergence
+from lightning_smartinfinity.zero3.ranks.locations import CERTAIN, Place, describe, find_divergence
 from tests.helpers.long_cases import long_but
 from tests.helpers.processes import run_module
 from tests.training.unequal_worker import Generated

@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.zero3 import prepare_environment
-from lightning_smartinfinity.zero3.checkpoints.universal_folder import UniversalFolder
+from lightning_smartinfinity.zero3.checkpoints.formats.universal_folder import UniversalFolder
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe

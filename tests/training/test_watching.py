@@ -15,9 +15,10 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
-from lightning_smartinfinity import RankLostError, watching
+from lightning_smartinfinity import RankLostError
 from lightning_smartinfinity.integrations.trainer.shutdown import give_up_soon_after_sigterm
 from lightning_smartinfinity.native import ask_to_end, ending_seconds
+from lightning_smartinfinity.zero3.ranks import watchdog as watching
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import LIMIT

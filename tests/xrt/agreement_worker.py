@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_smartinfinity import SmartInfinityError, SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.zero3.settings import OffloadSettings
-from lightning_smartinfinity.zero3.update_device import choose_update_device
+from lightning_smartinfinity.zero3.setup.update_device import choose_update_device
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 

@@ -20,8 +20,9 @@ from lightning_smartinfinity.devices.smartssd import System, find_cards, self_te
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import XCLBIN_VARIABLE
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from lightning_smartinfinity.settings import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
-from lightning_smartinfinity.zero3 import collectives, update_device
-from lightning_smartinfinity.zero3.update_device import choose_update_device
+from lightning_smartinfinity.zero3.ranks import collectives
+from lightning_smartinfinity.zero3.setup import update_device
+from lightning_smartinfinity.zero3.setup.update_device import choose_update_device
 from tests.helpers.card_runs import OPTIMIZERS, cards, same_as_host, settled_host
 from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf

@@ -15,8 +15,9 @@ from lightning_smartinfinity import (
     TransferConfig,
 )
 from lightning_smartinfinity.devices.smartssd import CardSetup, find_cards
-from lightning_smartinfinity.zero3 import collectives, update_device
-from lightning_smartinfinity.zero3.update_device import choose_update_device
+from lightning_smartinfinity.zero3.ranks import collectives
+from lightning_smartinfinity.zero3.setup import update_device
+from lightning_smartinfinity.zero3.setup.update_device import choose_update_device
 from tests.helpers.runif import RunIf
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.self_tests import offload

@@ -24,7 +24,7 @@ from lightning_smartinfinity import (
 from lightning_smartinfinity.devices.smartssd import device
 from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradient_file
 from lightning_smartinfinity.storage import SpaceRequest, require_space
-from lightning_smartinfinity.zero3 import storage
+from lightning_smartinfinity.zero3.setup import open_storage as storage
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.native_testing import Hold

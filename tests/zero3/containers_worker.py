@@ -24,9 +24,9 @@ from lightning_smartinfinity import StorageFullError, TransferConfig
 from lightning_smartinfinity.pipeline.layout.free_memory import measure_memory
 from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, build_layout
 from lightning_smartinfinity.storage import measure_gradient_space, require_space
-from lightning_smartinfinity.zero3 import storage
-from lightning_smartinfinity.zero3.collectives import gather
+from lightning_smartinfinity.zero3.ranks.collectives import gather
 from lightning_smartinfinity.zero3.settings import OffloadSettings
+from lightning_smartinfinity.zero3.setup import open_storage as storage
 
 CASES = ("one limit", "a limit each")
 NUMEL = 5 << 26

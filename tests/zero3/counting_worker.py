@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smartinfinity.common.patches import wrapped
-from lightning_smartinfinity.rank_places import _counts, _kind_of
+from lightning_smartinfinity.zero3.ranks.locations import _counts, _kind_of
 
 COLLECTIVES: dict[str, Callable[[torch.Tensor], Any]] = {
     "gather": lambda one: dist.all_gather_into_tensor(one.new_empty(2), one, async_op=True).wait(),

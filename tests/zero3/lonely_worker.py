@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_smartinfinity.watching import _is_of_collective
+from lightning_smartinfinity.zero3.ranks.watchdog import _is_of_collective
 
 
 def _reduce_for_ever() -> None:

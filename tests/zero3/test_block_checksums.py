@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3.checkpoints.block_checksums import BlockChecksums, SavedArray, VerifiedBlocks
+from lightning_smartinfinity.zero3.checkpoints.formats.block_checksums import BlockChecksums, SavedArray, VerifiedBlocks
 
 BLOCK = 65536
 ARRAY = SavedArray("weight/fp32.pt", "fp32")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightning_smartinfinity.zero3.clipping import norm_as_torch
+from lightning_smartinfinity.zero3.optimizer.clipping import norm_as_torch
 
 
 def test_a_norm_is_returned_as_torch_does() -> None:

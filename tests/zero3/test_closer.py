@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity.pipeline.parameters.staging_buffer import TensorPartition
-from lightning_smartinfinity.zero3.step.rank_state import RankState
+from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
 from tests.helpers.waiting import LIMIT, await_that
 from tests.pipeline.harness import Case, Run
 

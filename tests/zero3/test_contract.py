@@ -18,8 +18,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_smartinfinity.integrations.trainer.strategy import SmartInfinityStrategy
-from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
-from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.engine.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 
 OVERRIDDEN = [
     "_setup_for_real_optimizer",
@@ -105,7 +105,7 @@ def test_private_gradient_map_is_only_read_where_overridden() -> None:
 
 @pytest.mark.parametrize("name", OVERRIDDEN_OF_ENGINE)
 def test_overridden_methods_of_the_engine_exist(name: str) -> None:
-    """Every method that zero3/engine.py overrides exists in the base, and the override takes what the base passes."""
+    """Every method that training.py overrides exists in the base, and the override takes what the base passes."""
     theirs = inspect.signature(undecorated(getattr(DeepSpeedEngine, name)))
     required = [p for p in theirs.parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     inspect.signature(getattr(SmartInfinityEngine, name)).bind(*required)
@@ -121,7 +121,7 @@ def test_rank_of_a_partition_is_asked_of_the_optimizer() -> None:
 def test_engine_asks_the_accelerator_about_fp16_in_its_sanity_check_only(
     supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check that zero3/engine.py widens on a CPU refuses fp16 if, and only if, the accelerator does."""
+    """The check that zero3/engine/training.py widens on a CPU refuses fp16 if, and only if, the accelerator does."""
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: supported)
     engine = mock.create_autospec(DeepSpeedEngine, instance=True, client_optimizer=None, client_lr_scheduler=None)
     engine.fp16_enabled.return_value, engine.bfloat16_enabled.return_value = True, False
@@ -137,10 +137,10 @@ def test_shared_memory_op_can_be_declined(monkeypatch: pytest.MonkeyPatch) -> No
     """DeepSpeed consults the table of compatible ops before it compiles its shared-memory collectives."""
     from deepspeed.comm.torch import build_shm_op
 
-    assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__, "zero3/environment.py has nothing to decline"
+    assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__, "zero3/setup/environment.py has nothing to decline"
     monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
     monkeypatch.setattr(get_accelerator(), "create_op_builder", lambda _: mock.Mock(NAME="deepspeed_shm_comm"))
-    assert build_shm_op() is None, "a compiler would be needed on every machine (zero3/environment.py)"
+    assert build_shm_op() is None, "a compiler would be needed on every machine (zero3/setup/environment.py)"
 
 
 def test_strategy_has_every_attribute_of_its_base() -> None:

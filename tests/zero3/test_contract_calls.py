@@ -26,8 +26,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_s
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_smartinfinity import SmartInfinityStrategy
-from lightning_smartinfinity.zero3.checkpoints.client_state import RESERVED_KEYS
-from lightning_smartinfinity.zero3.release import release_module
+from lightning_smartinfinity.zero3.checkpoints.formats.client_state import RESERVED_KEYS
+from lightning_smartinfinity.zero3.optimizer.release import release_module
 from tests.helpers.models import Recipe
 from tests.helpers.plain import Everything
 from tests.helpers.trainers import quiet_trainer
@@ -106,13 +106,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
 
 
 def test_initialize_builds_the_engine_from_its_module_global(seen: Observed) -> None:
-    """deepspeed.initialize looks DeepSpeedEngine up by its global name: ours can replace it (zero3/engine_setup.py)."""
+    """deepspeed.initialize looks DeepSpeedEngine up by its global name: ours can replace it (zero3/engine/build.py)."""
     assert seen.has("_build", "SmartInfinityEngine.__init__"), "stock engines would train instead of ours"
     assert seen.has("_build", "EvaluationEngine.__init__"), "stock engines would evaluate instead of ours"
 
 
 def test_engine_imports_the_optimizer_class_at_call_time(seen: Observed) -> None:
-    """_configure_zero_optimizer finds our subclass under the stage-3 class's name (zero3/engine.py)."""
+    """_configure_zero_optimizer finds our subclass under the stage-3 class's name (zero3/engine/training.py)."""
     built = seen.callers(f"{STEPPING}.__init__")
     assert built == {"DeepSpeedEngine._configure_zero_optimizer"}, "the stock optimizer would keep state in memory"
 
@@ -127,7 +127,7 @@ def test_forward_ends_an_autocast_by_a_global() -> None:
 
 
 def test_engine_looks_for_duplicates_in_the_overridden_method(seen: Observed) -> None:
-    """The engine calls our check before it builds the optimizer; the base's check is quadratic (zero3/engine.py)."""
+    """The engine calls our check before it builds the optimizer; the base's check is quadratic (training.py)."""
     looked = seen.callers("SmartInfinityEngine._check_for_duplicates")
     assert looked == {"DeepSpeedEngine._configure_optimizer"}, "ten thousand parameters would take seconds more"
     assert seen.in_order(
@@ -145,7 +145,7 @@ def test_constructor_calls_the_overridden_setup(seen: Observed) -> None:
         f"{STEPPING}._setup_for_real_optimizer",
         f"{STAGE3}.set_grad_positions",
         f"{STAGE3}.create_reduce_and_remove_grad_hooks",
-    ), "zero3/storage_optimizer.py opens storage in _setup_for_real_optimizer, from partitions that are there"
+    ), "zero3/optimizer/storage_optimizer.py opens storage in _setup_for_real_optimizer, from partitions that are there"
 
 
 def test_engine_names_parameters_and_hands_the_names_on(seen: Observed) -> None:
@@ -160,17 +160,21 @@ def test_optimizer_has_what_is_read_of_it(seen: Observed) -> None:
     optimizer = seen.engine.optimizer
     assert len(optimizer.fp16_groups) == len(optimizer.fp16_partitioned_groups_flat), "parameters/partition.py"
     assert set(optimizer.sub_group_to_group_id) == set(range(len(optimizer.fp16_groups))), "parameters/partition.py"
-    assert optimizer.fp32_partitioned_groups_flat, "zero3/storage_optimizer.py"
+    assert optimizer.fp32_partitioned_groups_flat, "zero3/optimizer/storage_optimizer.py"
     for bucket in optimizer.ipg_buckets.values():
-        assert bucket.params == [] and bucket.elements == 0, "zero_grad of step/gradient_path.py empties buckets"
-    assert optimizer.reduce_bucket_size > 0 and optimizer.dtype is torch.bfloat16, "zero3/storage_optimizer.py"
-    assert optimizer.partition_count and optimizer.loss_scaler is not None, "checkpoints/optimizer_state.py"
-    assert optimizer.dynamic_loss_scale is False and optimizer.overflow is False, "checkpoints/optimizer_state.py"
-    assert optimizer.clip_grad == 1.0, "integrations/precision.py sets it, zero3/storage_optimizer.py reads it"
-    assert optimizer.dp_process_group is not None and optimizer._grad_acc_hooks is not None, "step/gradient_path.py"
-    assert optimizer.reduce_and_partition_stream is not None or not torch.cuda.is_available(), "step/gradient_path.py"
-    assert isinstance(optimizer.parameter_offload, parameter_offload.DeepSpeedZeRoOffload), "step/gradient_path.py"
-    assert seen.engine._config is not None, "zero3/engine.py passes it to the checkpoint engine"
+        assert bucket.params == [] and bucket.elements == 0, "zero_grad of gradient_path.py empties buckets"
+    assert optimizer.reduce_bucket_size > 0 and optimizer.dtype is torch.bfloat16, (
+        "zero3/optimizer/storage_optimizer.py"
+    )
+    assert optimizer.partition_count and optimizer.loss_scaler is not None, "formats/optimizer_state.py"
+    assert optimizer.dynamic_loss_scale is False and optimizer.overflow is False, "formats/optimizer_state.py"
+    assert optimizer.clip_grad == 1.0, (
+        "integrations/precision.py sets it, zero3/optimizer/storage_optimizer.py reads it"
+    )
+    assert optimizer.dp_process_group is not None and optimizer._grad_acc_hooks is not None, "gradient_path.py"
+    assert optimizer.reduce_and_partition_stream is not None or not torch.cuda.is_available(), "gradient_path.py"
+    assert isinstance(optimizer.parameter_offload, parameter_offload.DeepSpeedZeRoOffload), "gradient_path.py"
+    assert seen.engine._config is not None, "zero3/engine/training.py passes it to the checkpoint engine"
 
 
 def test_parameters_have_what_is_read_of_them(seen: Observed) -> None:
@@ -182,7 +186,9 @@ def test_parameters_have_what_is_read_of_them(seen: Observed) -> None:
     )
     assert isinstance(param.ds_id, int) and isinstance(param.ds_status, ZeroParamStatus), "parameters/gather_on_use.py"
     assert param.ds_process_group is not None and param.ds_summary()["shape"], "parameters/gather_on_use.py"
-    assert param._z3_optimizer is seen.engine.optimizer, "safe_get_* and zero3/release.py find the training by it"
+    assert param._z3_optimizer is seen.engine.optimizer, (
+        "safe_get_* and zero3/optimizer/release.py find the training by it"
+    )
     assert callable(param.all_gather) and callable(param.partition), "parameters/gather_on_use.py, outside_writes.py"
 
 
@@ -244,7 +250,7 @@ def test_leftovers_of_backward_are_released_by_the_offload(seen: Observed) -> No
 
 
 def test_active_modules_of_a_parameter_are_a_set(seen: Observed) -> None:
-    """A parameter is released only when no module uses it; zero3/release.py clears that set after a broken step."""
+    """A parameter is released only when no module uses it; release.py clears that set after a broken step."""
     sets = [param.ds_active_sub_modules for param in seen.engine.module.parameters()]
     assert all(isinstance(users, set) and not users for users in sets), "abandoned parameters would stay gathered"
 
@@ -256,7 +262,7 @@ def test_active_modules_of_a_parameter_are_a_set(seen: Observed) -> None:
     "verb", ["_pre_step", "_partition_all_parameters", "_loss_scale_update_and_overflow_cleanup", "_post_step"]
 )
 def test_step_calls_the_verbs_of_the_base(seen: Observed, verb: str) -> None:
-    """The engine calls our step, which calls the base's verbs around an update (zero3/storage_optimizer.py)."""
+    """The engine calls our step, which calls the base's verbs around an update (storage_optimizer.py)."""
     assert "DeepSpeedEngine._take_model_step" in seen.callers(f"{STEPPING}.step")
     caller = f"{STEPPING}.step"
     if verb == "_partition_all_parameters":
@@ -295,7 +301,7 @@ def test_hooks_after_a_forward_look_into_the_output(seen: Observed) -> None:
 
 
 def test_hooks_of_deepspeed_can_be_told_by_their_module(seen: Observed) -> None:
-    """Every hook of an engine is defined in a module of DeepSpeed; zero3/release.py removes those and no others."""
+    """Every hook of an engine is defined in a module of DeepSpeed; release.py removes those and no others."""
     owned = {
         name: [hook.__module__ for child in seen.module.modules() for hook in getattr(child, name).values()]
         for name in HOOKS
@@ -313,7 +319,7 @@ def test_hooks_of_deepspeed_can_be_told_by_their_module(seen: Observed) -> None:
 
 
 def test_a_forward_pass_marks_modules_where_the_marks_are_removed(seen: Observed) -> None:
-    """In a forward pass modules are on a stack and their parameters marked; zero3/release.py undoes both."""
+    """In a forward pass modules are on a stack and their parameters marked; zero3/optimizer/release.py undoes both."""
     assert seen.module.in_forward and all(seen.module.in_forward), "after a broken forward whoever reads one gathers it"
     assert isinstance(parameter_offload.FWD_MODULE_STACK, list) and any(seen.module.stack)
     children = [child for child in seen.module.modules() if child._parameters]
@@ -361,9 +367,7 @@ def test_the_api_asks_the_optimizer_of_the_parameter(seen: Observed) -> None:
 def test_every_rank_saves_two_files(seen: Observed) -> None:
     """The checkpoint engine saves model states, then optimizer states; its save is collective."""
     savers = ["DeepSpeedEngine._save_checkpoint", "DeepSpeedEngine._save_zero_checkpoint"]
-    assert seen.callers("SmartInfinityCheckpointEngine.save") == set(savers), (
-        "checkpoints/checkpoint_engine.py would hang"
-    )
+    assert seen.callers("SmartInfinityCheckpointEngine.save") == set(savers), "save/checkpoint_engine.py would hang"
     assert seen.in_order("DeepSpeedEngine.save_checkpoint", *savers)
     assert seen.callers("SmartInfinityEngine._copy_recovery_script") == {"DeepSpeedEngine._save_zero_checkpoint"}, (
         "the scripts would be copied on rank 0 alone, outside of what is given up"
@@ -376,7 +380,7 @@ def test_every_rank_saves_two_files(seen: Observed) -> None:
 
 
 def test_the_optimizer_state_reaches_the_checkpoint_engine_as_it_was_described(seen: Observed) -> None:
-    """DeepSpeed saves what checkpoints/optimizer_state.py describes and hands it to the optimizer on loading."""
+    """DeepSpeed saves what formats/optimizer_state.py describes and hands it to the optimizer on loading."""
     assert seen.callers(f"{OURS}._rigid_state_dict") == {f"{STAGE3}.state_dict"}
     assert seen.has("DeepSpeedEngine._save_zero_checkpoint", f"{STAGE3}.state_dict")
     assert "DeepSpeedEngine._get_all_zero_checkpoint_state_dicts" in seen.callers("SmartInfinityCheckpointEngine.load")
@@ -384,7 +388,7 @@ def test_the_optimizer_state_reaches_the_checkpoint_engine_as_it_was_described(s
 
 
 def test_names_and_shapes_of_parameters_lie_in_the_model_states(seen: Observed) -> None:
-    """checkpoints/folder_check.py can compare names and shapes before anything is loaded."""
+    """load/folder_check.py can compare names and shapes before anything is loaded."""
     assert seen.has("DeepSpeedEngine._common_checkpoint_state", "DeepSpeedEngine._get_zero_param_shapes")
     ((name, shape), *_) = seen.engine._get_zero_param_shapes()[0].items()
     assert name in dict(seen.engine.module.named_parameters()) and isinstance(shape, torch.Size)
@@ -392,7 +396,7 @@ def test_names_and_shapes_of_parameters_lie_in_the_model_states(seen: Observed) 
 
 
 def test_names_in_deepspeeds_checkpoints_are_those_that_we_refuse(seen: Observed) -> None:
-    """Every key that DeepSpeed saves beside the user's entries is reserved (checkpoints/client_state.py)."""
+    """Every key that DeepSpeed saves beside the user's entries is reserved (formats/client_state.py)."""
     names = set(seen.engine._common_checkpoint_state({}, zero_optimizer_state=False, save_frozen_param=True))
     assert "module" in names
     assert names <= RESERVED_KEYS, "a user's entry of that name would be lost or replace DeepSpeed's"
@@ -402,7 +406,7 @@ def test_names_in_deepspeeds_checkpoints_are_those_that_we_refuse(seen: Observed
 
 
 def test_engine_counts_steps_and_samples(seen: Observed) -> None:
-    """The engine counts in attributes that are saved under their names; checkpoints/resharding.py sets them."""
+    """The engine counts in attributes that are saved under their names; load/resharding.py sets them."""
     saved = torch.load(seen.model_states, weights_only=False, mmap=True)
     for name, count in {"global_steps": 2, "global_samples": 2, "skipped_steps": 0}.items():
         assert saved[name] == getattr(seen.engine, name) == count, name
@@ -414,11 +418,9 @@ def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -
     prologue = f"{OURS}.checkpoint_event_prologue"
     assert seen.in_order("DeepSpeedEngine.load_checkpoint", prologue, "DeepSpeedEngine._load_checkpoint", epilogue)
     assert seen.in_order("DeepSpeedEngine.save_checkpoint", prologue, "DeepSpeedEngine._save_checkpoint", epilogue)
-    assert seen.has(base, f"{STEPPING}._partition_all_parameters"), (
-        "checkpoints/resharding.py would load into gathered ones"
-    )
+    assert seen.has(base, f"{STEPPING}._partition_all_parameters"), "load/resharding.py would load into gathered ones"
     # Ours wraps the method that zero.Init installs (parameters/gather_methods.py).
-    assert seen.has(epilogue, "GatherNow.__call__"), "zero3/storage_optimizer.py, skipped step"
+    assert seen.has(epilogue, "GatherNow.__call__"), "zero3/optimizer/storage_optimizer.py, skipped step"
     assert seen.has("Gather._gather", "Init._convert_to_deepspeed_param.<locals>.all_gather")
 
 
@@ -443,7 +445,7 @@ def test_the_accumulation_scheduler_asks_its_trainer_for_the_strategy(seen: Obse
 
 
 def test_on_train_start_is_the_last_hook_before_the_first_epoch(seen: Observed) -> None:
-    """rng.py restores random states in the strategy's hook: after all others, and after the iterator was created."""
+    """Random states are restored in the strategy's hook: after all others, and after the iterator was created."""
     assert seen.made_by("_FitLoop.on_run_start")[-1] == "_call_strategy_hook", "a hook draws after the restoration"
     assert seen.in_order(
         "_FitLoop.run", "_FitLoop.setup_data", "_FitLoop.reset", "_FitLoop.on_run_start", "_FitLoop.on_advance_start"

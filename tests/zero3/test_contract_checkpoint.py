@@ -20,10 +20,10 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_smartinfinity.zero3.checkpoints import staged_save
-from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
-from lightning_smartinfinity.zero3.checkpoints.staged_save import FILES_BESIDE, LATEST
-from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
+from lightning_smartinfinity.zero3.checkpoints.folders import staged_save
+from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import FILES_BESIDE, LATEST
+from lightning_smartinfinity.zero3.checkpoints.save.checkpoint_engine import SmartInfinityCheckpointEngine
+from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
+from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 from lightning_smartinfinity.zero3.parameters.gather_on_use import _OWN_REFERENCES, _is_unused
 from lightning_smartinfinity.zero3.parameters.scalars import ScalarsAsBytes, sendable
 from lightning_smartinfinity.zero3.parameters.torch_functions import _LEFT

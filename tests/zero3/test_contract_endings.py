@@ -15,8 +15,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from transformers import GenerationMixin
 from transformers.integrations import is_fsdp_managed_module
 
-from lightning_smartinfinity.rank_places import _params_in
 from lightning_smartinfinity.zero3.parameters import generation
+from lightning_smartinfinity.zero3.ranks.locations import _params_in
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer

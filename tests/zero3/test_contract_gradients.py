@@ -39,14 +39,14 @@ def test_a_gradient_in_a_bucket_is_a_view_of_it() -> None:
 
 
 def test_gradients_are_reset_by_groups_alone() -> None:
-    """step/gradient_path.py has dropped all gradients, and hides the groups: DeepSpeed has nothing to look at again."""
+    """gradient_path.py has dropped all gradients, and hides the groups: DeepSpeed has nothing to look at again."""
     source = inspect.getsource(undecorated(DeepSpeedZeroOptimizer_Stage3.zero_grad))
     loops = re.findall(r"^\s*for (.*):$", source, re.MULTILINE)
     assert loops == ["group in self.fp16_groups", "p in group"]
 
 
 def test_buckets_do_nothing_to_gradients_in_one_process_but_round_them() -> None:
-    """step/gradient_path.py may bypass buckets in one process, because there they only round gradients."""
+    """gradient_path.py may bypass buckets in one process, because there they only round gradients."""
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3.reduce_independent_p_g_buckets_and_remove_grads)
     assert 'getattr(param, "ds_grad_is_ready", True)' in source, "gradients that are not complete would leave"
     assert source.count("(param)") == 5, "something new is done to a gradient on its way into the bucket"

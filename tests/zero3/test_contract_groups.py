@@ -37,7 +37,7 @@ def test_the_offload_asks_the_first_parameter_for_its_dtype() -> None:
 
 
 def test_deepspeed_keeps_its_groups_until_they_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cached group is returned without a question, and forgotten when DeepSpeed is told so (zero3/environment.py)."""
+    """A cached group is returned without a question, and forgotten when DeepSpeed is told so (environment.py)."""
     stale = object()
     monkeypatch.setattr(groups, "_WORLD_GROUP", stale)
     monkeypatch.setattr(groups.dist, "is_initialized", lambda: True)

@@ -26,8 +26,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from lightning_smartinfinity.integrations.transformers.launch import launched
 from lightning_smartinfinity.integrations.transformers.seams import fresh_accelerate
-from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
-from lightning_smartinfinity.zero3.release import has_engine
+from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
+from lightning_smartinfinity.zero3.optimizer.release import has_engine
 from tests.helpers.runif import RunIf
 from tests.huggingface.trained import arguments
 

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_smartinfinity.integrations.precision import SmartInfinityPrecision
 from lightning_smartinfinity.integrations.trainer.strategy import SmartInfinityStrategy
-from lightning_smartinfinity.zero3 import release
+from lightning_smartinfinity.zero3.optimizer import release
 
 
 @pytest.mark.parametrize("name", ["init_deepspeed", "_initialize_deepspeed_inference"])
@@ -46,7 +46,7 @@ def test_replaced_precision_hooks_have_the_signature_of_their_base(name: str) ->
     ],
 )
 def test_torch_keeps_hooks_where_they_are_removed(registering: Callable[[torch.nn.Module, Any], object]) -> None:
-    """zero3/release.py removes DeepSpeed's hooks from a module completely, and the hooks of others stay."""
+    """zero3/optimizer/release.py removes DeepSpeed's hooks from a module completely, and the hooks of others stay."""
     module, ran = torch.nn.Linear(1, 1), []
     before = {name: dict(kept) for name, kept in vars(module).items() if "hook" in name and isinstance(kept, dict)}
     for owner in ("deepspeed.runtime", __name__, None):  # a function of exec has no module

@@ -25,11 +25,11 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_smartinfinity.integrations.fabric.strategy import SmartInfinityFabricStrategy
 from lightning_smartinfinity.settings.zero_keys import ZERO_KEYS
-from lightning_smartinfinity.zero3 import section_keys
+from lightning_smartinfinity.zero3.setup import section_keys
 
 
 def test_zero_section_has_the_fields_that_are_read() -> None:
-    """DeepSpeed's own parsing gives the fields that zero3/validation.py reads, and forbids unknown keys."""
+    """DeepSpeed's own parsing gives the fields that zero3/setup/validation.py reads, and forbids unknown keys."""
     zero = DeepSpeedZeroConfig(stage=3, offload_param={"device": "nvme", "nvme_path": "/nowhere"})
     assert zero.offload_param is not None and zero.offload_param.device == "nvme"
     assert zero.offload_param.buffer_count >= 1 and zero.offload_param.buffer_size > 0
@@ -40,7 +40,7 @@ def test_zero_section_has_the_fields_that_are_read() -> None:
 
 
 def test_zero_section_has_the_keys_that_are_listed() -> None:
-    """zero3/section_keys.py knows every key of DeepSpeed's section and of its sections, and those only."""
+    """zero3/setup/section_keys.py knows every key of DeepSpeed's section and of its sections, and those only."""
     listed = {*ZERO_KEYS, *section_keys._SECTIONS, *section_keys._ANSWERS}
     gone = {"super_offload", "mics_shard_size", "mics_hierarchical_params_gather"}
     beside = {key for key, answer in section_keys._ANSWERS.items() if "beside the section" in answer.fault}
@@ -71,7 +71,7 @@ def test_process_groups_have_a_default_timeout() -> None:
 
 
 def test_a_module_loads_its_own_part_of_a_state_dict() -> None:
-    """A module loads its own parameters and buffers by the method that checkpoints/full_weights.py calls."""
+    """A module loads its own parameters and buffers by the method that load/full_weights.py calls."""
     module = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
     weights = {name: tensor + 1 for name, tensor in module.state_dict().items()}
     missing, unexpected, errors = [], [], []  # type: ignore[var-annotated]

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import Strategy
 
-from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.engine.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.live_parameters import RELEASE_PARAM
 from lightning_smartinfinity.zero3.parameters.prefetch import GATHER_PARAMS
 from tests.zero3.test_contract import undecorated

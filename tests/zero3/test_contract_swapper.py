@@ -16,8 +16,8 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartiti
 from deepspeed.runtime.zero import parameter_offload, partition_parameters, partitioned_param_coordinator, stage3
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
-from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.engine.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
 from tests.zero3.test_contract import undecorated
 

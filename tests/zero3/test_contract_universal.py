@@ -16,7 +16,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from lightning_smartinfinity.zero3.checkpoints.block_checksums import CHECKSUMMED
+from lightning_smartinfinity.zero3.checkpoints.formats.block_checksums import CHECKSUMMED
 from tests.helpers.universal import assert_same_tensors, convert, convert_by_command, save_of_two, tensors
 
 SHAPES = [OrderedDict(a=torch.Size([3]), b=torch.Size([2, 2])), OrderedDict(c=torch.Size([1]))]
@@ -51,7 +51,7 @@ def test_ours_makes_the_same(checkpoint: Path, universal: Path, tmp_path: Path) 
 
 
 def test_converter_makes_flat_tensors_of_what_our_checkpoints_hold(universal: Path) -> None:
-    """The converter writes one file per parameter and array, without padding (checkpoints/universal_folder.py)."""
+    """The converter writes one file per parameter and array, without padding (formats/universal_folder.py)."""
     expected = {
         f"{name}/{array}": values + offset
         for name, values in WHOLE.items()
@@ -103,4 +103,4 @@ def test_engine_loads_buffers_and_frozen_fragments() -> None:
     checkpoint = {"module": saved, "frozen_param_fragments": ReadWhenAskedFor()}
     DeepSpeedEngine.load_module_state_dict(engine, checkpoint=checkpoint, strict=True)
     assert module.running_mean is not None and module.running_mean.tolist() == [3.0, 4.0]
-    assert weight.ds_tensor.tolist() == [5.0, 6.0], "checkpoints/resharding.py hands frozen slices over so"
+    assert weight.ds_tensor.tolist() == [5.0, 6.0], "load/resharding.py hands frozen slices over so"

@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_smartinfinity.integrations.trainer.strategy import SmartInfinityStrategy
-from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.engine.optimizer import SmartInfinityOptimizer
 
 OVERRIDDEN = [
     "set_full_hp_param",

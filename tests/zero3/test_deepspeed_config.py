@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity import ConfigError
-from lightning_smartinfinity.zero3.deepspeed_config import build_deepspeed_config
+from lightning_smartinfinity.zero3.setup.deepspeed_config import build_deepspeed_config
 
 
 def section(zero: dict[str, Any] | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_smartinfinity.zero3.checkpoints.divided_save import PartsHere, common_save
+from lightning_smartinfinity.zero3.checkpoints.folders.divided_save import PartsHere, common_save
 
 
 def machine(in_place: str | None, beside: str | None = None, *, newer: bool = False) -> PartsHere:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lightning_smartinfinity import CheckpointError, ConfigError
-from lightning_smartinfinity.zero3.checkpoints import found_checkpoint
-from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
-from lightning_smartinfinity.zero3.checkpoints.folder_check import check_frozen, check_needed
-from lightning_smartinfinity.zero3.checkpoints.found_checkpoint import _require_part, _Seen
+from lightning_smartinfinity.zero3.checkpoints.formats import found_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import _require_part, _Seen
+from lightning_smartinfinity.zero3.checkpoints.load.folder_check import check_frozen, check_needed
 
 
 def test_what_a_trainer_needs() -> None:

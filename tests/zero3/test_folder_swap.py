@@ -25,11 +25,11 @@ from lightning_smartinfinity.storage.folders.replacement import beside, exchange
 from lightning_smartinfinity.storage.folders.staging_folder import is_in_use, locked, mark_of
 from lightning_smartinfinity.storage.io import deadlines as in_time
 from lightning_smartinfinity.storage.io.deadlines import io_limit
-from lightning_smartinfinity.zero3 import file_systems
-from lightning_smartinfinity.zero3.checkpoints import folder_swap
-from lightning_smartinfinity.zero3.checkpoints.divided_save import PartsHere, id_of
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import remove_interrupted, replacing
-from lightning_smartinfinity.zero3.checkpoints.staged_save import FILES_BESIDE, restore_interrupted
+from lightning_smartinfinity.zero3.checkpoints.folders import folder_swap
+from lightning_smartinfinity.zero3.checkpoints.folders.divided_save import PartsHere, id_of
+from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import remove_interrupted, replacing
+from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import FILES_BESIDE, restore_interrupted
+from lightning_smartinfinity.zero3.ranks import file_systems
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.power_loss import RecordedDisk, observed

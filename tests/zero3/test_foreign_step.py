@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity import UnsupportedError
-from lightning_smartinfinity.zero3.step import foreign_step
+from lightning_smartinfinity.zero3.optimizer import foreign_step
 
 
 def test_parameters_are_looked_at_once_for_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,12 +21,13 @@ from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.export.destination import staged
 from lightning_smartinfinity.storage.io.deadlines import io_limit
-from lightning_smartinfinity.zero3 import file_systems
-from lightning_smartinfinity.zero3.checkpoints import folder_swap, tensor_file
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
-from lightning_smartinfinity.zero3.checkpoints.scrub import scrub_checkpoint
-from lightning_smartinfinity.zero3.checkpoints.trust import ReadWhenUsed, read_mapped
-from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.folders import folder_swap
+from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import replacing
+from lightning_smartinfinity.zero3.checkpoints.formats import tensor_file
+from lightning_smartinfinity.zero3.checkpoints.formats.scrub import scrub_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.trust import ReadWhenUsed, read_mapped
+from lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion import convert_checkpoint
+from lightning_smartinfinity.zero3.ranks import file_systems
 from tests.helpers.attacks import Attack
 from tests.helpers.silent_disk import ERROR, FILE_CALLS, SAID, SECONDS, SilentDisk, gives_up
 from tests.helpers.universal import save_of_two

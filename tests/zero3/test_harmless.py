@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from lightning_smartinfinity import CheckpointError
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE
-from lightning_smartinfinity.zero3.checkpoints.trust import load_file, load_without_memory, warn_of_types
+from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import DAMAGE
+from lightning_smartinfinity.zero3.checkpoints.formats.trust import load_file, load_without_memory, warn_of_types
 
 multiarray: Any = np._core.multiarray
 

@@ -6,7 +6,7 @@ from itertools import cycle, islice
 
 import pytest
 
-from lightning_smartinfinity.zero3.step.speculation import Hysteresis
+from lightning_smartinfinity.zero3.optimizer.speculation import Hysteresis
 
 
 def guesses(hysteresis: Hysteresis, outcomes: str, num_windows: int) -> int:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from lightning_smartinfinity.zero3.step.overlap_choice import OverlapChoice
+from lightning_smartinfinity.zero3.optimizer.overlap_choice import OverlapChoice
 
 
 def run(choice: OverlapChoice, seconds: dict[str, float], *, steps: int = 40, jitter: bool = False) -> list[str]:

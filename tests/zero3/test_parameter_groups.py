@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_smartinfinity import CheckpointError, UnsupportedError
-from lightning_smartinfinity.zero3.parameter_groups import (
+from lightning_smartinfinity.zero3.optimizer.parameter_groups import (
     check_parameters,
     restore_groups,
     saved_numbers,

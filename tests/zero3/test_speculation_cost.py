@@ -10,8 +10,8 @@ import pytest
 
 from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, PartitionLayout, build_layout
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
-from lightning_smartinfinity.zero3.step.rank_state import RankState
-from lightning_smartinfinity.zero3.step.speculation import Speculation
+from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
+from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
 
 NUM_PARAMETERS = 1000
 

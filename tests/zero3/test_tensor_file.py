@@ -13,7 +13,12 @@ import pytest
 import torch
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, check_records, room_for, saved_with_room
+from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import (
+    TensorFile,
+    check_records,
+    room_for,
+    saved_with_room,
+)
 from tests.helpers.attacks import Attack
 
 NUMELS = (1_000, 0, 7, 20_000)

@@ -19,10 +19,10 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_smartinfinity import CheckpointError
-from lightning_smartinfinity.zero3.checkpoints import trust
-from lightning_smartinfinity.zero3.checkpoints.loss_scale import loss_scaler_of, numbers_of
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import DAMAGE
-from lightning_smartinfinity.zero3.checkpoints.trust import door, load_file, load_without_memory, warn_of_types
+from lightning_smartinfinity.zero3.checkpoints.formats import trust
+from lightning_smartinfinity.zero3.checkpoints.formats.loss_scale import loss_scaler_of, numbers_of
+from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import DAMAGE
+from lightning_smartinfinity.zero3.checkpoints.formats.trust import door, load_file, load_without_memory, warn_of_types
 from tests.helpers.hostile import Hostile, executed
 
 PACKAGE = Path(__file__).parents[2] / "lightning_smartinfinity"

@@ -18,8 +18,8 @@ import torch
 
 from lightning_smartinfinity.errors import CheckpointError, StorageLockedError
 from lightning_smartinfinity.storage.folders.replacement import beside
-from lightning_smartinfinity.zero3.checkpoints import saved_weights, tensor_file, universal_conversion
-from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats import saved_weights, tensor_file, universal_conversion
+from lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion import convert_checkpoint
 from tests.helpers.damage import flip_bit_behind
 from tests.helpers.universal import save_of_two, tensors
 
@@ -226,7 +226,7 @@ def test_what_a_killed_conversion_left_is_removed(
 
     with monkeypatch.context() as patched:
         patched.setattr("lightning_smartinfinity.storage.folders.staging_folder._remove_tree", lambda _: None)
-        patched.setattr("lightning_smartinfinity.zero3.checkpoints.universal_conversion._write_rest", killed)
+        patched.setattr("lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion._write_rest", killed)
         with pytest.raises(CheckpointError, match="killed"):
             convert_checkpoint(checkpoint, tmp_path / "new")
     assert len(list(tmp_path.iterdir())) == 2

@@ -15,11 +15,11 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3.checkpoints import saved_weights, zero_folder
-from lightning_smartinfinity.zero3.checkpoints.block_checksums import SavedArray
-from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import tagged_folder
-from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
-from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
+from lightning_smartinfinity.zero3.checkpoints.formats import saved_weights, zero_folder
+from lightning_smartinfinity.zero3.checkpoints.formats.block_checksums import SavedArray
+from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import tagged_folder
+from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import TensorFile
+from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFolder
 from tests.helpers.universal import save_of_two
 
 SHAPES = {"one": torch.Size([1]), "three": torch.Size([3]), "many": torch.Size([5, 7]), "even": torch.Size([2, 6])}

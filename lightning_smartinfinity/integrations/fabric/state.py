@@ -10,7 +10,7 @@ from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
 from lightning_smartinfinity.zero3.untyped import ClientState, Pickled, SavedState
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.engine import PortableEngine
+    from lightning_smartinfinity.zero3.engine.training import PortableEngine
 
 __all__ = ["move_into", "read_state_dict", "refuse_options", "refuse_optimizer", "split_state", "weights_in"]
 
@@ -25,9 +25,9 @@ def read_state_dict(load: Callable[..., Pickled], path: str | Path) -> SavedStat
     Raises:
         CheckpointError: It is missing or damaged, needs consent, or holds something else.
     """
-    from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
-    from lightning_smartinfinity.zero3.checkpoints.trust import load_by
-    from lightning_smartinfinity.zero3.collectives import raising_together
+    from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
+    from lightning_smartinfinity.zero3.checkpoints.formats.trust import load_by
+    from lightning_smartinfinity.zero3.ranks.collectives import raising_together
 
     contents: Pickled = None
     with raising_together(), reading_checkpoint(path):
@@ -58,8 +58,8 @@ def split_state(state: Mapping[str, object]) -> tuple[PortableEngine, ClientStat
     Raises:
         UnsupportedError: The state has no model, or several, or the optimizer of another one.
     """
-    from lightning_smartinfinity.zero3.engine import PortableEngine
-    from lightning_smartinfinity.zero3.taken_optimizer import TakenOptimizer
+    from lightning_smartinfinity.zero3.engine.training import PortableEngine
+    from lightning_smartinfinity.zero3.optimizer.taken_optimizer import TakenOptimizer
 
     engines = [value for value in state.values() if isinstance(value, PortableEngine)]
     optimizers = [value for value in state.values() if isinstance(value, TakenOptimizer)]

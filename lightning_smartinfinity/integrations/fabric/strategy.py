@@ -43,7 +43,7 @@ from lightning_smartinfinity.integrations.precision import SmartInfinityFabricPr
 from lightning_smartinfinity.integrations.session import NearStorage
 from lightning_smartinfinity.integrations.stock_options import OF_FABRIC
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings
-from lightning_smartinfinity.recorder import STORAGE, Recording
+from lightning_smartinfinity.resume.record import STORAGE, Recording
 from lightning_smartinfinity.settings import (
     ActivationOffload,
     GradientCodec,
@@ -53,11 +53,11 @@ from lightning_smartinfinity.settings import (
 )
 from lightning_smartinfinity.settings.strategy import check_save_path, data_types, documents_settings, given_settings
 from lightning_smartinfinity.storage.io.deadlines import io_limit
-from lightning_smartinfinity.watching import awaiting_ranks
+from lightning_smartinfinity.zero3.ranks.watchdog import awaiting_ranks
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.engine import PortableEngine, SmartInfinityEngine
+    from lightning_smartinfinity.zero3.engine.training import PortableEngine, SmartInfinityEngine
 
 __all__ = ["SmartInfinityFabricStrategy"]
 
@@ -291,7 +291,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     def _initialize_engine(
         self, model: Module, optimizer: Optimizer | None = None, scheduler: Any = None
     ) -> tuple[PortableEngine, Optimizer, Any]:
-        from lightning_smartinfinity.zero3.engine_setup import evaluation_engine, refuse_trained
+        from lightning_smartinfinity.zero3.engine.build import evaluation_engine, refuse_trained
 
         # The user alone steps the scheduler: DeepSpeed's engine would step it, too.
         initialize = super()._initialize_engine
@@ -347,7 +347,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        from lightning_smartinfinity.zero3.clipping import clip_norm, norm_as_torch
+        from lightning_smartinfinity.zero3.optimizer.clipping import clip_norm, norm_as_torch
 
         if float(norm_type) != 2.0:
             raise UnsupportedError(
@@ -361,7 +361,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
-        from lightning_smartinfinity.zero3.clipping import clip_values
+        from lightning_smartinfinity.zero3.optimizer.clipping import clip_values
 
         trained = self._near_storage_optimizer
         assert trained is not None, "gradients are clipped in a training"
@@ -375,8 +375,8 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        from lightning_smartinfinity.zero3.checkpoints.client_state import refuse_reserved
-        from lightning_smartinfinity.zero3.checkpoints.load_save import save_engine
+        from lightning_smartinfinity.zero3.checkpoints.formats.client_state import refuse_reserved
+        from lightning_smartinfinity.zero3.checkpoints.load.load_save import save_engine
 
         refuse_options(storage_options=storage_options, filter=filter)
         check_save_path(path)
@@ -409,8 +409,8 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        from lightning_smartinfinity.zero3.checkpoints.load_save import load_engine
-        from lightning_smartinfinity.zero3.checkpoints.trust import door
+        from lightning_smartinfinity.zero3.checkpoints.formats.trust import door
+        from lightning_smartinfinity.zero3.checkpoints.load.load_save import load_engine
 
         if isinstance(state, Module):  # fabric.load_raw
             engine, _ = split_state({"model": state})
@@ -444,7 +444,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
 
     def _load_full(self, path: str | Path, state: ClientState, engine: PortableEngine, *, strict: bool) -> ClientState:
         """Load weights from a file with the state's own keys, and return the rest of the file."""
-        from lightning_smartinfinity.zero3.checkpoints.found_checkpoint import await_seen
+        from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import await_seen
 
         (key,) = (key for key, value in state.items() if value is engine)
         await_seen(path)
@@ -454,7 +454,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         return contents
 
     def _load_weights(self, weights: SavedState, engine: PortableEngine, *, strict: bool) -> None:
-        from lightning_smartinfinity.zero3.checkpoints.load_save import load_weights
+        from lightning_smartinfinity.zero3.checkpoints.load.load_save import load_weights
 
         load_weights(weights, engine, trained=engine is self._training_engine, strict=strict)
 

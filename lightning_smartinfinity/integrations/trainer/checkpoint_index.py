@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_smartinfinity.zero3.background_jobs import BackgroundJobs
+from lightning_smartinfinity.zero3.ranks.background_jobs import BackgroundJobs
 from lightning_smartinfinity.zero3.untyped import ClientState
 
 __all__ = ["CheckpointBooks", "model_checkpoints"]

@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import CheckpointBooks, model_checkpoints
-from lightning_smartinfinity.recorder import STORAGE, Recording
 from lightning_smartinfinity.resume.fit_loaders import FitLoaders, take_seed
 from lightning_smartinfinity.resume.loops import (
     begin_epoch_after_last,
@@ -25,16 +24,17 @@ from lightning_smartinfinity.resume.loops import (
     load_loader_states,
     passed_to_run,
 )
-from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
+from lightning_smartinfinity.resume.random_states import RNG_KEY, capture, fits, restore
+from lightning_smartinfinity.resume.record import STORAGE, Recording
 from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.settings.strategy import StrategySettings
-from lightning_smartinfinity.zero3.collectives import gather
+from lightning_smartinfinity.zero3.ranks.collectives import gather
 from lightning_smartinfinity.zero3.untyped import ClientState
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
-    from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
-    from lightning_smartinfinity.zero3.step.rank_state import RankState
+    from lightning_smartinfinity.zero3.checkpoints.save.background_saves import BackgroundSaves
+    from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
+    from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
 
 __all__ = ["FitRecording", "go_on_after_batch", "loop_state", "restore_loop", "watch_steps"]
 

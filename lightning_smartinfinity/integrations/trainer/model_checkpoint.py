@@ -19,7 +19,7 @@ from lightning_smartinfinity.integrations.trainer.checkpoint_index import Checkp
 from lightning_smartinfinity.settings.strategy import check_save_path
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.checkpoints.background_saves import BackgroundSaves
+    from lightning_smartinfinity.zero3.checkpoints.save.background_saves import BackgroundSaves
 
 __all__ = ["check_folders", "save_beside_training", "save_in_turn"]
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_smartinfinity.errors import RankLostError, StorageTimeoutError
 from lightning_smartinfinity.native import ask_to_end
-from lightning_smartinfinity.watching import (
+from lightning_smartinfinity.zero3.ranks.watchdog import (
     agree_to_end,
     hear_sigterm,
     is_asked_to_end,

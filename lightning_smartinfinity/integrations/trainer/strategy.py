@@ -58,7 +58,7 @@ from lightning_smartinfinity.native import take_back_ask_to_end
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings
 from lightning_smartinfinity.resume.loader_position import keeping_position
 from lightning_smartinfinity.resume.loops import passed_to_run, without_positions
-from lightning_smartinfinity.rng import RNG_KEY, capture
+from lightning_smartinfinity.resume.random_states import RNG_KEY, capture
 from lightning_smartinfinity.settings import (
     ActivationOffload,
     GradientCodec,
@@ -68,11 +68,11 @@ from lightning_smartinfinity.settings import (
 )
 from lightning_smartinfinity.settings.strategy import check_save_path, data_types, documents_settings, given_settings
 from lightning_smartinfinity.storage.io.deadlines import io_limit
-from lightning_smartinfinity.watching import awaiting_ranks, saving
+from lightning_smartinfinity.zero3.ranks.watchdog import awaiting_ranks, saving
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
+    from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 
 __all__ = ["SmartInfinityStrategy"]
 
@@ -368,13 +368,13 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> ClientState:
-        from lightning_smartinfinity.zero3.checkpoints.checkpoint_folder import reading_checkpoint
-        from lightning_smartinfinity.zero3.checkpoints.found_checkpoint import await_seen
-        from lightning_smartinfinity.zero3.checkpoints.full_weights import full_state_dict
-        from lightning_smartinfinity.zero3.checkpoints.load_save import load_engine
-        from lightning_smartinfinity.zero3.checkpoints.trust import door, load_by
-        from lightning_smartinfinity.zero3.collectives import raising_together
-        from lightning_smartinfinity.zero3.engine import PortableEngine
+        from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
+        from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import await_seen
+        from lightning_smartinfinity.zero3.checkpoints.formats.trust import door, load_by
+        from lightning_smartinfinity.zero3.checkpoints.load.full_weights import full_state_dict
+        from lightning_smartinfinity.zero3.checkpoints.load.load_save import load_engine
+        from lightning_smartinfinity.zero3.engine.training import PortableEngine
+        from lightning_smartinfinity.zero3.ranks.collectives import raising_together
 
         assert self.lightning_module is not None
         trainer = self._trainer
@@ -408,7 +408,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
 
     @override
     def _restore_zero_state(self, ckpt: SavedState, strict: bool) -> None:
-        from lightning_smartinfinity.zero3.checkpoints.full_weights import load_full_weights
+        from lightning_smartinfinity.zero3.checkpoints.load.full_weights import load_full_weights
 
         assert self.lightning_module is not None
         optimizer = self._near_storage_optimizer if self.model is self._training_engine else None
@@ -417,7 +417,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
 
     @override
     def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:
-        from lightning_smartinfinity.zero3.engine_setup import build_evaluation_engine, refuse_in_fit
+        from lightning_smartinfinity.zero3.engine.build import build_evaluation_engine, refuse_in_fit
 
         refuse_in_fit(model)
         self._begin_watch()

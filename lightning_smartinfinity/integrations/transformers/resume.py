@@ -14,8 +14,8 @@ import torch
 from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError
 from lightning_smartinfinity.storage.folders.replacement import flush, flush_names, flush_tree
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
-from lightning_smartinfinity.zero3.checkpoints.trust import require_file
-from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.checkpoints.formats.trust import require_file
+from lightning_smartinfinity.zero3.ranks.collectives import raising_together
 
 __all__ = [
     "begin_checkpoint",

@@ -227,7 +227,7 @@ def _losses_and_clipping_of(trainer: Trainer) -> Iterator[None]:
     """
     from transformers import TrainerCallback
 
-    from lightning_smartinfinity.zero3.clipping import clip_norm
+    from lightning_smartinfinity.zero3.optimizer.clipping import clip_norm
 
     handler = trainer.callback_handler
 
@@ -322,7 +322,7 @@ def _hashing_weights(trainer_class: type) -> Iterator[None]:
 
 
 def _hash_of_weights(model: torch.nn.Module) -> str:
-    from lightning_smartinfinity.zero3.checkpoints.live_weights import LiveWeights
+    from lightning_smartinfinity.zero3.checkpoints.save.live_weights import LiveWeights
 
     digest, weights = hashlib.sha256(), LiveWeights(model)
 

@@ -183,8 +183,8 @@ class SmartInfinityTraining(NearStorage):
             )
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._prepare_environment(torch.device("cuda" if on_gpu else "cpu"), local_world_size=local_world_size)
-        from lightning_smartinfinity.zero3.checkpoints.trust import door
-        from lightning_smartinfinity.zero3.engine_setup import gathering_when_called, initializing_with
+        from lightning_smartinfinity.zero3.checkpoints.formats.trust import door
+        from lightning_smartinfinity.zero3.engine.build import gathering_when_called, initializing_with
         from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answering
         from lightning_smartinfinity.zero3.parameters.torch_functions import putting_torch_back
 
@@ -279,9 +279,9 @@ class SmartInfinityTraining(NearStorage):
 
     def _initialize(self, initialize: Callable[..., Any], **kwargs: Any) -> Any:
         """Build our engine for a call of ``deepspeed.initialize``, and return what that returns."""
-        from lightning_smartinfinity.zero3.engine_setup import evaluation_config, evaluation_engine, refuse_in_fit
-        from lightning_smartinfinity.zero3.release import release_module
-        from lightning_smartinfinity.zero3.validation import check_dtype
+        from lightning_smartinfinity.zero3.engine.build import evaluation_config, evaluation_engine, refuse_in_fit
+        from lightning_smartinfinity.zero3.optimizer.release import release_module
+        from lightning_smartinfinity.zero3.setup.validation import check_dtype
 
         config = kwargs.pop("config_params", None) or kwargs.pop("config", None) or {}
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
@@ -318,7 +318,7 @@ class SmartInfinityTraining(NearStorage):
 
     def _refuse_second(self, model: torch.nn.Module) -> None:
         """Refuse to train a model while another one is trained; ``Trainer.train`` ends its training itself."""
-        from lightning_smartinfinity.zero3.release import has_engine
+        from lightning_smartinfinity.zero3.optimizer.release import has_engine
 
         engine = self._training_engine
         if engine is None or engine.module is model or not engine.optimizer.rank_state.in_fit:
@@ -332,7 +332,7 @@ class SmartInfinityTraining(NearStorage):
 
     def _save_model(self, trainer: Trainer, folder: str, begins_checkpoint: bool, original: Callable[[], None]) -> None:
         """Write a model window by window, and let the Trainer write what belongs to it, such as the tokenizer."""
-        from lightning_smartinfinity.zero3.collectives import raising_together
+        from lightning_smartinfinity.zero3.ranks.collectives import raising_together
 
         if begins_checkpoint:
             with raising_together():

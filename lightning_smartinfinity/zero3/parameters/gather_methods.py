@@ -16,7 +16,6 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.zero3.collectives import agree_to_gather
 from lightning_smartinfinity.zero3.parameters.gathering import (
     NO_GRAPH_TASK,
     broadcast,
@@ -27,6 +26,7 @@ from lightning_smartinfinity.zero3.parameters.gathering import (
 )
 from lightning_smartinfinity.zero3.parameters.status import forget_classes, restore_classes, version
 from lightning_smartinfinity.zero3.parameters.unrounded import is_rounded, settle, waiting
+from lightning_smartinfinity.zero3.ranks.collectives import agree_to_gather
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["Gather", "GatherNow", "PartitionKeepingWrites", "bring_in_writes"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
 
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.zero3.collectives import agree_to_gather
+from lightning_smartinfinity.zero3.ranks.collectives import agree_to_gather
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = [

@@ -14,8 +14,8 @@ from deepspeed.runtime.zero.partition_parameters import Init
 
 from lightning_smartinfinity.common.patches import wrapped
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.setup.validation import check_layers
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroModule, ZeroOffload
-from lightning_smartinfinity.zero3.validation import check_layers
 
 __all__ = ["checking_layers", "guard_modules", "naming_late_parameters", "refuse_late_parameters", "refuse_tracing"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_smartinfinity.zero3.environment import having_local_rank
+from lightning_smartinfinity.zero3.setup.environment import having_local_rank
 from lightning_smartinfinity.zero3.untyped import ZeroOffload
 
 __all__ = ["ModuleTrace", "read_trace_lazily"]

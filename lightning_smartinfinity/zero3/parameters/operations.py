@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.zero3.collectives import agree_to_gather
 from lightning_smartinfinity.zero3.parameters.gathering import (
     NO_GRAPH_TASK,
     describe,
@@ -30,6 +29,7 @@ from lightning_smartinfinity.zero3.parameters.unrounded import (
     unrounded,
     write_unrounded,
 )
+from lightning_smartinfinity.zero3.ranks.collectives import agree_to_gather
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["StandIn", "View", "computed", "is_narrow", "may_be_widened", "name_of", "one_by_one", "replayed"]

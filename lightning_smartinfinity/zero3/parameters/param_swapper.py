@@ -30,7 +30,7 @@ from lightning_smartinfinity.pipeline.state.part_transfers import PartTransfers
 from lightning_smartinfinity.storage.extents import BLOCK_BYTES
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 from lightning_smartinfinity.storage.tensors.tensor_store import StoredTensor, TensorStore
-from lightning_smartinfinity.zero3.collectives import failing_together, raising_together
+from lightning_smartinfinity.zero3.ranks.collectives import failing_together, raising_together
 from lightning_smartinfinity.zero3.settings import ParameterSettings
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 

@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.partition_parameters import Init, is_zero_param
 
 from lightning_smartinfinity.common.freed_memory import FreedMemory
 from lightning_smartinfinity.common.patches import wrapped
-from lightning_smartinfinity.zero3.collectives import show_on_rank_zero
+from lightning_smartinfinity.zero3.ranks.collectives import show_on_rank_zero
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
 __all__ = ["cast_parameters", "having_a_parameter", "partitioning", "whole_bytes"]

@@ -1,0 +1,257 @@
+"""Writes training records, from which an interrupted training resumes, and reads the one it resumes from."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
+from lightning_smartinfinity.resume.typed_json import UnwritableError, decode, encode
+from lightning_smartinfinity.settings import TransferConfig
+from lightning_smartinfinity.settings.strategy import StrategySettings
+from lightning_smartinfinity.zero3.untyped import ClientState
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.storage.records.training_record import TrainingRecord
+    from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
+
+__all__ = ["STORAGE", "Recording", "TrainingRecorder"]
+
+STORAGE = "storage"
+"""Takes the place of a checkpoint's path where an interrupted training resumes from its state on storage."""
+
+_log = logging.getLogger(__name__)
+
+_ENGINE, _LOOP = "engine", "loop"
+_INSTEAD = "Save checkpoints to resume from, or pass TransferConfig(keep=False) to write no training records."
+
+
+class TrainingRecorder:
+    """Writes a rank's training records from the beginning of a training on.
+
+    Args:
+        engine: The engine that trains.
+        gap: Half a sentence that says why several steps come between two records, should they come.
+    """
+
+    def __init__(self, engine: SmartInfinityEngine, *, gap: str) -> None:
+        from lightning_smartinfinity.zero3.checkpoints.formats.engine_record import frozen_checksum
+
+        self._engine, self._gap = engine, gap
+        self._frozen = frozen_checksum(engine.module)
+        self._warned = False
+        self._recorded: TrainingRecord | None = None
+        engine.optimizer.outside_writes.unrecorded = None
+
+    def record(self, loop: ClientState, *, step: int) -> None:
+        """Write a record, between two batches.
+
+        A record that cannot be written is no reason to end the training: it warns, once.
+
+        Args:
+            loop: What the loop needs to go on.
+            step: Optimizer steps of the training so far.
+        """
+        from lightning_smartinfinity.zero3.checkpoints.formats.engine_record import describe_engine
+
+        optimizer = self._engine.optimizer
+        if not self._is_on:
+            return
+        handler, residual = optimizer.rank_state.handler, optimizer.rank_state.residual
+        keeping = optimizer.rank_state.keeping
+        if optimizer.outside_writes.unrecorded is not None:
+            self._turn_off(optimizer.outside_writes.unrecorded)
+            return
+        try:
+            content = encode({_ENGINE: {**describe_engine(self._engine), "frozen": self._frozen}, _LOOP: loop})
+        except UnwritableError as error:
+            self._turn_off(
+                f"the training's state{error.where} is a {error.type_name}, which a training record cannot hold"
+            )
+            return
+        try:
+            handler.record_training(step=step, content=content, residual=None if residual is None else residual.numpy())
+            record = handler.training
+            assert record is not None
+            keeping.recorded(has_steps=record.has_steps)
+            self._warn_of_gap(record)
+        except StorageError as error:
+            keeping.failed = True
+            self._warn(f"a training record could not be written. {error}")
+
+    def rewrite(self, change: Callable[[ClientState], ClientState]) -> None:
+        """Change what the last record holds for the loop, if there is one that a training could resume from.
+
+        Args:
+            change: Function that returns the changed part of the loop.
+        """
+        rank_state = self._engine.optimizer.rank_state
+        record = rank_state.handler.training if self._is_on else None
+        if record is None or not record.has_steps or rank_state.keeping.failed:
+            return
+        saved: Any = decode(record.content)
+        try:
+            rank_state.handler.rewrite_record(encode({**saved, _LOOP: change(saved[_LOOP])}))
+        except StorageError as error:
+            rank_state.keeping.failed = True
+            self._warn(f"a training record could not be written. {error}")
+
+    @property
+    def _is_on(self) -> bool:
+        """Whether records are written. If one cannot, the ranks agree on that in the next step."""
+        rank_state = self._engine.optimizer.rank_state
+        if not rank_state.is_usable:
+            return False
+        rank_state.record_faults()
+        if rank_state.keeping.off is not None:
+            self._turn_off(rank_state.keeping.off)
+        return rank_state.keeping.off is None
+
+    def _warn_of_gap(self, record: TrainingRecord) -> None:
+        before, self._recorded = self._recorded, record
+        if before is None or record.generation <= before.generation + 1:
+            return
+        if record.step > before.step + 1:
+            self._warn(f"{self._gap}. A kill between these steps leaves nothing to resume from.")
+        else:
+            self._warn(
+                "something writes parameters or optimizer state between the steps, such as a callback that uses "
+                "GatheredParameters. A kill between such a write and the end of the next batch may leave nothing to "
+                "resume from."
+            )
+
+    def _turn_off(self, reason: str) -> None:
+        self._engine.optimizer.rank_state.keeping.off = reason
+        self._warn(f"{reason.removesuffix('.')}.")
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"An interrupted training cannot be resumed from storage here: {reason} {_INSTEAD}", stacklevel=4
+            )
+
+
+class Recording:
+    """Lets the trainings of a strategy be resumed from storage. It outlives them.
+
+    Args:
+        how_to_resume: Half a sentence that says what the user calls to go on after an interruption.
+        gap: Half a sentence that says why several steps come between two records, should they come.
+        automatic: Whether records are written without a call of the user's.
+
+    Attributes:
+        automatic: As passed.
+        resumes: Whether the training that is being set up resumes from the state that an interrupted one has left.
+    """
+
+    def __init__(self, *, how_to_resume: str, gap: str, automatic: bool) -> None:
+        self._how_to_resume, self._gap = how_to_resume, gap
+        self.automatic = automatic
+        self.resumes = False
+        self._recorder: TrainingRecorder | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether records of a training are being written."""
+        return self._recorder is not None
+
+    def resume_next(self, transfer: TransferConfig, *, what: str) -> None:
+        """Let the training that is set up next resume from storage.
+
+        Args:
+            transfer: The transfer settings.
+            what: The call that asks for it, for the error.
+
+        Raises:
+            ConfigError: The settings ask to keep nothing.
+        """
+        if not transfer.is_resumable:
+            raise ConfigError(
+                f"{what} resumes from storage, but the settings ask to keep nothing to resume from.",
+                "Leave keep=False and durability='none' out of the transfer settings, as in the first run.",
+            )
+        self.resumes = True
+
+    def begin(self, engine: SmartInfinityEngine, transfer: TransferConfig, *, says: bool) -> None:
+        """Begin to record a training, unless the settings ask to keep nothing.
+
+        Args:
+            engine: The engine that trains.
+            transfer: The transfer settings.
+            says: Whether this process says that an interrupted training cannot be resumed, if that is not obvious.
+        """
+        if transfer.is_resumable:
+            self._recorder = TrainingRecorder(engine, gap=self._gap)
+        elif says and transfer.keep is not False:
+            _log.warning(
+                "An interrupted training cannot be resumed from storage here: durability=%r leaves its state half "
+                "written. %s",
+                transfer.durability,
+                _INSTEAD,
+            )
+
+    def record(self, loop: ClientState, *, step: int) -> None:
+        """Write a record, as :meth:`TrainingRecorder.record` does; :meth:`begin` has been called."""
+        assert self._recorder is not None
+        self._recorder.record(loop, step=step)
+
+    def rewrite(self, change: Callable[[ClientState], ClientState]) -> None:
+        """Change the last record, as :meth:`TrainingRecorder.rewrite` does; :meth:`begin` has been called."""
+        assert self._recorder is not None
+        self._recorder.rewrite(change)
+
+    def say_how_to_resume(self, settings: StrategySettings) -> None:
+        """Log where an interrupted training's state stays, and how to resume or remove it."""
+        folders, job = " ".join(map(str, settings.storage or ())), settings.transfer.job
+        _log.warning(
+            "The training was interrupted, and its state stays in %s (job %r). To go on where it stopped, %s. To "
+            "remove the state, run: smart-infinity jobs %s --remove %s",
+            folders,
+            job,
+            self._how_to_resume,
+            folders,
+            job,
+        )
+
+    def restore(self, engine: SmartInfinityEngine) -> ClientState:
+        """Continue an engine with the training record that its storage was opened at; return the loop's part.
+
+        Collective.
+
+        Raises:
+            StorageCorruptError: The record, or its residual, cannot be read; raised on every rank.
+            CheckpointError: It belongs to another model; raised on every rank.
+        """
+        from lightning_smartinfinity.zero3.checkpoints.formats.engine_record import frozen_checksum
+        from lightning_smartinfinity.zero3.ranks.collectives import raising_together
+
+        loop: ClientState = {}
+        frozen = frozen_checksum(engine.module)
+        with raising_together():
+            loop = _restore(engine, frozen=frozen)
+        return loop
+
+    def end(self) -> None:
+        """Record no longer."""
+        self._recorder = None
+
+
+def _restore(engine: SmartInfinityEngine, *, frozen: int) -> ClientState:
+    from lightning_smartinfinity.zero3.checkpoints.formats.engine_record import restore_engine
+
+    record = engine.optimizer.rank_state.handler.training
+    assert record is not None
+    try:
+        saved: Any = decode(record.content)
+        of_engine, loop = saved[_ENGINE], saved[_LOOP]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageCorruptError(
+            f"The training record of step {record.step} is not what this package writes: {error}.",
+            "Resume from a checkpoint.",
+        ) from error
+    restore_engine(engine, of_engine, frozen=frozen)
+    kept: ClientState = loop
+    return kept

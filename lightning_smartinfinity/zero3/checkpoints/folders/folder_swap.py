@@ -1,0 +1,258 @@
+"""Saves a folder beside the one that it replaces, and swaps them when it is complete.
+
+``path`` holds a subfolder (DeepSpeed's tag) with everything that matters, and small files beside it that are the same
+in every save. A new ``path`` is written under a hidden name beside it and renamed. In a ``path`` that exists, only the
+subfolder is exchanged, by one system call; whatever else lies in ``path`` stays, and what lies in the subfolder but is
+not DeepSpeed's is linked into the new one before. A kill or a power loss at any moment leaves the old save or the new
+one; the next save to ``path`` removes the partial files of the one that was ended. After the call the new save is on
+the device. One process, or one group of ranks, saves to a path at a time.
+
+Machines that do not see the same files each swap their own part. What they have replaced stays until all have done so;
+if a kill comes in between, the next load or save goes to the save that all of them have (:func:`put_one_in_place`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
+from lightning_smartinfinity.settings.rules import shown
+from lightning_smartinfinity.storage.folders.replacement import flush_tree
+from lightning_smartinfinity.storage.folders.staging_folder import StagingLock, locked
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.zero3.checkpoints.folders.divided_save import PartsHere, are_divided, common_save
+from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import (
+    complete,
+    has_leftovers,
+    new_in,
+    parts_at,
+    prepare,
+    put_common_in_place,
+    put_save_in_place,
+    staging_for,
+)
+from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
+from lightning_smartinfinity.zero3.ranks.file_systems import Place, first_seen, places_of
+
+__all__ = ["Staging", "put_one_in_place", "remove_interrupted", "replacing", "writing"]
+
+
+class Staging(NamedTuple):
+    """Where a save is written.
+
+    Args:
+        folder: The folder that becomes the save.
+        leads: Whether this rank writes what each file system has once.
+        save_id: Random id of the save, the same on all ranks.
+    """
+
+    folder: Path
+    leads: bool
+    save_id: str
+
+
+@contextmanager
+def replacing(path: str | Path, tag: str, *, closing_group: ProcessGroup | None = None) -> Iterator[Staging]:
+    """Yield a folder to save into, which becomes ``path`` when the body ends; if the body raises, nothing changes.
+
+    This is a collective. One rank on each file system makes the folder and puts it in place: machines need not see
+    the same files under the path, and may remember for some time that something was not there.
+
+    Args:
+        path: Final path of the save.
+        tag: The subfolder that holds everything that matters.
+        closing_group: Process group in which the ranks agree at the end, if another thread leaves the context.
+
+    Raises:
+        CheckpointError: The folder cannot be created or put in place, or something lies where it is to be written that
+            this package did not make; raised on every rank.
+        StorageLockedError: Another process is saving to the same path; raised on every rank.
+        StorageTimeoutError: The disk does not answer; raised on every rank.
+    """
+    if Path(tag).name != tag or tag in ("", ".."):
+        raise CheckpointError(f"The tag {shown(tag)} is not the name of a folder.", "Pass a tag without slashes.")
+    save_id = gather(uuid.uuid4().hex, None)[0]  # also the name of a file that nobody has looked for
+    with ExitStack() as leading:
+        led = _lead(path, tag, leading, errors=writing)
+        new = _made_for_all(path, tag, led, save_id)
+        yield Staging(new, led.leads, save_id)
+        with raising_together(closing_group), writing(path):
+            if led.leads:
+                end = partial(complete, led.staging, led.target, tag, save_id)
+                unless_idle(end, doing="Linking what is kept of", path=led.target / tag)
+        with raising_together(closing_group), writing(path):
+            if led.place.is_first_here:
+                flush_tree(new)  # on every machine: what it has written to a shared file system is in its own memory
+        with raising_together(closing_group), _swapping(path):
+            if led.leads:
+                # It may hold what the path held before, until all machines have the new save in place.
+                led.lock.leaves_content = led.staging.parent == led.target
+                put = partial(put_save_in_place, led.staging, led.target, tag, save_id)
+                unless_idle(put, doing="Replacing", path=led.target)
+        led.lock.leaves_content = False
+
+
+def put_one_in_place(path: str | Path, tag: str) -> None:
+    """Put the parts of one save in place on all machines, where a kill has left those of two. Collective.
+
+    No save changes if none is whole on all of them. What none of them needs any more is removed.
+
+    Args:
+        path: Path as given to :func:`replacing`.
+        tag: The subfolder.
+
+    Raises:
+        CheckpointError: A part cannot be put in place; raised on every rank.
+        StorageLockedError: A process is saving to the same path; raised on every rank.
+        StorageTimeoutError: The disk does not answer; raised on every rank.
+    """
+    with ExitStack() as leading:
+        led = _lead(path, tag, leading, errors=_swapping)
+        with raising_together(), _swapping(path):
+            if led.leads:
+                put = partial(put_common_in_place, led.common, led.staging, led.target, tag)
+                unless_idle(put, doing="Replacing", path=led.target)
+        if led.common is not None:
+            led.lock.leaves_content = False
+
+
+def remove_interrupted(path: str | Path, tag: str) -> None:
+    """Remove what a killed process has left of its save to a path, as far as that can be done. Collective.
+
+    What this package did not make stays, and so does what a live process uses.
+
+    Args:
+        path: Path as given to :func:`replacing`.
+        tag: The subfolder.
+    """
+    found = False
+    with suppress(SmartInfinityError):  # which is raised on all ranks
+        (place,) = places_of([Path(path)])
+        # Another machine may remember that nothing was there, and its next save to the path would wait.
+        if place.leader == dist.get_rank():
+            with suppress(SmartInfinityError, OSError):
+                found = unless_idle(lambda: has_leftovers(_resolved(path)), doing="Looking at", path=Path(path))
+        if any(gather(found, None)):
+            put_one_in_place(path, tag)
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Turn errors of the system, and torch's of a full disk, into a :class:`CheckpointError` about ``path``."""
+    try:
+        yield
+    except SmartInfinityError:
+        raise
+    except Exception as error:  # torch reports a full disk as a RuntimeError, and the other ranks must hear of any
+        raise CheckpointError(
+            f"The checkpoint {path} could not be written: {str(error) or type(error).__name__}.",
+            "Free space there, check the folder, or save to another one. What the path held before is still whole.",
+        ) from error
+
+
+@contextmanager
+def _swapping(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"The checkpoint {path} was written, but could not be put in place: {error}.",
+            "Look for the disk in the kernel log. The path holds the checkpoint of before or the new one, whole; if it "
+            "has neither, or machines have parts of both, loading it or saving to it puts one of them in place.",
+        ) from error
+
+
+class _Led(NamedTuple):
+    """Holds what a rank knows of a path, and a leader of the folder that it has locked there.
+
+    Args:
+        place: Where the path lies.
+        leads: Whether this rank is the leader there.
+        target: The path; a leader has followed its links.
+        staging: The folder in which a save is written; of no meaning on other ranks.
+        lock: Its lock; likewise. What other machines may go to stays when it is unlocked.
+        common: Id of the save that all machines have to go to, if they have parts of several.
+    """
+
+    place: Place
+    leads: bool
+    target: Path
+    staging: Path
+    lock: StagingLock
+    common: str | None
+
+
+def _lead(
+    path: str | Path, tag: str, leading: ExitStack, *, errors: Callable[[str | Path], AbstractContextManager[None]]
+) -> _Led:
+    """Lock the folder in which saves are written, on one rank of each file system, and look at what lies there."""
+    target = staging = Path(path)
+    lock, parts = StagingLock(), list[PartsHere]()
+    with errors(path):
+        (place,) = places_of([target])
+    leads = place.leader == dist.get_rank()
+    with raising_together(), errors(path):
+        if leads:
+            target = unless_idle(partial(_resolved, path), doing="Looking at", path=target)
+            lock, staging = leading.enter_context(_staged(path, target, tag))
+            lock.leaves_content = True  # it may hold the part of a save that other machines have in place
+            parts = [unless_idle(partial(parts_at, staging, target, tag), doing="Looking at", path=target)]
+            lock.leaves_content = parts[0].beside is not None
+    machines = list(chain.from_iterable(gather(parts, None)))
+    lock.leaves_content &= are_divided(machines)
+    return _Led(place, leads, target, staging, lock, common_save(machines))
+
+
+def _made_for_all(path: str | Path, tag: str, led: _Led, save_id: str) -> Path:
+    """Make the folder that becomes the save, and return its path as this machine sees it."""
+    made: tuple[Path, Path] | None = None
+    with raising_together(), writing(path):
+        if led.leads:
+            make = partial(prepare, led.staging, led.target, tag, save_id=save_id, common=led.common)
+            unless_idle(make, doing="Preparing", path=led.target)
+            made = led.target, led.staging
+    led.lock.leaves_content = False
+    made = gather(made, None)[led.place.leader]
+    assert made is not None
+    with raising_together(), writing(path):
+        here = unless_idle(partial(_as_here, path, *made), doing="Looking at", path=led.target)
+        seen = first_seen([made[1] / save_id, here / save_id], shared=led.place.num_machines > 1)
+        if seen is None:
+            raise CheckpointError(
+                f"The folder {made[1]}, in which {path} is being saved, is not seen on {platform.node()}.",
+                "Save to a path that is the same on all machines which mount the file system, or let it remember for "
+                "less than a minute what was not there (acdirmax of NFS).",
+            )
+    return new_in(seen.parent)
+
+
+@contextmanager
+def _staged(path: str | Path, target: Path, tag: str) -> Iterator[tuple[StagingLock, Path]]:
+    """Lock the folder in which a save is written, and yield lock and folder."""
+    while True:
+        staging = unless_idle(partial(staging_for, target, tag), doing="Looking at", path=target)
+        with locked(staging, path) as lock:
+            # Another process may have made or removed the target before the lock.
+            if staging == unless_idle(partial(staging_for, target, tag), doing="Looking at", path=target):
+                yield lock, staging
+                return
+
+
+def _as_here(path: str | Path, target: Path, staging: Path) -> Path:
+    """Return the path of the leader's staging folder where links lead to another mount point on this machine."""
+    return Path(os.path.normpath(_resolved(path) / os.path.relpath(staging, target)))
+
+
+def _resolved(path: str | Path) -> Path:
+    return Path(os.path.realpath(path))

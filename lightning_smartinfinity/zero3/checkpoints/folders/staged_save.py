@@ -1,0 +1,177 @@
+"""Writes a save on one file system, and puts it in place.
+
+A new path is written beside it; in a path that exists, only the subfolder is replaced. No rank waits for another here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from contextlib import suppress
+from fnmatch import fnmatch
+from pathlib import Path
+
+from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
+from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.storage.folders.replacement import (
+    beside,
+    flush,
+    flush_names,
+    link_others,
+    put_back,
+    put_in_place,
+)
+from lightning_smartinfinity.storage.folders.staging_folder import is_in_use, mark_of, remove_content, remove_leftover
+from lightning_smartinfinity.zero3.checkpoints.folders.divided_save import SAVE_ID_NAME, PartsHere, id_of, time_of
+
+__all__ = [
+    "FILES_BESIDE",
+    "LATEST",
+    "OF_DEEPSPEED",
+    "complete",
+    "has_leftovers",
+    "new_in",
+    "parts_at",
+    "prepare",
+    "put_common_in_place",
+    "put_save_in_place",
+    "restore_interrupted",
+    "staging_for",
+]
+
+LATEST = "latest"
+"""Name of DeepSpeed's file that holds the tag."""
+
+FILES_BESIDE = (LATEST, "zero_to_fp32.py", "zero_to_torch.py")
+"""Names of DeepSpeed's files beside the subfolder. They are replaced by every save."""
+
+_STAGING = ".saving"
+_NEW = "new"
+_GLANCE, _MOST_GLANCES = 0.05, 200  # ten seconds, for two system calls
+OF_DEEPSPEED = ("*mp_rank_[0-9]*_states.pt",)
+"""Patterns of the names of DeepSpeed's files in the subfolder."""
+
+
+def new_in(staging: Path) -> Path:
+    """Return the folder that becomes the save, in the folder in which it is written."""
+    return staging / _NEW
+
+
+def has_leftovers(target: Path) -> bool:
+    """Return whether a process that was killed may have left a save to a path there."""
+    return (target / _STAGING).exists() or beside(target).exists()
+
+
+def restore_interrupted(path: str | Path, tag: str) -> None:
+    """Roll back a swap by renames that was interrupted when nothing had the tag: not all systems exchange in one call.
+
+    Any number of processes may call it at once. It waits for one that is just between them.
+
+    Args:
+        path: Path as given to :func:`replacing`.
+        tag: The subfolder.
+    """
+    target = Path(os.path.realpath(path))
+    for _ in range(_MOST_GLANCES):
+        if os.path.lexists(target / tag):
+            return
+        if not is_in_use(target / _STAGING):
+            _put_back(target, tag)
+            return
+        time.sleep(_GLANCE)
+
+
+def staging_for(target: Path, tag: str) -> Path:
+    """Return the folder in which a save is written, after refusing what the save could not replace."""
+    if not target.exists():
+        return beside(target)
+    for folder in (target, target / tag):
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise CheckpointError(
+                f"{folder} is a file; checkpoints of this strategy are folders.", "Remove it or save to another path."
+            )
+    for file in (target / name for name in FILES_BESIDE):
+        if file.is_dir():
+            raise CheckpointError(f"{file} is a folder, and a file is saved there.", "Remove it or save elsewhere.")
+    _mark_leftover(target / _STAGING)
+    return target / _STAGING
+
+
+def _mark_leftover(staging: Path) -> None:
+    """Mark what two processes left that saved to one path with older versions, if it has files of checkpoints only."""
+    if not staging.is_symlink() and staging.is_dir() and os.listdir(staging) == [_NEW]:
+        entries = [staging / _NEW, *(staging / _NEW).rglob("*")]
+        if not any(entry.is_symlink() or not (entry.is_dir() or _is_of_a_save(entry.name)) for entry in entries):
+            mark_of(staging).touch()
+
+
+def _is_of_a_save(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in (*OF_DEEPSPEED, *FILES_BESIDE, NOTE_NAME))
+
+
+def parts_at(staging: Path, target: Path, tag: str) -> PartsHere:
+    """Return which saves have a part at the path and beside it, after undoing what was interrupted between renames."""
+    _put_back(target, tag)
+    old, new = target / tag, staging / _NEW / tag
+    return PartsHere(id_of(old), id_of(new), time_of(new) > time_of(old))
+
+
+def put_common_in_place(common: str | None, staging: Path, target: Path, tag: str) -> None:
+    """Put the part of the save that all machines go to in place, if there is one and something else lies there."""
+    if common is not None and id_of(target / tag) != common:
+        if staging.parent == target:
+            put_in_place(staging / _NEW / tag, target / tag)
+            flush(target)
+            flush_names(target / tag)
+        else:
+            _put_first_in_place(staging, target)
+    if staging.parent == target:
+        remove_leftover(beside(target))  # of the first save
+
+
+def prepare(staging: Path, target: Path, tag: str, *, save_id: str, common: str | None) -> None:
+    """Make what a save is written into, and what all ranks look for, in the place of what lies in the locked folder."""
+    if staging.parent == target:
+        put_common_in_place(common, staging, target, tag)
+    remove_content(staging)
+    (staging / _NEW).mkdir()
+    (staging / save_id).touch()
+
+
+def complete(staging: Path, target: Path, tag: str, save_id: str) -> None:
+    """Write the id into what was saved, and link what else lies in what it is to replace."""
+    new, old = staging / _NEW / tag, target / tag
+    (new / SAVE_ID_NAME).write_text(save_id)
+    if staging.parent == target and old.exists():
+        link_others(old, new, replaced=OF_DEEPSPEED)
+
+
+def _put_back(target: Path, tag: str) -> None:
+    put_back(target / _STAGING / _NEW, target / tag)
+
+
+def put_save_in_place(staging: Path, target: Path, tag: str, save_id: str) -> None:
+    """Put what was written in place; what it replaces then lies where it was."""
+    new = staging / _NEW
+    if not (staging / save_id).exists():
+        raise FileNotFoundError(errno.ENOENT, "somebody has removed what was written", str(staging))
+    if staging.parent == target:
+        beside_tag = [entry.name for entry in new.iterdir() if entry.name != tag]
+        try:
+            put_in_place(new / tag, target / tag)
+        except OSError:
+            with suppress(OSError):
+                put_back(new, target / tag)
+            raise
+        flush(target)
+        for name in beside_tag:
+            os.replace(new / name, target / name)
+        flush_names(target / tag)
+    else:
+        _put_first_in_place(staging, target)
+
+
+def _put_first_in_place(staging: Path, target: Path) -> None:
+    os.rename(staging / _NEW, target)
+    flush_names(target)

@@ -1,0 +1,1 @@
+"""Reads, checks and converts the files of a checkpoint: ours, DeepSpeed's, and universal folders."""

@@ -1,0 +1,199 @@
+"""Makes a universal checkpoint: joins the slices that processes saved of each parameter in files of its own.
+
+DeepSpeed's ``ds_to_universal`` knows only Adam's moments. This module writes the same layout, described in
+:mod:`~lightning_smartinfinity.zero3.checkpoints.formats.universal_folder`, for all arrays that an optimizer keeps. It
+uses bounded memory, and verifies the checksums of everything that it reads.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from deepspeed.checkpoint.constants import (
+    FP32_FLAT_GROUPS,
+    LOSS_SCALER,
+    OPTIMIZER_STATE_DICT,
+    PARAM_GROUPS,
+    ZERO_STAGE,
+)
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from numpy.typing import NDArray
+
+from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
+from lightning_smartinfinity.common.progress import Show, hidden
+from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.storage.folders.replacement import beside, flush_names, flush_tree
+from lightning_smartinfinity.storage.folders.staging_folder import locked, remove_content
+from lightning_smartinfinity.storage.io.deadlines import doing_now, unless_idle
+from lightning_smartinfinity.zero3.checkpoints.folders.flushed_file import save_flushed
+from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import writing
+from lightning_smartinfinity.zero3.checkpoints.folders.note import note_for
+from lightning_smartinfinity.zero3.checkpoints.formats.block_checksums import (
+    CHECKSUMMED,
+    CHECKSUMS_NAME,
+    BlockChecksums,
+)
+from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint, tagged_folder
+from lightning_smartinfinity.zero3.checkpoints.formats.loss_scale import loss_scaler_of, numbers_of
+from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import WINDOW_NUMEL, SavedSlice, slices_of, windows
+from lightning_smartinfinity.zero3.checkpoints.formats.stock_checkpoint import STEP
+from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import (
+    TensorStream,
+    room_for,
+    saved_with_room,
+)
+from lightning_smartinfinity.zero3.checkpoints.formats.trust import door
+from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFolder
+from lightning_smartinfinity.zero3.untyped import SavedState
+
+__all__ = ["convert_checkpoint"]
+
+T = TypeVar("T")
+
+
+def convert_checkpoint(
+    checkpoint: str | Path,
+    into: str | Path,
+    *,
+    parts: Sequence[str | Path] = (),
+    weights_only: bool = True,
+    show: Show = hidden,
+) -> None:
+    """Make a universal checkpoint from an ordinary one of this strategy or of stock DeepSpeed, which stays.
+
+    The result is complete or absent. The next conversion removes what a killed process left beside ``into``.
+
+    Args:
+        checkpoint: The folder that Lightning or DeepSpeed saved, or the folder in it that holds the files.
+        into: A folder that does not exist yet.
+        parts: Further folders, if each machine has saved to a file system of its own: the same one of the others.
+        weights_only: Whether the checkpoint may hold nothing but tensors, numbers, text and containers of them. False
+            is for checkpoints that you trust: loading other types runs code that a file names.
+        show: Shows the progress.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, holds weights only, or ``into`` cannot be written.
+    """
+    with door(weights_only, consent="--no-weights-only (in Python, weights_only=False)"):
+        _convert(checkpoint, parts, into, show)
+
+
+def _convert(checkpoint: str | Path, parts: Sequence[str | Path], into: str | Path, show: Show) -> None:
+    with reading_checkpoint(checkpoint):
+        source = _read(partial(_checked_source, checkpoint, parts), Path(checkpoint))
+    with _staged_folder(into) as folder, closing(source):
+        with reading_checkpoint(source.path):
+            by_rank = _read(lambda: [source.streams(rank) for rank in range(source.num_saved)], source.path)
+        streams = {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
+        _write_arrays(source, streams, folder / "zero", show)
+        state = _read(partial(_optimizer_state, source), source.path)
+        save_flushed(state, folder / "zero" / "optimizer_state.pt")
+        note = partial(_write_rest, source, folder, into)
+        unless_idle(note, doing="Writing", path=folder)
+
+
+def _read(read: Callable[[], T], path: Path) -> T:
+    """Return what a function reads from the source, unless its disk does not answer."""
+    return unless_idle(read, doing="Reading", path=path)
+
+
+def _checked_source(checkpoint: str | Path, parts: Sequence[str | Path]) -> ZeroFolder:
+    folder, *others = map(tagged_folder, map(Path, (checkpoint, *parts)))
+    source = ZeroFolder(folder, rank=0, world_size=1, parts=others)
+    source.check_states()
+    return source
+
+
+def _write_rest(source: ZeroFolder, folder: Path, into: str | Path) -> None:
+    for rank in range(source.num_saved):
+        with doing_now("Copying", source.model_file(rank)):
+            shutil.copy2(source.model_file(rank), folder)
+    note = note_for(into, source.model_states_of(0))
+    (folder / NOTE_NAME).write_text(note, encoding="utf-8", errors="surrogateescape")
+
+
+@contextmanager
+def _staged_folder(into: str | Path) -> Iterator[Path]:
+    """Yield a folder to write to, which becomes ``into`` when the body ends; if the body raises, nothing is left."""
+    with writing(into):
+        target = unless_idle(lambda: Path(os.path.realpath(into)), doing="Looking at", path=Path(into))
+        staging = beside(target)
+        new = staging / "new"
+        with locked(staging, into):
+            unless_idle(partial(_prepare, staging, new, target), doing="Preparing", path=target)
+            yield new
+            flush_tree(new)
+            unless_idle(partial(os.rename, new, target), doing="Renaming", path=target)
+            flush_names(target)
+
+
+def _prepare(staging: Path, new: Path, target: Path) -> None:
+    if target.exists():
+        raise CheckpointError(f"{target} exists already.", "Remove it, or name another folder.")
+    remove_content(staging)
+    (new / "zero").mkdir(parents=True)
+
+
+# ---- masters and other arrays
+
+
+def _write_arrays(source: ZeroFolder, arrays: Mapping[str, Sequence[TensorStream]], folder: Path, show: Show) -> None:
+    shapes = source.shapes
+    numel = sum(shape.numel() for shape in shapes.values())
+    buffer = np.empty(min(WINDOW_NUMEL, max((shape.numel() for shape in shapes.values()), default=0)), np.float32)
+    slices_by_rank = [slices_of(shapes, rank=rank, world_size=source.num_saved) for rank in range(source.num_saved)]
+    checksums = {}
+    with show("Converting the optimizer state", buffer.itemsize * numel * len(arrays)) as advance:
+        for slices in zip(*slices_by_rank, strict=True):
+            parameter = folder / slices[0].name
+            unless_idle(partial(parameter.mkdir, parents=True, exist_ok=True), doing="Creating", path=parameter)
+            for name, streams in arrays.items():
+                file = f"{slices[0].name}/{name}.pt"
+                written = _write_array(folder / file, streams, slices, buffer, source.path)
+                checksums[file] = torch.tensor(written.values)
+                advance(buffer.itemsize * slices[-1].end)
+    save_flushed(checksums, folder / CHECKSUMS_NAME)
+
+
+def _write_array(
+    file: Path, streams: Sequence[TensorStream], slices: Sequence[SavedSlice], buffer: NDArray[np.float32], source: Path
+) -> BlockChecksums:
+    """Write one array of one parameter, of which every process saved a slice, and return its checksums."""
+    checksums = BlockChecksums()
+    with closing(saved_with_room(room_for(slices[-1].end), file)) as written:
+        whole = written.stream([written.state])
+        for stream, each in zip(streams, slices, strict=True):
+            for begin, end in windows(each.begin, each.end + each.padding):
+                values = buffer[: end - begin]
+                with reading_checkpoint(source):
+                    stream.read(values)
+                values = values[: max(0, each.end - begin)]
+                whole.write(values)
+                checksums.add(values)
+    return checksums
+
+
+# ---- state other than arrays
+
+
+def _optimizer_state(source: ZeroFolder) -> SavedState:
+    """Return the optimizer state that the first process saved, with an empty tensor in place of every array."""
+    saved = source.optimizer_states
+    flat = saved[OPTIMIZER_STATE_DICT]
+    states = {
+        index: {name: value if name == STEP else torch.empty(0) for name, value in state.items()}
+        for index, state in flat["state"].items()
+    }
+    converted = {**saved, FP32_FLAT_GROUPS: [], OPTIMIZER_STATE_DICT: {**flat, "state": states}}
+    if LOSS_SCALER in saved:  # stock DeepSpeed saves objects here, which only the user's consent would load again
+        converted[LOSS_SCALER] = numbers_of(loss_scaler_of(saved[LOSS_SCALER]))
+    converted[ZERO_STAGE] = int(ZeroStageEnum.weights)
+    return {**converted, PARAM_GROUPS: flat["param_groups"], CHECKSUMMED: True}

@@ -1,0 +1,211 @@
+"""Loads a checkpoint's weights into an engine without the optimizer's state, to evaluate or to train further."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
+from lightning_smartinfinity.pipeline.state.windows import Window
+from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.client_state import user_state
+from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import SavedWeights
+from lightning_smartinfinity.zero3.checkpoints.formats.universal_folder import UniversalFolder, is_universal
+from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFolder
+from lightning_smartinfinity.zero3.checkpoints.load.folder_check import check_frozen, check_weights
+from lightning_smartinfinity.zero3.checkpoints.load.renamed_keys import saved_names
+from lightning_smartinfinity.zero3.optimizer.release import trainings_of
+from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
+from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
+from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together, show_on_rank_zero
+from lightning_smartinfinity.zero3.untyped import ClientState, SavedState, ZeroParameter
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.engine.training import PortableEngine
+
+__all__ = ["check_names", "load_saved_weights"]
+
+Shapes: TypeAlias = Mapping[str, torch.Size | torch.Tensor]
+"""Shapes of parameters by name, or tensors that have these shapes."""
+
+
+def load_saved_weights(engine: PortableEngine, path: str | Path, *, strict: bool) -> ClientState:
+    """Load the weights of an ordinary or universal checkpoint, which any number of processes saved.
+
+    Every rank reads what its slices need, a window at a time. If the module is being trained, or its training is over
+    but can still be saved, the masters take the values too. This is a collective: if one rank finds a fault, every rank
+    raises. Trained parameters then have their masters' values again; others may hold a part of the checkpoint.
+
+    Args:
+        engine: DeepSpeed engine with ZeRO-3, with or without optimizer; moments and step counts stay as they are.
+        path: A folder saved by this strategy, by stock DeepSpeed with ZeRO-3, or converted to a universal one.
+        strict: Whether names of parameters and buffers have to match.
+
+    Returns:
+        The state that was saved beside the model.
+
+    Raises:
+        CheckpointError: The checkpoint belongs to another model or precision, or is damaged.
+    """
+    saved = _opened(engine, path)
+    targets: dict[str, list[ZeroParameter]] = {}
+    with raising_together(), reading_checkpoint(saved.path):
+        saved.require_whole()
+        if strict:
+            check_frozen(engine.module, saved.model_states, saved.path)
+        targets = _targets(engine.module, saved, strict=strict)
+    optimizer = engine.optimizer
+    trains = isinstance(optimizer, StorageOptimizer)
+    trainings: list[StorageOptimizer] = [optimizer] if trains else _idle_trainings(engine.module)
+    for training in trainings:
+        # An interrupted fit may have left a step in progress. Rolling it back later would overwrite what is loaded.
+        training.update.drain()
+    # No parameter may stay gathered: it would hide what is written into the partition.
+    if trains:
+        optimizer.checkpoint_event_prologue()
+    else:
+        optimizer.partition_all_parameters()
+    with _restored_on_failure(trainings, engine), raising_together(), reading_checkpoint(saved.path):
+        engine.load_module_state_dict(checkpoint={"module": _without_parameters(saved)}, strict=strict)
+        _fill(targets, saved)
+    for training in trainings:
+        training._restore_from_bit16_weights()
+    if trains:
+        optimizer.checkpoint_event_epilogue()
+    return user_state(saved.model_states)
+
+
+def check_names(present: Shapes, saved: Shapes, path: Path) -> None:
+    """Compare parameters by names and shapes.
+
+    Raises:
+        CheckpointError: They differ; the message names the first difference.
+    """
+    difference = next(
+        (
+            f"{name!r} is {_shape(saved, name)} there and {_shape(present, name)} here"
+            for name in sorted(present.keys() | saved.keys())
+            if _shape(saved, name) != _shape(present, name)
+        ),
+        None,
+    )
+    if difference is not None:
+        raise CheckpointError(
+            f"The parameters of {path} differ from the model's: {difference}.",
+            "Build the model as it was when the checkpoint was saved, with the same parameters frozen.",
+        )
+
+
+def _shape(shapes: Shapes, name: str) -> str:
+    if name not in shapes:
+        return "missing"
+    return f"of shape {tuple(getattr(shapes[name], 'shape', shapes[name]))}"
+
+
+def _opened(engine: PortableEngine, path: str | Path) -> SavedWeights:
+    if is_universal(path):
+        return UniversalFolder(Path(path), rank=dist.get_rank(), world_size=dist.get_world_size())
+    return ZeroFolder.of(check_weights(path, engine=engine))
+
+
+def _saved_shapes(saved: SavedWeights) -> dict[str, torch.Size]:
+    """Return the shape of every saved parameter under each of its names."""
+    shapes = {**saved.shapes, **(saved.frozen_shapes() or {})}
+    return shapes | {alias: shapes[name] for alias, name in saved.shared.items() if name in shapes}
+
+
+def _targets(module: torch.nn.Module, saved: SavedWeights, *, strict: bool) -> dict[str, list[ZeroParameter]]:
+    """Return the parameters that take each saved one's values: several, if they are tied only in the checkpoint."""
+    parameters: list[tuple[str, ZeroParameter]] = list(module.named_parameters(remove_duplicate=False))
+    shapes, here = _saved_shapes(saved), {name: param.ds_shape for name, param in parameters}
+    origins = saved_names(module, shapes, saved.module, saved.path)
+    there = {name: shapes[origin] for name, origin in origins.items()}
+    if strict:
+        unused = shapes.keys() - set(origins.values())
+        check_names(here, {**{name: shapes[name] for name in unused}, **there}, saved.path)
+    else:
+        check_names({name: here[name] for name in there}, there, saved.path)
+    # As in load_state_dict, the last one counts if a parameter has several names here.
+    sources = {param: saved.shared.get(origins[name], origins[name]) for name, param in parameters if name in origins}
+    targets: dict[str, list[ZeroParameter]] = {}
+    for param, name in sources.items():
+        targets.setdefault(name, []).append(param)
+    return targets
+
+
+def _without_parameters(saved: SavedWeights) -> SavedState:
+    """Return what ``load_state_dict`` is given: buffers, and parameters without elements, as the module has them."""
+    nothing = torch.empty(0)
+    return {**saved.module, **dict.fromkeys(_saved_shapes(saved).keys() & saved.module.keys(), nothing)}
+
+
+def _fill(targets: Mapping[str, list[ZeroParameter]], saved: SavedWeights) -> None:
+    wanted = {name: _own_elements(params[0]) for name, params in targets.items()}
+    stored = [param for params in targets.values() for param in params if stored_parameter(param)]
+    swappers: set[ParameterSwapper] = {param.nvme_swapper for param in stored}
+    for swapper in swappers:
+        swapper.release_prefetched()
+
+    numels = {param: len(wanted[name]) for name, params in targets.items() for param in params}
+    nbytes = sum(numel * param.ds_tensor.itemsize for param, numel in numels.items())
+    with show_on_rank_zero("Loading the weights", nbytes) as advance:
+
+        def put(name: str, begin: int, values: torch.Tensor) -> None:
+            for param in targets[name]:
+                _write(param, begin - wanted[name].start, values)
+                advance(len(values) * param.ds_tensor.itemsize)
+
+        saved.read_masters(wanted, put)
+        saved.read_frozen(wanted, put)
+    for swapper in swappers:
+        swapper.parts.synchronize()
+
+
+def _own_elements(param: ZeroParameter) -> range:
+    numel, whole = param.partition_numel(), param.ds_numel
+    rank = dist.get_rank(param.ds_process_group)
+    return range(min(rank * numel, whole), min((rank + 1) * numel, whole))
+
+
+def _write(param: ZeroParameter, begin: int, values: torch.Tensor) -> None:
+    """Replace elements of this rank's slice, rounding them to the parameter's dtype."""
+    stored = stored_parameter(param)
+    if stored is None:
+        param.ds_tensor.data[begin : begin + len(values)].copy_(values)
+    else:
+        rounded = values.to(param.dtype)
+        swapper: ParameterSwapper = param.nvme_swapper
+        swapper.parts.put(stored, begin * rounded.itemsize, rounded.view(torch.uint8))
+
+
+def _idle_trainings(module: torch.nn.Module) -> list[StorageOptimizer]:
+    """Return this module's trainings that are over but can still be saved on every rank."""
+    return [
+        training
+        for training in trainings_of(module)
+        if all(gather(training.rank_state.is_usable, training.dp_process_group))
+    ]
+
+
+@contextmanager
+def _restored_on_failure(trainings: Iterable[StorageOptimizer], engine: PortableEngine) -> Iterator[None]:
+    """If loading fails, restore trained parameters from their masters, which the load has not changed."""
+    try:
+        yield
+    except SmartInfinityError:
+        for optimizer in trainings:
+            with raising_together():
+                optimizer.update.drained_handler().state.scan(partial(_restore_parameters, optimizer))
+            if optimizer is engine.optimizer:
+                optimizer.checkpoint_event_epilogue()
+        raise
+
+
+def _restore_parameters(optimizer: StorageOptimizer, window: Window) -> None:
+    optimizer.partition.write(window.begin, torch.from_numpy(window.arrays[0]))

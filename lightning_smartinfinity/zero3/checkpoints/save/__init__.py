@@ -1,0 +1,1 @@
+"""Writing an engine's checkpoint, at once or in the background."""

@@ -1,0 +1,1 @@
+"""DeepSpeed's engines with the optimizer on storage, and how they are built."""

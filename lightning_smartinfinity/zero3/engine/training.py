@@ -1,0 +1,553 @@
+"""DeepSpeed engines: one whose stage-3 optimizer keeps its state on storage, and one without an optimizer."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+# Imported here, since DeepSpeed would otherwise import it while its base class is replaced (see below).
+import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
+import deepspeed.runtime.zero.stage3 as stage3
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import is_optimized_parameter
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+from lightning_smartinfinity.common.freed_memory import return_freed_memory
+from lightning_smartinfinity.common.patches import replaced
+from lightning_smartinfinity.common.transformers_models import describe_models
+from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
+from lightning_smartinfinity.settings.rules import shown
+from lightning_smartinfinity.settings.strategy import check_save_path
+from lightning_smartinfinity.storage.io.deadlines import io_limit, unless_idle
+from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import replacing, writing
+from lightning_smartinfinity.zero3.checkpoints.folders.note import write_note
+from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import LATEST
+from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.client_state import MODEL_KEY
+from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import find_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import RANK_KEY, SAVE_ID
+from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import TensorFile
+from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFolder
+from lightning_smartinfinity.zero3.checkpoints.load.folder_check import check_checkpoint, check_same_save
+from lightning_smartinfinity.zero3.checkpoints.load.resharding import load_resharded
+from lightning_smartinfinity.zero3.checkpoints.save.background_saves import BackgroundSaves
+from lightning_smartinfinity.zero3.checkpoints.save.checkpoint_engine import SmartInfinityCheckpointEngine
+from lightning_smartinfinity.zero3.engine.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.optimizer.clipping import clip_norm
+from lightning_smartinfinity.zero3.optimizer.foreign_step import refuse_foreign_steps
+from lightning_smartinfinity.zero3.optimizer.release import release_module
+from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
+from lightning_smartinfinity.zero3.parameters.callers import unanswered
+from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
+from lightning_smartinfinity.zero3.parameters.foreign_errors import naming_dtypes, naming_partitions
+from lightning_smartinfinity.zero3.parameters.gathering import engine_has_turn, in_forward
+from lightning_smartinfinity.zero3.parameters.live_parameters import keep_within_budget
+from lightning_smartinfinity.zero3.parameters.module_copies import copy_without_hooks
+from lightning_smartinfinity.zero3.parameters.module_guard import (
+    guard_modules,
+    naming_late_parameters,
+    refuse_late_parameters,
+)
+from lightning_smartinfinity.zero3.parameters.module_trace import read_trace_lazily
+from lightning_smartinfinity.zero3.parameters.module_values import accept_any_output, answer_values
+from lightning_smartinfinity.zero3.parameters.norm_statistics import keep_statistics
+from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
+from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answer_in, answering
+from lightning_smartinfinity.zero3.parameters.partitioning import (
+    cast_parameters,
+    having_a_parameter,
+    partitioning,
+    whole_bytes,
+)
+from lightning_smartinfinity.zero3.parameters.scalars import ScalarsAsBytes
+from lightning_smartinfinity.zero3.parameters.status import engine_at_work
+from lightning_smartinfinity.zero3.parameters.torch_functions import (
+    autocast_of_caller,
+    linear_of_partitions,
+    putting_torch_back,
+)
+from lightning_smartinfinity.zero3.parameters.unrounded import keep_slice, unrounded_slice
+from lightning_smartinfinity.zero3.ranks.collectives import (
+    background_group,
+    broadcast_buffers,
+    raising_together,
+    reading_group,
+)
+from lightning_smartinfinity.zero3.ranks.locations import note_model
+from lightning_smartinfinity.zero3.ranks.watchdog import naming_lost_rank
+from lightning_smartinfinity.zero3.settings import OffloadSettings
+from lightning_smartinfinity.zero3.setup.activations import offloading
+from lightning_smartinfinity.zero3.untyped import ClientState, SavedState, ZeroOptimizer, ZeroParameter
+
+__all__ = ["EvaluationEngine", "PortableEngine", "SmartInfinityEngine"]
+
+
+class PortableEngine(DeepSpeedEngine):
+    """A ``DeepSpeedEngine`` that uses fp16 wherever torch can, and refuses loads that partitioning would discard."""
+
+    module: torch.nn.Module
+    optimizer: SmartInfinityOptimizer | DeepSpeedZeRoOffload
+
+    def __init__(self, **kwargs: object) -> None:
+        refuse_foreign_steps()
+        self._partitioning = ExitStack()
+        self._was_broken_off = False
+        with self._partitioning, answering(), putting_torch_back():
+            super().__init__(**kwargs)
+        offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
+        retrace_for_external_parameters(offload)
+        read_trace_lazily(offload)
+        keep_within_budget(offload)
+        accept_any_output(offload)
+        answer_in(self.module)
+        answer_values(self.module)
+        copy_without_hooks(self.module)
+        guard_modules(offload)
+        if self.bfloat16_enabled() or self.fp16_enabled():
+            keep_statistics(self.module)
+        note_model(self)
+        if torch.distributed.get_world_size() > 1:
+            reading_group()  # while all ranks are here
+
+    def destroy(self) -> None:
+        """Remove all hooks from the module; the base class leaves two."""
+        super().destroy()
+        for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+            if (handle := vars(self).get(name)) is not None:
+                handle.remove()
+
+    def _configure_distributed_model(self, model: torch.nn.Module) -> None:
+        # The base class casts nothing if zero.Init has partitioned a parameter. Parameters that were copied or assigned
+        # without it still need the dtype. Otherwise it would keep the memory of what it casts.
+        if self.bfloat16_enabled() or self.fp16_enabled():
+            cast_parameters(model.parameters(), torch.bfloat16 if self.bfloat16_enabled() else torch.float16)
+        super()._configure_distributed_model(model)
+        # DeepSpeed sends parameters only.
+        broadcast_buffers(model, self.seq_data_parallel_group, device=self.device)
+        nbytes = whole_bytes(model)
+        if nbytes:
+            self._partitioning.enter_context(partitioning("Partitioning the model", nbytes))
+
+    def _broadcast_model(self) -> None:
+        with ScalarsAsBytes():
+            super()._broadcast_model()
+
+    def forward(self, *inputs: object, **kwargs: object) -> object:
+        """Run forward like the base class.
+
+        Raises:
+            RankLostError: Another rank is missing.
+        """
+        with (
+            naming_lost_rank(),
+            engine_has_turn(),
+            self._mending_gathers(),
+            self._linear_of_partitions(),
+            autocast_of_caller(),
+            in_forward(),
+            engine_at_work(),
+            naming_dtypes(in_16_bit=self.bfloat16_enabled() or self.fp16_enabled()),
+        ):
+            return super().forward(*inputs, **kwargs)
+
+    def _linear_of_partitions(self) -> AbstractContextManager[None]:
+        return linear_of_partitions(wanted=self._config.zero_config.memory_efficient_linear)
+
+    @contextmanager
+    def _mending_gathers(self) -> Iterator[None]:
+        """Let the first of these contexts behind an interrupt, or an error, end the gathers that this broke off."""
+        if self._was_broken_off:
+            end_gathers(self.module)
+            self._was_broken_off = False
+        try:
+            yield
+        except BaseException:
+            self._was_broken_off = True
+            raise
+
+    @contextmanager
+    def gathering_trained_only(self, only: bool) -> Iterator[None]:
+        """Leave frozen parameters out of state dicts of the whole model that are asked for within this context.
+
+        Args:
+            only: Whether to leave them out; otherwise the context changes nothing.
+        """
+        if not only:
+            yield
+            return
+        gather_trained = partial(self._zero3_consolidated_16bit_state_dict, exclude_frozen_parameters=True)
+        with replaced(self, "_zero3_consolidated_16bit_state_dict", gather_trained):
+            yield
+
+    def _do_sanity_check(self) -> None:
+        # On a CPU, DeepSpeed requires oneDNN's fp16 kernels. torch's own kernels are slower but run on every CPU.
+        with replaced(get_accelerator(), "is_fp16_supported", _computes_fp16):
+            if self.fp16_enabled() and not _computes_fp16():
+                raise UnsupportedError(
+                    f"torch cannot train in fp16 on {get_accelerator().device_name()!r} here.",
+                    "Use precision='bf16-mixed' or '32-true'.",
+                )
+            super()._do_sanity_check()
+
+
+class EvaluationEngine(PortableEngine):
+    """An engine without an optimizer.
+
+    Args:
+        model: The model, as ``deepspeed.initialize`` passes it to ``DeepSpeedEngine``. It may have no parameters.
+        **kwargs: Further arguments, passed in the same way.
+    """
+
+    optimizer: DeepSpeedZeRoOffload
+
+    def __init__(self, *, model: torch.nn.Module, **kwargs: object) -> None:
+        with having_a_parameter(model):
+            super().__init__(model=model, **kwargs)
+
+    def backward(self, *args: object, **kwargs: object) -> None:
+        """Raise UnsupportedError: nothing takes the gradients."""
+        raise UnsupportedError(
+            f"backward was called for {type(self.module).__name__}, which was set up without an optimizer.",
+            "Pass the loss to the model that is trained. An Accelerator trains the model that it has prepared first: "
+            "prepare that one before others, or leave the others unprepared.",
+        )
+
+
+class SmartInfinityEngine(PortableEngine):
+    """An engine that builds a :class:`SmartInfinityOptimizer`.
+
+    Args:
+        offload: Where optimizer state lives and how it moves.
+        model: The model, as ``deepspeed.initialize`` passes it to ``DeepSpeedEngine``.
+        optimizer: The user's optimizer, passed in the same way.
+        **kwargs: Further arguments, passed in the same way.
+
+    Attributes:
+        saves: The saves in progress beside the training.
+    """
+
+    optimizer: SmartInfinityOptimizer
+    saves: BackgroundSaves
+    _global_grad_norm: float | None
+
+    def __init__(
+        self, *, offload: OffloadSettings, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **kwargs: object
+    ) -> None:
+        self._offload = offload
+        self._groups = list(optimizer.param_groups)  # the base class removes the empty ones
+        try:
+            super().__init__(model=model, optimizer=optimizer, **kwargs)
+        except BaseException:
+            # If the constructor failed early, torch's Module cannot look up attributes yet.
+            built = vars(self).get("optimizer")
+            if isinstance(built, SmartInfinityOptimizer):
+                built.rank_state.close()
+                built.destroy()
+            release_module(model)
+            raise
+
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> ZeroOptimizer:
+        # The base imports the optimizer class at call time, in order to choose among its own stage-3 subclasses.
+        with replaced(
+            stage3,
+            "DeepSpeedZeroOptimizer_Stage3",
+            partial(SmartInfinityOptimizer, offload=self._offload, groups=self._groups),
+        ):
+            return super()._configure_zero_optimizer(optimizer)
+
+    def _check_for_duplicates(self, optimizer: torch.optim.Optimizer) -> None:
+        # The base class searches lists: with many parameters that takes longer than the rest of the set-up.
+        counts = Counter(id(param) for group in optimizer.param_groups for param in group["params"])
+        for name, param in self.module.named_parameters():
+            if counts[id(param)] > 1:
+                raise UnsupportedError(
+                    f"Parameter {name!r} is given to the optimizer {counts[id(param)]} times.", "Give it once."
+                )
+
+    def forward(self, *inputs: object, **kwargs: object) -> object:
+        """Run forward like the base class; what it saves for backward moves to storage if the settings ask for it.
+
+        Raises:
+            RankLostError: Another rank is missing.
+            UnsupportedError: A module that runs has a parameter that has come since the set-up (the step finds others);
+                or activations move to storage, and the module calls code of torch that refuses hooks.
+        """
+        activations = self.optimizer.rank_state.activations
+        with ExitStack() as contexts:
+            contexts.enter_context(naming_late_parameters(self.module))
+            if activations is not None and torch.is_grad_enabled():
+                # Parameters pass through by their type: before they are gathered, they have no memory to be known by.
+                contexts.enter_context(offloading(activations, inputs, kwargs, list(self.module.buffers())))
+            return super().forward(*inputs, **kwargs)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **unknown: object
+    ) -> torch.Tensor:
+        """Run backward like the base class; the parameters of a retained graph stay gathered.
+
+        Raises:
+            UnsupportedError: The loss has no graph, another argument of ``Tensor.backward``, such as ``create_graph``,
+                was passed, or a parameter was replaced within forward.
+            RankLostError: Another rank is missing.
+        """
+        if not loss.requires_grad:
+            raise UnsupportedError(
+                f"The loss {shown(loss)} has no graph: it was detached, computed under no_grad, or does not depend "
+                "on a trained parameter.",
+                "Compute it from the module's outputs, with gradients.",
+            )
+        if unknown:
+            raise UnsupportedError(
+                f"backward({', '.join(sorted(unknown))}=...) does not work with the smart_infinity strategy: gradients "
+                "of parameters leave for the gradient arena at once.",
+                "Compute gradients of gradients by torch.autograd.grad(..., create_graph=True) within the loss.",
+            )
+        self._global_grad_norm = None  # until the step sets it
+        with naming_lost_rank(), engine_has_turn():
+            self.optimizer.retained.backward_begins(retain_graph=retain_graph)
+            self.optimizer.backward_begins(retain_graph=retain_graph)
+            # Backward runs checkpointed parts of forward again.
+            with (
+                self.optimizer.in_backward(),
+                engine_at_work(),
+                self._mending_gathers(),
+                self._linear_of_partitions(),
+                naming_partitions(),
+                naming_late_parameters(self.module),
+            ):
+                scaled: torch.Tensor = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        return scaled
+
+    def step(self, *args: object, **kwargs: object) -> None:
+        """Take a step like the base class.
+
+        Raises:
+            RankLostError: Another rank is missing.
+            UnsupportedError: A parameter has come since the set-up.
+        """
+        refuse_late_parameters(self.module)
+        with naming_lost_rank(), engine_has_turn():
+            super().step(*args, **kwargs)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the gradients that wait for a step, or of those of the last step. Collective."""
+        return clip_norm(self.optimizer, math.inf) if self._global_grad_norm is None else self._global_grad_norm
+
+    def zero_grad(self) -> None:
+        """Discard the gradients, which the base class does not find."""
+        self.optimizer.zero_grad_as_torch(set_to_none=True)
+
+    # ---- parameters that are not trained lie outside the optimizer's partition
+
+    def _get_param_fragment_func(self, param: ZeroParameter) -> torch.Tensor:
+        if stored_parameter(param) is None:
+            fragment: torch.Tensor = super()._get_param_fragment_func(param)
+        else:
+            swapper: ParameterSwapper = param.nvme_swapper
+            fragment = swapper.read_partition(param)
+        return unrounded_slice(param, fragment)
+
+    def module_state_dict(self, *args: object, **kwargs: object) -> dict[str, torch.Tensor]:
+        """Return the base class's: buffers, and empty parameters even where modules override ``state_dict``."""
+        with unanswered():
+            states: dict[str, torch.Tensor] = super().module_state_dict(*args, **kwargs)
+        return states
+
+    def load_module_state_dict(self, checkpoint: SavedState, *args: object, **kwargs: object) -> None:
+        """Load like the base class, also into partitions on storage and fp32 values of parameters in 16 bit."""
+        fragments = checkpoint.get(FROZEN_PARAM_FRAGMENTS)
+        with unanswered():
+            super().load_module_state_dict({**checkpoint, FROZEN_PARAM_FRAGMENTS: None}, *args, **kwargs)
+        if fragments is None:
+            return
+        for param in cast(Iterator[ZeroParameter], self.module.parameters()):
+            if is_optimized_parameter(param):
+                continue
+            values = fragments[self.param_names[param]]
+            if stored_parameter(param) is None:
+                param.ds_tensor.data.copy_(values)
+            else:
+                swapper: ParameterSwapper = param.nvme_swapper
+                swapper.write_partition(param, values)
+            keep_slice(param, values)
+
+    # ---- checkpoints
+
+    def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
+        names = partial(super()._get_all_ckpt_names, checkpoints_path, tag)
+        found: list[str] = unless_idle(names, doing="Reading", path=Path(checkpoints_path))
+        return found
+
+    def _get_all_zero_checkpoint_names(self, load_dir: str, tag: str, bf16_mode: bool) -> list[str]:
+        names = partial(super()._get_all_zero_checkpoint_names, load_dir, tag, bf16_mode)
+        found: list[str] = unless_idle(names, doing="Reading", path=Path(load_dir))
+        return found
+
+    def _configure_checkpointing(self) -> None:
+        super()._configure_checkpointing()
+        self.checkpoint_engine = SmartInfinityCheckpointEngine(self._config, optimizer=self.optimizer)
+        self.saves = BackgroundSaves(self.optimizer, self._offload)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: ClientState = {},  # noqa: B006  (the base class's signature)
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save like the base class; an earlier save under this tag stays whole until the new one is complete.
+
+        If ``saves.wanted``, the optimizer's arrays may be written after the return, and then the save is put in place.
+
+        Raises:
+            CheckpointError: The checkpoint could not be written, or an earlier one that was in progress; raised on
+                every rank.
+        """
+        check_save_path(save_dir)
+        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
+        return_freed_memory()  # which the next step on a CPU would use again: a save needs memory of its own
+        with io_limit(self._offload.transfer.io_timeout), ExitStack() as save:
+            pinned = self.saves.begin(save_dir, save)
+            group = background_group() if pinned is not None else None
+            staging = save.enter_context(replacing(save_dir, tag, closing_group=group))
+            self.saves.note_leader(save_dir, leads=staging.leads)
+            # Every file of one save carries its id, by which a mixture of two saves is recognised.
+            self.optimizer.save_id = staging.save_id
+            named = {SAVE_ID: staging.save_id, RANK_KEY: self.global_rank, MODEL_KEY: describe_models(self.module)}
+            left_open: list[TensorFile] = []
+            with ExitStack() as contexts:
+                if pinned is not None:
+                    contexts.enter_context(self.checkpoint_engine.leaving_arrays(left_open, save))
+                saved: bool = super().save_checkpoint(
+                    str(staging.folder), tag, {**client_state, **named}, False, exclude_frozen_parameters
+                )
+            with raising_together(), writing(save_dir):
+                if staging.leads:
+                    latest = tag if save_latest else None
+                    write = partial(self._write_beside, staging.folder, latest, client_state, path=save_dir)
+                    unless_idle(write, doing="Writing", path=staging.folder)
+            if pinned is not None:
+                self.saves.complete(save, save_dir, left_open[0], pinned)
+        self.optimizer.rank_state.keeping.saved = True
+        if self.optimizer.update.lost is not None and self.global_rank == 0:
+            warnings.warn(
+                f"The checkpoint {save_dir} does not have the last step that was counted before: its update failed "
+                f"when the loop had gone on, and was rolled back ({self.optimizer.update.lost}). To repeat that step, "
+                "resume from storage or from an earlier checkpoint instead.",
+                stacklevel=2,
+            )
+        return saved
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        # The base class calls this on rank zero only, and the other ranks would wait for it if it raised. The scripts
+        # are copied by _write_beside.
+        pass
+
+    def _write_beside(self, folder: Path, latest: str | None, saved: Collection[str], *, path: str | Path) -> None:
+        """Write the files that every save has beside the subfolder, with DeepSpeed's names."""
+        super()._copy_recovery_script(str(folder))
+        if latest is not None:
+            (folder / LATEST).write_text(latest)
+        write_note(folder, saved, path=path)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        *args: object,
+        needed: Collection[str] = (),
+        **kwargs: object,
+    ) -> tuple[str, ClientState]:
+        """Load like the base class, after every rank has checked the folder. Any number of processes may have saved it.
+
+        Args:
+            load_dir: The folder that :meth:`save_checkpoint` wrote.
+            tag: The subfolder; None means the one that ``latest`` names.
+            load_module_strict: Whether names of parameters and buffers have to match.
+            load_optimizer_states: Whether to load moments and the like, too.
+            load_lr_scheduler_states: Whether to load the engine's scheduler, too.
+            *args: Further arguments of the base class.
+            needed: Keys that must have been saved beside the model.
+            **kwargs: Further arguments of the base class.
+
+        Returns:
+            The path of the checkpoint, and the state that was saved beside the model.
+
+        Raises:
+            CheckpointError: There is no checkpoint, it is damaged, or it belongs to another model; raised on every
+                rank.
+        """
+        self.saves.finish()
+        path = load_dir if tag is None else Path(load_dir) / tag
+        found = find_checkpoint(path, engine=self, latest=True)
+        folder = found.folder
+        if not found.is_of_as_many:
+            _refuse_parts(folder, load_optimizer_states, *args, *kwargs.values())
+            saved = ZeroFolder.of(found)
+            client_state = load_resharded(self, saved, strict=load_module_strict, needed=needed)
+            if load_lr_scheduler_states and self.lr_scheduler is not None:
+                self.lr_scheduler.load_state_dict(saved.model_states["lr_scheduler"])
+            return str(folder), client_state
+        check_checkpoint(found, engine=self, strict=load_module_strict, needed=needed)
+        with reading_checkpoint(path):
+            loaded, client_state = super().load_checkpoint(
+                str(folder.parent),
+                folder.name,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                *args,
+                **kwargs,
+            )
+        check_same_save(self, client_state)
+        return loaded, client_state
+
+    # ---- accumulation
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Tell the engine whether a step follows the next backward, within which its update may then begin."""
+        super().set_gradient_accumulation_boundary(is_boundary)
+        self.optimizer.step_follows = is_boundary
+
+    # ---- refused
+
+    def offload_states(self, *args: object, **kwargs: object) -> None:
+        """Raise UnsupportedError: there is no optimizer state in memory to move."""
+        raise UnsupportedError(
+            "DeepSpeedEngine.offload_states does not work with the smart_infinity strategy.",
+            "Remove the call: optimizer state is on storage already.",
+        )
+
+
+def _refuse_parts(folder: Path, load_optimizer_states: bool, *others: object) -> None:
+    """Refuse arguments by which the base class loads a part of a checkpoint, of another number of processes."""
+    if not load_optimizer_states or any(others):
+        raise CheckpointError(
+            f"{folder} was saved by another number of processes, and load_checkpoint was asked for a part of it.",
+            "Leave load_optimizer_states, load_module_only and custom_load_fn as they are, or run on as many processes "
+            "as saved it.",
+        )
+
+
+def _computes_fp16() -> bool:
+    """Return whether a matrix product in fp16, forward and backward, runs on the training device."""
+    device = get_accelerator().current_device_name()
+    try:
+        weight = torch.ones(2, 2, dtype=torch.float16, device=device, requires_grad=True)
+        torch.autograd.backward((weight @ weight).sum())
+    except RuntimeError:
+        return False
+    return True

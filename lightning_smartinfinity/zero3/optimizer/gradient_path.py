@@ -1,0 +1,172 @@
+"""The path of a gradient from ZeRO-3's hooks into the arena."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from lightning_smartinfinity.common.patches import replaced
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
+from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
+from lightning_smartinfinity.zero3.optimizer.retained_graphs import RetainedGraphs
+from lightning_smartinfinity.zero3.parameters.gradients import GET_GRAD, SET_GRAD
+from lightning_smartinfinity.zero3.parameters.partition import Partition
+from lightning_smartinfinity.zero3.untyped import ZeroParameter
+
+__all__ = ["GradientPath"]
+
+
+class GradientPath(DeepSpeedZeroOptimizer_Stage3):
+    """A ZeRO-3 optimizer whose reduced gradients go into a :class:`GradientArena`.
+
+    Args:
+        rank_state: State that the rank holds open.
+        *args: Arguments, as ``DeepSpeedEngine`` passes them.
+        **kwargs: Further arguments, as ``DeepSpeedEngine`` passes them.
+
+    Attributes:
+        retained: Keeps parameters gathered while autograd will use a graph again.
+    """
+
+    def __init__(self, *args: object, rank_state: RankState, **kwargs: object) -> None:
+        self.rank_state = rank_state
+        # Parameters, by ds_id, whose gradient waits in a bucket. Where buckets are bypassed, only gradients that came
+        # outside of the engine's backward wait, in ``param.grad``.
+        self._waiting: dict[int, ZeroParameter] = {}
+        self._in_backward = False
+        super().__init__(*args, **kwargs)
+        self.retained = RetainedGraphs(self.parameter_offload)
+        self._order_after_bucket_copies()
+
+    @cached_property
+    def bypasses_buckets(self) -> bool:
+        """Whether gradients enter the arena one by one: there is nothing to reduce and no device to batch copies for.
+
+        A bucket of another dtype is kept, because it rounds gradients.
+        """
+        return (
+            dist.get_world_size(self.dp_process_group) == 1
+            and torch.device(get_accelerator().current_device_name()).type == "cpu"
+            and self.ipg_buckets.keys() == {self.dtype}
+        )
+
+    @property
+    def partition(self) -> Partition:
+        """This rank's slices of the parameters."""
+        return self.rank_state.partition
+
+    @property
+    def arena(self) -> GradientArena:
+        """The arena that gradients go into."""
+        return self.rank_state.arena
+
+    def reduce_ready_partitions_and_remove_grads(self, param: ZeroParameter) -> None:
+        """Call the base class, but let a parameter arrive again while it waits, and refuse sparse gradients.
+
+        Under reentrant checkpointing a shared weight arrives once per segment. As its ``grad`` is a view of the bucket,
+        autograd has already added the later arrivals to the first.
+        """
+        gradient = GET_GRAD(param)
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise UnsupportedError(
+                f"Parameter {self.param_names[param]!r} received a sparse gradient, which ZeRO-3 cannot partition.",
+                "Build the module with sparse=False.",
+            )
+        if param.ds_id in self._waiting:
+            if not get_accelerator().resolves_data_dependency():
+                self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
+            return
+        super().reduce_ready_partitions_and_remove_grads(param)
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: ZeroParameter) -> None:
+        """Call the base class, unless buckets are bypassed: then the gradient goes into the arena at once."""
+        is_complete = getattr(param, "ds_grad_is_ready", True)
+        if not self.bypasses_buckets:
+            super().reduce_independent_p_g_buckets_and_remove_grads(param)
+            if is_complete:
+                self._waiting[param.ds_id] = param
+        elif is_complete and self._in_backward:
+            self.partition_grads([param], [GET_GRAD(param)])
+        elif is_complete:
+            self._waiting[param.ds_id] = param
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Mark the engine's backward: a step that directly follows another backward refuses its gradients."""
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+
+    def partition_grads(
+        self, params_to_release: Sequence[ZeroParameter], grad_partitions: Sequence[torch.Tensor]
+    ) -> None:
+        """Write or add reduced gradient slices to the arena and release the full gradients.
+
+        The first slice to arrive in a window replaces earlier values: DeepSpeed's micro_step_id, which would tell the
+        first, is wrong under reentrant checkpointing.
+        """
+        index = self.partition.index
+        self.arena.arrive_all([index[param.ds_id] for param in params_to_release], grad_partitions)
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in params_to_release:
+                _drop_gradient(param)
+                self._waiting.pop(param.ds_id, None)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard this window's gradients, those in the arena too."""
+        # The base class would record a stream on them, which a CPU does not have.
+        with torch._C.DisableTorchFunctionSubclass():  # for speed, as below
+            for param in self.partition.params():
+                _drop_gradient(param)
+        with replaced(self, "fp16_groups", []):  # it would look at each parameter again
+            super().zero_grad(set_to_none)
+        self.arena.reset()
+        if self.rank_state.activations is not None:
+            self.rank_state.activations.gradients_are_gone()
+        # Discard what an interrupted backward left waiting.
+        for bucket in self.ipg_buckets.values():
+            bucket.params.clear()
+            bucket.elements = 0
+        self._waiting.clear()
+
+    def backward_epilogue(self) -> None:
+        """Call the base class, and release what a retained graph kept gathered once no graph is retained."""
+        if self.bypasses_buckets and self._waiting:
+            waiting = list(self._waiting.values())
+            self.partition_grads(waiting, [GET_GRAD(param) for param in waiting])
+        self.retained.backward_ended()
+        super().backward_epilogue()
+
+    def _order_after_bucket_copies(self) -> None:
+        # With overlap_comm gradients are copied into the bucket on a separate stream. What autograd adds to such a
+        # gradient later, on its own stream, must come after that copy.
+        accelerator = get_accelerator()
+        if accelerator.resolves_data_dependency() or self.reduce_and_partition_stream == accelerator.default_stream():
+            return
+
+        def ordered(param: ZeroParameter) -> Callable[[torch.Tensor], None]:
+            def wait(gradient: torch.Tensor) -> None:
+                if param.ds_id in self._waiting:
+                    accelerator.current_stream().wait_stream(self.reduce_and_partition_stream)
+
+            return wait
+
+        for param in self.partition.params():
+            self._grad_acc_hooks.append(param.register_hook(ordered(param)))
+
+
+def _drop_gradient(param: ZeroParameter) -> None:
+    gradient = GET_GRAD(param)
+    if gradient is not None:
+        if not get_accelerator().is_synchronized_device():
+            gradient.record_stream(get_accelerator().current_stream())
+        SET_GRAD(param, None)

@@ -1,0 +1,352 @@
+"""The state that one rank holds open during a fit: optimizer state on storage, and memory that gradients arrive in."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from threading import Thread, current_thread
+
+import torch
+from torch.distributed import ProcessGroup
+
+from lightning_smartinfinity.activations import ActivationTraffic, OffloadedActivations
+from lightning_smartinfinity.devices.base import Traffic
+from lightning_smartinfinity.errors import SmartInfinityError, StorageError
+from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
+from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
+from lightning_smartinfinity.pipeline.handler import TransferHandler
+from lightning_smartinfinity.zero3.parameters.partition import Partition
+from lightning_smartinfinity.zero3.ranks.background_jobs import BackgroundJobs
+from lightning_smartinfinity.zero3.ranks.collectives import gather
+
+__all__ = ["Keeping", "RankState", "warn_of_rolled_back_step"]
+
+
+@dataclass
+class Keeping:
+    """Whether the state stays on storage when it is closed.
+
+    Args:
+        setting: ``TransferConfig.keep``.
+        resumable: Whether a training can resume from it: all ranks have written a training record after a step, as far
+            as this rank knows. :meth:`agree` settles it.
+        failed: Whether this rank could not write its last record, which the other ranks do not know yet.
+        off: Why this rank writes no more records, which the other ranks may not know yet; None: it does.
+        suspended: Whether some rank has failed to write a record, and they have not agreed since that all have one.
+        completed: Whether the training has ended as it should.
+        says_end: Whether somebody says when the training has ended as it should. Otherwise a process that ends without
+            an error does, and so does one that drops the training.
+        saved: Whether a checkpoint or an export was made since the last step.
+        told: Function to call after the state was left for another training to resume from.
+    """
+
+    setting: bool | str
+    resumable: bool = False
+    failed: bool = False
+    off: str | None = None
+    suspended: bool = False
+    completed: bool = False
+    says_end: bool = True
+    saved: bool = False
+    told: Callable[[], None] | None = None
+
+    @property
+    def stays(self) -> bool:
+        """Whether the state stays, as things are."""
+        on_failure = self.setting == "on-failure" and self.resumable and not self.completed
+        return self.setting is True or on_failure
+
+    def recorded(self, *, has_steps: bool) -> None:
+        """Note that this rank has written a record, after a step or not."""
+        self.failed = False
+        self.resumable = has_steps and not self.suspended
+
+    def agree(self, *, has_record: bool, num_failed: float, num_off: float) -> None:
+        """Let all ranks agree whether their state stays: either the last record is on all of them, or it is of no use.
+
+        Args:
+            has_record: Whether this rank has written a record after a step.
+            num_failed: Number of ranks that could not write the last record.
+            num_off: Number of ranks that write no more records.
+        """
+        self.suspended = num_failed + num_off > 0
+        self.resumable = has_record and not self.suspended
+
+    def leave(self, handler: TransferHandler) -> None:
+        """Close the handler, and remove the state on storage unless it stays."""
+        self.resumable = self.resumable and handler.is_resumable
+        handler.close(remove=not self.stays)
+        if self.told is not None and self.resumable and not self.completed:
+            self.told()
+
+
+class RankState:
+    """The transfer handler and the gradient arena of a rank, from set-up to :meth:`close`.
+
+    Args:
+        keep: ``TransferConfig.keep``: whether to leave the state on storage at :meth:`close`.
+
+    Attributes:
+        compressed: Compressed gradients; None: gradients are not compressed.
+        activations: The offloading of what forward saves for backward; None: it stays in memory.
+        in_fit: Whether a Trainer's fit with this state is in progress.
+        background: Jobs that read the state beside the training; it is closed when they have ended.
+        keeping: Whether the state stays on storage.
+    """
+
+    def __init__(self, *, keep: bool | str) -> None:
+        self.keeping = Keeping(keep)
+        self._partition: Partition | None = None
+        self._arena: GradientArena | None = None
+        self._handler: TransferHandler | None = None
+        self._unusable_reason: str | None = None
+        self._closed_since = ""
+        self.compressed: CompressedGradients | None = None
+        self.activations: OffloadedActivations | None = None
+        self.in_fit = False
+        self._records_ended = False
+        self.background = BackgroundJobs()
+
+    def hold_partition(self, partition: Partition) -> None:
+        """Adopt the partition."""
+        self._partition = partition
+
+    def hold_arena(self, arena: GradientArena) -> None:
+        """Adopt the arena of the partition's gradients."""
+        self._arena = arena
+
+    def hold_handler(self, handler: TransferHandler) -> None:
+        """Adopt an open, initialized handler."""
+        self._handler = handler
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is state on storage that belongs to this rank's training."""
+        # What closes it when a strategy is collected knows the handler only.
+        return self._handler is not None and not self._handler.is_closed
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether that state can be read and written; false after a step that could not be rolled back."""
+        return self.is_open and self._unusable_reason is None
+
+    @property
+    def partition(self) -> Partition:
+        """This rank's slices of the parameters."""
+        assert self._partition is not None, "the partition is described before anything asks for it"
+        return self._partition
+
+    @property
+    def handler(self) -> TransferHandler:
+        """The open transfer handler.
+
+        Raises:
+            StorageError: The storage was closed, or a step failed that could not be rolled back.
+        """
+        if self._handler is None or self._handler.is_closed:
+            raise self._closed("optimizer state")
+        if self._unusable_reason is not None:
+            raise StorageError(
+                f"The optimizer state of this training is lost: {self._unusable_reason}",
+                "Resume from a checkpoint; use TransferConfig(durability='step') on a sound disk.",
+            )
+        return self._handler
+
+    @property
+    def arena(self) -> GradientArena:
+        """The gradient arena.
+
+        Raises:
+            StorageError: The storage was closed.
+        """
+        if self._arena is None:
+            raise self._closed("gradient arena")
+        return self._arena
+
+    def _closed(self, what: str) -> StorageError:
+        return StorageError(
+            f"The {what} of this training has been closed{self._closed_since}.",
+            "Start a new fit, or set the model up again.",
+        )
+
+    def complete_record(self) -> None:
+        """Return when what the training record names is on storage, as far as it can be; see ``TransferHandler``."""
+        if self._handler is not None:
+            self._handler.complete_record()
+
+    def record_faults(self) -> tuple[bool, bool]:
+        """Return whether this rank could not write its last training record, and whether it writes no more of them."""
+        if self._handler is not None and self._handler.residual_failure is not None and self.keeping.off is None:
+            self.keeping.off = f"a part of a training record could not be written. {self._handler.residual_failure}"
+        return self.keeping.failed, self.keeping.off is not None
+
+    def agree_on_records(self, num_failed: float, num_off: float, *, group: ProcessGroup | None) -> None:
+        """Agree with all ranks whether a training can resume from their records. Collective.
+
+        If one rank writes no more records, none does, and the records say why.
+
+        Args:
+            num_failed: Sum over the ranks of what :meth:`record_faults` returns first.
+            num_off: The same of what it returns second.
+            group: Process group of all ranks.
+        """
+        record = None if self._handler is None else self._handler.training
+        has_record = record is not None and record.has_steps
+        self.keeping.agree(has_record=has_record, num_failed=num_failed, num_off=num_off)
+        if num_off and self._handler is not None and not self._records_ended:
+            self._records_ended = True
+            self.keeping.off = next(filter(None, gather(self.keeping.off, group)))
+            with suppress(StorageError):  # then what it holds says less
+                self._handler.end_records(self.keeping.off)
+
+    def roll_back(self, error: BaseException) -> None:
+        """Roll back the step in flight, if there is one, or record that it cannot be rolled back.
+
+        Ctrl-C leaves it in flight, to be rolled back later.
+
+        Args:
+            error: Why the step is rolled back.
+        """
+        handler = self._handler
+        if handler is None or self._unusable_reason is not None or not handler.in_flight:
+            return
+        if not handler.can_roll_back:
+            self._unusable_reason = f"with durability='none' a failed step cannot be rolled back. {error}"
+            return
+        try:
+            handler.roll_back()
+        except SmartInfinityError as second:
+            self._unusable_reason = f"a failed step could not be rolled back. {second}"
+        if self._arena is not None:
+            self._arena.step_rolled_back()
+
+    @property
+    def residual(self) -> torch.Tensor | None:
+        """The part of the gradients that compression did not send, kept for the next step; None if nothing is kept."""
+        return None if self.compressed is None else self.compressed.residual
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes of all places on storage; once closed, as many as at the start."""
+        if self._handler is not None:
+            return self._handler.storage_bytes
+        extents = self.partition.layout.extents
+        return sum(extents.file_bytes(device) for device in range(extents.num_devices))
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """Host memory held by the update, by purpose, in bytes; empty once closed."""
+        if self._arena is None or self._handler is None:
+            return {}
+        held = {"ring": self._handler.ring_bytes, "gradient_arena": self._arena.memory_bytes}
+        if self.compressed is not None:
+            held["payloads"] = self.compressed.payload_bytes
+            if self.compressed.residual_bytes:
+                held["residual"] = self.compressed.residual_bytes
+        if self.activations is not None:
+            held["activations"] = self.activations.host_bytes
+        cached = self._handler.cache_bytes
+        return {**held, "dram_cache": cached} if cached else held
+
+    def traffic(self) -> Traffic:
+        """Return the counters since the storage was opened; zero once it is closed."""
+        if self._handler is None:
+            return Traffic()
+        counters = None if self._arena is None else self._arena.counters()
+        traffic = self._handler.traffic()
+        if counters is not None:
+            traffic += replace(Traffic.over_shared_channel(counters), folders=())
+        return traffic if self.activations is None else traffic + _traffic_of(self.activations.traffic())
+
+    def close(self, *, since: str = "") -> None:
+        """Close the handler and the arena, and remove the state on storage unless it stays. Idempotent.
+
+        A step that is still in flight is committed first, if this rank can, so that the parameters in memory are whole.
+        Not collective: no rank resumes from a step that another rank could not commit.
+
+        Args:
+            since: Half a sentence that says why, for the errors of later uses.
+        """
+        if since and self._handler is not None:
+            self._closed_since = f", since {since}"
+        self.background.join()
+        # Close each before dropping its reference, so that this can be called again after an interrupt.
+        if self._handler is not None:
+            if self._unusable_reason is None:
+                self._commit_or_roll_back(self._handler)
+            self.keeping.leave(self._handler)
+            self._handler = None
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+        if self.compressed is not None:
+            self.compressed.close()
+            self.compressed = None
+        self.close_activations()
+
+    def close_activations(self) -> None:
+        """Remove what forward has saved from storage; idempotent. The backward of a living graph raises afterwards."""
+        if self.activations is not None:
+            self.activations.close()
+            self.activations = None
+
+    def closer(self) -> Callable[[], None]:
+        """Return a function for an exit handler; it closes the store and holds no reference to arena or optimizer.
+
+        The garbage collector may call it in any thread. In a daemon, such as those that closing waits for, a thread
+        of its own closes the store.
+        """
+        handler, keeping, background, owner = self.handler, self.keeping, self.background, os.getpid()
+
+        def close_here() -> None:
+            background.join()
+            failed = sys.exc_info()[0] is not None or hasattr(sys, "last_value")
+            if not keeping.says_end:
+                keeping.completed = not failed
+            elif failed and not keeping.saved:
+                keeping.completed = False  # the result of a whole training would be lost
+            if keeping.stays and handler.in_flight and handler.step.is_complete:
+                with suppress(SmartInfinityError):  # the previous generation stays current
+                    handler.commit()
+            keeping.leave(handler)
+
+        def close() -> None:
+            # A forked child runs exit handlers too; the state is its parent's.
+            if os.getpid() != owner:
+                return
+            if current_thread().daemon:
+                Thread(target=close_here, name="smart-infinity-close", daemon=False).start()
+            else:
+                close_here()
+
+        return close
+
+    def _commit_or_roll_back(self, handler: TransferHandler) -> None:
+        if not handler.in_flight:
+            return
+        if not handler.step.is_complete:
+            self.roll_back(StorageError("The training ended within a backward.", "Train on."))
+            return
+        try:
+            handler.commit()
+        except SmartInfinityError as error:
+            self.roll_back(error)
+            warn_of_rolled_back_step(error)
+
+
+def _traffic_of(activations: ActivationTraffic) -> Traffic:
+    return Traffic(
+        activation_read_bytes=activations.read_bytes,
+        activation_write_bytes=activations.written_bytes,
+        activation_wait_seconds=activations.waited_seconds + activations.held_up_seconds,
+        storage_write_bytes=activations.written_bytes,
+    )
+
+
+def warn_of_rolled_back_step(error: SmartInfinityError) -> None:
+    """Warn that the last step of a training failed and was rolled back."""
+    warnings.warn(f"The last step of the training was rolled back: {error}", stacklevel=3)

@@ -1,0 +1,86 @@
+"""Releases a module from the engines that trained or evaluated it, whether finished, failed or interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
+from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
+from lightning_smartinfinity.zero3.parameters.module_copies import is_of_deepspeed
+from lightning_smartinfinity.zero3.parameters.norm_statistics import keeps_statistics
+from lightning_smartinfinity.zero3.untyped import ZeroParameter
+
+__all__ = ["end_training_of", "has_engine", "release_module", "trainings_of"]
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Further entries that torch keeps for a hook, by the hook's id.
+_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+
+
+def trainings_of(module: torch.nn.Module) -> list[StorageOptimizer]:
+    """Return the optimizers that train a module's parameters, or trained them last, under any strategy."""
+    owners = dict.fromkeys(getattr(param, "_z3_optimizer", None) for param in module.parameters())
+    return [owner for owner in owners if isinstance(owner, StorageOptimizer)]
+
+
+def end_training_of(module: torch.nn.Module, *, since: str) -> None:
+    """End earlier trainings of a module, under any strategy, and close their storage.
+
+    Args:
+        module: The module.
+        since: Half a sentence that says why, for the errors of later uses.
+    """
+    for owner in trainings_of(module):
+        owner.close_storage(since=since)
+        owner.destroy()
+
+
+def release_module(module: torch.nn.Module) -> None:
+    """Remove what earlier engines left on a module, except its partitioned parameters, so that another can take it.
+
+    The user's hooks stay. State that an earlier training of the module keeps on storage stays readable.
+    """
+    for child in module.modules():
+        _remove_hooks(child)
+        # An interrupted forward pass leaves this set, and then every read of a parameter gathers it.
+        if isinstance(child._parameters, parameter_offload.ZeROOrderedDict):
+            child._parameters._in_forward = False
+    children = set(module.modules())
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [entry for entry in stack if entry not in children]
+    _partition_parameters(module)
+
+
+def has_engine(module: torch.nn.Module) -> bool:
+    """Return whether an engine gathers the module's own parameters for its forward pass."""
+    return any(_is_of_engine(hook) for hook in module._forward_pre_hooks.values())
+
+
+def _is_of_engine(hook: object) -> bool:
+    return is_of_deepspeed(hook) or keeps_statistics(hook)
+
+
+def _remove_hooks(module: torch.nn.Module) -> None:
+    for name in _HOOKS:
+        hooks = getattr(module, name)
+        for key in [key for key, hook in hooks.items() if _is_of_engine(hook)]:
+            del hooks[key]
+            for flags in _HOOK_FLAGS:
+                getattr(module, flags).pop(key, None)
+
+
+def _partition_parameters(module: torch.nn.Module) -> None:
+    """Release parameters that an interrupted forward or backward pass left gathered; discard gradients."""
+    end_gathers(module)
+    for param in cast(Iterator[ZeroParameter], module.parameters()):
+        param.grad = None
+        if not hasattr(param, "ds_status"):
+            continue
+        param.ds_active_sub_modules.clear()
+        if param.ds_status == ZeroParamStatus.AVAILABLE:
+            param.partition()

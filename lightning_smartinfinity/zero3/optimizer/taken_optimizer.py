@@ -1,0 +1,217 @@
+"""The user's torch optimizer while a training has its state on storage.
+
+It stays the object that the user has made, and every door returns it: schedulers, hooks and references keep working.
+Each method of ``torch.optim.Optimizer`` does here what it does in memory, or raises an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.untyped import ParamGroup
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
+
+__all__ = ["TakenOptimizer", "has_step_hooks", "check_takeable", "take_over", "with_step_hooks"]
+
+_STATE_HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+_SAVE = (
+    "Save and load checkpoints: trainer.save_checkpoint(path) and fit(ckpt_path=path); fabric.save and fabric.load of "
+    "{'model': model, 'optimizer': optimizer}; or transformers' save_steps and resume_from_checkpoint."
+)
+
+
+def take_over(optimizer: torch.optim.Optimizer, engine: SmartInfinityEngine) -> None:
+    """Turn the user's optimizer into a :class:`TakenOptimizer` of the same name, whose steps the engine takes."""
+    own = vars(optimizer)
+    own.pop("step", None)  # torch's schedulers put a wrapper there
+    del own["state"]
+    own["_engine"] = weakref.ref(engine)
+    own["state_on_storage"] = _StateOnStorage(type(optimizer).__name__, own["_engine"])
+    kind: Any = type(optimizer)
+    optimizer.__class__ = _taken(kind)
+
+
+def check_takeable(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that another training has, or whose user has changed what the engine does in its place.
+
+    Raises:
+        UnsupportedError: It was taken over before, a method was replaced on the object, or has hooks that would never
+            be called.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, TakenOptimizer):
+        raise UnsupportedError(
+            f"This {name} was used by an earlier training, which has its state on storage.",
+            "Make a new optimizer for each training: build it in configure_optimizers, or before each fabric.setup.",
+        )
+    for method, own in vars(optimizer).items():
+        original = getattr(type(optimizer), method, None)
+        # torch's schedulers wrap the step to note that it was called; the wrapper has the original as __wrapped__.
+        if callable(original) and getattr(own, "__wrapped__", own) is not original:
+            raise UnsupportedError(
+                f"{name}.{method} was replaced on the object; with the smart_infinity strategy it would not be called.",
+                "Use register_step_pre_hook and register_step_post_hook instead.",
+            )
+    for kind in _STATE_HOOKS:
+        if getattr(optimizer, f"_optimizer_{kind}_hooks"):
+            raise _without_state_dict(f"{name} has a hook of register_{kind}_hook, which")
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a hook is called before the optimizer's step, which may change what the step does."""
+    others = (hook for hook in torch_optimizer._global_optimizer_pre_hooks.values() if hook.__module__ not in _OURS)
+    return bool(optimizer._optimizer_step_pre_hooks) or any(others)
+
+
+_OURS = frozenset({"lightning_smartinfinity.zero3.optimizer.foreign_step"})
+
+
+def with_step_hooks(optimizer: torch.optim.Optimizer, update: Callable[[], None]) -> None:
+    """Call ``update`` between the hooks of the step, the optimizer's own and torch's global ones, as torch does."""
+    torch.optim.Optimizer.profile_hook_step(lambda _: update())(optimizer)
+
+
+class TakenOptimizer(torch.optim.Optimizer):
+    """The user's optimizer after :func:`take_over`. Attributes that torch does not know are those of DeepSpeed's."""
+
+    # Wrappers of Lightning's and Fabric's derive from this class, and find only instance attributes on the optimizer.
+
+    @property
+    def engine(self) -> SmartInfinityEngine:
+        """The engine that takes the steps."""
+        engine: SmartInfinityEngine | None = self._engine()
+        if engine is None:
+            raise UnsupportedError(
+                f"The training of this {type(self).__name__} is over, and its engine no longer exists.",
+                "Make a new optimizer for each training.",
+            )
+        return engine
+
+    @property
+    def state(self) -> Any:
+        """Stands for the optimizer state; see :class:`_StateOnStorage`."""
+        return self.state_on_storage
+
+    @state.setter
+    def state(self, state: object) -> NoReturn:
+        raise _on_storage(type(self).__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        engine = None if name.startswith("__") or "_engine" not in vars(self) else self._engine()
+        if engine is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(engine.optimizer, name)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters from the gradients of every backward since the last step or ``zero_grad``.
+
+        Args:
+            closure: Runs forward and backward first, and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.engine.step()
+        return loss
+
+    # A scheduler would wrap the step to note that it was called, which the engine notes; without it, it would warn.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients."""
+        self.engine.optimizer.zero_grad_as_torch(set_to_none)
+
+    def state_dict(self) -> NoReturn:
+        """Raise UnsupportedError: the state is on storage, and no rank has all of it."""
+        raise _without_state_dict("optimizer.state_dict()")
+
+    def load_state_dict(self, state_dict: ParamGroup) -> NoReturn:
+        """Raise UnsupportedError, as :meth:`state_dict` does."""
+        raise _without_state_dict("optimizer.load_state_dict()")
+
+    def register_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise UnsupportedError, as :meth:`state_dict` does."""
+        raise _without_state_dict("A hook of optimizer.state_dict()")
+
+    def register_load_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise UnsupportedError, as :meth:`state_dict` does."""
+        raise _without_state_dict("A hook of optimizer.load_state_dict()")
+
+    register_state_dict_post_hook = register_state_dict_pre_hook
+    register_load_state_dict_post_hook = register_load_state_dict_pre_hook
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Raise UnsupportedError: the layout of the state on storage is fixed."""
+        raise UnsupportedError(
+            "add_param_group does not work in mid-training with the smart_infinity strategy.",
+            "Give the optimizer every parameter group when you make it, and freeze what is to be trained later in "
+            "on_fit_start, or after fabric.setup.",
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise UnsupportedError: a copy would have neither the state nor the engine."""
+        raise _without_state_dict("Copying or pickling the optimizer")
+
+
+class _StateOnStorage(MutableMapping[torch.Tensor, Any]):
+    """``optimizer.state``: empty before the first step; afterwards, every access raises UnsupportedError."""
+
+    def __init__(self, name: str, engine: weakref.ref[SmartInfinityEngine]) -> None:
+        self._name, self._engine = name, engine
+
+    def _require_none(self) -> None:
+        engine = self._engine()
+        if engine is not None and engine.global_steps > 0:
+            raise _on_storage(self._name)
+
+    def __getitem__(self, param: torch.Tensor) -> NoReturn:
+        raise _on_storage(self._name)
+
+    def __setitem__(self, param: torch.Tensor, value: object) -> NoReturn:
+        raise _on_storage(self._name)
+
+    def __delitem__(self, param: torch.Tensor) -> NoReturn:
+        raise _on_storage(self._name)
+
+    def __contains__(self, param: object) -> bool:
+        self._require_none()
+        return False
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self._require_none()
+        return iter(())
+
+    def __len__(self) -> int:
+        self._require_none()
+        return 0
+
+
+@functools.cache
+def _taken(kind: Any) -> type[TakenOptimizer]:
+    return type(kind.__name__, (TakenOptimizer, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def _on_storage(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name}.state was read or written: with the smart_infinity strategy the optimizer state is on storage.",
+        "Call deepspeed.utils.safe_get_full_optimizer_state(parameter, 'exp_avg') or safe_set_full_optimizer_state on "
+        "every rank.",
+    )
+
+
+def _without_state_dict(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} does not work with the smart_infinity strategy: no rank has the whole optimizer state, which is on "
+        "storage.",
+        _SAVE,
+    )

@@ -1,0 +1,274 @@
+"""Finds out which folders of which ranks are the same, or lie on one file system, however each machine mounts it.
+
+A machine tells its own folders apart by numbers, which mean nothing to another machine. Between machines a file
+decides: one rank makes it under a name that nobody has looked up before, and the others look for it. The name must be
+fresh, since network file systems remember for some time that a name was not there.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import stat
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from lightning_smartinfinity.common.machine import machine_identity
+from lightning_smartinfinity.devices.smartssd.discovery.mounts import mount_of
+from lightning_smartinfinity.devices.smartssd.discovery.system import System
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
+from lightning_smartinfinity.storage.state.space import nearest_existing
+from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
+
+__all__ = ["REMEMBERED", "Place", "device_of", "first_seen", "places_of", "network_warning"]
+
+REMEMBERED = 75.0
+"""Seconds after which every file system has forgotten that a name was not there. NFS takes 60 at most by default."""
+_GLANCE = 0.1
+_MADE = re.compile(r"\.smart-infinity-[0-9a-f]{32}")
+_OLD_SECONDS = 3600.0  # much longer than the waits of all ranks for a slow disk
+_OF_NETWORKS = {"9p", "afs", "beegfs", "ceph", "cifs", "gpfs", "lustre", "nfs", "nfs4", "panfs", "smb3", "wekafs"}
+_OF_NETWORKS |= {f"fuse.{name}" for name in ("cephfs", "gcsfuse", "glusterfs", "juicefs", "rclone", "s3fs", "sshfs")}
+
+
+class Place(NamedTuple):
+    """Where a folder of this rank lies.
+
+    Args:
+        number: The same for all folders of all ranks that lie in one place.
+        leader: The lowest rank that has a folder there. It decides what happens to paths that ranks share.
+        is_first_here: Whether this rank is the lowest one of its machine that has a folder there.
+        num_machines: Number of machines whose ranks have folders there.
+        is_certain: Whether a file could be made there. Where it could not, other machines may see the same.
+    """
+
+    number: int
+    leader: int
+    is_first_here: bool
+    num_machines: int
+    is_certain: bool = True
+
+    @property
+    def may_be_shared(self) -> bool:
+        """Whether other machines see it, or may do so."""
+        return self.num_machines > 1 or not self.is_certain
+
+
+class _Spot(NamedTuple):
+    """A folder that exists, as one machine knows it: by the numbers of its file system and of the folder there."""
+
+    machine: str
+    device: int
+    inode: int
+    folder: Path
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.machine, self.device, self.inode
+
+
+def places_of(folders: Sequence[Path], group: ProcessGroup | None = None, *, by_device: bool = False) -> list[Place]:
+    """Return where folders lie that need not exist yet. Collective; where all ranks see the same it writes nothing.
+
+    Folders lie in one place if a rank sees, by the path of the other's folder, what the other rank writes there.
+
+    Args:
+        folders: This rank's folders. Other ranks may pass others, and more or fewer of them.
+        group: Process group of all ranks.
+        by_device: Whether all folders on one file system of a machine lie in one place.
+
+    Raises:
+        StorageError: A folder cannot be looked at; raised on every rank.
+        StorageTimeoutError: A disk does not answer; raised on every rank.
+    """
+    own: list[_Spot] = []
+    with raising_together(group):
+        own = [unless_idle(partial(_spot_of, each), doing="Looking at", path=each) for each in folders]
+    spots = [(rank, spot) for rank, of_rank in enumerate(gather(own, group)) for spot in of_rank]
+    firsts: dict[tuple[str, int, int], tuple[int, _Spot]] = {}
+    for rank, spot in spots:
+        firsts.setdefault(spot.key, (rank, spot))
+    keys, pairs, probed = list(firsts), list[tuple[int, int]](), set(range(len(firsts)))
+    is_one_machine = len({spot.machine for _, spot in spots}) == 1
+    makes_files = len(keys) > 1 and not (by_device and is_one_machine)
+    if makes_files:
+        pairs, probed = _pairs(list(firsts.values()), group, by_device=by_device)
+    if by_device:
+        pairs += [(i, j) for j, other in enumerate(keys) for i in range(j) if keys[i][:2] == other[:2]]
+    numbers = dict(zip(keys, _joined(len(keys), pairs), strict=True))
+    places = []
+    for spot in own:
+        number = numbers[spot.key]
+        there = [(rank, other) for rank, other in spots if numbers[other.key] == number]
+        first_here = next(rank for rank, other in there if other.machine == spot.machine)
+        places.append(
+            Place(
+                number=number,
+                leader=there[0][0],
+                is_first_here=first_here == dist.get_rank(group),
+                num_machines=len({other.machine for _, other in there}),
+                is_certain=any(keys.index(other.key) in probed for _, other in there),
+            )
+        )
+        # Only the leader lists the folder: others would have their views of it changed for what they look for next.
+        if makes_files and there[0][0] == dist.get_rank(group):
+            with suppress(OSError, StorageError):
+                unless_idle(partial(_remove_old, spot.folder), doing="Removing old files from", path=spot.folder)
+    return places
+
+
+def device_of(path: Path) -> int:
+    """Return the number by which this machine knows the file system of a path that need not exist yet.
+
+    Raises:
+        StorageError: The path cannot be looked at.
+        StorageTimeoutError: The disk does not answer.
+    """
+    return unless_idle(partial(_spot_of, path), doing="Looking at", path=path).device
+
+
+def network_warning(folders: Sequence[Path]) -> str | None:
+    """Return a warning if folders that are read and written at every step lie on a network file system, or None."""
+    for folder in folders:
+        mount = mount_of(System(), folder)
+        if mount is not None and mount.kind in _OF_NETWORKS:
+            return (
+                f"{str(folder)!r} on {platform.node()} lies on a network file system ({mount.kind}, {mount.source}): "
+                "the optimizer state would cross the network at every step. Pass a folder on a drive of each machine, "
+                "such as storage='/mnt/nvme' or storage='$SLURM_TMPDIR'."
+            )
+    return None
+
+
+def first_seen(paths: Iterable[Path], *, shared: bool) -> Path | None:
+    """Return the first of these paths that this rank sees; None if it sees none.
+
+    Args:
+        paths: Paths of one thing that somebody has made, which another machine may mount elsewhere.
+        shared: Whether that may have been another machine, so that this one may remember for some time that the path
+            was not there.
+    """
+    paths = list(paths)
+    give_up = time.monotonic() + (REMEMBERED if shared else 0)
+    while True:
+        for path in paths:
+            if unless_idle(partial(_exists, path), doing="Looking at", path=path):
+                return path
+        if time.monotonic() >= give_up:
+            return None
+        time.sleep(_GLANCE)
+
+
+def _exists(path: Path) -> bool:
+    if path.exists():
+        return True
+    with suppress(OSError):  # a list makes some file systems ask again
+        os.listdir(path.parent)
+    return path.exists()
+
+
+def _spot_of(folder: Path) -> _Spot:
+    # With its links: they may lead to another mount point on another machine.
+    existing = nearest_existing(Path(os.path.abspath(folder)))
+    with storage_errors("Looking at", existing):
+        status = os.stat(existing)
+    return _Spot(machine_identity(), status.st_dev, status.st_ino, existing)
+
+
+def _pairs(
+    firsts: Sequence[tuple[int, _Spot]], group: ProcessGroup | None, *, by_device: bool
+) -> tuple[list[tuple[int, int]], set[int]]:
+    """Return pairs of spots of which one shows what was written into the other, and the spots that can be written.
+
+    Spots go by their numbers. Collective.
+
+    Args:
+        firsts: The spots, each with the first rank that has a folder there.
+        group: Process group of all ranks.
+        by_device: Whether it is enough that both are on one file system.
+    """
+    own = [number for number, (first, _) in enumerate(firsts) if first == dist.get_rank(group)]
+    made: dict[int, Path] = {}
+    with ExitStack() as files:
+        with raising_together(group):
+            for number in own:
+                file = files.enter_context(_file_in(firsts[number][1].folder))
+                if file is not None:
+                    made[number] = file
+        everywhere = {number: path for of_rank in gather(made, group) for number, path in of_rank.items()}
+        seen: list[tuple[int, int]] = []
+        with raising_together(group):
+            for number, path in everywhere.items():
+                device = unless_idle(partial(_device_of_file, path), doing="Looking at", path=path)
+                for other in own:
+                    spot = firsts[other][1]
+                    if spot.device == device and (by_device or _is_on_the_way(spot.folder, path.parent)):
+                        seen.append((number, other))
+        return list(chain.from_iterable(gather(seen, group))), set(everywhere)
+
+
+def _is_on_the_way(one: Path, other: Path) -> bool:
+    """Return whether one of two folders is the other, or above it.
+
+    They are those of one path, of which a rank that looked earlier, or remembers what was not there, knows less.
+    """
+    return one == other or one in other.parents or other in one.parents
+
+
+def _device_of_file(path: Path) -> int | None:
+    try:
+        return path.stat().st_dev
+    except OSError:
+        return None
+
+
+@contextmanager
+def _file_in(folder: Path) -> Iterator[Path | None]:
+    """Yield the path of a file that others may look for; None if none can be made there."""
+    path = folder / f".smart-infinity-{uuid.uuid4().hex}"
+    try:
+        unless_idle(partial(path.touch, exist_ok=False), doing="Creating a file in", path=folder)
+    except OSError:
+        yield None
+        return
+    try:
+        yield path
+    finally:
+        with suppress(OSError, StorageError):
+            unless_idle(path.unlink, doing="Removing a file from", path=folder)
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove old files that others could look for, which kills have left in a folder where one was just made."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        now = folder.stat().st_mtime  # by the clock of the file system
+        for entry in entries:
+            if _MADE.fullmatch(entry.name) and _is_old(entry.stat(follow_symlinks=False), now):
+                os.unlink(entry)
+
+
+def _is_old(status: os.stat_result, now: float) -> bool:
+    """Return whether this user made such a file so long ago that nobody looks for it any more."""
+    is_ours = stat.S_ISREG(status.st_mode) and status.st_size == 0 and status.st_uid == os.geteuid()
+    return is_ours and now - status.st_mtime > _OLD_SECONDS
+
+
+def _joined(num: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
+    """Return for each of some spots the smallest number of those that pairs connect it with."""
+    numbers = list(range(num))
+    for one, other in pairs:
+        low, high = sorted((numbers[one], numbers[other]))
+        numbers = [low if number == high else number for number in numbers]
+    return numbers

@@ -1,0 +1,402 @@
+"""Watches over the processes of the other ranks while this one trains or evaluates.
+
+The watch itself is native (:class:`lightning_smartinfinity.native.RankWatch`), so it answers whatever Python does. Here
+the ranks meet, and what the watch knows becomes an error.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import platform
+import secrets
+import socket
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from lightning_smartinfinity.errors import RankLostError, RanksDivergedError
+from lightning_smartinfinity.native import RankNotice, RankWatch, ending_seconds
+from lightning_smartinfinity.zero3.ranks.locations import PlaceWatch, cut_connections, known_sockets, noting_waits
+
+__all__ = [
+    "agree_to_end",
+    "awaiting_ranks",
+    "begin_watch",
+    "end_watch",
+    "hear_sigterm",
+    "is_asked_to_end",
+    "is_ending",
+    "is_watching",
+    "naming_lost_rank",
+    "note_batch",
+    "saving",
+    "lost_rank_behind",
+    "tell_failure",
+    "tell_sigterm",
+]
+
+T = TypeVar("T")
+
+_GRACE = 15.0
+"""Seconds for Python to end a process by an error after a rank was lost."""
+_PATIENCE = 45.0
+"""Seconds for all ranks to end their training together after SIGTERM, or after an error on one of them.
+
+After SIGTERM it is twice the longest batch if that is more, and a checkpoint that is being saved is waited for.
+"""
+_MEETING = 20.0
+"""Seconds in which ranks connect, once they have all said that they are there."""
+_NOTICE = 3.0
+"""Seconds in which the watch hears of what a collective has failed by."""
+_TIMEOUT = "as long as the strategy's timeout=timedelta(minutes=5) says"
+_TOKEN_BYTES, _RANK_BYTES = 16, 4
+
+
+@dataclass(frozen=True)
+class _Watch:
+    native: RankWatch
+    hosts: list[str]
+    group: weakref.ref[dist.ProcessGroup]
+    limits: tuple[float | None, float | None]
+    places: PlaceWatch | None = None
+    waits: ExitStack = field(default_factory=ExitStack)
+
+    def close(self) -> None:
+        if self.places is not None:
+            self.places.close()
+        self.waits.close()
+        self.native.close()
+
+
+_watch: _Watch | None = None
+_num_begun = 0
+_known_sockets: set[str] | None = None  # those of this process before the ranks met
+
+
+@contextmanager
+def awaiting_ranks() -> Iterator[None]:
+    """Say what to do if not all ranks come together, before there can be a watch.
+
+    Raises:
+        RankLostError: Some did not come in time.
+    """
+    global _known_sockets
+    if not dist.is_initialized():
+        _known_sockets = known_sockets()
+    try:
+        yield
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        if "timed out" not in str(error).lower():
+            raise
+        raise RankLostError(
+            f"Not all ranks have come together, as seen from {platform.node()}: {str(error).rstrip('.')}.",
+            "Start the script on every machine, each with the same MASTER_ADDR and MASTER_PORT, which all must reach. "
+            f"They wait for each other for 30 minutes, or {_TIMEOUT}.",
+        ) from error
+
+
+def begin_watch(silence: float | None, join_limit: float | None) -> int:
+    """Watch the other ranks from now on, in a training or an evaluation. This is a collective.
+
+    Args:
+        silence: Seconds after which a rank that does not answer is lost; None or 0 for no watch.
+        join_limit: Seconds that a rank may take to join the others in a collective; None or 0 for any time.
+
+    Returns:
+        The number of this call, for :func:`end_watch`.
+
+    Raises:
+        RankLostError: A rank is lost already, or the ranks have diverged.
+    """
+    global _watch, _num_begun
+    _num_begun += 1
+    if dist.get_world_size() == 1:
+        return _num_begun
+    group = dist.group.WORLD
+    limits = silence, join_limit
+    if _watch is not None and (_watch.group() is not group or _watch.limits != limits):
+        _watch.close()
+        _watch = None
+    if _watch is None and silence:
+        _watch = _meet(silence, join_limit)
+    if _watch is not None:
+        _raise_if_lost()
+        _watch.waits.close()
+        if _watch.places is not None:
+            _watch.waits.enter_context(noting_waits(lost_rank_behind))
+            _watch.places.ended = False
+        _watch.native.begin_training()
+        hear_sigterm()
+    return _num_begun
+
+
+def end_watch(number: int) -> None:
+    """Let this rank end, and the others live on, without anybody being missed.
+
+    Args:
+        number: What :func:`begin_watch` has returned. If it was called again since, the watch goes on.
+    """
+    if _watch is not None and number == _num_begun:
+        _watch.waits.close()
+        if _watch.places is not None:
+            _watch.places.ended = True
+        _watch.native.end_training()
+
+
+def _raise_if_lost() -> None:
+    """Raise an error if another rank is lost.
+
+    Raises:
+        RankLostError: Another rank was killed or does not answer, or the ranks have diverged.
+    """
+    if _watch is None:
+        return
+    report = _watch.native.report()
+    if report.diverged is not None:
+        raise _diverged(report.diverged)
+    if report.lost is not None:
+        raise _error(_watch, report.lost)
+
+
+def lost_rank_behind(error: BaseException) -> RankLostError | None:
+    """Return the error that says which rank is missing, if an error is that of a collective that misses one."""
+    if _watch is None or not _is_of_collective(error):
+        return None
+    report = _watch.native.wait(_NOTICE)
+    if report.diverged is not None:
+        return _diverged(report.diverged)
+    notice = report.lost or report.failed or (report.left and (report.asked or report.left))
+    return None if notice is None else _error(_watch, notice)
+
+
+@contextmanager
+def naming_lost_rank() -> Iterator[None]:
+    """Raise an error that says which rank is missing, at once or instead of that of a collective that misses it.
+
+    Raises:
+        RankLostError: Another rank is missing.
+    """
+    _raise_if_lost()  # a forward that gathers nothing would go on alone
+    try:
+        yield
+    except Exception as error:
+        if (lost := lost_rank_behind(error)) is None:
+            raise
+        raise lost from error
+
+
+def tell_failure(error: BaseException) -> None:
+    """Tell the other ranks that an error ends this rank's training, in case they wait for it."""
+    if _watch is not None:
+        line = str(error).partition("\n")[0]
+        _watch.native.tell_failure(f"failed with {type(error).__name__}: {line}")
+
+
+def hear_sigterm() -> None:
+    """Tell the other ranks of SIGTERM as soon as it comes, and then let the present handler run."""
+    if _watch is not None:
+        _watch.native.hear_sigterm()
+
+
+def is_watching() -> bool:
+    """Return whether the other ranks are watched."""
+    return _watch is not None
+
+
+def tell_sigterm() -> None:
+    """Tell the other ranks that this one received SIGTERM."""
+    if _watch is not None:
+        _watch.native.tell_sigterm()
+
+
+def is_asked_to_end() -> bool:
+    """Return whether any rank received SIGTERM. Rank 0 is told first."""
+    return _watch is not None and _watch.native.report().asked is not None
+
+
+def is_ending() -> bool:
+    """Return whether this process was asked to end, or another rank has failed or is missing."""
+    if _watch is None:
+        return ending_seconds() is not None
+    report = _watch.native.report()
+    return any(notice is not None for notice in (report.asked, report.failed, report.lost, ending_seconds()))
+
+
+def agree_to_end() -> None:
+    """Let this rank take its time to end: all ranks have agreed to end their training."""
+    if _watch is not None:
+        _watch.native.agree()
+
+
+def note_batch() -> None:
+    """Let SIGTERM end this process only after a wait that is long for this training's batches."""
+    if _watch is not None:
+        _watch.native.note_batch()
+
+
+@contextmanager
+def saving() -> Iterator[None]:
+    """Let no SIGTERM end this process in a checkpoint."""
+    native = None if _watch is None else _watch.native
+    if native is None:
+        yield
+        return
+    native.begin_saving()
+    try:
+        yield
+    finally:
+        native.end_saving()
+
+
+def _error(watch: _Watch, notice: RankNotice) -> RankLostError:
+    return RankLostError(
+        f"Rank {notice.rank} on {watch.hosts[notice.rank]} {notice.why}; rank {dist.get_rank()} cannot go on alone.",
+        "Look at that rank's own output and at the kernel log of its machine, and resume with ckpt_path='storage', or "
+        "from the last checkpoint.",
+    )
+
+
+def _diverged(where: str) -> RanksDivergedError:
+    return RanksDivergedError(
+        where,
+        "Give every rank the same number of batches (drop_last=True, limit_train_batches, max_steps), and run each "
+        "forward, backward, GatheredParameters, generate(..., synced_gpus=True) and save on every rank, not one. If a "
+        "rank's own work takes longer, pass a higher collective_timeout to the strategy.",
+    )
+
+
+def _end_waits() -> None:
+    """End what this process waits for, since the ranks have diverged."""
+    if _known_sockets is not None:
+        cut_connections(_known_sockets)
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    # Gloo raises plain RuntimeErrors, which name one of its files.
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error).lower())
+
+
+# ---- how the ranks meet
+
+
+def _meet(silence: float, join_limit: float | None) -> _Watch | None:
+    """Connect all ranks with rank 0, and return this rank's watch; None if some cannot connect."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    listener: socket.socket | None = None
+    problem, port = "", 0
+    if rank == 0:
+        # All ranks meet below, so none may raise alone before.
+        try:
+            listener = _listen(world_size)
+            port = listener.getsockname()[1]
+        except OSError as error:
+            problem = f"rank 0 cannot listen: {error}"
+    offers = _gather((platform.node(), port, secrets.token_bytes(_TOKEN_BYTES)))
+    hosts = [host for host, _, _ in offers]
+    host, port, token = offers[0]
+    address = os.environ.get("MASTER_ADDR", host)
+    sockets: dict[int, socket.socket] = {}
+    try:
+        if rank != 0 and port != 0:
+            sockets[0] = _connect(address, port, hello=token + rank.to_bytes(_RANK_BYTES, "big"))
+        elif listener is not None:
+            sockets = _accept(listener, world_size - 1, token)
+    except OSError as error:
+        problem = f"rank {rank} on {hosts[rank]}: {error}"
+    problems = [found for found in _gather(problem) if found]
+    if problems:
+        if rank == 0:
+            warnings.warn(
+                f"No watch over the ranks, which cannot connect to port {port} of {address}: {problems[0]}. A rank that"
+                " is killed or stopped will be noticed by torch's own timeout only: after 30 minutes, or "
+                f"{_TIMEOUT} (TrainingArguments(ddp_timeout=300) with transformers).",
+                stacklevel=2,
+            )
+        for connected in sockets.values():
+            connected.close()
+        return None
+    native = RankWatch(
+        rank=rank,
+        hosts=hosts,
+        sockets=[(peer, connected.detach()) for peer, connected in sockets.items()],
+        silence=silence,
+        grace=_GRACE,
+        patience=_PATIENCE,
+    )
+    # This runs at interpreter exit, and in a process of multiprocessing, which has no atexit, too.
+    Finalize(None, _say_farewell, (native,), exitpriority=100)
+    group = dist.group.WORLD
+    assert group is not None
+    places = PlaceWatch(native, hosts, join_limit, _end_waits) if join_limit else None
+    if places is not None:
+        places.start()
+    return _Watch(native, hosts, weakref.ref(group), (silence, join_limit), places)
+
+
+def _say_farewell(native: RankWatch) -> None:
+    """End a watch at the end of the process; if an error ends the process, tell it."""
+    error = getattr(sys, "last_value", None)
+    if error is not None and _watch is not None and _watch.native is native:
+        tell_failure(error)
+    if _watch is not None and _watch.native is native:
+        _watch.close()
+    native.close()
+
+
+def _gather(value: T) -> list[T]:
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values  # type: ignore[return-value]
+
+
+def _listen(backlog: int) -> socket.socket:
+    """Listen where the other ranks reach this machine, and on all its interfaces only if that is unknown."""
+    address = os.environ.get("MASTER_ADDR")
+    for family, _, _, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM) if address else []:
+        with suppress(OSError):
+            return socket.create_server((place[0], 0), family=family, backlog=backlog)
+    dual = socket.has_dualstack_ipv6()
+    return socket.create_server(
+        ("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, backlog=backlog, dualstack_ipv6=dual
+    )
+
+
+def _connect(address: str, port: int, *, hello: bytes) -> socket.socket:
+    connected = socket.create_connection((address, port), timeout=_MEETING)
+    try:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.sendall(hello)
+    except OSError:
+        connected.close()
+        raise
+    return connected
+
+
+def _accept(listener: socket.socket, count: int, token: bytes) -> dict[int, socket.socket]:
+    """Return a connection with each of the other ranks; whoever does not know the token is sent away."""
+    until = time.monotonic() + _MEETING
+    sockets: dict[int, socket.socket] = {}
+    with listener:
+        while len(sockets) < count:
+            listener.settimeout(max(until - time.monotonic(), 0.001))
+            connected, _ = listener.accept()
+            connected.settimeout(1)
+            hello = b""
+            with suppress(OSError):
+                hello = connected.recv(_TOKEN_BYTES + _RANK_BYTES, socket.MSG_WAITALL)
+            rank = int.from_bytes(hello[_TOKEN_BYTES:], "big")
+            if not hmac.compare_digest(hello[:_TOKEN_BYTES], token) or not 0 < rank <= count or rank in sockets:
+                connected.close()
+                continue
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sockets[rank] = connected
+    return sockets

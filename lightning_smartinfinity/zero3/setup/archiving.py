@@ -1,0 +1,134 @@
+"""Agrees with all ranks to move an interrupted training, as a whole, or to leave all of it where it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from lightning_smartinfinity.storage import SpaceRequest
+from lightning_smartinfinity.storage.folders.open_folder import ASIDE
+from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.jobs.mover import Mover
+from lightning_smartinfinity.storage.jobs.setting_aside import Plan, plan_putting_together, plan_setting_aside
+from lightning_smartinfinity.storage.jobs.trainings import jobs_beside
+from lightning_smartinfinity.storage.state.parts import Part, find_parts
+from lightning_smartinfinity.storage.state.space import measure_parts
+from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
+from lightning_smartinfinity.zero3.settings import OffloadSettings
+
+__all__ = ["carry_out", "look_aside", "put_together", "seen_parts", "set_aside", "space_of"]
+
+_log = logging.getLogger(__name__)
+
+
+def look_aside(settings: OffloadSettings, group: ProcessGroup | None) -> Plan:
+    """Decide what has to be moved before a new training begins; nothing changes. Collective.
+
+    Raises:
+        StorageError: Something that must stay is in the way; raised on every rank.
+    """
+    job = settings.transfer.job
+    return plan_setting_aside(
+        seen_parts(settings, [job, f"{job}{ASIDE}"], group),
+        job=job,
+        folders=gather([folder.absolute() for folder in settings.storage], group),
+    )
+
+
+def space_of(plan: Plan, rank: int) -> list[SpaceRequest]:
+    """Return what a rank deletes, moves and leaves by a plan, as requests of no bytes.
+
+    Raises:
+        StorageError: The free space of a folder cannot be read.
+    """
+    return [
+        *measure_parts(plan.deleted_by(rank), deleted=True),
+        *measure_parts([*plan.moved_by(rank), *plan.left_to(rank)], deleted=False),
+    ]
+
+
+def set_aside(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None) -> None:
+    """Carry out a plan of :func:`look_aside`: all ranks move their parts, or none does. Collective.
+
+    Raises:
+        StorageError: A part cannot be moved; raised on every rank.
+    """
+    if not plan.changes_something:
+        return
+    carry_out(plan, settings, group)
+    if plan.moved and dist.get_rank(group) == 0:
+        _log.warning("%s", _told(plan))
+
+
+def _told(plan: Plan) -> str:
+    """Return what users are told of a training that was set aside."""
+    path, job = str(plan.moved[0][1].path), plan.job
+    removal = f"to remove it, run: smart-infinity jobs {' '.join(map(str, plan.storage))} --remove {job}"
+    if plan.is_damaged:
+        return (
+            f"{path!r} holds an interrupted training that cannot be resumed, because its manifest or records are "
+            f"damaged. It was not deleted but moved to the job {job!r}. The next one that is moved replaces it; "
+            f"{removal}"
+        )
+    replaced = (
+        ""
+        if plan.replaced is None
+        else f", and replaced the one there, which was interrupted after step {plan.replaced}"
+    )
+    return (
+        f"{path!r} holds a training that was interrupted after step {plan.step}. It was moved to the job {job!r}"
+        f"{replaced}. The next one that is moved replaces it. To resume it, fit with ckpt_path='storage' and "
+        f"transfer={{'job': {job!r}}}; {removal}"
+    )
+
+
+def put_together(settings: OffloadSettings, group: ProcessGroup | None) -> None:
+    """Move the parts of a training that is to be resumed to its job, if a kill has left it divided. Collective.
+
+    If it was being moved to stores of other ranks, either the old or the new ones are left, whichever are whole.
+
+    Raises:
+        StorageError: A part cannot be moved, or the training lies under another name; raised on every rank.
+    """
+    job = settings.transfer.job
+    plan = plan_putting_together(seen_parts(settings, jobs_beside(job), group), job=job)
+    if plan.changes_something:
+        carry_out(plan, settings, group)
+
+
+def seen_parts(settings: OffloadSettings, jobs: Sequence[str], group: ProcessGroup | None) -> list[list[Part]]:
+    """Return, for each rank, the parts of these jobs that it sees in its storage folders. Collective.
+
+    Raises:
+        StorageError: A folder or file cannot be read; raised on every rank.
+    """
+    parts: list[Part] = []
+    with raising_together(group):
+        first = Path(settings.storage[0]).absolute()
+        look = partial(find_parts, settings.storage, jobs)
+        parts = unless_idle(look, doing="Looking for trainings in", path=first, seconds=settings.transfer.io_timeout)
+    return gather(parts, group)
+
+
+def carry_out(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None) -> None:
+    """Carry out a plan: all ranks do their share, or none does. Collective.
+
+    Raises:
+        StorageError: A part cannot be moved or deleted; raised on every rank.
+    """
+    path, seconds = Path(settings.storage[0], plan.job), settings.transfer.io_timeout
+    with closing(Mover(plan, rank=dist.get_rank(group))) as mover:
+        stages: list[tuple[Callable[[], None], str]] = [
+            (mover.claim, "Locking"),
+            (mover.make_room, "Deleting what is replaced by"),
+            (mover.move, "Moving"),
+        ]
+        for stage, doing in stages:
+            with raising_together(group):
+                unless_idle(stage, doing=doing, path=path, seconds=seconds, undo=lambda _: mover.close())

@@ -1,0 +1,450 @@
+"""Opens a rank's optimizer state on storage, together with all other ranks."""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from lightning_smartinfinity.common.machine import machine_identity
+from lightning_smartinfinity.devices.base import StorageDevice
+from lightning_smartinfinity.devices.host import HostDevice
+from lightning_smartinfinity.devices.smartssd import (
+    CardRing,
+    SmartSSDDevice,
+    gradient_file_bytes,
+    kernel_of,
+    ring_within,
+)
+from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, StorageError
+from lightning_smartinfinity.pipeline.handler import TransferHandler
+from lightning_smartinfinity.pipeline.layout.free_memory import measure_memory, share_of_memory
+from lightning_smartinfinity.pipeline.layout.partition_layout import (
+    ParameterSlice,
+    PartitionLayout,
+    build_layout,
+    with_residents,
+)
+from lightning_smartinfinity.pipeline.parameters.partitions import ParameterMemory
+from lightning_smartinfinity.pipeline.rules import UpdateRule, rule_for
+from lightning_smartinfinity.settings import launched_as
+from lightning_smartinfinity.storage import (
+    PARAMETERS,
+    SPILLED_GRADIENTS,
+    ExtentMap,
+    SpaceRequest,
+    StateStore,
+    StoreDescription,
+    TensorStore,
+    create_store,
+    measure_activation_space,
+    measure_gradient_space,
+    measure_residual_space,
+    measure_space,
+    measure_tensor_space,
+    require_space,
+)
+from lightning_smartinfinity.storage.io.deadlines import io_limit, unless_idle
+from lightning_smartinfinity.storage.jobs.setting_aside import Plan
+from lightning_smartinfinity.zero3.ranks.collectives import gather, raise_together, raising_together, show_on_rank_zero
+from lightning_smartinfinity.zero3.ranks.file_systems import network_warning, places_of
+from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
+from lightning_smartinfinity.zero3.setup.archiving import look_aside, put_together, set_aside, space_of
+from lightning_smartinfinity.zero3.setup.rank_migration import (
+    Predecessor,
+    fill_successor,
+    find_predecessor,
+    make_way,
+    plan_way,
+)
+from lightning_smartinfinity.zero3.setup.reopening import describe_training, recover_for_training
+from lightning_smartinfinity.zero3.untyped import ParamGroup
+
+__all__ = ["gradient_store", "open_storage", "require_parameter_space", "with_cache", "with_gradient_budget"]
+
+_MOST_ITEM_BYTES = 4  # largest size of a gradient's element
+
+
+def open_storage(
+    settings: OffloadSettings,
+    layout: PartitionLayout,
+    rule: UpdateRule,
+    *,
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    groups: Sequence[ParamGroup],
+    masters: ParameterMemory,
+    first_values: Sequence[float],
+    group: ProcessGroup | None,
+) -> TransferHandler:
+    """Create the store, open the device and write the first generation; or open the store of an interrupted training.
+
+    Collective: if it fails on one rank, it raises on every rank, and no rank leaves any files that it made.
+
+    Args:
+        settings: Folders and transfer settings, the same on all ranks.
+        layout: This rank's partition.
+        rule: The optimizer's update rule.
+        dtype: Dtype of the parameters.
+        gradient_dtype: Dtype of the gradient arena.
+        groups: The optimizer's parameter groups, for the manifest.
+        masters: This rank's partition, which is widened to the masters.
+        first_values: Initial values of the other arrays.
+        group: Process group of all ranks.
+
+    Raises:
+        StorageError: A folder cannot be used, is locked or too small; raised on every rank.
+        DeviceError: A card cannot be opened or has too little memory; raised on every rank.
+    """
+    settings = replace(settings, gradient_itemsize=gradient_dtype.itemsize, parameter_itemsize=dtype.itemsize)
+    description = describe_training(layout, rule, dtype, groups)
+    _warn_of_network(settings, group)
+    if settings.resumes:
+        return _reopen_storage(settings, layout, rule, description, group)
+    aside = look_aside(settings, group)
+    require_space(_space_of_all_ranks(settings, layout, aside, group))
+    set_aside(aside, settings, group)
+    job_id = gather(uuid.uuid4().bytes, group)[0]
+    opened = ExitStack()
+    error: SmartInfinityError | None = None
+    try:
+        store = _create_store(settings, layout, description, group, job_id)
+        opened.callback(store.close, remove=True)
+        handler = TransferHandler(layout, store, _device(settings, layout, rule), rule=rule)
+        opened.callback(handler.close, remove=True)
+        handler.open()
+        handler.initialize(masters, first_values=first_values, show=show_on_rank_zero)
+    except SmartInfinityError as caught:
+        error = caught
+    except Exception as caught:
+        # Any error must reach the other ranks, which would wait for this one.
+        error = StorageError(f"Storage could not be opened: {caught!r}.", "Free memory or use another folder.")
+    with opened:
+        raise_together(error, group)
+        opened.pop_all()
+    return handler
+
+
+def _reopen_storage(
+    settings: OffloadSettings,
+    layout: PartitionLayout,
+    rule: UpdateRule,
+    description: StoreDescription,
+    group: ProcessGroup | None,
+) -> TransferHandler:
+    """Open the store of an interrupted training at the newest record that all ranks have. Collective."""
+    requests: list[SpaceRequest] = []
+    with raising_together(group), io_limit(settings.transfer.io_timeout):
+        requests = _unnamed_space(settings, layout.extents)
+    require_space(_of_all_ranks(requests, group))
+    put_together(settings, group)
+    predecessor = find_predecessor(settings, description, group)
+    if predecessor is not None:
+        return _succeed(predecessor, settings, layout, rule, description, group)
+    with ExitStack() as opened:
+        with raising_together(group):
+            store = recover_for_training(settings, layout, description, group)
+            opened.callback(store.close, remove=False)
+            handler = TransferHandler(layout, store, _device(settings, layout, rule), rule=rule)
+            opened.callback(handler.close, remove=False)
+            handler.open()
+        opened.pop_all()
+    return handler
+
+
+def _warn_of_network(settings: OffloadSettings, group: ProcessGroup | None) -> None:
+    """Warn once on each machine whose state would cross the network."""
+    folders, warning = settings.storage, None
+    with raising_together(group), io_limit(settings.transfer.io_timeout):
+        warning = unless_idle(partial(network_warning, folders), doing="Looking at", path=folders[0])
+    if warning is not None and launched_as() == "0":
+        warnings.warn(warning, stacklevel=2)
+
+
+def _succeed(
+    predecessor: Predecessor,
+    settings: OffloadSettings,
+    layout: PartitionLayout,
+    rule: UpdateRule,
+    description: StoreDescription,
+    group: ProcessGroup | None,
+) -> TransferHandler:
+    """Create this rank's store, and fill it from those of a training of other ranks, which go. Collective."""
+    job_id = gather(uuid.uuid4().bytes, group)[0]
+    plan = plan_way(predecessor, settings, job_id)
+    make_way(
+        plan,
+        predecessor,
+        settings,
+        group,
+        require_room=lambda: require_space(_space_of_all_ranks(settings, layout, plan, group)),
+    )
+    with ExitStack() as opened:
+        with raising_together(group):
+            store = _create_store(settings, layout, description, group, job_id)
+            opened.callback(store.close, remove=True)
+            handler = TransferHandler(layout, store, _device(settings, layout, rule), rule=rule)
+            opened.callback(handler.close, remove=True)
+            handler.open()
+        fill_successor(predecessor, settings, layout, handler.state, store, group)
+        opened.pop_all()
+    with ExitStack() as opened:
+        opened.callback(handler.close, remove=False)
+        put_together(settings, group)
+        opened.pop_all()
+    return handler
+
+
+def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: ProcessGroup | None) -> PartitionLayout:
+    """Return the layout with the resident tasklets that ``dram_cache_bytes`` asks for; cards have none. Collective."""
+    if settings.cards is not None:
+        return layout
+    transfer = settings.transfer
+    nbytes = transfer.dram_cache_bytes
+    if isinstance(nbytes, str):
+        # Memory of the arena and of the ring, part of which may not have been touched yet.
+        reserved = _MOST_ITEM_BYTES * layout.numel + transfer.num_buffers * settings.tasklet_bytes
+        own = measure_memory(reserved=reserved)
+        nbytes = share_of_memory(gather(own, group), own)
+    return with_residents(layout, nbytes=nbytes or 0, written_through=transfer.writes_through)
+
+
+def with_gradient_budget(
+    settings: OffloadSettings, layout: PartitionLayout, *, itemsize: int, group: ProcessGroup | None
+) -> OffloadSettings:
+    """Return the settings with the bytes of gradients that ``gradient_bytes`` lets be in memory. Collective.
+
+    Raises:
+        ConfigError: They are too few, or something else needs all gradients in memory; raised on every rank.
+    """
+    wanted, nbytes = settings.transfer.gradient_bytes, layout.numel * itemsize
+    if isinstance(wanted, str):
+        ring = settings.transfer.num_buffers * settings.tasklet_bytes
+        own = measure_memory(reserved=ring)
+        free = share_of_memory(gather(own, group), own)
+        if not any(gather(nbytes > free, group)) or _needs_all_gradients(settings) is not None:
+            return settings
+        return replace(settings, gradient_budget=max(free // 2, layout.least_gradient_budget(itemsize)))
+    if not any(gather(wanted < nbytes, group)):
+        return settings
+    with raising_together(group):
+        _require_budget(settings, wanted, least=layout.least_gradient_budget(itemsize))
+    return replace(settings, gradient_budget=wanted)
+
+
+def _needs_all_gradients(settings: OffloadSettings) -> str | None:
+    """Return what needs all gradients in memory, or None."""
+    if settings.cards is not None:
+        return "SmartSSDs take gradients from host memory"
+    if settings.compression is not None:
+        return f"compression={settings.compression!r} reads all gradients again"
+    return None
+
+
+def _require_budget(settings: OffloadSettings, wanted: int, *, least: int) -> None:
+    setting = f"TransferConfig(gradient_bytes={wanted})"
+    reason = _needs_all_gradients(settings)
+    if reason is not None:
+        raise ConfigError(f"{setting} cannot be kept: {reason}.", "Leave it out.")
+    if wanted < least:
+        raise ConfigError(
+            f"{setting} is too little for this model: the gradient of its largest parameter needs {least} bytes.",
+            f"Pass at least {least}.",
+        )
+
+
+def gradient_store(settings: OffloadSettings, *, direct: bool) -> TensorStore:
+    """Return a store for gradients beside a rank's open state.
+
+    Args:
+        settings: Folders and transfer settings.
+        direct: Whether the state has direct I/O; if it has none, that was said already.
+
+    Raises:
+        StorageError: A file cannot be created.
+    """
+    transfer = settings.transfer
+    return TensorStore(
+        settings.storage,
+        job=transfer.job,
+        direct_io="auto" if direct else "off",
+        io_engine=transfer.io_engine,
+        io_timeout=transfer.io_timeout,
+        what="Gradients",
+    )
+
+
+def _device(settings: OffloadSettings, layout: PartitionLayout, rule: UpdateRule) -> StorageDevice:
+    transfer, cards = settings.transfer, settings.cards
+    if cards is None:
+        return HostDevice(
+            num_buffers=transfer.num_buffers,
+            compute_threads=transfer.compute_threads,
+            io_engine=transfer.io_engine,
+            io_timeout=transfer.io_timeout,
+        )
+    return SmartSSDDevice(
+        cards,
+        kernel=kernel_of(rule.name),
+        ring=_ring(settings, layout.extents),
+        compute_threads=transfer.compute_threads,
+        io_engine=transfer.io_engine,
+        io_timeout=transfer.io_timeout,
+    )
+
+
+def _ring(settings: OffloadSettings, extents: ExtentMap) -> CardRing:
+    return CardRing(
+        num_buffers=settings.transfer.num_buffers,
+        gradient_bytes=settings.gradient_bytes(extents.tasklet_numel),
+        parameter_bytes=extents.tasklet_numel * settings.parameter_itemsize,
+    )
+
+
+def _unnamed_space(settings: OffloadSettings, extents: ExtentMap) -> list[SpaceRequest]:
+    """Return the space for what lies beside the state: gradients, and activations if it is known how many."""
+    folders, activations = settings.storage, settings.activations
+    requests = _gradient_space(settings, extents)
+    if activations is None or activations.storage_bytes is None:
+        return requests
+    assert isinstance(activations.storage_bytes, int), "a size given as text is kept as bytes"
+    return [*requests, *measure_activation_space(folders, nbytes=activations.storage_bytes)]
+
+
+def _gradient_space(settings: OffloadSettings, extents: ExtentMap) -> list[SpaceRequest]:
+    """Return the space for gradients on storage: what is beyond their budget, or what passes through cards' files."""
+    cards, largest = settings.cards, max((extent.nbytes for extent in extents.extents), default=0)
+    if settings.gradient_budget is not None:
+        sizes = [extent.numel * settings.gradient_itemsize for extent in extents.extents]
+        return measure_tensor_space(settings.storage, sizes=sizes, what=SPILLED_GRADIENTS)
+    if cards is None:
+        return []
+    nbytes = gradient_file_bytes(cards, ring_within(cards, _ring(settings, extents), extent_bytes=largest))
+    return measure_gradient_space(settings.storage, nbytes=nbytes) if nbytes else []
+
+
+def require_parameter_space(
+    parameters: ParameterSettings,
+    offload: OffloadSettings,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    in_16_bit: bool,
+) -> None:
+    """Check on every rank that parameters, which are about to move to storage, and the optimizer state will fit.
+
+    Args:
+        parameters: Settings that say where parameters will lie.
+        offload: Settings that say where optimizer state will lie.
+        model: The model. Parameters that ZeRO-3 partitioned before do not move any more.
+        optimizer: The user's torch optimizer.
+        in_16_bit: Whether parameters will be bf16 or fp16.
+
+    Raises:
+        StorageFullError: Storage has too little space; raised on every rank.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    whole = [param for param in model.parameters() if not hasattr(param, "ds_id")]
+    sizes = [-(-p.numel() // world_size) * (2 if in_16_bit else p.element_size()) for p in whole]
+    if not sizes:
+        return
+    trained = [param for param in model.parameters() if param.requires_grad]
+    numels = [-(-int(getattr(p, "ds_numel", p.numel())) // world_size) for p in trained]
+    transfer = offload.transfer
+    layout = build_layout(
+        [ParameterSlice(name="", numel=n, real_numel=n, group=0, sub_group=0) for n in numels],
+        tasklet_bytes=offload.tasklet_bytes,
+        num_arrays=len(rule_for(optimizer).arrays),
+        num_devices=len(offload.storage),
+        places_per_tasklet=transfer.places_per_tasklet,
+        state_format=offload.state_format,
+    )
+    # Gradients beyond their budget take space, too. Their dtype is not known yet: they have at least so many bytes.
+    itemsize = 2 if in_16_bit else 4
+    offload = with_gradient_budget(replace(offload, gradient_itemsize=itemsize), layout, itemsize=itemsize, group=None)
+    extents = with_cache(layout, offload, None).extents
+    aside = None if offload.resumes else look_aside(offload, None)
+    requests: list[SpaceRequest] = []
+    with raising_together(), io_limit(transfer.io_timeout):
+        requests = [
+            *_state_space(offload, extents, aside, rank=rank, numel=layout.numel, num_parameters=len(numels)),
+            *measure_tensor_space(parameters.folders, sizes=sizes, what=PARAMETERS),
+        ]
+    require_space(_of_all_ranks(requests, None))
+
+
+def _create_store(
+    settings: OffloadSettings,
+    layout: PartitionLayout,
+    description: StoreDescription,
+    group: ProcessGroup | None,
+    job_id: bytes,
+) -> StateStore:
+    num_machines = len(set(gather(machine_identity(), group)))
+    return create_store(
+        settings.storage,
+        config=settings.transfer,
+        extents=layout.extents,
+        description=description,
+        rank=dist.get_rank(group),
+        world_size=dist.get_world_size(group),
+        num_machines=num_machines,
+        job_id=job_id,
+    )
+
+
+def _space_of_all_ranks(
+    settings: OffloadSettings, layout: PartitionLayout, aside: Plan, group: ProcessGroup | None
+) -> list[SpaceRequest]:
+    requests: list[SpaceRequest] = []
+    rank, num_parameters = dist.get_rank(group), len(layout.parameters)
+    with raising_together(group), io_limit(settings.transfer.io_timeout):
+        requests = _state_space(
+            settings, layout.extents, aside, rank=rank, numel=layout.numel, num_parameters=num_parameters
+        )
+    return _of_all_ranks(requests, group)
+
+
+def _of_all_ranks(requests: Sequence[SpaceRequest], group: ProcessGroup | None) -> list[SpaceRequest]:
+    """Return the requests of all ranks, which name file systems as all machines know them. Collective."""
+    places = places_of([Path(request.path) for request in requests], group, by_device=True)
+    named = [replace(each, machine="", file_system=place.number) for each, place in zip(requests, places, strict=True)]
+    return [request for of_rank in gather(named, group) for request in of_rank]
+
+
+def _state_space(
+    settings: OffloadSettings, extents: ExtentMap, aside: Plan | None, *, rank: int, numel: int, num_parameters: int
+) -> list[SpaceRequest]:
+    """Return this rank's requests for its state, and for the gradients of cards, when what is in the way was moved.
+
+    Args:
+        settings: Where the state will lie.
+        extents: The extents of its tasklets.
+        aside: What is moved before; None: the training resumes from state that lies there already.
+        rank: Rank of this process.
+        numel: Number of elements of its partition.
+        num_parameters: Number of parameters in it.
+    """
+    if aside is None:
+        return _unnamed_space(settings, extents)
+    return [
+        *measure_space(
+            settings.storage,
+            job=settings.transfer.job,
+            rank=rank,
+            extents=extents,
+            num_parameters=num_parameters,
+            moved=[part.path for _, part in aside.moved],
+        ),
+        *space_of(aside, rank),
+        *_unnamed_space(settings, extents),
+        *measure_residual_space(settings.storage[0], numel=settings.recorded_numel(numel)),
+    ]

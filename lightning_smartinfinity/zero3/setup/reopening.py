@@ -1,0 +1,166 @@
+"""Describes trainings, and opens the state that an interrupted one has left on storage, to resume from it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
+from lightning_smartinfinity.pipeline.rules import UpdateRule
+from lightning_smartinfinity.storage import StateStore, StoreDescription, find_resumable, recover_store
+from lightning_smartinfinity.storage.folders.manifest import Manifest
+from lightning_smartinfinity.storage.state.recovery import BEGIN_ANEW
+from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
+from lightning_smartinfinity.zero3.settings import OffloadSettings
+from lightning_smartinfinity.zero3.untyped import ParamGroup
+
+__all__ = ["check_description", "describe_training", "newest_common", "recover_for_training"]
+
+
+def describe_training(
+    layout: PartitionLayout, rule: UpdateRule, dtype: torch.dtype, groups: Sequence[ParamGroup]
+) -> StoreDescription:
+    """Return what a store's manifest says of the training, by which a later one knows that it can go on from there."""
+    return StoreDescription(
+        optimizer=rule.name,
+        arrays=rule.arrays,
+        parameters=tuple(
+            {
+                "name": parameter.name,
+                "shape": list(parameter.shape),
+                "numel": parameter.numel,
+                "real_numel": parameter.real_numel,
+                "group": parameter.group,
+                "sub_group": parameter.sub_group,
+                "dtype": str(dtype).removeprefix("torch."),
+            }
+            for parameter in layout.parameters
+        ),
+        groups=tuple(_plain(group) for group in groups),
+    )
+
+
+def _plain(group: ParamGroup) -> dict[str, object]:
+    values = {key: _scalar(value) for key, value in group.items() if key != "params"}
+    return {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str, list))}
+
+
+def _scalar(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return [_scalar(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def recover_for_training(
+    settings: OffloadSettings, layout: PartitionLayout, description: StoreDescription, group: ProcessGroup | None
+) -> StateStore:
+    """Open this rank's store at the newest training record that all ranks have, with its generation. Collective.
+
+    Args:
+        settings: Folders and transfer settings, the same on all ranks.
+        layout: This rank's partition.
+        description: The training's optimizer, arrays and parameters.
+        group: Process group of all ranks.
+
+    Raises:
+        CheckpointError: There is nothing to resume from, or it belongs to another model, optimizer, number of processes
+            or settings; raised on every rank.
+        StorageError: The store cannot be opened; raised on every rank.
+    """
+    rank, transfer = dist.get_rank(group), settings.transfer
+    points: set[tuple[int, int, bytes]] = set()
+    with raising_together(group):
+        manifest, records = find_resumable(
+            settings.storage, job=transfer.job, rank=rank, io_timeout=transfer.io_timeout
+        )
+        _check(manifest, layout, description, world_size=dist.get_world_size(group))
+        points = {(record.number, record.generation, record.run) for record in records}
+    number, generation, _ = newest_common(gather(points, group), settings)
+    run = gather(uuid.uuid4().bytes, group)[0]
+    with raising_together(group):
+        store = recover_store(
+            settings.storage,
+            job=transfer.job,
+            rank=rank,
+            newest=generation,
+            training=number,
+            run=run,
+            direct_io=transfer.file_access,
+            io_engine=transfer.io_engine,
+            state_format=settings.state_format,
+            io_timeout=transfer.io_timeout,
+        )
+    return store
+
+
+def newest_common(points: Sequence[set[tuple[int, int, bytes]]], settings: OffloadSettings) -> tuple[int, int, bytes]:
+    """Return number, generation and run of the newest training record that all ranks of a training have.
+
+    Args:
+        points: For each of these ranks, number, generation and run of its records.
+        settings: Where the training lies, for the error.
+
+    Raises:
+        CheckpointError: They have none in common.
+    """
+    common = set.intersection(*points)
+    if not common:
+        raise CheckpointError(
+            f"There is no training to resume in {', '.join(map(str, settings.storage))} (job {settings.transfer.job!r})"
+            ": the processes have no training record in common, as if none had completed a step.",
+            BEGIN_ANEW,
+        )
+    return max(common)
+
+
+def check_description(saved: StoreDescription, expected: StoreDescription, *, fields: Collection[str] = ()) -> None:
+    """Check that a store was made by a training of the same model and optimizer as this one.
+
+    Args:
+        saved: The store's description.
+        expected: This training's description.
+        fields: What is compared of each parameter; nothing means all.
+
+    Raises:
+        CheckpointError: Something differs.
+    """
+    if saved.optimizer != expected.optimizer:
+        raise _differs("optimizer", saved.optimizer, expected.optimizer, "Use the same optimizer")
+    before, now = (
+        [{key: value for key, value in each.items() if not fields or key in fields} for each in found.parameters]
+        for found in (saved, expected)
+    )
+    difference = _first_difference(before, now)
+    if difference is not None:
+        raise _differs("model", *difference, "Build the model, its parameter groups and its precision as they were")
+
+
+def _check(manifest: Manifest, layout: PartitionLayout, description: StoreDescription, *, world_size: int) -> None:
+    """Check that a store was made by a training like this one."""
+    if manifest.world_size != world_size:
+        raise _differs("number of processes", manifest.world_size, world_size, "Use as many processes")
+    check_description(manifest.description, description)
+    for name, value in vars(layout.extents).items():
+        if getattr(manifest.extents, name) != value:
+            before, now = getattr(manifest.extents, name), value
+            raise _differs(
+                f"layout of state ({name})", before, now, "Use the storage folders and settings as they were"
+            )
+
+
+def _first_difference(saved: Sequence[object], expected: Sequence[object]) -> tuple[object, object] | None:
+    if len(saved) != len(expected):
+        return f"{len(saved)} parameters", f"{len(expected)} parameters"
+    return next(((a, b) for a, b in zip(saved, expected, strict=True) if a != b), None)
+
+
+def _differs(what: str, before: object, now: object, remedy: str) -> CheckpointError:
+    return CheckpointError(
+        f"The training on storage cannot be resumed by this one: its {what} was {before!r}, and is {now!r} now.",
+        f"{remedy}, or begin anew, without resuming from storage.",
+    )

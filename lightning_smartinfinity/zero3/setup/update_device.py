@@ -1,0 +1,240 @@
+"""Chooses where the update runs; all ranks check it and agree on it before anything else is set up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from torch.distributed import ProcessGroup
+
+from lightning_smartinfinity.common.machine import machine_identity
+from lightning_smartinfinity.devices.smartssd import (
+    CardRing,
+    CardSetup,
+    System,
+    find_cards,
+    kernel_of,
+    require_memory,
+    self_test,
+    share_of_memory,
+)
+from lightning_smartinfinity.devices.smartssd.discovery.xclbin import is_xclbin_named
+from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL, Kernel
+from lightning_smartinfinity.devices.smartssd.unreturned import close_returned
+from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError
+from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
+from lightning_smartinfinity.settings import SmartSSDConfig
+from lightning_smartinfinity.storage.extents import BLOCK_BYTES
+from lightning_smartinfinity.zero3.ranks.collectives import gather, raise_together
+from lightning_smartinfinity.zero3.settings import OffloadSettings
+
+__all__ = ["choose_update_device"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_SMALL_TASKLET_BYTES = 16 << 20
+
+
+class _Report(NamedTuple):
+    """The result of one rank's search: its cards, or why it has none.
+
+    Attributes:
+        machine: Result of :func:`machine_identity`.
+        host: Name of the machine, for messages.
+        process: Id of the rank's process.
+        cards: Addresses of the cards.
+        build: The xclbin's uuid.
+        error: Why there are no cards.
+    """
+
+    machine: str
+    host: str
+    process: int
+    cards: tuple[str, ...]
+    build: str
+    error: SmartInfinityError | None
+
+
+def choose_update_device(
+    offload: OffloadSettings, *, optimizer: str, group: ProcessGroup | None = None
+) -> OffloadSettings:
+    """Return the settings with the cards that update, if cards do. Collective.
+
+    Args:
+        offload: Settings, the same on all ranks.
+        optimizer: Class name of the torch optimizer.
+        group: Process group of all ranks.
+
+    Raises:
+        ConfigError, DeviceError, StorageError: ``update_device="smartssd"``, and cards cannot be used on some rank;
+            raised on every rank.
+    """
+    close_returned()  # first, since an abandoned call may have kept a folder that the store needs
+    obstacle = _obstacle(offload)
+    if offload.update_device == "host" or obstacle is not None:
+        _log_obstacle(obstacle)
+        return offload
+    setup, error = _outcome_of(lambda: _find(offload, optimizer))
+    reports = gather(_report(setup, error), group)
+    error = error or _disagreement(reports)
+    first = error or _first_error(reports)
+    if first is None and setup is not None:
+        error = _outcome_of(partial(_test, offload, setup, kernel_of(optimizer), reports))[1]
+        first = _first_error(gather(_report(setup, error), group))
+    if offload.update_device == "smartssd":
+        raise_together(error, group)
+    if first is None and setup is not None:
+        setup = replace(setup, sharers=_sharers(reports))
+        error = _outcome_of(partial(_require_memory, replace(offload, cards=setup), setup, kernel_of(optimizer)))[1]
+        if offload.update_device == "smartssd":
+            raise_together(error, group)
+        first = _first_error(gather(_report(setup, error), group))
+    if first is not None or setup is None:
+        # Only the text: a kept log record would keep the error's traceback alive, and with it buffers on the card.
+        _log.warning("update_device='auto': the host updates, since SmartSSDs cannot: %s", str(first))
+        return offload
+    _warn_of_settings(offload)
+    return replace(offload, cards=setup)
+
+
+def _first_error(reports: Sequence[_Report]) -> SmartInfinityError | None:
+    return next((report.error for report in reports if report.error is not None), None)
+
+
+def _obstacle(offload: OffloadSettings) -> str | None:
+    """Return why ``"auto"`` does not look for cards; None if nothing prevents it."""
+    if offload.update_device != "auto":
+        return None
+    if not is_xclbin_named(offload.smartssd, System()):
+        return "no xclbin for SmartSSDs is named"
+    if not STATE_FORMATS[offload.state_format].on_cards:
+        return f"SmartSSDs hold state in {names_where(lambda form: form.on_cards)} alone, not {offload.state_format!r}"
+    return None
+
+
+def _log_obstacle(obstacle: str | None) -> None:
+    if obstacle is not None:
+        _log.info("update_device='auto': the host updates: %s.", obstacle)
+
+
+def _outcome_of(work: Callable[[], T]) -> tuple[T | None, SmartInfinityError | None]:
+    """Return what ``work`` returns or raises: no error may leave the other ranks waiting."""
+    try:
+        return work(), None
+    except SmartInfinityError as error:
+        return None, error
+    except Exception as error:
+        return None, DeviceError(f"SmartSSDs could not be set up: {error!r}.", "Use update_device='host'.")
+
+
+def _find(offload: OffloadSettings, optimizer: str) -> CardSetup:
+    _require_direct_io(offload)
+    kernel = kernel_of(optimizer)
+    _require_tasklets(offload, kernel)
+    plan = find_cards(offload.storage, offload.smartssd or SmartSSDConfig(), System())
+    if kernel.name not in plan.xclbin.kernels:
+        raise DeviceError(
+            f"The xclbin {plan.xclbin.path} has no kernel {kernel.name}; it has {', '.join(plan.xclbin.kernels)}.",
+            f"Build one for {optimizer} with `make -C hls xclbin OPTIMIZER={kernel.rule.name}`.",
+        )
+    return plan
+
+
+def _test(offload: OffloadSettings, setup: CardSetup, kernel: Kernel, reports: Sequence[_Report]) -> None:
+    """Test the cards of this rank that no lower rank has: a lower rank tests those that they share."""
+    testers: dict[tuple[str, str], int] = {}
+    for report in reports:
+        for card in report.cards:
+            testers.setdefault((report.machine, card), report.process)
+    own = _report(setup, None)
+    mine = [
+        (card, folder)
+        for card, folder in zip(setup.cards, offload.storage, strict=True)
+        if testers[own.machine, card.address] == own.process
+    ]
+    self_test(replace(setup, cards=tuple(card for card, _ in mine)), [folder for _, folder in mine], [kernel])
+
+
+def _require_direct_io(offload: OffloadSettings) -> None:
+    if offload.transfer.file_access == "off":
+        raise ConfigError(
+            f"TransferConfig(io_engine={offload.transfer.io_engine!r}, direct_io={offload.transfer.direct_io!r}) puts"
+            " state into the page cache, which SmartSSDs cannot reach.",
+            "Use io_engine='auto' and direct_io='on'.",
+        )
+
+
+def _require_tasklets(offload: OffloadSettings, kernel: Kernel) -> None:
+    nbytes, largest = offload.transfer.buffer_bytes, LARGEST_NUMEL * kernel.num_arrays * 4
+    if nbytes is not None and nbytes > largest + BLOCK_BYTES:
+        raise ConfigError(
+            f"TransferConfig(tasklet_bytes={nbytes}) is too large for SmartSSDs, whose {kernel.name} works at most"
+            f" {LARGEST_NUMEL} elements at once.",
+            f"Leave it out (the default is 64 MiB), or pass {largest} at most.",
+        )
+
+
+def _require_memory(offload: OffloadSettings, setup: CardSetup, kernel: Kernel) -> None:
+    share_of_memory(setup)  # raises if the share is unknown
+    if offload.update_device != "auto":
+        return
+    # Checked now, while the host can still take over: tasklets are sized for the device that updates them.
+    numel = offload.tasklet_bytes // (kernel.num_arrays * 4)
+    ring = CardRing(
+        num_buffers=offload.transfer.num_buffers,
+        gradient_bytes=offload.gradient_bytes(numel),
+        parameter_bytes=offload.parameter_itemsize * numel,
+    )
+    for card in setup.cards:
+        require_memory(setup, card, ring, extent_bytes=offload.tasklet_bytes)
+
+
+def _report(setup: CardSetup | None, error: SmartInfinityError | None) -> _Report:
+    cards = () if setup is None else tuple(card.address for card in setup.cards)
+    build = "" if setup is None else setup.xclbin.uuid
+    return _Report(machine_identity(), platform.node(), os.getpid(), cards, build, error)
+
+
+def _disagreement(reports: Sequence[_Report]) -> SmartInfinityError | None:
+    """Return an error if ranks that share a card name different xclbins."""
+    for machine, card in sorted({(report.machine, card) for report in reports for card in report.cards}):
+        sharers = [report for report in reports if report.machine == machine and card in report.cards]
+        builds = {report.build for report in sharers}
+        if len(builds) > 1:
+            return ConfigError(
+                f"The ranks on {sharers[0].host} name different xclbins for the same card {card}:"
+                f" {', '.join(sorted(builds))}.",
+                "Name one xclbin on all ranks that share a card.",
+            )
+    return None
+
+
+def _sharers(reports: Sequence[_Report]) -> int:
+    """Return the most processes that share a card: each process uses such a share, so that all rings are equal."""
+    uses = Counter((report.machine, card) for report in reports for card in report.cards)
+    return max(uses.values())
+
+
+def _warn_of_settings(offload: OffloadSettings) -> None:
+    transfer = offload.transfer
+    if transfer.buffer_bytes is not None and transfer.buffer_bytes < _SMALL_TASKLET_BYTES:
+        warnings.warn(
+            f"TransferConfig(tasklet_bytes={transfer.buffer_bytes}) is small for SmartSSDs, whose P2P wants 16 MiB or"
+            " more at once. Leave it out: the default is 64 MiB.",
+            stacklevel=2,
+        )
+    if transfer.dram_cache_bytes:
+        warnings.warn(
+            f"TransferConfig(dram_cache_bytes={transfer.dram_cache_bytes!r}) is ignored: SmartSSDs update beside their"
+            " storage, and no state stays in host memory.",
+            stacklevel=2,
+        )
