@@ -1,4 +1,4 @@
-"""The extents that hold the tasklets' state, and the places where they may lie: arithmetic only."""
+"""Sizes of the extents that hold the tasklets' state, and of the places that store them: arithmetic only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK_BYTES = native.BLOCK_BYTES
 """Alignment of every region, extent and place: O_DIRECT requires it on today's devices."""
 
 CELL_NUMEL = native.CELL_NUMEL
-"""Grid of the flat partition: 8-bit codes share an exponent within one cell and one parameter."""
+"""Elements of a cell of the flat partition: 8-bit codes within one cell and one parameter share an exponent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,11 @@ class Extent:
 
 @dataclass(frozen=True, kw_only=True)
 class ExtentMap:
-    """The extents of one rank's partition, and the files that have places for them.
+    """The extents of one rank's partition, and the state files with places for them.
 
-    A device's file is a row of places, all of one size: any extent fits any place of any device. At first the
-    tasklets are dealt round robin, and each file has ``places_per_tasklet`` places for each of its tasklets.
+    A device's file is a sequence of places of equal size, so any extent fits any place of any device. Initially,
+    tasklets are assigned to devices round robin, and each file has ``places_per_tasklet`` places for each of its
+    tasklets.
 
     Args:
         numel: Elements of the partition.
@@ -57,8 +58,8 @@ class ExtentMap:
         num_devices: Number of storage folders.
         places_per_tasklet: Number of places for each tasklet's state (1 or 2).
         state_format: A name in ``STATE_FORMATS``.
-        borders: First elements of the parameters that begin inside a cell, ascending: blocks end there.
-        num_in_memory: Number of tasklets, from the first on, that have no place on storage; only with one place each.
+        borders: First elements of the parameters that begin inside a cell, ascending. A block ends before each.
+        num_in_memory: Number of leading tasklets without a place on storage; above 0 only with one place per tasklet.
     """
 
     numel: int
@@ -93,7 +94,7 @@ class ExtentMap:
         return tuple(self._extent(index) for index in range(self.num_tasklets))
 
     def borders_of(self, tasklet: int) -> tuple[int, ...]:
-        """Return the elements of a tasklet where a block ends off the grid; none in a format without blocks."""
+        """Return the elements of a tasklet at which a block ends off the grid; empty for formats without blocks."""
         if not self.format.has_blocks:
             return ()
         begin = tasklet * self.tasklet_numel
@@ -103,24 +104,24 @@ class ExtentMap:
 
     @cached_property
     def place_bytes(self) -> int:
-        """Bytes of every place, those of the largest extent on storage; 0 if no extent is on storage."""
+        """Size of every place in bytes: that of the largest extent on storage, or 0 if no extent is on storage."""
         return max((extent.nbytes for extent in self.extents[self.num_in_memory :]), default=0)
 
     @cached_property
     def first_homes(self) -> NDArray[np.uint16]:
-        """uint16[num_tasklets]: the device to which each tasklet is dealt at first; 0 for those in memory."""
+        """uint16[num_tasklets]: the device initially assigned to each tasklet; 0 for tasklets in memory."""
         return self.homes(apportion([1.0] * self.num_devices, self.num_tasklets - self.num_in_memory))
 
     def homes(self, counts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint16]:
-        """Return uint16[num_tasklets]: each tasklet's device if device ``i`` gets ``counts[i]`` of those on storage."""
+        """Return each tasklet's device, uint16[num_tasklets]: device ``i`` gets ``counts[i]`` tasklets on storage."""
         return np.concatenate([np.zeros(self.num_in_memory, np.uint16), interleave(counts)])
 
     def num_places(self, device: int) -> int:
-        """Return the number of places that the file of ``device`` has at first."""
+        """Return the initial number of places in the file of ``device``."""
         return self.places_per_tasklet * int((self.first_homes[self.num_in_memory :] == device).sum())
 
     def file_bytes(self, device: int) -> int:
-        """Return the size of the file of ``device`` at first."""
+        """Return the initial size of the file of ``device``, in bytes."""
         return self.place_offset(self.num_places(device))
 
     def place_offset(self, position: int) -> int:
@@ -136,18 +137,18 @@ class ExtentMap:
 
 
 def blocks_of(extents: ExtentMap) -> tuple[native.Blocks | None, ...]:
-    """Return the cut of each tasklet's elements into blocks, for the native core; None means on the grid alone."""
+    """Return how each tasklet's elements are divided into blocks, for the native core; None: by the grid alone."""
     borders = (extents.borders_of(index) for index in range(extents.num_tasklets))
     return tuple(native.Blocks(list(found)) if found else None for found in borders)
 
 
 def extent_bytes(numel: int, num_arrays: int, *, state_format: str = "fp32", num_borders: int = 0) -> int:
-    """Return the bytes of an extent: its block-aligned regions and one block that ends with the trailer.
+    """Return the size of an extent in bytes: block-aligned regions, and one block that ends with the trailer.
 
     Args:
         numel: Elements of the tasklet.
         num_arrays: Arrays per element.
         state_format: A name in ``STATE_FORMATS``.
-        num_borders: Number of blocks beyond one for each cell.
+        num_borders: Number of blocks in addition to one per cell.
     """
     return STATE_FORMATS[state_format].extent_bytes(numel, num_arrays, num_borders)

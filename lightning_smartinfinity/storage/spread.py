@@ -16,7 +16,7 @@ class Placement(NamedTuple):
 
     Args:
         devices: uint16[num_tasklets], index of the storage folder.
-        positions: uint32[num_tasklets], number of the place in the folder's file.
+        positions: uint32[num_tasklets], index of the place in the folder's file.
     """
 
     devices: NDArray[np.uint16]
@@ -27,7 +27,7 @@ class Placement(NamedTuple):
         return Placement(self.devices.copy(), self.positions.copy())
 
     def after(self, moves: Placement, tasklets: NDArray[np.intp]) -> Placement:
-        """Return a copy in which these tasklets lie where ``moves`` says."""
+        """Return a copy in which these tasklets have their places of ``moves``."""
         placement = self.copy()
         placement.devices[tasklets] = moves.devices[tasklets]
         placement.positions[tasklets] = moves.positions[tasklets]
@@ -39,7 +39,7 @@ class Occupied(NamedTuple):
 
     Args:
         placement: A place of each tasklet.
-        held: bool[num_tasklets]: for which tasklets it is occupied.
+        held: bool[num_tasklets]: whether the tasklet's place is occupied.
     """
 
     placement: Placement
@@ -47,9 +47,9 @@ class Occupied(NamedTuple):
 
 
 def apportion(weights: Sequence[float], count: int) -> NDArray[np.int64]:
-    """Return how many of ``count`` tasklets each device gets, in proportion to its weight.
+    """Return the number of tasklets of each device, in proportion to its weight.
 
-    Each device gets at least one if there are enough: a device without any would never be measured again.
+    Each device gets at least one if there are enough: a device without tasklets would never be measured again.
 
     Args:
         weights: Weight of each device, above zero.
@@ -70,7 +70,7 @@ def apportion(weights: Sequence[float], count: int) -> NDArray[np.int64]:
 
 
 def interleave(counts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint16]:
-    """Deal tasklets to devices so that any run of them keeps all devices busy; equal counts mean round robin.
+    """Assign tasklets to devices so that consecutive tasklets keep all devices busy; round robin if counts are equal.
 
     Args:
         counts: Number of tasklets of each device.
@@ -93,20 +93,20 @@ def next_placement(
     in_place: bool = False,
     pinned: Sequence[Occupied] = (),
 ) -> Placement:
-    """Assign every tasklet a free place for the next generation: on its home device, or elsewhere if that is full.
+    """Assign every tasklet a free place for the next generation: on its home device, or on another if that is full.
 
     Args:
         current: Places of the current generation.
         lying: bool[num_tasklets]: which tasklets occupy their place; the others have never been written.
-        homes: uint16[num_tasklets], the device on which each tasklet should lie.
+        homes: uint16[num_tasklets], the preferred device of each tasklet.
         capacities: Number of places in each device's file.
         first: Index of the first tasklet on storage.
-        in_place: Whether a tasklet keeps its place and is overwritten there, unless it is away from home and there is
-            a free place at home. ``lying`` is then the same for all tasklets.
-        pinned: Further places that are not free; only with ``in_place=False``.
+        in_place: Whether tasklets keep their places and are overwritten there. A tasklet on another device than its
+            home still moves to a free place at home. ``lying`` is then the same for all tasklets.
+        pinned: Other occupied places; only with ``in_place=False``.
 
     Returns:
-        The places. With ``in_place=False``, none of them is occupied now.
+        The places. With ``in_place=False``, none of them is currently occupied.
     """
     devices, positions = current.copy()
     on_storage = np.arange(len(homes)) >= first
@@ -122,7 +122,7 @@ def next_placement(
         homeless += left.tolist()
     for tasklet in homeless:
         if in_place and lying[tasklet]:
-            continue
+            continue  # it stays in its place
         device = max(range(len(free)), key=lambda device: len(free[device]))
         devices[tasklet], positions[tasklet], free[device] = device, free[device][0], free[device][1:]
     return Placement(devices, positions)
@@ -137,7 +137,7 @@ def places_needed(
     first: int = 0,
     in_place: bool = False,
 ) -> list[int]:
-    """Return how many places each device's file needs, so that every tasklet finds one at home now and later.
+    """Return how many places each device's file needs so that every tasklet has a free one at home in every step.
 
     The arguments are those of :func:`next_placement`.
     """
@@ -146,6 +146,7 @@ def places_needed(
     for device in range(num_devices):
         here, home = on_storage & lying & (current.devices == device), on_storage & (homes == device)
         num_here, num_home, num_either = (int(np.count_nonzero(which)) for which in (here, home, here | home))
+        # The current generation occupies num_here places and the next one num_home. Later, both are at home.
         needed.append(num_either if in_place else num_home + max(num_here, num_home))
     return needed
 

@@ -1,4 +1,4 @@
-"""Decides whether a state file is read and written past the page cache."""
+"""Opens state files, with direct I/O (past the page cache) where the file system supports it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 UNNAMED = "(unnamed file)"
-"""Stands in messages for the name of a file that has none."""
+"""Placeholder in messages for the name of an unnamed file."""
 
 # f_type (from fstatfs) of file systems that live in memory; recent kernels accept O_DIRECT even on tmpfs.
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
@@ -72,7 +72,7 @@ def _choose(folder: OpenFolder, choice: str, try_direct: Callable[[], None]) -> 
 
 
 def has_direct(folder: OpenFolder, name: str) -> bool:
-    """Return whether a file can be opened with O_DIRECT, without a warning if it cannot."""
+    """Return whether a file can be opened with O_DIRECT. Does not warn if it cannot."""
     return _refusal(folder, partial(_read_one_block, folder, name)) is None
 
 
@@ -83,15 +83,15 @@ def open_state_file(
     *,
     access: int = os.O_RDWR,
 ) -> native.StateFile:
-    """Open an existing file in a folder, with O_DIRECT if :func:`choose_direct` says so.
+    """Open an existing file in a folder, with O_DIRECT if :func:`choose_direct` decides so.
 
-    Its transfers take turns with all others of this process on the same device.
+    One scheduler orders all of this process's transfers on the file's device.
 
     Args:
         folder: The folder with the file.
         name: Its name.
         direct_io: ``TransferConfig.direct_io``.
-        access: ``os.O_RDWR``, or ``os.O_RDONLY`` for a file that is only read.
+        access: ``os.O_RDWR`` or ``os.O_RDONLY``.
 
     Raises:
         StorageError: The file cannot be opened, or has no direct I/O while ``direct_io`` is ``"on"``.
@@ -101,10 +101,10 @@ def open_state_file(
 
 
 def open_file(folder: OpenFolder, name: str, *, direct: bool, access: int = os.O_RDWR) -> native.StateFile:
-    """Open an existing file as :func:`open_state_file` does, with O_DIRECT or without.
+    """Open an existing file as :func:`open_state_file` does, with or without O_DIRECT.
 
     Raises:
-        StorageError: It is no regular file, or not to be trusted.
+        StorageError: It is not a regular file, or not trusted.
         OSError: It cannot be opened.
     """
     descriptor = folder.open(name, access | (os.O_DIRECT if direct else 0))
@@ -112,7 +112,7 @@ def open_file(folder: OpenFolder, name: str, *, direct: bool, access: int = os.O
 
 
 def make_unnamed_file(folder: OpenFolder, *, direct_io: str) -> native.StateFile:
-    """Create a file without a name in a folder, with direct I/O as :func:`choose_direct` decides.
+    """Create an unnamed file in a folder, with O_DIRECT if :func:`choose_direct` would decide so.
 
     Raises:
         StorageError: It has no direct I/O while ``direct_io`` is ``"on"``.
@@ -129,7 +129,7 @@ def make_unnamed_file(folder: OpenFolder, *, direct_io: str) -> native.StateFile
 
 
 def make_direct(descriptor: int) -> None:
-    """Switch direct I/O on for a new file. If it were created with O_DIRECT, a refusal would leave the file behind.
+    """Turn on direct I/O for a new file. Creating it with O_DIRECT would leave a file even if that is refused.
 
     Raises:
         OSError: Its file system refuses.
@@ -146,19 +146,19 @@ def make_direct(descriptor: int) -> None:
 def adopt_descriptor(
     path: Path, descriptor: int, *, direct: bool, scheduler: native.IoScheduler | None = None
 ) -> native.StateFile:
-    """Return a file for the native core, which closes it.
+    """Return a file for the native core, which closes the descriptor.
 
     Args:
-        path: Path of the file, which need not be text.
+        path: Path of the file, which need not be valid UTF-8.
         descriptor: Its open descriptor.
-        direct: Whether that was opened with O_DIRECT.
-        scheduler: Where its transfers take turns.
+        direct: Whether the descriptor has O_DIRECT.
+        scheduler: Scheduler that orders its transfers, or None.
     """
     return _File(path, descriptor=descriptor, direct=direct, scheduler=scheduler)
 
 
 class _File(native.StateFile):
-    """A file whose name need not be text. The core has the path for its messages only, which are text."""
+    """A file whose name need not be valid UTF-8. The core needs the path only for its messages, which are text."""
 
     def __init__(
         self, path: Path, *, descriptor: int, direct: bool, scheduler: native.IoScheduler | None = None

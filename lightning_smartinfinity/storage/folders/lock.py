@@ -1,4 +1,4 @@
-"""Locks of files, and the lock of a rank's folder: one process at a time."""
+"""File locks, and the lock that gives one process at a time a rank's folder."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ LOCK_NAME = "lock"
 KEPT = "keep"
 """Note in the lock of a store that a later job must leave alone."""
 SET_ASIDE = "aside"
-"""Note in the lock of a store that was set aside, as long as no training has gone on with it."""
+"""Note in the lock of a store that was set aside, until a training resumes from it."""
 SUCCESSOR = "successor-"
-"""Begin of a note beside it, which names the stores of other ranks that are filled from that store by their job id."""
+"""Prefix of a further note in such a lock: the job id of stores for another number of ranks, filled from that store."""
 
 _GLANCE = 0.1  # seconds: far more than :func:`is_locked` takes
 _HIDDEN_GLANCE, _HIDDEN_SECONDS = 0.01, 1.0
-_MOST_BYTES = 1 << 16  # of a lock file; only a file of something else has more
+_MOST_BYTES = 1 << 16  # of a lock file; a longer file is not a lock of this package
 _log = logging.getLogger(__name__)
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
@@ -50,19 +50,19 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 class FolderLock:
     """An exclusive ``flock`` on ``<folder>/lock``.
 
-    The first line of the file is the holder's pid. The lines below it are notes, which outlive the holder: the names of
-    the files that it made, by which a later process knows that it may delete them.
+    The first line of the file is the holder's pid. The other lines are notes, which outlive the holder, such as the
+    names of the files that it made: a later process may delete these files.
 
     A power loss may leave a lock of zeros, which has no notes.
 
     Args:
         folder: The folder.
-        leftover: Function that tells whether the folder is certain to hold a leftover. If so, a damaged lock is copied
-            to ``lock.<n>.aside``, with a line in the log, and loses its notes. It is called with the lock held.
+        leftover: Function that returns whether the folder certainly holds a leftover. If so, a damaged lock is copied
+            to ``lock.<n>.aside``, which is logged, and loses its notes. It is called with the lock held.
 
     Raises:
-        StorageLockedError: Another process (or another store of this one) holds it.
-        StorageCorruptError: The lock is damaged, or a file of something else.
+        StorageLockedError: Another process (or another store of this one) holds the lock.
+        StorageCorruptError: The lock file is damaged, or not of this package.
         StorageError: The lock file cannot be opened or locked.
 
     Attributes:
@@ -78,7 +78,7 @@ class FolderLock:
         _held.add(self)
 
     def note(self, *notes: str) -> None:
-        """Add notes, and return when they are on the device.
+        """Add notes, and flush them to the device.
 
         Raises:
             StorageError: They could not be written.
@@ -86,7 +86,7 @@ class FolderLock:
         self._write(self.notes | set(notes))
 
     def erase(self, *notes: str) -> None:
-        """Erase these notes, or all; raises as :meth:`note`."""
+        """Erase these notes, or all notes if none are named; raises as :meth:`note`."""
         self._write(self.notes - set(notes) if notes else frozenset())
 
     def release(self, *, remove: bool) -> None:
@@ -96,7 +96,7 @@ class FolderLock:
             remove: Whether to delete the lock file as well, if possible: the file alone locks nothing.
         """
         if remove and self._close.alive:
-            # The file goes before the lock: after unlocking, the name may already be another process's lock.
+            # Delete the file before unlocking: afterwards, the name may already be another process's lock.
             with suppress(OSError):
                 self._folder.remove(LOCK_NAME)
         self.forget()
@@ -125,13 +125,13 @@ def is_locked(folder: OpenFolder) -> bool:
 
 @contextmanager
 def reading(folder: OpenFolder) -> Iterator[None]:
-    """Keep processes from using a folder while it is read. Its lock file is not changed, and others may read, too.
+    """Keep other processes from using a folder while it is read, except for readers. The lock file is not changed.
 
     Raises:
         StorageLockedError: A process uses the folder.
         OSError: The lock file cannot be opened or locked.
     """
-    if folder.status(LOCK_NAME) is None:  # nobody has used it since somebody removed the lock, or copied the rest
+    if folder.status(LOCK_NAME) is None:  # removed, or not copied with the folder; unused since
         yield
         return
     descriptor = folder.open(LOCK_NAME, os.O_RDONLY)
@@ -144,12 +144,12 @@ def reading(folder: OpenFolder) -> Iterator[None]:
 
 
 def remove_unlocked(folder: Path) -> None:
-    """Remove a folder from which files have been removed that were open until now, such as its lock, if it is empty.
+    """Remove an empty folder whose last files, such as its lock, were removed while they were open.
 
-    NFS and FUSE give such files hidden names, and remove these a moment after the files were closed.
+    NFS and FUSE give such files hidden names, and remove these a moment after the files are closed.
 
     Raises:
-        OSError: The folder holds something else, or cannot be removed.
+        OSError: The folder is not empty, or cannot be removed.
     """
     give_up = time.monotonic() + _HIDDEN_SECONDS
     while True:
@@ -171,8 +171,8 @@ def read_lock(folder: OpenFolder) -> tuple[int | None, frozenset[str]]:
     """Return the pid of the last holder of a folder's lock, if there was one, and its notes.
 
     Raises:
-        StorageCorruptError: The lock is damaged, or a file of something else.
-        StorageError: The lock is no regular file, or not to be trusted.
+        StorageCorruptError: The lock file is damaged, or not of this package.
+        StorageError: The lock is not a regular file, or not trusted.
         OSError: It cannot be read.
     """
     if folder.status(LOCK_NAME) is None:
@@ -191,16 +191,16 @@ def successor_in(notes: Iterable[str]) -> bytes | None:
 
 
 def acquire(path: Path, *, mode: int, in_use: Callable[[int], StorageLockedError], parent: int | None = None) -> int:
-    """Create and lock a file, and return its descriptor, which unlocks when it is closed.
+    """Create and lock a file, and return its descriptor; closing the descriptor unlocks the file.
 
     Args:
         path: Path of the file, in an existing folder. No link is followed.
         mode: Permissions of a new file.
-        in_use: Function that makes the error if another process holds the lock; it gets the file's descriptor.
-        parent: Descriptor of the folder, in which the last name of ``path`` is looked up; None: by the path.
+        in_use: Function that returns the error if another process holds the lock, given the file's descriptor.
+        parent: Descriptor of the folder in which the last name of ``path`` is looked up; None to use the whole path.
 
     Raises:
-        StorageLockedError: Another process holds it.
+        StorageLockedError: Another process holds the lock.
         OSError: The file cannot be opened or locked.
     """
     name = path if parent is None else Path(path.name)
@@ -208,7 +208,7 @@ def acquire(path: Path, *, mode: int, in_use: Callable[[int], StorageLockedError
         descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode, dir_fd=parent)
         try:
             if not try_lock(descriptor):
-                time.sleep(_GLANCE)  # somebody may only have looked whether it is locked
+                time.sleep(_GLANCE)  # another process may only be checking the lock
                 if not try_lock(descriptor):
                     raise in_use(descriptor)
             if _is_at(name, parent, descriptor):
@@ -246,7 +246,7 @@ def _acquire(folder: OpenFolder, leftover: Callable[[], bool]) -> tuple[int, fro
 
 
 def _copy_aside(folder: OpenFolder, content: bytes) -> None:
-    """Keep a damaged lock's content under another name; the file stays, because it is locked."""
+    """Copy a damaged lock's content to another name; the file itself stays, because it is locked."""
     aside = folder.aside(LOCK_NAME)
     with open(folder.create(aside), "wb") as file:
         file.write(content)
@@ -273,7 +273,7 @@ def _parsed(path: Path, content: bytes) -> tuple[int | None, frozenset[str]]:
 
 
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Lock an open file, and return whether that was possible now."""
+    """Lock an open file without waiting, and return whether that succeeded."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

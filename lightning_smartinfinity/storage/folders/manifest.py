@@ -1,8 +1,8 @@
 """manifest.json: describes a store, and can be read without this package.
 
-Its last entry, ``crc32``, is the CRC-32 of all bytes before the comma in front of it, in hexadecimal digits: a changed
-digit would still be JSON. Version 3 had no such entry. Versions to come keep format and version where they are, so that
-this one can tell a newer store from a damaged one.
+Its last entry, ``crc32``, is the CRC-32 of all bytes before the comma in front of it, in hexadecimal digits. It detects
+a changed digit, which would still be valid JSON. Version 3 had no such entry. Future versions keep the entries
+``format`` and ``version``, so that this version can distinguish a newer store from a damaged one.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ FORMAT_VERSION = 4
 _VERSION_WITHOUT_CHECKSUM = 3
 _CHECKSUM = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}')
 
-# Fields of ExtentMap that the file calls something else.
+# Fields of ExtentMap that have another name in the file.
 _KEYS = {"places_per_tasklet": "num_slots"}
 MANIFEST_NAME = "manifest.json"
 
-# Far above what any training has. Without limits a damaged number would ask for more memory than there is.
+# Far above the numbers of any training. Without limits, a damaged number could request more memory than there is.
 _MAX_BYTES = 1 << 30
 _MAX_NUMBERS = {"numel": 1 << 50, "tasklet_numel": 1 << 50, "num_arrays": 64, "num_devices": 1 << 16}
 _MAX_RANKS = 1 << 32
 
-# What the reading of damaged or foreign text raises.
+# Errors from parsing damaged or foreign text.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, AssertionError, OverflowError, RecursionError)
 
 
@@ -63,7 +63,7 @@ class StoreDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The whole of manifest.json.
+    """The content of manifest.json.
 
     Args:
         job: 16 bytes that every extent and commit record of the store carries.
@@ -74,7 +74,7 @@ class Manifest:
         extents: The extents of the tasklets.
         description: Optimizer, arrays and parameters.
         folders: Storage folders of the rank, one per device; for readers and messages.
-        device: Index of the folder that this manifest lies in.
+        device: Index of the folder that holds this manifest.
         num_machines: Number of machines that the ranks ran on; 0 if it is unknown, as for older stores.
     """
 
@@ -91,7 +91,7 @@ class Manifest:
 
     @property
     def identity(self) -> native.Identity:
-        """The mark that every extent carries."""
+        """The identity that every extent carries."""
         return native.Identity(job=self.job, rank=self.rank, state_format=self.extents.format.number)
 
     @property
@@ -116,7 +116,7 @@ def read_manifest(folder: OpenFolder) -> Manifest:
     Raises:
         StorageCorruptError: The file is not a manifest of this package, has a format that this version cannot read, or
             was changed.
-        StorageError: The file cannot be read, or a newer version of this package wrote it: it is not damaged.
+        StorageError: The file cannot be read, or is an undamaged manifest of a newer version of this package.
     """
     path = folder.path / MANIFEST_NAME
     with storage_errors("Reading", path):
@@ -160,7 +160,7 @@ def _verify(content: bytes, path: Path) -> None:
     """Compare a manifest with its checksum.
 
     Raises:
-        StorageCorruptError: It has another one, or none.
+        StorageCorruptError: The checksum differs or is missing.
     """
     if _checksum_of(content) != zlib.crc32(_body(content)):
         raise StorageCorruptError(

@@ -1,7 +1,7 @@
-"""A folder that is opened once: everything in it is reached through its descriptor, and no link is followed.
+"""A folder that is opened once: its files are opened relative to its descriptor, and no link is followed.
 
-Other users may be able to write to a storage folder. What they put there, where this package keeps its files, must
-neither be used nor lead to files elsewhere: links, pipes, devices, folders, and files and folders of their own.
+Other users may have write access to a storage folder. Links, pipes, devices, folders and files that they put in the
+place of this package's files must neither be used nor redirect access to other files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_smartinfinity.storage.folders.replacement import flush_open
 __all__ = ["ASIDE", "OpenFolder", "Trust"]
 
 ASIDE = ".aside"
-"""How the names of damaged files end that were set aside."""
+"""Suffix of the names of damaged files that were set aside, and of jobs whose trainings were."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # A pipe would block without O_NONBLOCK.
@@ -39,28 +39,29 @@ _KINDS = {
 
 
 class Trust(Enum):
-    """Says what is asked of a folder, and of the files in it, when they are opened."""
+    """Requirements on a folder and its files when they are opened."""
 
     MADE = auto()
-    """This process has just made the folder. It becomes private, and files must have its owner."""
+    """This process has just made the folder. It is made private, and files must have the folder's owner."""
 
     OWN = auto()
-    """Folder and files must belong to this process's user, root too, and nobody else may be able to write there."""
+    """Folder and files must belong to this process's user, even if it is root, and only it may write to the folder."""
 
     ANY = auto()
-    """Anybody's, to look at it only."""
+    """Any owner and mode, for reading only."""
 
 
 class OpenFolder:
     """A folder, open until :meth:`close` or the end of this object.
 
     Args:
-        path: Path of the folder; if it is a link itself, it is refused.
-        parent: Descriptor of the folder above, in which the last name of ``path`` is looked up; None: by the path.
-        trust: What is asked of the folder.
+        path: Path of the folder, which must not be a link itself.
+        parent: Descriptor of the folder above, in which the last name of ``path`` is looked up; None to use the whole
+            path.
+        trust: Requirements on the folder and its files.
 
     Raises:
-        StorageError: The folder is a link, or it is not to be trusted.
+        StorageError: The folder is a link, or not trusted.
         OSError: It cannot be opened.
 
     Attributes:
@@ -84,8 +85,8 @@ class OpenFolder:
         """Return the status of a file, or None if nothing has that name.
 
         Raises:
-            StorageError: It is no regular file, or not to be trusted.
-            OSError: The system cannot tell.
+            StorageError: It is not a regular file, or not trusted.
+            OSError: The status cannot be read.
         """
         try:
             status = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
@@ -96,7 +97,7 @@ class OpenFolder:
 
     def open(self, name: str, flags: int) -> int:
         """Open a regular file and return its descriptor; raises as :meth:`status`. A new file is private."""
-        self.status(name)  # opening a device can already change it
+        self.status(name)  # refuses a device before opening it, which can already change it
         descriptor = os.open(name, flags | _FILE, 0o600, dir_fd=self.descriptor)
         try:
             self._require_file(name, os.fstat(descriptor))
@@ -113,7 +114,7 @@ class OpenFolder:
         return self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def open_unnamed(self) -> int:
-        """Create a file without a name, which is gone when it is closed, and return its descriptor.
+        """Create an unnamed file, which is deleted when it is closed, and return its descriptor.
 
         Raises:
             OSError: It cannot be created.
@@ -140,7 +141,7 @@ class OpenFolder:
         Args:
             name: Name of the file.
             content: Its content.
-            temporary: Name that it has until it is complete. Nothing may have that name before, and nothing has after.
+            temporary: Name of the file until it is complete; it must be free, and is free again afterwards.
             flush: Whether to flush the content.
 
         Raises:
@@ -164,7 +165,7 @@ class OpenFolder:
         os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def remove(self, name: str) -> None:
-        """Delete a file, if there is one. What a link leads to stays."""
+        """Delete a file if it exists. The target of a link stays."""
         try:
             os.unlink(name, dir_fd=self.descriptor)
         except FileNotFoundError:
@@ -175,12 +176,12 @@ class OpenFolder:
         return sorted(os.listdir(self.descriptor))
 
     def aside(self, name: str) -> str:
-        """Return a name that is free and says that a file of this name was damaged: ``<name>.<n>.aside``."""
+        """Return a free name under which to keep a damaged file of this name: ``<name>.<n>.aside``."""
         taken = set(self.names())
         return next(new for number in range(1, len(taken) + 2) if (new := f"{name}.{number}{ASIDE}") not in taken)
 
     def flush(self) -> None:
-        """Make the names in the folder survive a power loss."""
+        """Flush the folder's entries, so that they survive a power loss."""
         flush_open(self.descriptor)
 
     def close(self) -> None:
@@ -207,7 +208,7 @@ class OpenFolder:
 
 
 def kind_of(mode: int) -> str:
-    """Return what has a mode that is no regular file's, such as "a pipe"."""
+    """Return the kind of a file that is not regular by its mode, such as "a pipe"."""
     return _KINDS.get(stat.S_IFMT(mode), "something else")
 
 
@@ -225,7 +226,7 @@ def _open_folder(path: Path, parent: int | None) -> int:
 
 
 def _owner_of(path: Path, descriptor: int, trust: Trust) -> int:
-    """Return the owner of a folder, which is made private if it is new, and else checked."""
+    """Make a new folder private or check an existing one, and return its owner."""
     if trust is Trust.MADE:
         os.fchmod(descriptor, 0o700)  # whatever the umask
     status = os.fstat(descriptor)

@@ -43,10 +43,10 @@ STATE_NAME = "state.bin"
 COMMIT_NAME = "commit.bin"
 TRAINING_NAMES = ("training-0.bin", "training-1.bin")
 RESIDUAL_NAMES = ("residual-0.bin", "residual-1.bin")
-_NEW = ".new"  # ends the name of a file that is to replace another one, until it is complete
+_NEW = ".new"  # suffix of a file that will replace another one, until it is complete
 _RECORD_NAMES = (COMMIT_NAME, *TRAINING_NAMES, *(name + _NEW for name in TRAINING_NAMES), *RESIDUAL_NAMES)
 OUR_NAMES = (STATE_NAME, *_RECORD_NAMES, MANIFEST_NAME, MANIFEST_NAME + _NEW)
-"""Names of the files in a rank's folder, beside its lock. Records lie in the first folder."""
+"""Names of the files in a rank's folder, except its lock. Only the first folder has records."""
 
 _SET_ASIDE = re.compile(rf"({re.escape(MANIFEST_NAME)}|{LOCK_NAME})\.[0-9]+{re.escape(ASIDE)}")
 _MAKE_ATTEMPTS = 16
@@ -65,7 +65,7 @@ def open_rank_folder(path: Path, *, trust: Trust = Trust.OWN) -> OpenFolder:
     """Open ``<storage>/<job>/<folder>``. Links are followed on the way to the storage folder, but not below it.
 
     Raises:
-        StorageError: The job's folder or the folder in it is a link, or it is not to be trusted.
+        StorageError: The job's folder or the folder in it is a link, or not trusted.
         OSError: A folder cannot be opened.
     """
     above = _open_storage(path.parents[1])
@@ -78,11 +78,11 @@ def open_rank_folder(path: Path, *, trust: Trust = Trust.OWN) -> OpenFolder:
 
 @contextmanager
 def read_rank_folder(path: Path) -> Iterator[OpenFolder]:
-    """Open a rank's folder to read a store that no process uses or changes meanwhile; nothing there is written.
+    """Open a rank's folder for reading, and keep other processes from using it meanwhile. Nothing there is written.
 
     Raises:
         StorageLockedError: A process owns the folder.
-        StorageError: The folder does not exist, or is not to be trusted.
+        StorageError: The folder does not exist, or is not trusted.
     """
     with ExitStack() as opened:
         with storage_errors("Opening the folder", path):
@@ -92,7 +92,7 @@ def read_rank_folder(path: Path) -> Iterator[OpenFolder]:
 
 
 def owned_names(folder: OpenFolder, notes: Iterable[str], manifest: Manifest | None) -> set[str]:
-    """Return the names of the files of a store, which alone may be deleted: others may have put theirs there, too.
+    """Return the names of a store's own files. Only these may be deleted: other users may have files there, too.
 
     Args:
         folder: The rank's folder.
@@ -116,11 +116,11 @@ class RankFolder:
 
     Raises:
         StorageLockedError: Another process owns the folder.
-        StorageError: The folder cannot be created, is not to be trusted, or (without ``create``) does not exist.
+        StorageError: The folder cannot be created, is not trusted, or (without ``create``) does not exist.
 
     Attributes:
         path: Path of the folder.
-        inside: The open folder, through which everything in it is reached.
+        inside: The open folder, for access to its files.
     """
 
     def __init__(self, path: Path, *, create: bool) -> None:
@@ -139,7 +139,7 @@ class RankFolder:
         """Check that the folder holds no store that a later job must leave alone.
 
         Raises:
-            StorageError: The store there is marked ``keep``, or a manifest that this package did not make lies there.
+            StorageError: The store there is marked ``keep``, or this package did not make the manifest there.
         """
         manifest = self._earlier_manifest()
         if KEPT in self._lock.notes or (manifest is not None and manifest.keep):
@@ -149,10 +149,10 @@ class RankFolder:
             )
 
     def is_kept(self) -> bool:
-        """Return whether the store there is marked ``keep``; a manifest that cannot be read marks nothing.
+        """Return whether the store there is marked ``keep``; a damaged manifest does not count.
 
         Raises:
-            StorageError: The manifest is a file of something else.
+            StorageError: The manifest cannot be read, is not trusted, or is of a newer version of this package.
         """
         if KEPT in self._lock.notes:
             return True
@@ -165,7 +165,7 @@ class RankFolder:
         """Delete the store of an earlier process, if there is one; a damaged manifest of it is set aside.
 
         Raises:
-            StorageError: Something lies there that this package did not make, or a file cannot be deleted.
+            StorageError: This package did not make a file that is in the way, or a file cannot be deleted.
         """
         manifest = self._earlier_manifest()
         with storage_errors("Removing the leftover of an earlier job in", self.path):
@@ -178,7 +178,7 @@ class RankFolder:
             self._lock.erase()
 
     def mark_aside(self, *, successor: bytes | None = None) -> None:
-        """Mark the store there as set aside: the next one that is set aside replaces it. :meth:`adopt` ends that.
+        """Mark the store there as set aside, to be replaced by the next one set aside. :meth:`adopt` erases the mark.
 
         Args:
             successor: Job id of the stores that are to be filled from it, if there are any.
@@ -198,17 +198,17 @@ class RankFolder:
             self._lock.erase(*notes)
 
     def make_job(self, job: str) -> None:
-        """Make the folder of another job beside this one's, if it is missing, for :meth:`move`.
+        """Make the folder of another job in the same storage folder if it is missing, for :meth:`move`.
 
         Raises:
-            StorageError: It cannot be made, or is not to be trusted.
+            StorageError: It cannot be made, or is not trusted.
         """
         path = self.path.parents[1] / job
         with storage_errors("Creating the folder", path), closing(_make_job_folder(path, self._made_folders)):
             return
 
     def move(self, job: str) -> None:
-        """Move the folder to another job in the same storage folder, with all that lies there, and unlock it.
+        """Move the folder with all its content to another job in the same storage folder, and unlock it.
 
         Raises:
             StorageError: It cannot be moved.
@@ -218,7 +218,7 @@ class RankFolder:
             with closing(_make_job_folder(target.parent, self._made_folders)) as folder:
                 os.rename(self.path, target.name, dst_dir_fd=folder.descriptor)
             flush_names(target)
-            with suppress(FileNotFoundError):  # another rank has moved the last one
+            with suppress(FileNotFoundError):  # another rank moved the last folder, and removed the job's
                 flush(self.path.parent)
         self._made_folders.clear()  # the job's folder is not empty
         self._lock.release(remove=False)
@@ -226,7 +226,7 @@ class RankFolder:
         _remove_folders_quietly([self.path.parent])
 
     def adopt(self, manifest: Manifest) -> None:
-        """Take over the store of an earlier process, which :meth:`close` may delete from then on, to go on with it.
+        """Take over the store of an earlier process to continue it. From then on, :meth:`close` may delete it.
 
         Raises:
             StorageError: The lock cannot be written.
@@ -304,7 +304,7 @@ class RankFolder:
         Args:
             name: Name of the file.
             content: Its content.
-            flush: Whether content and name survive a power loss from now on.
+            flush: Whether to flush content and name, so that they survive a power loss.
 
         Raises:
             StorageError: It could not be written; no temporary file is left.
@@ -328,7 +328,7 @@ class RankFolder:
             return os.stat(name, dir_fd=self.inside.descriptor, follow_symlinks=False).st_size
 
     def flush(self) -> None:
-        """Make the folder's entries survive a power loss."""
+        """Flush the folder's entries, so that they survive a power loss."""
         with storage_errors("Flushing", self.path):
             self.inside.flush()
 
@@ -341,14 +341,14 @@ class RankFolder:
         self._remove_made_folders()
 
     def destroy(self) -> None:
-        """Delete the store there, what was set aside of it, and the folders, if they are then empty; unlock.
+        """Delete the store there, its files that were set aside, and the folders if they are then empty; unlock.
 
         Raises:
             StorageError: A file cannot be deleted.
         """
         with storage_errors("Removing", self.path):
             if self.inside.status(MANIFEST_NAME) is not None:
-                with suppress(StorageCorruptError):  # a damaged manifest goes if the lock names it
+                with suppress(StorageCorruptError):  # a damaged manifest is deleted if the lock names it
                     self._lock.note(*owned_names(self.inside, (), read_manifest(self.inside)))
             self.disown()
             for name in self.inside.names():
@@ -357,7 +357,7 @@ class RankFolder:
         self.close(remove=True)
 
     def disown(self) -> None:
-        """Delete the manifest, so that what is left is no store. Never raises."""
+        """Delete the manifest, without which the other files are not a store. Never raises."""
         if MANIFEST_NAME in self._lock.notes:
             self._remove_quietly([MANIFEST_NAME])
 
@@ -379,10 +379,11 @@ class RankFolder:
             return _make_below(self.path, job.descriptor, self._made_folders)
 
     def _earlier_manifest(self) -> Manifest | None:
-        """Return the manifest of an earlier store, or None if there is none, or a damaged one of this package.
+        """Return the manifest of an earlier store; None if it is missing, or is damaged and the lock names it.
 
         Raises:
-            StorageError: The manifest is of a store that is marked ``keep``, or of something else, and damaged.
+            StorageCorruptError: It is damaged, and its store is marked ``keep`` or the lock does not name it.
+            StorageError: It cannot be read, is not trusted, or is of a newer version of this package.
         """
         with storage_errors("Reading", self.path / MANIFEST_NAME):
             if self.inside.status(MANIFEST_NAME) is None:
@@ -395,7 +396,7 @@ class RankFolder:
             return None
 
     def _holds_leftover(self) -> bool:
-        """Return whether what lies there need not be kept: a readable manifest says so."""
+        """Return whether a readable manifest shows that the store there need not be kept."""
         with suppress(OSError, StorageError):
             return not read_manifest(self.inside).keep
         return False
@@ -418,7 +419,7 @@ class RankFolder:
         )
 
     def _expect(self, *names: str) -> None:
-        """Record that files are about to be made, so that :meth:`discard`, or a later process, deletes them."""
+        """Note that files are about to be made, so that :meth:`discard`, or a later process, deletes them."""
         for name in names:
             if name not in self._lock.notes and self.inside.status(name) is not None:
                 self._refuse_foreign(self._lock.notes)
@@ -441,14 +442,14 @@ class RankFolder:
 
 
 def in_job_folder(path: Path, make: Callable[[OpenFolder], T]) -> T:
-    """Make something that needs no name in a job's folder, and return it. No folder is left that is empty then.
+    """Make something unnamed in a job's folder, and return it. The job's folder is removed again if it is empty.
 
     Args:
         path: ``<storage>/<job>``, which is made where missing.
-        make: Function that gets the open folder.
+        make: Function that is called with the open folder.
 
     Raises:
-        StorageError: The folder is a link, or it is not to be trusted.
+        StorageError: The folder is a link, or not trusted.
         OSError: The folder cannot be made.
     """
     made: list[Path] = []
@@ -476,7 +477,7 @@ def _unless_removed(make: Callable[[], T]) -> T:
 
 
 def _make_job_folder(path: Path, made: list[Path]) -> OpenFolder:
-    """Open ``<storage>/<job>``. It and all above it are made where missing, and added to ``made``."""
+    """Open ``<storage>/<job>``. Missing folders on the path are made and added to ``made``."""
     storage = path.parent
     missing = [folder for folder in (storage, *storage.parents) if not os.path.lexists(folder)]
     for folder in reversed(missing):
@@ -500,7 +501,7 @@ def _make_below(path: Path, parent: int, made: list[Path]) -> OpenFolder:
 
 
 def _open_storage(path: Path) -> int:
-    """Open a storage folder, which may be a link, anybody's, and hard to list: only what lies below it is ours."""
+    """Open a storage folder, which may be a link, of any owner and unreadable: only folders below it are ours."""
     return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
 

@@ -1,7 +1,7 @@
-"""Puts new folders and files in the place of old ones, so that neither a kill nor a power loss loses both.
+"""Replaces folders and files, so that neither a kill nor a power loss loses both the old and the new one.
 
-A rename is on the device when the folder is flushed that holds the name, and what it names only if that was flushed by
-itself. So the order is: :func:`flush_tree`, rename, :func:`flush_names`.
+Flushing a folder puts renames in it on the device, but not the content of the renamed folder or file, which must be
+flushed itself. So the order is: :func:`flush_tree`, rename, :func:`flush_names`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STAGING = ".saving"
 _PREVIOUS = ".saving-previous"  # no target has such a name
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_NO_FLUSH = frozenset({errno.EINVAL, errno.ENOTSUP})  # what network file systems answer for a folder
+_NO_FLUSH = frozenset({errno.EINVAL, errno.ENOTSUP})  # errors of network file systems for a folder
 _NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 
 
@@ -47,10 +47,10 @@ def beside(target: Path) -> Path:
 
 
 def put_in_place(new: Path, old: Path) -> None:
-    """Put ``new`` in the place of ``old``, which need not exist; what was there then has the path of ``new``.
+    """Put ``new`` in the place of ``old``, which need not exist. An old entry gets the path of ``new``.
 
-    Where the system cannot exchange them in one call, renames do it. :func:`put_back` restores ``old`` if a process is
-    killed when nothing lies there.
+    Where the system cannot exchange them in one call, three renames do so. If a process is killed while nothing is at
+    ``old``, :func:`put_back` restores it.
 
     Raises:
         OSError: A call failed.
@@ -64,13 +64,13 @@ def put_in_place(new: Path, old: Path) -> None:
 
 
 def put_back(staging: Path, old: Path) -> None:
-    """Undo a replacement by renames that was interrupted when nothing lay at ``old``, or end one that came further.
+    """Undo a replacement by renames that was interrupted while nothing was at ``old``, or finish one that got further.
 
     Any number of processes may call it at once.
 
     Args:
-        staging: Folder that holds, or held, what was to replace ``old``, under the same name.
-        old: Path that was to be replaced.
+        staging: Folder that holds, or held, the replacement under the name of ``old``.
+        old: Path to be replaced.
     """
     place = staging / old.name if os.path.lexists(old) else old
     if (staging / _PREVIOUS).exists() and not os.path.lexists(place):
@@ -79,9 +79,9 @@ def put_back(staging: Path, old: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Return when the content of a file, or the entries of a folder, are on the device.
+    """Flush the content of a file, or the entries of a folder, to the device.
 
-    Anything but a regular file or a folder is left alone, and so is a folder whose file system cannot flush folders.
+    Anything but a regular file or a folder is ignored, and so is a folder whose file system cannot flush folders.
 
     Raises:
         OSError: They could not be written.
@@ -100,7 +100,7 @@ def _flush(path: Path) -> None:
 
 
 def flush_open(descriptor: int) -> None:
-    """Do for an open file or folder what :func:`flush` does for a path."""
+    """Flush an open file or folder, as :func:`flush` does for a path."""
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         os.fsync(descriptor)
@@ -109,7 +109,7 @@ def flush_open(descriptor: int) -> None:
 
 
 def flush_tree(root: Path) -> None:
-    """Return when a file, or a folder with everything below it, is on the device.
+    """Flush a file, or a folder with everything below it, to the device.
 
     Symbolic links are not followed.
 
@@ -131,10 +131,10 @@ def _flush_tree(root: Path) -> None:
 
 
 def flush_names(path: Path) -> None:
-    """Return when a path is on the device: its entry in its folder, that folder's in the one above, and so on.
+    """Flush a path's entry in its folder, that folder's entry in the one above, and so on.
 
-    The folders above may be as new as ``path``, whoever made them. Those on another file system are left out, and those
-    that this user may not read, in which this user has made nothing.
+    The folders above may be as new as ``path``. Folders on another file system are left out, and so are folders that
+    this user may not read, in which this user has made nothing.
 
     Raises:
         OSError: A folder could not be written.
@@ -153,19 +153,20 @@ def _flush_names(path: Path) -> None:
 
 
 def link_others(old: Path, new: Path, *, replaced: Collection[str]) -> None:
-    """Link what a folder has, and the one that is to replace it has not, into the latter.
+    """Link files and folders that only the old folder has into the new one.
 
     Args:
-        old: The folder.
-        new: The folder that is to replace it.
-        replaced: Patterns of the names of files that go with the old folder.
+        old: The old folder.
+        new: The folder that will replace it.
+        replaced: Name patterns of files that are not linked, because the new folder replaces them.
 
     Raises:
         OSError: A file can be neither linked nor copied.
     """
     for entry in old.iterdir():
         is_folder = entry.is_dir() and not entry.is_symlink()
-        # Another machine may be writing a file of such a name, and must not be told later that there is none.
+        # Do not look up such a name in `new`: another machine may be about to write the file, and network file systems
+        # remember for a while that it was missing.
         is_replaced = not is_folder and any(fnmatch(entry.name, pattern) for pattern in replaced)
         if is_replaced or os.path.lexists(new / entry.name):
             continue

@@ -1,8 +1,8 @@
-"""Folders in which something is written until it is complete, by one process at a time.
+"""Staging folders, in which one process at a time writes a save or an export until it is complete.
 
-A staging folder holds a file with its own name, its mark, which is locked while the folder is used. The mark is made
-first and removed last, so a folder that has something else, but no mark, is somebody else's, whenever a process was
-killed. The system unlocks what a dead process held, so its leftovers hinder nobody.
+A staging folder holds a marker file (its mark) with the folder's own name, which is locked while the folder is used.
+The mark is made first and removed last, so, even after a kill, a folder with other content but no mark was not made by
+this package. The system releases the locks of a dead process, so the next process can remove its leftovers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StagingLock:
     """The lock of a staging folder.
 
     Attributes:
-        leaves_content: Whether the folder stays when it is unlocked; who locks it next finds what is in it.
+        leaves_content: Whether the folder stays with its content when it is unlocked, for the next process to lock it.
     """
 
     def __init__(self) -> None:
@@ -39,17 +39,17 @@ class StagingLock:
 
 @contextmanager
 def locked(staging: Path, target: str | Path) -> Iterator[StagingLock]:
-    """Make and lock a staging folder, and remove it in the end.
+    """Make and lock a staging folder, and remove it on exit.
 
-    If the disk does not answer, the folder stays, and its lock too, until no call is at work in it any more.
+    If the disk does not answer, the folder stays, locked until no call is at work in it any more.
 
     Args:
         staging: The folder, which may be left over from a dead process.
-        target: The path that it is for, as the user named it.
+        target: The path to be written, as the user named it.
 
     Raises:
         StorageLockedError: A live process writes to the same path.
-        CheckpointError: Something lies there that this package did not make.
+        CheckpointError: The staging folder's path holds something that this package did not make.
         StorageTimeoutError: The disk does not answer.
         OSError: The folder cannot be made or locked.
     """
@@ -62,7 +62,7 @@ def locked(staging: Path, target: str | Path) -> Iterator[StagingLock]:
         lock.leaves_content = True
         raise
     finally:
-        # The file goes before the lock: after unlocking, the name may already be another process's lock.
+        # Delete the mark before unlocking: afterwards, the name may already be another process's lock.
         try:
             if not lock.leaves_content:
                 with suppress(StorageTimeoutError):
@@ -81,7 +81,7 @@ def _unlock(descriptor: int, removed: Path | None) -> None:
 
 
 def remove_leftover(staging: Path) -> None:
-    """Remove a staging folder that a dead process left, if there is one; what a live one uses stays."""
+    """Remove a staging folder that a dead process left, if there is one; a folder in use stays."""
     with suppress(OSError, StorageLockedError, CheckpointError):
         if staging.exists():
             descriptor = _acquire(staging, staging)
@@ -106,10 +106,10 @@ def mark_of(staging: Path) -> Path:
 
 
 def remove_content(staging: Path) -> None:
-    """Remove what lies in a staging folder beside its mark, as far as possible.
+    """Remove everything in a staging folder except its mark, as far as possible.
 
     Raises:
-        StorageTimeoutError: The call that this belongs to was given up, so the rest stays.
+        StorageTimeoutError: The call that this function is part of was given up, so the rest stays.
     """
     with suppress(OSError):
         for entry in staging.iterdir():
@@ -120,7 +120,7 @@ def remove_content(staging: Path) -> None:
 
 
 def _remove_tree(root: Path) -> None:
-    """Remove a folder step by step, as ``shutil.rmtree`` does at once."""
+    """Remove a folder like ``shutil.rmtree``, but with a step (``doing_now``) for each entry."""
     for path, folders, files, descriptor in os.fwalk(root, topdown=False):
         for name in (*folders, *files):
             with doing_now("Removing", os.path.join(path, name)), suppress(OSError):
@@ -139,7 +139,7 @@ def _acquire(staging: Path, target: str | Path) -> int:
         with suppress(FileNotFoundError):
             descriptor = _acquire_mark(mark_of(staging), target)
             try:
-                flush(staging)  # some file systems would have what is flushed below it after a power loss, and no mark
+                flush(staging)  # else a power loss may leave files that are flushed below it, and no mark
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -169,7 +169,7 @@ def _require_own(staging: Path) -> None:
 
 
 def _foreign_in(staging: Path) -> Path | None:
-    """Return what lies at the path of a staging folder, or in it, that this package did not make, if anything does."""
+    """Return the path of something at or in a staging folder that this package did not make, or None."""
     try:
         names = os.listdir(staging)
     except FileNotFoundError:

@@ -1,1 +1,1 @@
-"""Calls to the system: limits of time, order, and errors in our words."""
+"""System calls: time limits, scheduling, and translation of errors."""

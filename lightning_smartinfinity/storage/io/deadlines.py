@@ -1,8 +1,8 @@
-"""Calls to a file system that are given up when its disk does not answer.
+"""Time limits for file-system calls whose disk does not answer.
 
-Reads and writes of state have their deadlines in the native core. This is for everything else. :func:`in_time` is for
-calls whose work is known to be little, such as a commit record. :func:`unless_idle` is for those that may take minutes
-on a disk that works: a flush of what lies in the page cache, allocating, deleting.
+The native core limits reads and writes of state; this module limits all other calls. :func:`in_time` is for calls that
+do little work, such as writing a commit record. :func:`unless_idle` is for calls that may take minutes on a working
+disk: flushing the page cache, allocating, deleting.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["doing_now", "in_time", "io_limit", "unless_idle", "when_returned"]
 T = TypeVar("T")
 
 _POLL = 0.05
-_UNSEEN = 10  # times the limit, where nobody can tell whether the disk works
-_BUSY = 40  # times the limit in all, as what the disk completes may be for others
+_UNSEEN = 10  # times the limit, where the system does not count the disk's requests
+_BUSY = 40  # times the limit in all: the requests that the disk completes may be other processes'
 _MOUNTS = Path("/proc/self/mounts")
 _limit: ContextVar[float] = ContextVar("io_limit", default=IO_TIMEOUT)
 _own = threading.local()  # has the attribute `call` in the thread of a call
 
 
 class _Call(Generic[T]):
-    """A call in a thread of its own. With ``renews`` its limit begins anew whenever the disk has done something."""
+    """A call in its own thread. With ``renews``, its limit restarts whenever the disk has completed a request."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class _Call(Generic[T]):
         undo: Callable[[T], object] | None = None,
     ) -> None:
         self.function = function
-        self._context = copy_context()  # io_limit, and what a user has consented to
+        self._context = copy_context()  # io_limit, and the user's consent to load other types
         self.renews = renews
         self._undo = undo
         self._lock = threading.Lock()
@@ -59,8 +59,8 @@ class _Call(Generic[T]):
         self.returned = threading.Event()
         self.num_steps = 0
         self.now = (doing, path)
-        self.counters: Path | None = None  # of the disk that it waits for
-        self.asked = False  # whether the system has told which disk that is
+        self.counters: Path | None = None  # request counters of the disk that it waits for
+        self.asked = False  # whether `counters` has been looked up
 
     def make(self) -> None:
         try:
@@ -77,7 +77,7 @@ class _Call(Generic[T]):
             self.undo()
 
     def step(self, doing: str, path: Path) -> None:
-        """Begin something that has the whole limit."""
+        """Begin a step, which has the whole limit."""
         self.asked, self.counters, self.now = False, None, (doing, path)
         self.num_steps += 1
         if self.renews:
@@ -85,12 +85,12 @@ class _Call(Generic[T]):
             self.asked = True
 
     def require_wanted(self) -> None:
-        """Raise if the call was given up, so that nothing more is done."""
+        """Raise if the call was given up, so that it does nothing more."""
         if self._given_up:
             raise StorageTimeoutError("The call was given up.", StorageTimeoutError.REMEDY)
 
     def give_up(self) -> bool:
-        """Return whether the call has not returned; what it returns later is undone."""
+        """Give the call up unless it has returned; return whether it was given up. A later result is undone."""
         with self._lock:
             self._given_up = not self.returned.is_set()
             return self._given_up
@@ -109,17 +109,17 @@ class _Call(Generic[T]):
         try:
             raise error
         finally:
-            del error  # its traceback has this frame, and would keep all that the callers' frames have
+            del error  # its traceback refers to this frame, and would keep the callers' objects alive
 
 
 _given_up: list[_Call[object]] = []
-# The garbage collector may close files in the thread that holds it.
+# Reentrant, because the garbage collector may close files in the thread that holds the lock.
 _given_up_lock = threading.RLock()
 
 
 @contextmanager
 def io_limit(seconds: float) -> Iterator[None]:
-    """Let calls in this context have another limit than the default, such as ``TransferConfig.io_timeout``."""
+    """Set the default time limit of calls in this context, for example to ``TransferConfig.io_timeout``."""
     token = _limit.set(seconds)
     try:
         yield
@@ -129,10 +129,10 @@ def io_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def doing_now(doing: str, path: str | Path) -> Iterator[None]:
-    """Say what the call does whose thread this is, if it is one: its error names that, and its limit begins anew.
+    """Begin a step of this thread's call: its error names the step, and its limit restarts. No effect outside a call.
 
     Raises:
-        StorageTimeoutError: The call was given up meanwhile, so that it is to do nothing more.
+        StorageTimeoutError: The call was given up meanwhile and must do nothing more.
     """
     call: _Call[object] | None = getattr(_own, "call", None)
     if call is None:
@@ -150,21 +150,22 @@ def doing_now(doing: str, path: str | Path) -> Iterator[None]:
 
 
 def in_time(function: Callable[[], T], *, doing: str, path: Path, seconds: float | None = None) -> T:
-    """Call a function in another thread and return what it returns, or raise what it raises.
+    """Call a function in another thread with a time limit, and return its result or raise its error.
 
-    A call that is given up goes on to the end of its present step (:func:`doing_now`). Until it has returned, later
-    calls for the same folder are refused. Time for which the process was stopped, as by a debugger, does not count.
-    What a signal handler raises, such as that of Ctrl-C, is raised once the call has returned or was given up.
+    A call that is given up continues to the end of its current step (:func:`doing_now`). Until it returns, later calls
+    for the same folder are refused. Time during which the process was stopped, for example by a debugger, does not
+    count. An exception from a signal handler, such as that of Ctrl-C, is raised once the call has returned or was
+    given up.
 
     Args:
-        function: The function. Calls within it are part of this one.
-        doing: What it does, such as ``"Flushing"``, for the error.
-        path: The file that it does it to.
+        function: The function. Nested calls are part of this call.
+        doing: Its action for the error message, such as ``"Flushing"``.
+        path: The file that it acts on.
         seconds: The limit, by default that of :func:`io_limit`; at most :func:`native.ending_seconds` once the process
             was asked to end.
 
     Raises:
-        StorageTimeoutError: It has not returned in time.
+        StorageTimeoutError: The function did not return in time.
     """
     return _made(_Call(function, doing=doing, path=path), seconds)
 
@@ -177,19 +178,20 @@ def unless_idle(
     seconds: float | None = None,
     undo: Callable[[T], object] | None = None,
 ) -> T:
-    """Act as :func:`in_time`, but give the call up only if its disk completes no request for so long.
+    """Act as :func:`in_time`, but give the call up only if its disk completes no request within the limit.
 
-    The limit begins anew with each step (:func:`doing_now`) of the function, too. Where the system does not count what
-    a disk completes, such as for network file systems, each step has ten times the limit. What the disk completes may
-    be for others, so a step has forty times the limit at most, and once the process was asked to end, the limit itself.
+    Each step of the function (:func:`doing_now`) restarts the limit, too. Where the system does not count completed
+    requests, as for network file systems, each step has ten times the limit. The requests that a disk completes may be
+    other processes', so a step has at most forty times the limit. Once the process was asked to end, the rest of the
+    call has the limit itself.
 
     Args:
-        function: The function. Calls within it are part of this one.
-        doing: What it does at first.
-        path: The file or folder that it does it to.
+        function: The function. Nested calls are part of this call.
+        doing: Its first action.
+        path: The file or folder that it acts on.
         seconds: The limit, as for :func:`in_time`.
-        undo: Undoes what the function did, given its result, if that comes too late or an interrupt keeps it from the
-            caller.
+        undo: Undoes the function's effects, given its result, if the result comes too late or an interrupt keeps it
+            from the caller.
 
     Raises:
         StorageTimeoutError: The disk does not answer.
@@ -198,13 +200,13 @@ def unless_idle(
 
 
 def when_returned(function: Callable[[], object], *, since: float) -> None:
-    """Call a function once every call that was given up has returned, which is now if there is none.
+    """Call a function once all calls that were given up have returned; at once if there are none.
 
-    This is for releasing what such a call may still use: a lock, a descriptor whose number another file would get.
+    Use it to release what such a call may still use: a lock, or a descriptor whose number another file would get.
 
     Args:
-        function: The function. If it has to wait, what it raises is lost.
-        since: When that was acquired, by ``time.monotonic()``. A call that began earlier cannot use it.
+        function: The function. If it has to wait, its errors do not reach the caller.
+        since: Time at which the resource was acquired, by ``time.monotonic()``. Calls that began earlier cannot use it.
     """
     behind = [call.returned for call in _given_up if call.began >= since and not call.returned.is_set()]
     if not behind:
@@ -221,13 +223,13 @@ def when_returned(function: Callable[[], object], *, since: float) -> None:
 
 
 def _made(call: _Call[T], seconds: float | None) -> T:
-    if getattr(_own, "call", None) is not None:
+    if getattr(_own, "call", None) is not None:  # a nested call is a step of the outer one
         with doing_now(*call.now):
             return call.function()
     _refuse_behind(call.path)
     interrupt: BaseException | None = None
     try:
-        # Without the handshake of threading.Thread.start(), which waits for ever for a thread that has no memory.
+        # threading.Thread.start() would wait for ever for a thread that fails to begin for lack of memory.
         _thread.start_new_thread(call.make, ())
     except RuntimeError:  # no thread can be started, as when the interpreter ends
         return call.function()
@@ -259,7 +261,7 @@ def _made(call: _Call[T], seconds: float | None) -> T:
 
 
 class _Limit(Generic[T]):
-    """Counts what is left of a call's time by the waits: the clock runs on while the process is stopped."""
+    """The time left for a call, counted by its waits, because a clock goes on while the process is stopped."""
 
     def __init__(self, call: _Call[T], seconds: float) -> None:
         self._call = call
@@ -276,10 +278,10 @@ class _Limit(Generic[T]):
         return min(self._idle, self._in_all)
 
     def next_wait(self, *, interrupted: bool) -> float:
-        """Return how long to wait now."""
+        """Return how many seconds to wait next, and count them as waited."""
         ending = native.ending_seconds()
         if ending is not None and not self._is_ending:
-            self._is_ending = True  # also after the process is no longer in a hurry
+            self._is_ending = True  # stays set if ending_seconds() is None again
             self._in_all = min(self._in_all, self._seconds)
         if self._call.renews and not interrupted:
             self._renew()
@@ -312,7 +314,7 @@ def _refuse_behind(path: Path) -> None:
 
 
 def _mount_of(path: Path) -> Path | None:
-    """Return where the file system of a path is mounted. Asks the system's list, and no disk."""
+    """Return the mount point of a path's file system, from the system's list of mounts: no disk is accessed."""
     names = (line.split()[1] for line in _MOUNTS.read_bytes().splitlines())
     mounts = {Path(os.fsdecode(name.decode("unicode_escape").encode("latin-1"))) for name in names}
     absolute = path.absolute()

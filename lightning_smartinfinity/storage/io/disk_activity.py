@@ -1,4 +1,4 @@
-"""Tells whether a disk still answers, by the kernel's counters of its requests."""
+"""The kernel's counters of a disk's completed requests, which show whether the disk still answers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 __all__ = ["DEVICES", "completed_requests", "counters_of"]
 
 DEVICES = Path("/sys/dev/block")
-"""Folder with a folder for each block device, partitions included, by its numbers."""
+"""Folder with one folder per block device or partition, named ``<major>:<minor>``."""
 
 # Fields of the file "stat": completed reads, writes, discards and flushes. Older kernels have fewer.
 _COMPLETED = (0, 4, 11, 15)
 
 
 def counters_of(path: Path, *, devices: Path | None = None) -> Path | None:
-    """Return the file with the counters of the device on which a path lies, or will lie once it is made.
+    """Return the file with the request counters of a path's device. The path need not exist yet.
 
     Args:
-        path: An absolute path. Asking for its device may take as long as the disk takes to answer.
+        path: An absolute path. Looking up its device may block until the disk answers.
         devices: Folder of the devices, :data:`DEVICES` by default.
 
     Returns:
-        The file, or None for what has no device of its own, such as tmpfs, overlay, btrfs and network file systems.
+        The file, or None for file systems without their own device, such as tmpfs, overlay, btrfs and network ones.
     """
     for existing in (path, *path.parents):
         try:
@@ -35,7 +35,7 @@ def counters_of(path: Path, *, devices: Path | None = None) -> Path | None:
 
 
 def completed_requests(counters: Path) -> int | None:
-    """Return how many requests a device has completed, or None if the file does not tell. Does not wait for it."""
+    """Return how many requests a device has completed, or None if unknown. Does not wait for the device."""
     try:
         fields = [int(field) for field in counters.read_text().split()]
     except (OSError, ValueError):

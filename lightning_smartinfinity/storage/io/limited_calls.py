@@ -1,4 +1,4 @@
-"""Calls that a store makes to its disks, and gives up if these do not answer."""
+"""Calls of a store to its disks, which it gives up if the disks do not answer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class LimitedCalls:
-    """Chooses how long a call for a store's files may take.
+    """Makes calls for a store's files, with the kind of time limit that suits the files.
 
     Args:
-        files: The files. What of them lies in the page cache may take long to flush.
+        files: The files. Flushing them may take long unless they all have direct I/O.
         seconds: ``TransferConfig.io_timeout``.
     """
 
@@ -27,7 +27,7 @@ class LimitedCalls:
         self._seconds = seconds
 
     def __call__(self, function: Callable[[], T], *, doing: str, path: Path) -> T:
-        """Call a function and return its result, in time (:func:`in_time`) or unless its disk is idle.
+        """Call a function and return its result, by :func:`in_time` with direct I/O, else by :func:`unless_idle`.
 
         Raises:
             StorageTimeoutError: The disk does not answer.

@@ -1,4 +1,4 @@
-"""Turns errors of the operating system and of foreign code into this package's errors, with a remedy."""
+"""Turns errors of the operating system and of third-party code into this package's errors, with a remedy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Numbers of the errors that mean that no space, or no number of files, is left."""
+"""Values of ``errno`` that mean that the space, the inodes or the user's quota are used up."""
 
 _OTHER_REMEDY = "Check the file system and the device, or choose another folder."
 _REMEDIES = {
@@ -54,7 +54,7 @@ def storage_error(number: int, *, problem: str) -> StorageError:
 
     Args:
         number: The call's ``errno``.
-        problem: A sentence that says what failed, with the path and the system's message.
+        problem: A sentence that names the failed action, the path and the system's message.
     """
     if number in FULL:
         return StorageFullError(problem, "Free space there, or choose a folder on a larger file system.")
@@ -81,7 +81,7 @@ def failure_error(failure: native.Failure, *, what: str) -> StorageError:
 
 
 def in_milliseconds(seconds: float) -> int:
-    """Return a limit as the native core takes it, at least one millisecond."""
+    """Return a time limit in milliseconds, at least one, for the native core."""
     return max(1, round(1000 * seconds))
 
 
@@ -103,7 +103,7 @@ def require_io_engine(name: str) -> None:
 def storage_errors(doing: str, path: str | Path) -> Iterator[None]:
     """Turn every OSError inside into a :class:`StorageError` about ``path``.
 
-    If a call that has a limit gets no further, its error is about ``path``, too (:func:`~.in_time.doing_now`).
+    If a call with a time limit is given up inside, its error names ``path``, too (:func:`~.deadlines.doing_now`).
 
     Args:
         doing: The attempted action, such as ``"Creating the folder"``.
@@ -118,6 +118,6 @@ def storage_errors(doing: str, path: str | Path) -> Iterator[None]:
 
 
 def in_short(error: BaseException) -> str:
-    """Return the class and the first line of an error of foreign code, in at most 160 characters."""
+    """Return the class and the first line of a third-party error, in at most 160 characters."""
     first = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first}"[:160].rstrip(" .:")

@@ -1,4 +1,4 @@
-"""One scheduler of I/O for each device that this process uses, whatever is stored there."""
+"""One I/O scheduler per device that this process uses, for all kinds of data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_smartinfinity import native
 __all__ = ["IoWait", "io_waits", "scheduler_of", "share_devices"]
 
 _schedulers: dict[int, native.IoScheduler] = {}  # by st_dev
-# A lock of the parent's may be held for ever in a forked child.
+# In a forked child, a lock that the parent held at the fork would stay locked for ever.
 os.register_at_fork(after_in_child=_schedulers.clear)
 
 
@@ -19,7 +19,7 @@ _num_processes = 1
 
 @dataclass(frozen=True, slots=True)
 class IoWait:
-    """Requests of one class that waited for those of a class on the same device, since the process began.
+    """Requests of one class that waited for requests of a class on the same device, since the process began.
 
     Args:
         waiting: The class that waited: ``"awaited"``, ``"gather"``, ``"state"``, ``"write_behind"`` or
@@ -27,7 +27,7 @@ class IoWait:
         other: The class that it waited for.
         requests: Number of requests that waited.
         nbytes: Bytes of the other class that were transferred meanwhile.
-        seconds: Time of waiting, divided among the other classes in proportion to their bytes.
+        seconds: Waiting time, divided among the other classes in proportion to their bytes.
     """
 
     waiting: str
@@ -38,7 +38,7 @@ class IoWait:
 
 
 def scheduler_of(descriptor: int) -> native.IoScheduler:
-    """Return the scheduler of the device on which an open file or folder lies."""
+    """Return the scheduler of the device that holds an open file or folder."""
     device = os.fstat(descriptor).st_dev
     if device not in _schedulers:
         _schedulers.setdefault(device, native.IoScheduler(num_processes=_num_processes))
@@ -46,15 +46,15 @@ def scheduler_of(descriptor: int) -> native.IoScheduler:
 
 
 def share_devices(num_processes: int) -> None:
-    """Let this process have an equal share of what processes of this machine may have in flight on a device.
+    """Limit this process to an equal share of the bytes that processes of this machine may have in flight on a device.
 
     Args:
-        num_processes: Their number. Devices that are in use already keep their share.
+        num_processes: Number of these processes. Devices already in use keep their share.
     """
     global _num_processes
     _num_processes = num_processes
 
 
 def io_waits() -> list[IoWait]:
-    """Return who waited for whom on the devices of this process: a row for each device and pair of classes."""
+    """Return how classes waited for each other on this process's devices: a row per device and pair of classes."""
     return [IoWait(*wait) for scheduler in list(_schedulers.values()) for wait in scheduler.waits()]

@@ -1,4 +1,4 @@
-"""Lists and removes the jobs whose state lies in a storage folder."""
+"""Lists and removes the jobs whose state is in a storage folder."""
 
 from __future__ import annotations
 
@@ -37,20 +37,21 @@ class JobFolder:
     """Describes the folder of one rank of a job in one storage folder, or a job's folder that cannot be listed.
 
     Args:
-        path: Its folder.
+        path: Path of the folder.
         rank: Number of the rank; ``UNKNOWN_RANK`` if this is a job's folder that cannot be listed.
-        pid: Process that uses the folder, or used it last, as that process saw its number; None if unknown.
+        pid: Process that uses the folder or used it last, numbered in its own PID namespace; None if unknown.
         in_use: Whether that process still uses it.
         num_bytes: Bytes allocated on storage.
         written: Time of the last write, in seconds since the epoch; None if the folder or its lock cannot be read: then
             pid, use and size are unknown, too.
-        generation: Newest committed generation, -1 before the first; None if the records are elsewhere, unreadable or
-            another user's.
+        generation: Newest committed generation, -1 before the first; None if the records are in another folder,
+            unreadable or another user's.
         kept: Whether the state is to be kept (``TransferConfig.keep``).
-        resumable_step: Step after which a training can go on from the state; None if it cannot, or as ``generation``.
-        world_size: Number of ranks of the job, as the manifest says; 0 if unknown.
+        resumable_step: Step after which a training can resume from the state; None if it cannot, or if ``generation``
+            is None.
+        world_size: Number of ranks of the job, from the manifest; 0 if unknown.
         problem: Why the folder cannot be read, or None.
-        damaged: Whether that is damage, and not a folder that is refused or another user's.
+        damaged: Whether the problem is damage, and not a folder that is refused or belongs to another user.
     """
 
     path: Path
@@ -103,12 +104,12 @@ class Job:
 
     @property
     def looked_at(self) -> bool:
-        """Whether it is known of all its folders if a process uses them."""
+        """Whether ``in_use`` is known for all its folders."""
         return all(folder.written is not None for folder in self.folders)
 
     @property
     def generation(self) -> int | None:
-        """Newest generation that all ranks have, -1 if none; None if no record lies here."""
+        """Newest generation that all ranks have, -1 if none; None if this storage folder holds no record."""
         found = [folder.generation for folder in self.folders if folder.generation is not None]
         return min(found, default=None)
 
@@ -119,7 +120,7 @@ class Job:
 
     @property
     def resumable_step(self) -> int | None:
-        """Step after which a training can go on from here; None if it cannot, or if a rank's records are elsewhere."""
+        """Step after which a training can resume from here; None if it cannot, or lacks the records of a rank."""
         records = [folder for folder in self.folders if folder.generation is not None]
         steps = [folder.resumable_step for folder in records if folder.resumable_step is not None]
         complete = len(steps) == len(records) == max((folder.world_size for folder in records), default=0)
@@ -132,7 +133,7 @@ class Job:
 
     @property
     def listed(self) -> bool:
-        """Whether its folders are known: it is not another user's."""
+        """Whether its folders could be listed, which another user's may not be."""
         return all(folder.rank != UNKNOWN_RANK for folder in self.folders)
 
     @property
@@ -147,7 +148,7 @@ def is_rank_folder(path: Path) -> bool:
 
 
 def find_jobs(storage: Path) -> list[Job]:
-    """Return the jobs in a storage folder, by name. Nothing there changes, and folders of other names are left out.
+    """Return the jobs in a storage folder, sorted by name. Nothing there changes; folders of other names are skipped.
 
     Raises:
         StorageError: The folder cannot be read.
@@ -164,13 +165,13 @@ def _find_jobs(storage: Path) -> list[Job]:
 
 
 def find_job(storage: Path, name: str) -> Job | None:
-    """Return a job in a storage folder, which need not be readable itself, or None if there is none of this name."""
+    """Return the job of this name in a storage folder, or None. The storage folder itself need not be readable."""
     folders = tuple(_folders_of(storage / name))
     return Job(storage=storage, name=name, folders=folders) if folders else None
 
 
 def absent_state(jobs: Sequence[Job]) -> str | None:
-    """Return a sentence about the ranks of a job whose state lies in none of its folders, or None if all are there.
+    """Return a sentence about the ranks of a job without state in any of its folders, or None if all have state.
 
     Args:
         jobs: The job, in every storage folder.
@@ -178,7 +179,7 @@ def absent_state(jobs: Sequence[Job]) -> str | None:
     states = [folder for job in jobs for folder in job.folders if folder.rank != UNKNOWN_RANK]
     world_size = max((folder.world_size for folder in states), default=0)
     present = {folder.rank for folder in states if folder.rank < world_size}
-    num_absent = world_size - len(present)  # which may be billions, by a manifest that somebody else has written
+    num_absent = world_size - len(present)  # may be billions by another user's manifest
     if num_absent == 0:
         return None
     absent = islice((rank for rank in range(world_size) if rank not in present), _MOST_NAMED)
@@ -188,18 +189,19 @@ def absent_state(jobs: Sequence[Job]) -> str | None:
 
 
 def remove_job(job: Job, *, kept: bool) -> list[Path]:
-    """Delete a job that no process uses: all that this package made, in all of its folders here.
+    """Delete a job that no process uses: all files of this package in the job's folders here.
 
     Args:
         job: The job.
         kept: Whether to delete state that is to be kept, too.
 
     Returns:
-        The folders that are left, because something else lies there.
+        The folders that remain because they hold other files.
 
     Raises:
-        StorageLockedError: A process uses it. Nothing was deleted.
-        StorageError: It is to be kept, or is not this user's. Nothing was deleted.
+        StorageLockedError: A process uses the job. Nothing was deleted.
+        StorageError: The job is to be kept or belongs to another user, and nothing was deleted; or a file cannot be
+            deleted.
         StorageTimeoutError: The disk does not answer.
     """
     if not job.listed:
@@ -213,7 +215,7 @@ def _remove_job(job: Job, *, kept: bool) -> list[Path]:
         for folder in job.folders:
             folders.append(RankFolder(folder.path, create=False))
             locked.callback(folders[-1].discard)
-        # Only what the locks now hold counts: the job may have run since it was listed.
+        # Ask the locked folders again: the job may have run since it was listed.
         if not kept and any(owned.is_kept() for owned in folders):
             raise StorageError(
                 f"The optimizer state of the job {job.name!r} in {str(job.storage)!r} is to be kept.",
@@ -275,7 +277,7 @@ def _with_generation(seen: JobFolder, folder: OpenFolder) -> JobFolder:
 
 
 def _generation(folder: OpenFolder, manifest: Manifest) -> int | None:
-    # Another user's numbers may say that the records are larger than this machine's memory.
+    # Another user's manifest may give records a size beyond this machine's memory.
     foreign = os.fstat(folder.descriptor).st_uid != os.geteuid()
     if foreign or folder.status(COMMIT_NAME) is None:
         return None

@@ -17,7 +17,7 @@ class Mover:
     """Carries out a rank's share of a plan. All ranks call each method, and go on only if none has raised.
 
     Args:
-        plan: What is to be done, the same on all ranks.
+        plan: The plan, the same on all ranks.
         rank: Rank of this process.
     """
 
@@ -29,10 +29,10 @@ class Mover:
         self._deleted: list[RankFolder] = []
 
     def claim(self) -> None:
-        """Lock the parts, and make the folders that they are moved into.
+        """Lock the parts, and make the job's folders that they are moved into.
 
         Raises:
-            StorageLockedError: A process uses one of them, or has changed it meanwhile.
+            StorageLockedError: A process uses a part, or has changed it since the plan was made.
             StorageError: A folder cannot be used or made.
         """
         self._deleted = [self._claimed(part) for part in self._plan.deleted_by(self._rank)]
@@ -51,7 +51,7 @@ class Mover:
         return folder
 
     def make_room(self) -> None:
-        """Delete what is replaced.
+        """Delete the parts to delete, and check that nothing is in the way of the parts to move.
 
         Raises:
             StorageError: A file cannot be deleted, or something that this package did not make is in the way.

@@ -1,13 +1,13 @@
-"""Moves interrupted trainings out of the way of a new one, each as a whole: all ranks' parts in all storage folders.
+"""Plans the move of interrupted trainings out of the way of a new one, each with all parts in all storage folders.
 
-All ranks look at what lies there (:func:`~.parts.find_parts`), and decide alike from what all of them have seen
-(:func:`plan_setting_aside`). Then they lock what they are to move (:meth:`~.mover.Mover.claim`), and only if all could,
-they delete what was set aside before and move. A kill in between leaves each part in one of the two jobs: the next
-start completes the move, and a training that resumes puts the parts together (:func:`plan_putting_together`).
+All ranks look for parts (:func:`~.parts.find_parts`), gather what each has found, and compute the same plan from it
+(:func:`plan_setting_aside`). Then they lock the parts (:meth:`~.mover.Mover.claim`). Only if all locks succeed, they
+delete what was set aside before and move. A kill in between leaves each part in one of the two jobs: the next start
+completes the move, and a training that resumes puts the parts together (:func:`plan_putting_together`).
 
 A training that resumes on another number of ranks moves aside, too (:func:`plan_making_way`), while the stores of its
-*successor* are filled from it. Its parts then name the successor. When that is whole, they are deleted; if a kill comes
-before, what there is of the successor is deleted, and they are moved back.
+*successor* are filled from it. Its parts then name the successor. Once the successor is complete, the parts are
+deleted. After a kill before that, the incomplete successor is deleted and the parts are moved back.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _MAY_HAVE_STEPS = (Condition.RESUMABLE, Condition.DAMAGED)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Lists the parts that are moved and deleted, each with the rank that does it.
+    """The parts to move and to delete, each with the rank that does it.
 
     Args:
         job: The job that parts are moved to.
         moved: Parts to move.
-        deleted: Parts to delete before, which are replaced or of no use.
-        left: Parts that stay beside the new training.
-        aside: Whether parts are set aside; otherwise a training that resumes puts its parts together.
+        deleted: Parts to delete first, which are replaced or useless.
+        left: Parts that stay, in addition to those of the new training.
+        aside: Whether parts are set aside. If not, a training that resumes puts its parts together.
         successor: Job id of the stores that are filled from what is set aside; None if there are none.
         step: Step after which the training was interrupted.
-        replaced: Step after which the one was interrupted that was set aside before; None if there was none.
+        replaced: Step after which the replaced training was interrupted; None if no resumable training is replaced.
         is_damaged: Whether nothing can be resumed from what is set aside, because manifests or records are damaged.
     """
 
@@ -63,7 +63,7 @@ class Plan:
         return [part for mover, part in self.deleted if mover == rank]
 
     def left_to(self, rank: int) -> list[Part]:
-        """Return the parts that stay of those that a rank looks after."""
+        """Return the parts that stay, of those that a rank is responsible for."""
         return [part for mover, part in self.left if mover == rank]
 
     @property
@@ -78,16 +78,17 @@ class Plan:
 
 
 def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequence[Sequence[Path]]) -> Plan:
-    """Decide what has to be moved to the job ``<job>.aside`` before a new training begins.
+    """Plan the move of interrupted trainings to the job ``<job>.aside`` before a new training begins.
 
     Args:
-        seen: For each rank, what it has seen of the job and of ``<job>.aside``.
+        seen: For each rank, the parts that it found of the job and of ``<job>.aside``.
         job: ``TransferConfig.job`` of the new training.
-        folders: For each rank of it, the storage folders, as absolute paths.
+        folders: For each rank of the new training, the storage folders, as absolute paths.
 
     Raises:
-        StorageError: A store in the way, or what was set aside before, is marked ``keep``; a training has gone on with
-            what was set aside before; or a part of the training to move is missing.
+        StorageError: A store in the way, or set aside before, is marked ``keep``; a training was resumed from what was
+            set aside before; a part of the training to move is missing; or a damaged training would replace one that
+            can be resumed.
     """
     movers = movers_of(seen)
     aside, of_job = f"{job}{ASIDE}", {part: rank for part, rank in movers.items() if part.job == job}
@@ -96,14 +97,14 @@ def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Seq
     _refuse_kept(in_the_way)
     moved: list[Training] = []
     for training in trainings_in(movers, job, aside):
-        begun = len(training.parts_in(job)) < len(training.parts)
+        begun = len(training.parts_in(job)) < len(training.parts)  # a kill interrupted the move
         if in_the_way.intersection(training.parts) or (begun and training.condition in _MAY_HAVE_STEPS):
             if training.condition is Condition.TORN:
                 raise _torn(training, job)
             if training.condition in _MAY_HAVE_STEPS:
                 moved.append(training)
     whole = {part for training in moved for part in training.parts}
-    # Ranks that there are no more, or that ran on another machine, have left the rest; the others replace their own.
+    # The rest is of ranks that no longer exist, or that ran on another machine. Other ranks replace their own parts.
     rest = {part for part, rank in of_job.items() if part not in in_own_folder or part.rank != rank} - whole
     useless = _useless(movers, job, aside)
     unused = tuple((movers[part], part) for part in movers if part in rest and part in useless)
@@ -126,16 +127,16 @@ def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Seq
 
 
 def plan_making_way(seen: Sequence[Sequence[Part]], *, job: str, training: Training, successor: bytes) -> Plan:
-    """Decide what has to be moved to ``<job>.aside`` so that a training goes on there in stores of other ranks.
+    """Plan the move of a training to ``<job>.aside``, so that it resumes in new stores for another number of ranks.
 
     Args:
-        seen: For each rank, what it has seen of the job and of ``<job>.aside``.
+        seen: For each rank, the parts that it found of the job and of ``<job>.aside``.
         job: ``TransferConfig.job`` of the training.
-        training: The training, whose parts all lie in that job.
-        successor: Job id of the stores that are filled from it.
+        training: The training, whose parts are all in that job.
+        successor: Job id of the new stores, which are filled from the training's.
 
     Raises:
-        StorageError: As for :func:`plan_setting_aside`, of what was set aside before.
+        StorageError: What was set aside before is marked ``keep``, or a training was resumed from it.
     """
     movers, aside = movers_of(seen), f"{job}{ASIDE}"
     deleted, replaced = _replaced(movers, aside, training.parts)
@@ -152,7 +153,7 @@ def plan_making_way(seen: Sequence[Sequence[Part]], *, job: str, training: Train
 def _replaced(
     movers: Mapping[Part, int], aside: str, moved: Collection[Part]
 ) -> tuple[tuple[tuple[int, Part], ...], int | None]:
-    """Return what was set aside before, which goes, and the step after which that training was interrupted."""
+    """Return the parts set aside before, to be deleted, and the step after which their training was interrupted."""
     before = [part for part in movers if part.job == aside and part not in moved]
     _refuse_kept(before)
     replaced = trainings_in(before, aside)
@@ -163,14 +164,14 @@ def _replaced(
 
 
 def plan_putting_together(seen: Sequence[Sequence[Part]], *, job: str) -> Plan:
-    """Decide which parts of a training that is to be resumed have to be moved to its job from another name of it.
+    """Plan which parts of a training that resumes move to its job from the other jobs of :func:`jobs_beside`.
 
     Args:
-        seen: For each rank, what it has seen of :func:`jobs_beside`.
+        seen: For each rank, the parts that it found of :func:`jobs_beside`.
         job: ``TransferConfig.job`` of the training that resumes.
 
     Raises:
-        StorageError: Nothing can be resumed under this name, and an interrupted training lies under another one.
+        StorageError: The job has no training to resume, but one of the other jobs has.
     """
     movers = movers_of(seen)
     plan = _plan_of_succession(movers, job)
@@ -195,9 +196,10 @@ def plan_putting_together(seen: Sequence[Sequence[Part]], *, job: str) -> Plan:
 
 
 def _plan_of_succession(movers: Mapping[Part, int], job: str) -> Plan | None:
-    """Return how to end a change to other ranks that a kill has interrupted, or that is complete; None: there is none.
+    """Return the plan that ends a change of the number of ranks; None if there is none to end.
 
-    The plan deletes the stores that were being filled and moves the others back; or it deletes the others.
+    If the successor is complete, the plan deletes the stores that it was filled from. If a kill came before that, the
+    plan deletes the successor and moves those stores back.
     """
     aside = f"{job}{ASIDE}"
     for successor in dict.fromkeys(part.successor for part in movers if part.job == aside and part.successor):
@@ -221,7 +223,7 @@ def _plan_of_succession(movers: Mapping[Part, int], job: str) -> Plan | None:
 
 
 def _useless(parts: Iterable[Part], job: str, aside: str) -> set[Part]:
-    """Return the parts of a job that nothing can be resumed from, that nobody keeps and no process uses."""
+    """Return the parts of a job that cannot be resumed from, are not marked ``keep``, and are not in use."""
     everything = list(parts)
     saves_nothing = {part for part in everything if part.job == job and part.store is None and not part.is_damaged}
     for training in trainings_in(everything, job, aside):
@@ -240,7 +242,7 @@ def _refuse_kept(parts: Iterable[Part]) -> None:
 
 
 def _require_replaceable(training: Training) -> None:
-    """Check that no training has gone on with what was set aside before."""
+    """Check that no training was resumed from what was set aside before."""
     gone_on = [part for part in training.parts if not part.is_aside]
     if gone_on and training.condition is not Condition.NO_STEP:
         job = gone_on[0].job

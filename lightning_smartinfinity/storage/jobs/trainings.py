@@ -1,4 +1,4 @@
-"""Brings together the parts of trainings that processes have found, and says what can be done with each training."""
+"""Groups the parts that all ranks have found into trainings, and determines the condition of each training."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ __all__ = ["Condition", "Training", "jobs_beside", "movers_of", "trainings_in"]
 
 
 class Condition(Enum):
-    """Says what can be done with a training that has left its parts on storage."""
+    """Condition of a training that has left its parts on storage."""
 
     RESUMABLE = auto()
-    """It has taken a step, and all of its parts are there."""
+    """It has taken a step, and all of its parts were found."""
 
     TORN = auto()
-    """It may have taken a step, and parts of it are missing, which may be on a drive that is not mounted."""
+    """It may have taken a step, and parts of it are missing, for example because a drive is not mounted."""
 
     DAMAGED = auto()
-    """All of its parts are there. It may have taken a step, but damage to a manifest or record hides which."""
+    """All of its parts were found. It may have taken a step, but damage to a manifest or record hides which."""
 
     NO_STEP = auto()
-    """There is nothing in it that resuming would save."""
+    """It holds nothing that is worth resuming."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The parts of one training, as all ranks together have seen them.
+    """The parts of one training that all ranks together have found.
 
     Args:
         parts: The parts, at least one.
-        condition: What can be done with it.
-        point: The newest point that all ranks have whose first part is there; None if there is none.
-        missing: Rank and number of the storage folder of a part that is missing, or None.
+        condition: Condition of the training.
+        point: The newest point that is common to all ranks whose first part was found; None if there is none.
+        missing: Rank and index of the storage folder of a missing part, or None.
     """
 
     parts: tuple[Part, ...]
@@ -48,7 +48,7 @@ class Training:
 
     @property
     def step(self) -> int:
-        """Step after which it was interrupted; 0 before the first, or if the parts do not tell."""
+        """Step after which it was interrupted; 0 before the first step, or if unknown."""
         return 0 if self.point is None or self.point.number == 0 else self.point.step
 
     def parts_in(self, job: str) -> list[Part]:
@@ -57,15 +57,15 @@ class Training:
 
 
 def jobs_beside(job: str) -> list[str]:
-    """Return the names under which parts of a job's training may lie: its own, and where they are moved to or from."""
+    """Return the jobs that may hold parts of a job's training: itself, and those that parts are moved to or from."""
     return [job, f"{job}{ASIDE}", *([job.removesuffix(ASIDE)] if job.endswith(ASIDE) and job != ASIDE else [])]
 
 
 def trainings_in(parts: Iterable[Part], job: str, other: str | None = None) -> list[Training]:
-    """Return the trainings that have parts in a job; what is missing of one there is looked for in ``other``.
+    """Return the trainings that have parts in a job; parts that are missing there are looked up in ``other``.
 
-    A part without a readable manifest belongs to the training whose missing part was in that folder. The rest of these
-    parts are taken for one training.
+    A part without a readable manifest is assigned to the training whose missing part was in that folder. The remaining
+    ones count as one training.
     """
     everything = list(parts)
     unreadable = [part for part in everything if part.store is None and part.is_damaged]
@@ -111,7 +111,7 @@ def _in_place_of_missing(readable: Sequence[Part], unreadable: Iterable[Part]) -
 
 
 def _place_of(part: Part, first: Part) -> tuple[int, int] | None:
-    """Return rank and device of a part, by the folders of a training's first part if its own manifest is unreadable."""
+    """Return rank and device of a part; if its manifest is unreadable, its device by the folders of ``first``."""
     if part.store is not None:
         return part.rank, part.device
     storage = str(part.storage)
@@ -119,16 +119,16 @@ def _place_of(part: Part, first: Part) -> tuple[int, int] | None:
 
 
 def _missing(parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
-    """Yield rank and device of what a training lacks; a manifest may speak of billions of ranks."""
+    """Yield rank and device of each missing part: not a list, since a manifest may name billions of ranks."""
     present = {_place_of(part, parts[0]) for part in parts}
     devices = range(len(parts[0].folders))
     return (place for place in product(range(parts[0].world_size), devices) if place not in present)
 
 
 def _is_gone(rank: int, device: int, parts: Sequence[Part], around: Collection[Part]) -> bool:
-    """Return whether something else lies where a missing part must have been.
+    """Return whether a missing part's folder holds something else now.
 
-    Of a training on several machines nobody knows which of them that was, and all may have disks of the same path.
+    It is False for a training on several machines: the part's machine is unknown, and all may have the same paths.
     """
     storage, machine, jobs = Path(parts[0].folders[device]), parts[0].machine, {part.job for part in parts}
     return parts[0].num_machines == 1 and any(
@@ -137,7 +137,7 @@ def _is_gone(rank: int, device: int, parts: Sequence[Part], around: Collection[P
 
 
 def movers_of(seen: Sequence[Sequence[Part]]) -> dict[Part, int]:
-    """Return each part that was seen, once, with the rank that looks after it: its own, or else the first to see it."""
+    """Return each part once, with the rank responsible for it: its own rank if that found it, else the first to do."""
     movers: dict[object, tuple[int, Part]] = {}
     for rank, parts in enumerate(seen):
         for part in parts:

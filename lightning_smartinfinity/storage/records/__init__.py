@@ -1,1 +1,1 @@
-"""The record of a training and the residual of compressed gradients, which a step writes beside the state."""
+"""The training record and the residual of compressed gradients, which are stored in addition to the state."""

@@ -1,7 +1,7 @@
-"""The residual of compressed gradients that belongs to a training record, in a file beside the records.
+"""The file of the residual of compressed gradients that belongs to a training record.
 
-It is as large as the gradients in fp32, so it is written while training goes on. residual-0.bin and residual-1.bin take
-turns as the records do: that of record ``n`` is in file ``n % 2``. A file, little endian::
+A residual is as large as the gradients in fp32, so it is written while training goes on. residual-0.bin and
+residual-1.bin alternate as the records do: the residual of record ``n`` is in file ``n % 2``. A file, little endian::
 
     f32[numel]  the residual
                 zeros up to whole blocks
@@ -16,8 +16,8 @@ turns as the records do: that of record ``n`` is in file ``n % 2``. A file, litt
     u32         CRC32C of everything from the magic on
                 zeros up to whole blocks
 
-What follows the residual is written last. So a process that was killed meanwhile leaves the end of an older residual,
-or none, and the file is not taken for the record's.
+The part from the magic on, the end of the file, is written last. A process that is killed during the write leaves the
+end of an older residual, or zeros, so the file does not count as this record's.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ _VERSION = 1
 _HEADER = struct.Struct("<8sII16s16sqQ")
 _CRC_BYTES = 4
 _ITEM_BYTES = 4
-_PART_BYTES = 4 << 20  # what has one checksum
+_PART_BYTES = 4 << 20  # per checksum
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualOf:
-    """Says whose residual a file holds.
+    """Identifies the residual in a file.
 
     Args:
-        identity: The mark of the store's extents.
+        identity: Identity of the store, as in its extents.
         run: Run of the training record.
         number: Number of the training record.
         numel: Number of values.
@@ -84,7 +84,7 @@ class ResidualOf:
 
     @property
     def end_offset(self) -> int:
-        """Offset of what follows the residual."""
+        """Offset of the end of the file, in bytes."""
         return whole_blocks(self.nbytes)
 
     @property
@@ -93,20 +93,20 @@ class ResidualOf:
         return _file_bytes(self.numel)
 
     def end(self, checksums: NDArray[np.uint32]) -> bytes:
-        """Return what follows the residual, without padding."""
+        """Return the content of the end of the file, without padding."""
         identity = self.identity
         header = _HEADER.pack(_MAGIC, _VERSION, identity.rank, identity.job, self.run, self.number, self.numel)
         content = header + checksums.astype("<u4").tobytes()
         return content + _packed_crc(content)
 
     def checksums_in(self, end: bytes) -> NDArray[np.uint32] | None:
-        """Return the checksums in what follows a residual; None if it is not the end of this one, or is damaged."""
+        """Return the checksums in the end of a file; None if it is damaged or belongs to another residual."""
         checksums = np.frombuffer(end, "<u4", _num_parts(self.numel), _HEADER.size)
         expected = self.end(checksums)
         return checksums if end[: len(expected)] == expected else None
 
     def is_older(self, end: bytes) -> bool:
-        """Return whether a file ends as it did before the write of this residual: as another one, or as it was made."""
+        """Return whether the end of a file is from before this residual's write: another residual's, or all zeros."""
         nbytes = _end_bytes(self.numel)
         content, checksum = end[: nbytes - _CRC_BYTES], end[nbytes - _CRC_BYTES : nbytes]
         is_intact = content.startswith(_MAGIC) and checksum == _packed_crc(content)
@@ -114,7 +114,7 @@ class ResidualOf:
 
 
 def part_checksums(values: NDArray[np.float32]) -> NDArray[np.uint32]:
-    """Return the CRC32C of each part of a residual that has one."""
+    """Return the CRC32C of each 4 MiB of a residual."""
     data = values.view(np.uint8)
     return np.array([_crc(data[at : at + _PART_BYTES]) for at in range(0, data.size, _PART_BYTES)], np.uint32)
 
@@ -125,7 +125,7 @@ def residual_bytes(numel: int) -> int:
 
 
 def was_cut_short(folder: OpenFolder, residual: ResidualOf) -> bool:
-    """Return whether the write of a residual has not come to its end, as after a kill. Its values are not read.
+    """Return whether the write of a residual was interrupted, as by a kill. Its values are not read.
 
     Raises:
         StorageError: The file cannot be read.
@@ -141,13 +141,13 @@ def damaged_parts(
     into: NDArray[np.float32] | None = None,
     advance: Advance = lambda nbytes: None,
 ) -> Iterator[str]:
-    """Read a residual, past the page cache where the file system can, and yield a sentence about all that is damaged.
+    """Read a residual, with direct I/O where possible, and yield a sentence about each damaged part.
 
     Args:
         folder: The rank's first folder.
         residual: Which residual.
-        into: float32[numel] that takes the values; None: they are only compared with their checksums.
-        advance: Called with the bytes of each part.
+        into: float32[numel] for the values; None to only compare them with their checksums.
+        advance: Called with the number of bytes of each part.
 
     Raises:
         StorageError: The file cannot be read.
@@ -183,10 +183,10 @@ def read_residual(folder: OpenFolder, residual: ResidualOf, into: NDArray[np.flo
     Args:
         folder: The rank's first folder.
         residual: Which residual.
-        into: float32[numel] that takes the values.
+        into: float32[numel] for the values.
 
     Raises:
-        StorageCorruptError: It is damaged.
+        StorageCorruptError: The residual is damaged.
         StorageError: The file cannot be read.
     """
     for problem in damaged_parts(folder, residual, into=into):
@@ -206,7 +206,7 @@ def _file_bytes(numel: int) -> int:
 
 
 def _read_end(folder: OpenFolder, residual: ResidualOf) -> bytes | None:
-    """Return what follows a residual in its file; None if the file is missing or too short."""
+    """Return the end of a residual's file, with padding; None if the file is missing or too short."""
     with storage_errors("Reading", folder.path / residual.name):
         status = folder.status(residual.name)
         if status is None or status.st_size < residual.file_bytes:

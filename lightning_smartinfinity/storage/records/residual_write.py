@@ -29,14 +29,14 @@ _NEVER_FREED: list[object] = []
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
-    """How residuals are written.
+    """Options for writing residuals.
 
     Args:
-        direct: Whether past the page cache.
+        direct: Whether to use direct I/O.
         io_engine: ``TransferConfig.io_engine``.
         io_timeout: ``TransferConfig.io_timeout``.
         flush: Whether to flush the device.
-        in_time: Makes other calls to the disk.
+        in_time: Makes the other calls to the disk, with a time limit.
     """
 
     direct: bool
@@ -47,13 +47,13 @@ class WriteOptions:
 
 
 class ResidualWrite:
-    """A residual on its way to its file, from construction to :meth:`finish`. Nothing may change it meanwhile.
+    """A write of a residual by a thread, from construction to :meth:`finish`. The values must not change meanwhile.
 
     Args:
-        folder: The rank's first folder, which has the file.
+        folder: The rank's first folder, which holds the file.
         residual: Which residual.
         values: float32[numel], aligned to blocks.
-        options: How it is written.
+        options: Options for writing.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ResidualWrite:
             self._run()
 
     def finish(self) -> StorageError | None:
-        """Return when the write has ended, and why it failed, if it did."""
+        """Wait until the write has ended; return its error, or None if it succeeded."""
         if self._thread.is_alive():
             self._thread.join()
         return self._failure
@@ -99,8 +99,8 @@ class ResidualWrite:
                 )
             try:
                 with storage_errors("Allocating", path):
-                    # The file has these bytes already, and does not grow. The store gives bytes back that nothing
-                    # refers to, unless it was closed before.
+                    # The file has these bytes already, so it does not grow. It keeps them because the store is closed
+                    # while the extent exists: an open store shortens the file when the extent is freed.
                     extent = store.allocate(self._residual.file_bytes)
                 self._write_into(extent, store, file, values)
             finally:
@@ -122,7 +122,7 @@ class ResidualWrite:
         residual = self._residual
         whole = values.nbytes // BLOCK_BYTES * BLOCK_BYTES
         data = values.view(np.uint8)
-        # The last block holds less than a block of the residual. It is written with what follows.
+        # The residual's last, incomplete block is written together with the end of the file.
         last = np.frombuffer(native.HostBuffer(residual.file_bytes - whole).memoryview(), np.uint8)
         last[: data.size - whole] = data[whole:]
         started = self._start(store, extent, data[:whole], 0) if whole else None

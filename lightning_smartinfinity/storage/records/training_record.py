@@ -1,11 +1,10 @@
-"""The training record: what a training needs beside its optimizer state to go on from a generation.
+"""The training record: what a training needs, in addition to its optimizer state, to resume from a generation.
 
 A commit record makes a generation current within ``optimizer.step()``. What the loop does afterwards (schedulers,
-callbacks, random numbers) belongs to the step, too. So the loop writes a record of its own when it is done with the
-step, and before anything of the next generation is written. A training resumes from the newest generation that has
-both.
+callbacks, random numbers) belongs to the step, too. So the loop writes its own record when it has finished the step,
+and before anything of the next generation is written. A training resumes from the newest generation that has both.
 
-training-0.bin and training-1.bin take turns: record ``n`` goes to file ``n % 2``. A file, little endian::
+training-0.bin and training-1.bin alternate: record ``n`` goes to file ``n % 2``. A file, little endian::
 
     8 bytes    magic LSITRN01
     u32        version (3)
@@ -14,9 +13,9 @@ training-0.bin and training-1.bin take turns: record ``n`` goes to file ``n % 2`
     16 bytes   id of the run: the job id at first, and a new one after each resume
     i64        number of the record
     i64        generation that was the newest, or about to be committed, when the record was written; -1 if no more
-               records follow, and the content says why
+               records follow, for the reason in the content
     i64        optimizer steps of the training so far
-    u64        number of values of the residual that belongs to the record, in a file beside it (``residual_file``)
+    u64        number of values of the residual that belongs to the record, in its own file (``residual_file``)
     u64        length of the content in bytes
     bytes      content
     u32        CRC32C of everything before
@@ -48,7 +47,7 @@ _VERSION = 3
 _HEADER = struct.Struct("<8sII16s16sqqqQQ")
 _CHECKSUM = struct.Struct("<I")
 _MOST_BYTES = 1 << 44  # far above what any training has
-_ENDED = -1  # in place of a generation
+_ENDED = -1  # generation of a record that no more records follow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +58,9 @@ class TrainingRecord:
         number: Number of the record, 0 before the training's first step. The newer of two has the higher one.
         generation: Generation of the optimizer state that it belongs to.
         step: Optimizer steps of the training so far, for messages.
-        run: 16 bytes that all ranks of a training have in common from its beginning, or its last resume, on. Copies of
-            a store that went on apart from each other differ in it.
-        content: What the training wrote.
+        run: 16 bytes common to all ranks of a training since its start or last resume. Copies of a store from which
+            trainings resumed separately differ in it.
+        content: Content that the training wrote.
         residual_numel: Number of values of the residual of compressed gradients that belongs to it; 0 if there is none.
     """
 
@@ -74,7 +73,7 @@ class TrainingRecord:
 
     @property
     def end(self) -> str | None:
-        """Why no more records follow, if this is what was written instead of them; then there is nothing to resume."""
+        """Why no more records follow, if this record says so: there is then nothing to resume. Else None."""
         return self.content.decode(errors="replace") if self.generation == _ENDED else None
 
     @property
@@ -87,14 +86,14 @@ class TrainingRecords:
     """The training records of a store that this process owns.
 
     Args:
-        folder: The rank's first folder. The first record makes both files.
-        identity: The mark of the store's extents.
-        options: How residuals are written; records are written and flushed accordingly.
+        folder: The rank's first folder. Writing the first record creates both files.
+        identity: Identity of the store, as in its extents.
+        options: Options for writing residuals; records are flushed and limited in time likewise.
 
     Attributes:
         current: The record written or resumed from last; None if there is none.
         run: ``TrainingRecord.run`` of the records to write.
-        residual_failure: Why the residual of the current record could not be written, if it could not.
+        residual_failure: Error of the last finished write of a residual, or None.
         nbytes: Bytes of the records and residuals written so far.
     """
 
@@ -107,7 +106,7 @@ class TrainingRecords:
         self._identity = identity
         self._options = options
         self._in_time = options.in_time
-        # Of the record that was to be written last.
+        # Of the last call of write(), even if it failed.
         self._last_number: int | None = None
         self._last_generation = -1
         self._before: TrainingRecord | None = None  # the one before the current one
@@ -124,13 +123,13 @@ class TrainingRecords:
             step: Optimizer steps of the training so far, for messages.
             content: What the training needs.
             has_steps: Whether the training has taken a step.
-            residual: float32 memory that holds the residual of the generation once it is committed; None: there is
-                none. :meth:`write_residual` writes it.
+            residual: float32 memory that holds the generation's residual once the generation is committed, for
+                :meth:`write_residual`; None if there is none.
 
         Raises:
             StorageError: The record could not be written. The one before it is intact.
         """
-        # A record that fails has a number, too: ranks resume from the number that all of them have.
+        # A record that fails uses up its number, too: ranks resume from a number that all of them have.
         self._last_number = int(has_steps) if self._last_number is None else self._last_number + 1
         self._last_generation = generation
         record = TrainingRecord(
@@ -149,13 +148,13 @@ class TrainingRecords:
         self._before, self.current, self._residual = self.current, record, residual
 
     def rewrite(self, content: bytes) -> None:
-        """Exchange the content of the current record, and nothing else of it. A kill leaves the old content or the new.
+        """Replace only the content of the current record. A kill leaves the old content or the new one.
 
         Args:
-            content: What the training needs now.
+            content: The new content.
 
         Raises:
-            StorageError: It could not be written. The record is as it was.
+            StorageError: It could not be written. The record is unchanged.
         """
         assert self.current is not None
         record = replace(self.current, content=content)
@@ -172,15 +171,15 @@ class TrainingRecords:
             self._folder.allocate_missing(*TRAINING_NAMES)
         residual = residual_of(record, self._identity)
         if residual is not None:
-            # Both at once, so that a full disk shows before the first one is written.
+            # Allocate both files at once, so that a full disk raises before the first one is written.
             self._folder.allocate_missing(*RESIDUAL_NAMES, num_bytes=residual.file_bytes)
         return _write(self._folder.inside, record, identity=self._identity, flush=self._options.flush)
 
     def write_residual(self, generation: int) -> None:
-        """Start to write the residual that belongs to the current record, if the record's generation is this one.
+        """Start to write the residual that belongs to the current record, if the record is of this generation.
 
-        Until :meth:`finish_residual` has returned, the residual may not change, and nothing may be written to the
-        places of the generation before: a training could then resume from neither.
+        Until :meth:`finish_residual` has returned, the residual must not change, and the places of the generation
+        before must not be written to: otherwise, after a kill, a training could resume from neither generation.
 
         Args:
             generation: The newest generation; its residual is in memory.
@@ -196,7 +195,7 @@ class TrainingRecords:
         self.nbytes += residual.file_bytes
 
     def finish_residual(self) -> None:
-        """Return when no residual is being written. A failure is kept in ``residual_failure``."""
+        """Wait until no residual is being written. Its error is stored in ``residual_failure``."""
         if self._residual_write is not None:
             self.residual_failure = self._residual_write.finish()
             self._residual_write = None
@@ -205,10 +204,10 @@ class TrainingRecords:
         """Read the residual that belongs to the current record.
 
         Args:
-            into: float32[residual_numel] that takes it.
+            into: float32[residual_numel] for the values.
 
         Raises:
-            StorageCorruptError: It is damaged.
+            StorageCorruptError: The residual is damaged.
             StorageError: The file cannot be read.
         """
         residual = None if self.current is None else residual_of(self.current, self._identity)
@@ -216,9 +215,9 @@ class TrainingRecords:
         read_residual(self._folder.inside, residual, into)
 
     def forget_behind(self, generation: int) -> None:
-        """Erase the current record if its generation comes behind this one: a later one may become another state.
+        """Erase the current record if its generation is newer than this one, and make the record before it current.
 
-        The record before it becomes the current one.
+        The erased record's generation was not committed, and another state may be committed under its number.
 
         Raises:
             StorageError: It could not be erased.
@@ -233,15 +232,15 @@ class TrainingRecords:
             )
             self.current, self._before = self._before, None
         if self._last_number is not None and self._last_generation > generation:
-            # The next record goes where this one was, and not over the one that a training would resume from now.
+            # Skip a number: the next record then replaces the erased one, and not the one before, which is now needed.
             self._last_number += 1
             self._last_generation = generation
 
     def end(self, reason: str) -> None:
-        """Write, in place of all records, that no more of them follow.
+        """Replace all records by one that states that no more follow.
 
         Args:
-            reason: Why.
+            reason: The reason, which the error of a training that resumes contains.
 
         Raises:
             StorageError: It could not be written.
@@ -266,11 +265,11 @@ class TrainingRecords:
         _write(self._folder.inside, record, identity=self._identity, flush=self._options.flush)
 
     def resume_from(self, number: int, *, run: bytes) -> None:
-        """Take over the record of this number. A newer one is erased: its generation will be another one.
+        """Make the record of this number current, and erase a newer one, whose generation will be another state.
 
         Args:
             number: Number of the record.
-            run: The run that begins now.
+            run: Id of the run that begins now.
 
         Raises:
             StorageError: A file cannot be read or emptied.
@@ -326,7 +325,7 @@ def _erase(folder: OpenFolder, number: int) -> None:
 
 
 def read_training_records(folder: OpenFolder, *, identity: native.Identity) -> list[TrainingRecord]:
-    """Return the intact records of a store, newest first: at most two, none in the store of an older version.
+    """Return the intact records of a store, newest first: at most two, and none for a store of an older version.
 
     Raises:
         StorageError: A file cannot be read.
@@ -336,7 +335,7 @@ def read_training_records(folder: OpenFolder, *, identity: native.Identity) -> l
 
 
 def damaged_training_records(folder: OpenFolder, *, identity: native.Identity) -> list[str]:
-    """Return the names of the files that hold something, but no intact record.
+    """Return the names of the files that are not empty, but hold no intact record.
 
     Raises:
         StorageError: A file cannot be read.
@@ -372,7 +371,7 @@ def _read(folder: OpenFolder, number: int, identity: native.Identity) -> Trainin
 
 
 def residual_of(record: TrainingRecord, identity: native.Identity) -> ResidualOf | None:
-    """Return which residual belongs to a record of the store with this mark; None if there is none."""
+    """Return which residual belongs to a record of the store with this identity; None if there is none."""
     if record.residual_numel == 0:
         return None
     return ResidualOf(identity=identity, run=record.run, number=record.number, numel=record.residual_numel)

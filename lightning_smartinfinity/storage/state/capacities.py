@@ -29,7 +29,7 @@ class Capacities:
         self._extents = extents
         self._ranks = ranks
         self._has_warned = False
-        # A file may have any length: bytes behind its last whole place are not used.
+        # A file may have any length: bytes after its last whole place are not used.
         lengths = [folder.size_of(STATE_NAME) for folder in folders]
         self._places = [length // max(1, extents.place_bytes) for length in lengths]
 
@@ -56,7 +56,7 @@ class Capacities:
         """Extend each file to at least this many places, if its file system has room for all ranks (``has_room``).
 
         Returns:
-            Whether all files have that many places. The log says why not, once.
+            Whether all files have that many places. If not, the reason is logged once.
         """
         try:
             self.make_room(places)
@@ -68,7 +68,7 @@ class Capacities:
         return True
 
     def make_room(self, places: Sequence[int]) -> None:
-        """Act as :meth:`grow`, but raise an error that says why a file could not be extended.
+        """Act as :meth:`grow`, but raise if a file cannot be extended.
 
         Raises:
             StorageFullError: Less than half of the free space would stay free.

@@ -50,11 +50,11 @@ def claim_folders(folders: Sequence[Path], *, job: str, rank: int, create: bool,
 
 
 def clear_folders(folders: Sequence[RankFolder]) -> None:
-    """Delete the leftover of an earlier process; a training that can be resumed was set aside before.
+    """Delete the leftover of an earlier process; callers set a training that can be resumed aside first.
 
     Raises:
-        StorageError: A store there is marked ``keep``, or something lies there that this package did not make. Nothing
-            was deleted.
+        StorageError: A store there is marked ``keep``, and nothing was deleted; or this package did not make a file
+            that is in the way, or a file cannot be deleted.
     """
     for folder in folders:
         folder.refuse_kept()
@@ -63,7 +63,7 @@ def clear_folders(folders: Sequence[RankFolder]) -> None:
 
 
 def fill_folders(folders: Sequence[RankFolder], manifest: Manifest) -> None:
-    """Preallocate the files; the manifest comes last, so that a store with a manifest is complete.
+    """Preallocate the files, and write the manifests last, so that a store with a manifest is complete.
 
     Raises:
         StorageFullError: There is too little space.

@@ -15,7 +15,7 @@ commit.bin has two halves of whole blocks; generation ``g`` goes to half ``g % 2
     u16[T]     device of each tasklet: index of the storage folder with that file
     u32        CRC32C of everything before
 
-A record is erased by a mark in its first block, not by zeros: a block of zeros is one that was never written.
+A record is erased by a mark in its first block, not by zeros, because zeros mean that a half was never written.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Records(NamedTuple):
 
     Attributes:
         intact: The intact records (at most two), newest first.
-        problem: A sentence about a half that was written and is no record now, or None.
+        problem: A sentence about a half that was written but holds no valid record, or None.
     """
 
     intact: list[CommitRecord]
@@ -128,13 +128,13 @@ def write_record(folder: OpenFolder, record: CommitRecord, *, job: bytes, flush:
 
 
 def erase_record(folder: OpenFolder, record: CommitRecord, *, flush: bool) -> None:
-    """Make a record unreadable, even one that was written in part. Raises as :func:`write_record`."""
+    """Erase a record, even one that was only partly written. Raises as :func:`write_record`."""
     with storage_errors("Erasing the commit record", folder.path / COMMIT_NAME):
         _write_at(folder, _ERASED, _record_offset(record), flush=flush)
 
 
 def flush_records(folder: OpenFolder) -> None:
-    """Return when the records are on the device. Raises as :func:`write_record`."""
+    """Flush the records to the device. Raises as :func:`write_record`."""
     with storage_errors("Flushing", folder.path / COMMIT_NAME), folder.reader(COMMIT_NAME) as file:
         os.fsync(file.fileno())
 
@@ -150,21 +150,22 @@ def read_records(folder: OpenFolder, *, num_tasklets: int, num_parameters: int, 
     problem = f"A commit record in {str(path)!r} was torn by a power loss or damaged since."
     with storage_errors("Reading the commit record", path), folder.reader(COMMIT_NAME) as file:
         if os.fstat(file.fileno()).st_size < _length(num_tasklets, num_parameters):
-            return Records([], None)  # the numbers may be a damaged manifest's, and larger than this machine's memory
+            return Records([], None)  # a damaged manifest may give a size beyond this machine's memory
         halves = file.read(size), file.read(size)
     found = [decode_record(half, num_tasklets=num_tasklets, num_parameters=num_parameters, job=job) for half in halves]
-    # A record that lies in the other half is one that a disk has put in the wrong place.
+    # A record in the other half does not count: a disk has put it in the wrong place.
     intact = [record for number, record in enumerate(found) if record is not None and record.generation % 2 == number]
     intact.sort(key=lambda record: record.generation, reverse=True)
-    written = intact[0].generation + 1 if intact else 0  # generations, each of which went to the one half or the other
+    written = intact[0].generation + 1 if intact else 0  # generations, in alternating halves
     num_empty = sum(half == bytes(size) for half in halves)
     num_erased = sum(half.startswith(_ERASED) for half in halves)
+    # Halves may be empty only until both were written.
     whole = len(intact) + num_erased + min(num_empty, max(2 - written, 0)) == 2
     return Records(intact, None if whole else problem)
 
 
 def encode_record(record: CommitRecord, *, job: bytes) -> bytes:
-    """Return the record's bytes."""
+    """Return a record's content."""
     body = b"".join(
         (
             record.tasklet_generations.astype("<i8").tobytes(),
@@ -180,7 +181,7 @@ def encode_record(record: CommitRecord, *, job: bytes) -> bytes:
 
 
 def decode_record(content: bytes, *, num_tasklets: int, num_parameters: int, job: bytes) -> CommitRecord | None:
-    """Return the record at the start of ``content``, or None if it is absent, incomplete or of another store."""
+    """Return the record at the start of ``content``; None if it is absent, incomplete, damaged or another store's."""
     if len(content) < _HEADER.size:
         return None
     magic, version, parameters, its_job, generation, tasklets, length = _HEADER.unpack_from(content)

@@ -1,4 +1,4 @@
-"""Creates the store of a training, and opens that of an earlier one."""
+"""Creates the store of a training, and opens the store of an earlier process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def create_store(
     num_machines: int = 1,
     job_id: bytes | None = None,
 ) -> StateStore:
-    """Lock the folders, replace a leftover store and preallocate; on any failure nothing new is left behind.
+    """Lock the folders, replace a leftover store and preallocate. On any failure, remove what was created.
 
     Args:
         folders: Storage folders, created where missing; one state file each.
@@ -123,7 +123,7 @@ def recover_store(
         job: ``TransferConfig.job``.
         rank: Rank of this process.
         newest: Largest generation to open (the newest common to all ranks); None means any.
-        training: Number of the training record to resume from; a newer one is erased. None: none.
+        training: Number of the training record to resume from; a newer one is erased. None to resume from none.
         run: ``TrainingRecord.run`` of the records that follow, the same on all ranks; None means a random one.
         direct_io: ``TransferConfig.direct_io``.
         io_engine: ``TransferConfig.io_engine``.
@@ -164,7 +164,7 @@ def find_resumable(
 ) -> tuple[Manifest, list[TrainingRecord]]:
     """Return a store's manifest and the training records to resume from, newest first.
 
-    Their generations and their residuals are whole.
+    The generations and the residuals of these records are complete and intact.
 
     Args:
         folders: The folders given to :func:`create_store`, in the same order.
@@ -173,9 +173,10 @@ def find_resumable(
         io_timeout: ``TransferConfig.io_timeout``.
 
     Raises:
-        StorageLockedError, StorageCorruptError, StorageTimeoutError: As for :func:`recover_store`; also a residual is
-            damaged, and there is no earlier record to resume from.
-        StorageError: As there, or several steps came after the last record, and have overwritten its state.
+        StorageLockedError, StorageCorruptError, StorageTimeoutError: As for :func:`recover_store`. StorageCorruptError
+            also if a record or residual is damaged, and there is no other record to resume from.
+        StorageError: As there. Also if a training ended within its set-up or wrote no more records, or if several steps
+            after the last record have overwritten its state.
     """
 
     def look() -> tuple[Manifest, list[TrainingRecord]]:

@@ -1,4 +1,4 @@
-"""Finds the folders in which trainings have left their parts, and says from what each of them can be resumed."""
+"""Finds the folders with parts of trainings, and the points from which each part can be resumed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The folder of one rank in one storage folder, as a process saw it. It holds plain values, which ranks gather.
+    """The folder of one rank in one storage folder, as a process found it. Ranks gather it, so its values are plain.
 
     Args:
         machine: :func:`~lightning_smartinfinity.common.machine.machine_identity` of the process.
@@ -48,10 +48,10 @@ class Part:
         device: Index of the storage folder among those of the rank.
         folders: Storage folders of the rank.
         kept: Whether the store is marked ``keep``.
-        is_aside: Whether it was set aside, and no training has gone on with it since.
-        successor: Job id of the stores of other ranks that are filled from it, if it was set aside for that.
-        points: Points that the rank can be resumed at, as far as its records say; only in its first folder.
-        is_damaged: Whether its manifest is damaged, or a record, so that steps may have been taken that no point shows.
+        is_aside: Whether it was set aside, and no training has been resumed from it since.
+        successor: Job id of the stores for another number of ranks that are filled from it, or None.
+        points: Points at which the rank can be resumed according to its records; only in its first folder.
+        is_damaged: Whether a damaged manifest or record may hide steps that no point shows.
         num_bytes: Bytes allocated by its files.
         in_use: Whether a process had locked it.
     """
@@ -84,13 +84,13 @@ class Part:
 
 
 def find_parts(folders: Sequence[Path], jobs: Sequence[str]) -> list[Part]:
-    """Return the parts of these jobs in storage folders, and in those that their manifests name.
+    """Return the parts of these jobs in storage folders, and in the storage folders that their manifests name.
 
-    Nothing there changes. A storage folder that does not exist holds nothing. Of copies of a part, the first that is
-    found counts: manifests name the folders of the original.
+    Nothing there changes. Storage folders that do not exist are skipped. Of several copies of a part, only the first
+    one found counts: the manifests of a copy name the folders of the original.
 
     Raises:
-        StorageError: A folder is not to be trusted, a file cannot be read, or a newer version wrote it.
+        StorageError: A folder is not trusted, a file cannot be read, or a newer version wrote it.
     """
     found: list[Part] = []
     pending = [Path(os.path.abspath(folder)) for folder in folders]
@@ -121,7 +121,7 @@ def _identity_of(storage: Path) -> tuple[int, int] | None:
 
 def _parts_of(job: Path) -> Iterator[Part]:
     names: list[str] = []
-    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # who makes a store there raises the last
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # making a store there raises the last
         names = sorted(filter(_OF_RANK.fullmatch, os.listdir(job)))
     for name in names:
         with (
@@ -133,7 +133,7 @@ def _parts_of(job: Path) -> Iterator[Part]:
 
 
 def look_at(folder: OpenFolder) -> Part:
-    """Return what lies in a rank's folder. Raises as :func:`find_parts`."""
+    """Return the part in a rank's folder. Raises as :func:`find_parts`."""
     notes: frozenset[str] = frozenset()
     manifest: Manifest | None = None
     with suppress(StorageCorruptError):
@@ -142,7 +142,7 @@ def look_at(folder: OpenFolder) -> Part:
         manifest = None if folder.status(MANIFEST_NAME) is None else read_manifest(folder)
         is_damaged = manifest is not None and _has_damaged_records(folder, manifest)
     except StorageCorruptError:
-        is_damaged = MANIFEST_NAME in notes  # otherwise it is a file of something else
+        is_damaged = MANIFEST_NAME in notes  # if not, it is not a file of this package
     rank = int(folder.path.name.removeprefix("rank-"))
     sizes = map(folder.status, owned_names(folder, notes, manifest))
     bare = Part(
@@ -178,14 +178,14 @@ def points_of(folder: OpenFolder, manifest: Manifest) -> frozenset[Point]:
     Raises:
         StorageError: A record cannot be read.
     """
-    if folder.status(COMMIT_NAME) is None:  # a kill came while the store was removed
+    if folder.status(COMMIT_NAME) is None:  # killed while the store was being removed
         return frozenset()
     records = committed_records(folder, manifest)
     return frozenset(Point(record.number, record.generation, record.run, record.step) for record in records)
 
 
 def _has_damaged_records(folder: OpenFolder, manifest: Manifest) -> bool:
-    """Return whether damage to the records in a rank's first folder hides that a step was taken, or may hide it."""
+    """Return whether damaged records in a rank's first folder may hide that a step was taken."""
     if manifest.device != 0 or folder.status(COMMIT_NAME) is None:
         return False
     return bool(damaged_training_records(folder, identity=manifest.identity)) or (

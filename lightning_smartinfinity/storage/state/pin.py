@@ -1,4 +1,4 @@
-"""Keeps the places of a generation from being written to while somebody reads them beside the next generations."""
+"""Keeps the places of a generation from being overwritten while they are read during later steps."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["Pin"]
 
 
 class Pin:
-    """The places of one generation, which no later one takes until they are released.
+    """The places of one generation, which no later generation overwrites until they are released.
 
-    One thread may release them while another begins steps: a step that sees a release late leaves the place alone.
+    One thread may release places while another begins steps: a step that misses a release only leaves the place alone.
 
     Args:
-        record: What was committed.
+        record: The commit record of the generation.
 
     Attributes:
-        record: What was committed: the generation and the places of its extents.
+        record: The commit record: the generation and the places of its extents.
     """
 
     def __init__(self, record: CommitRecord) -> None:
@@ -34,9 +34,9 @@ class Pin:
         return Occupied(self.record.placement, self._held.copy())
 
     def release(self, tasklets: Iterable[int]) -> None:
-        """Give the places of these tasklets up. They may be overwritten from now on."""
+        """Release the places of these tasklets. They may be overwritten from now on."""
         self._held[list(tasklets)] = False
 
     def release_all(self) -> None:
-        """Give all places up."""
+        """Release all places."""
         self._held[:] = False

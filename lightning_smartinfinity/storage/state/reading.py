@@ -1,4 +1,4 @@
-"""Opens a rank's store to read it; nothing there changes."""
+"""Opens a rank's store for reading; nothing there changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["StoreToRead", "open_to_read"]
 
 @dataclass(frozen=True, kw_only=True)
 class StoreToRead:
-    """One generation of a store that no process changes meanwhile.
+    """One generation of a store, which no process changes while it is open.
 
     Args:
         manifest: The content of manifest.json.
@@ -42,11 +42,11 @@ def open_to_read(paths: Sequence[Path], *, rank: int, generation: int, opened: E
         paths: The rank's folders, in the order of its storage folders.
         rank: Number of the rank.
         generation: The generation.
-        opened: Receives callbacks that close the files and let other processes use the folders.
+        opened: Receives callbacks that close the files and unlock the folders.
 
     Raises:
         StorageLockedError: A process uses one of the folders.
-        StorageCorruptError: They are not the folders of one store, or the generation is no longer there.
+        StorageCorruptError: The folders are not those of one store, or no longer hold the generation.
         StorageError: A folder or file cannot be opened.
     """
     folders = [opened.enter_context(read_rank_folder(path)) for path in paths]

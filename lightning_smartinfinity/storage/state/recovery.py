@@ -111,7 +111,7 @@ def complete_generations(folders: Sequence[OpenFolder], manifest: Manifest) -> l
 
 
 def written_records(folder: OpenFolder, manifest: Manifest) -> list[TrainingRecord]:
-    """Return the intact training records, newest first, without those whose residual was not written to its end.
+    """Return the intact training records, newest first, without those whose residual was not completely written.
 
     The values of the residuals are not read.
 
@@ -135,17 +135,17 @@ def committed_records(folder: OpenFolder, manifest: Manifest) -> list[TrainingRe
 def require_resumable(
     folder: OpenFolder, manifest: Manifest, records: Sequence[TrainingRecord], *, oldest: int
 ) -> None:
-    """Raise what is wrong with training records that are of no use, unless a training has written none.
+    """Raise the reason why a training cannot be resumed from any of its records; return if it has written none.
 
     Args:
         folder: The rank's first folder.
         manifest: The store's manifest.
-        records: The intact ones, newest first.
-        oldest: The oldest generation that is whole.
+        records: The intact records, newest first.
+        oldest: The oldest complete generation.
 
     Raises:
-        StorageCorruptError: One is damaged.
-        StorageError: The training wrote no more of them, or several generations have come after the last one.
+        StorageCorruptError: A record is damaged.
+        StorageError: The training wrote no more records, or several generations followed the last record.
     """
     ended = next((record for record in records if record.end is not None), None)
     if ended is not None:
@@ -178,7 +178,7 @@ def with_whole_residuals(
     """Read the residuals of training records, and return the records whose residual is whole, or that have none.
 
     Raises:
-        StorageCorruptError: There is none, and a residual is damaged.
+        StorageCorruptError: There is no such record, and a residual is damaged.
         StorageError: A file cannot be read.
     """
     problems = []
@@ -197,8 +197,8 @@ def with_whole_residuals(
 def newest_complete(folders: Sequence[OpenFolder], manifest: Manifest, newest: int | None) -> CommitRecord:
     """Return the newest record, up to ``newest``, whose extents are all intact; newer records are erased.
 
-    Later steps write to the newer records' places again, so that such a record would name a mixture of generations.
-    What was torn or damaged is erased, too: a later read could find it whole.
+    Later steps overwrite the newer records' places, so that these records would name a mixture of generations. A torn
+    or damaged record is erased, too: a later read could find it intact.
 
     Raises:
         StorageCorruptError: There is no such record.
@@ -214,6 +214,7 @@ def newest_complete(folders: Sequence[OpenFolder], manifest: Manifest, newest: i
             if problems:
                 warnings.warn(f"{problems[0]} Going on from generation {record.generation}.", stacklevel=3)
             if problem is not None or record is not records[0]:
+                # The generation only selects the half: the one that does not hold this record.
                 erase_record(folders[0], replace(record, generation=record.generation + 1), flush=True)
             return record
         problems.append(mismatch)
@@ -224,7 +225,7 @@ def newest_complete(folders: Sequence[OpenFolder], manifest: Manifest, newest: i
 
 
 def contradiction(folders: Sequence[OpenFolder], record: CommitRecord) -> str | None:
-    """Return a sentence about a record with a right checksum that no store can have written, or None."""
+    """Return a sentence about a record that no store can have written, although its checksum is right, or None."""
     generations = record.tasklet_generations
     if (
         np.any((generations < 0) | (generations > record.generation))

@@ -1,4 +1,4 @@
-"""Reads every extent of a store's newest generation and a residual that a training needs, and compares checksums."""
+"""Verifies the checksums of every extent of a store's newest generation, and of the residual that a training needs."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _NUM_BUFFERS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ScrubbedRank:
-    """Tells how much of a rank's state was read, and which of it is damaged.
+    """Result of reading a rank's state: how much was read, and what is damaged.
 
     Args:
         folders: The rank's folders.
         generation: The generation that was read; None if there is none.
         num_extents: Number of extents that were read.
         num_bytes: Their bytes, and those of the residual of compressed gradients.
-        damaged: A sentence about everything that is damaged, with path and offset.
-        unknown: Sentences that tell why nothing, or not all of it, could be read.
+        damaged: A sentence about each damage, with its path, and its offset if it is known.
+        unknown: Sentences that explain why some or all of the state could not be read.
     """
 
     folders: tuple[Path, ...]
@@ -53,7 +53,7 @@ class ScrubbedRank:
 
 
 def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRank:
-    """Read a rank's newest generation whole, past the page cache where the file system can; nothing there changes.
+    """Read all of a rank's newest generation, with direct I/O where possible; nothing there changes.
 
     Args:
         folders: The rank's folder in every storage folder, in any order.
@@ -83,7 +83,7 @@ def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRan
                     damaged.append(sentence)
                 if residual is not None:
                     damaged += _damaged_residual(claimed[0], residual, advance)
-        except StorageError as error:  # what was found before is told all the same
+        except StorageError as error:  # report what was found before
             unknown.append(str(error))
         return ScrubbedRank(
             folders=tuple(folder.path for folder in claimed),
@@ -106,7 +106,7 @@ def _opened(
 
 
 def _newest(folders: Sequence[OpenFolder], manifest: Manifest) -> tuple[CommitRecord, str | None]:
-    """Return the newest record, and what :class:`Records` says of the other half."""
+    """Return the newest record, and the problem of the other half (:class:`Records`), or None."""
     records, torn = records_of(folders[0], manifest)
     problem = contradiction(folders, records[0]) if records else torn
     if not records or problem is not None:
@@ -138,7 +138,7 @@ def _damaged(
         for begin in range(0, len(tasklets), _BATCH):
             some = tasklets[begin : begin + _BATCH]
             if _failure(pipeline, manifest, record, some) is not None:
-                # A batch ends with its first failure, and the others are looked for one by one.
+                # A batch ends with its first failure. Read its tasklets one by one to find all failures.
                 each = (_failure(pipeline, manifest, record, [index]) for index in some)
                 yield from (f"{failure.message}." for failure in each if failure is not None)
             advance(sum(manifest.extents.extents[index].nbytes for index in some))
@@ -155,7 +155,7 @@ def _failure(
     """Read tasklets, and return the first failure.
 
     Raises:
-        StorageTimeoutError: The disk does not answer, which says nothing about what it holds.
+        StorageTimeoutError: The disk does not answer, which does not mean that the state is damaged.
     """
     reads = [_read_of(manifest, record, index) for index in tasklets]
     pipeline.submit(native.Batch(native.Operation.READ, reads, io_class=native.IoClass.BACKGROUND))
@@ -179,6 +179,6 @@ def _read_of(manifest: Manifest, record: CommitRecord, index: int) -> native.Tas
         write_file=0,
         write_offset=0,
         write_generation=0,
-        segments=[],  # every region is verified, and nothing handed out
+        segments=[],  # verify every region, and return no values
         blocks=native.Blocks(list(borders)) if borders else None,
     )

@@ -67,18 +67,18 @@ _REMEDY_OF_GRADIENTS = " SmartSSDConfig(gradient_route='host') needs no space fo
 
 @dataclass(frozen=True, kw_only=True)
 class SpaceRequest:
-    """The space that one rank needs in one storage folder. It holds plain values, which all ranks gather as objects.
+    """The space that one rank needs in one storage folder. Ranks gather it as an object, so its values are plain.
 
     Args:
         machine: :func:`~lightning_smartinfinity.common.machine.machine_identity` of the rank; empty once
-            ``file_system`` is a number by which all machines know the file system.
+            ``file_system`` is a number that identifies the file system on all machines.
         host: The rank's own name for its machine, for messages only.
         file_system: ``st_dev`` of the folder (of its nearest existing parent).
         path: The storage folder.
         needed_bytes: Bytes that this rank will allocate there.
-        free_bytes: Bytes available to it there.
-        reclaimable_bytes: Bytes of a leftover store there, which is deleted before.
-        resumable_bytes: Bytes of an interrupted training there, which is set aside before.
+        free_bytes: Bytes available to the rank there.
+        reclaimable_bytes: Bytes of a leftover store there, which is deleted first.
+        resumable_bytes: Bytes of an interrupted training there, which is set aside first.
         what: Name of the data that needs the space.
     """
 
@@ -98,10 +98,10 @@ class Shortfall:
     """A file system that is too small for all the ranks that share it.
 
     Args:
-        hosts: These ranks' own names for their machine, sorted: containers have names of their own.
+        hosts: These ranks' own names for their machine, sorted. Containers on one machine may have different names.
         paths: The storage folders on the file system, sorted.
         needed_bytes: Bytes that all ranks need together.
-        free_bytes: Bytes available, leftover stores that will be deleted included.
+        free_bytes: Bytes available, including leftover stores that will be deleted.
         what: Names of the data that needs the space, each once.
         resumable_bytes: Bytes of interrupted trainings there.
     """
@@ -123,7 +123,7 @@ def measure_space(
     num_parameters: int,
     moved: Collection[Path] = (),
 ) -> list[SpaceRequest]:
-    """Return this rank's requests, one per storage folder, and leave nothing there.
+    """Return this rank's requests for the store, one per storage folder. Nothing is left there.
 
     Args:
         folders: Storage folders, as for ``create_store``.
@@ -131,10 +131,10 @@ def measure_space(
         rank: Rank of this process.
         extents: ``PartitionLayout.extents``.
         num_parameters: Number of parameters in the partition.
-        moved: Folders of ranks that will be moved away before; what lies in others is deleted.
+        moved: Rank folders that will be moved away first. The leftover in another rank folder will be deleted.
 
     Raises:
-        StorageError: The free space of a folder cannot be read, or there is none since nothing can be created there.
+        StorageError: The free space of a folder cannot be read, or is too small because nothing can be created there.
     """
     commit_bytes = 2 * record_bytes(extents.num_tasklets, num_parameters)
     overhead = overhead_bytes(extents.num_tasklets, num_parameters)
@@ -150,10 +150,10 @@ def measure_space(
 
 
 def measure_parts(parts: Iterable[Part], *, deleted: bool) -> list[SpaceRequest]:
-    """Return requests of no bytes, with what is deleted, or moved on the same file system, before a store is created.
+    """Return requests for 0 bytes with the bytes that are deleted, or moved on one file system, before a store is made.
 
     Args:
-        parts: Parts of trainings that this rank looks after.
+        parts: Parts of trainings that this rank is responsible for.
         deleted: Whether they are deleted.
 
     Raises:
@@ -170,7 +170,7 @@ def measure_parts(parts: Iterable[Part], *, deleted: bool) -> list[SpaceRequest]
 
 
 def overhead_bytes(num_tasklets: int, num_parameters: int) -> int:
-    """Return the most bytes of a rank beside its state file in the first storage folder: manifest, records, lock."""
+    """Return an upper limit of a rank's bytes in its first folder except the state file: manifest, records, lock."""
     small = _SMALL_FILES_BYTES + _MANIFEST_BYTES_PER_PARAMETER * num_parameters
     return small + 2 * record_bytes(num_tasklets, num_parameters)
 
@@ -178,7 +178,7 @@ def overhead_bytes(num_tasklets: int, num_parameters: int) -> int:
 def shortfalls(requests: Iterable[SpaceRequest]) -> tuple[Shortfall, ...]:
     """Return the file systems that have less free space than all ranks need together.
 
-    The answer depends on the set of requests only, not on their order, so that it is the same on every rank.
+    The result depends on the set of requests only, not on their order, so that it is the same on every rank.
     """
     shared: dict[tuple[str, int], list[SpaceRequest]] = {}
     for request in requests:
@@ -276,7 +276,7 @@ def leftover_bytes(path: Path) -> int:
     try:
         with closing(open_rank_folder(path)) as folder:
             notes: frozenset[str] = frozenset()
-            with suppress(StorageCorruptError):  # then the manifest says whether it is a leftover
+            with suppress(StorageCorruptError):  # then the manifest shows whether it is a leftover
                 _, notes = read_lock(folder)
             manifest = None if folder.status(MANIFEST_NAME) is None else read_manifest(folder)
             if is_locked(folder) or KEPT in notes or (manifest is not None and manifest.keep):
@@ -351,9 +351,10 @@ def _request(
 
 
 def _try_to_create(folder: Path) -> None:
-    """Raise the reason why nothing can be created in a folder; a full file system is no such reason.
+    """Raise OSError if nothing can be created in a folder, unless its file system is full.
 
-    One that is read-only, or holds no files (``/proc``), has no free space either, and more space would not help.
+    A file system that is read-only, or cannot hold new files (``/proc``), has no free space either, but more space
+    would not help.
     """
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".smart-infinity-", dir=folder))

@@ -37,7 +37,7 @@ class StateStore:
 
     Attributes:
         files: State file of each storage folder.
-        identity: The mark that every extent carries.
+        identity: The identity that every extent carries.
         manifest: The content of manifest.json.
         records: The training records.
     """
@@ -82,12 +82,12 @@ class StateStore:
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes of all places in the state files, as many as there are now."""
+        """Bytes of all places that the state files have now."""
         return self._capacities.nbytes
 
     @cached_property
     def blocks(self) -> tuple[native.Blocks | None, ...]:
-        """The cut of each tasklet's elements into blocks, for the native core; None means on the grid alone."""
+        """How each tasklet's elements are divided into blocks, for the native core; None: by the grid alone."""
         return blocks_of(self.extents)
 
     @property
@@ -132,9 +132,9 @@ class StateStore:
         return self.records.current
 
     def next_placement(self) -> Placement:
-        """Return the places of the next generation: with two for each tasklet, none that is occupied or pinned.
+        """Return the places of the next generation. With two per tasklet, none of them is occupied or pinned.
 
-        No other function chooses places to write to, so a pinned place is not written to.
+        Only this function chooses places to write to, so pinned places are not written to.
         """
         extents = self.extents
         return next_placement(
@@ -148,10 +148,10 @@ class StateStore:
         )
 
     def pin(self) -> Pin:
-        """Let no later generation take the places of this one until they are released. Between generations only.
+        """Keep later generations from the places of this one until they are released. Between generations only.
 
         Raises:
-            StorageError: As :meth:`make_room_to_pin`.
+            StorageError: As for :meth:`make_room_to_pin`.
         """
         assert all(pin.record.generation == self.generation for pin in self._live_pins()), (
             "one generation is pinned at a time"
@@ -161,7 +161,7 @@ class StateStore:
         return self._pins[-1]
 
     def make_room_to_pin(self) -> None:
-        """Let files grow to three places for each tasklet: the pinned ones, and two for what changes meanwhile.
+        """Extend the files to three places per tasklet: a pinned one, and two for the steps meanwhile.
 
         Raises:
             StorageFullError: The file systems have no room for the third places.
@@ -189,18 +189,18 @@ class StateStore:
         )
 
     def restore_places(self) -> None:
-        """Reserve places for the next generation, in files that may have been truncated behind this one."""
+        """Reserve places for the next generation, in files that may have been truncated after this one's places."""
         self._capacities.restore([self.extents.places_per_tasklet * count for count in self.counts])
 
     def spread(self, counts: Sequence[int] | NDArray[np.int64]) -> bool:
-        """Change how many tasklets are at home on each device; files grow as needed. Between generations only.
+        """Change how many tasklets have their home on each device; extend files as needed. Between generations only.
 
         Args:
             counts: Number of tasklets of each device; their sum is the number of tasklets on storage.
 
         Returns:
-            Whether the file systems have room for that. If not, or while a generation is pinned, homes stay as they
-            are.
+            Whether homes have changed. They stay if the file systems have too little room, or while a generation is
+            pinned.
         """
         if self._live_pins():
             return False
@@ -217,7 +217,7 @@ class StateStore:
         """Check that a generation may be written.
 
         Raises:
-            StorageError: A record that is no longer valid could not be erased.
+            StorageError: A record that was rolled back could not be erased.
         """
         if self._unusable is not None:
             raise self._unusable
@@ -230,7 +230,7 @@ class StateStore:
         tasklet_generations: NDArray[np.int64],
         steps: NDArray[np.int64],
     ) -> None:
-        """Make a generation current. Its extents are written already; with ``durability="power"`` this flushes them.
+        """Make a generation current, whose extents are written. With ``durability="power"``, flush them first.
 
         Args:
             generation: ``self.generation + 1``.
@@ -280,31 +280,31 @@ class StateStore:
         has_steps: bool,
         residual: NDArray[np.float32] | None = None,
     ) -> None:
-        """Write what a training needs, beside the state of a generation, to go on from there; see ``training_record``.
+        """Write what a training needs, in addition to a generation's state, to resume there; see ``training_record``.
 
         Args:
             generation: The newest generation, or the next one if its step is in flight.
             step: Optimizer steps of the training so far, for messages.
             content: What the training needs.
             has_steps: Whether the training has taken a step since it began.
-            residual: float32 memory of the residual of compressed gradients; ``records`` writes it beside the training.
+            residual: float32 memory of the residual of compressed gradients. ``records`` writes it in the background.
 
         Raises:
-            StorageError: It could not be written. The record before it is intact.
+            StorageError: The record could not be written. The record before it is intact.
         """
         self.records.write(generation=generation, step=step, content=content, has_steps=has_steps, residual=residual)
         self.records.write_residual(self.generation)
 
     def forget_training(self) -> None:
-        """Erase the training record if its generation was not committed: a later one may become another state.
+        """Erase the training record if its generation was not committed: another state may get that number.
 
         Raises:
-            StorageError: It could not be erased.
+            StorageError: The record could not be erased.
         """
         self.records.forget_behind(self.generation)
 
     def keep(self) -> None:
-        """Flush the current generation, and let later jobs leave this store alone as ``TransferConfig.keep`` does.
+        """Flush the current generation, and mark this store ``keep``, as ``TransferConfig.keep`` does.
 
         Raises:
             StorageError: The generation could not be flushed, or a manifest could not be written.
@@ -325,15 +325,15 @@ class StateStore:
         Args:
             remove: Whether to delete this rank's folders, and the job's folder if it is then empty.
         """
-        self.records.finish_residual()  # which may take longer than a call
+        self.records.finish_residual()  # may take longer than the limit of a call
         if self._folders:
             self._in_time(lambda: self.release(remove), doing="Closing", path=self._folders[0].path / STATE_NAME)
 
     def release(self, remove: bool) -> None:
-        """Do what :meth:`close` does, but wait for the disk without a limit."""
+        """Close the files and release the lock as :meth:`close` does, without a time limit."""
         for file in self.files:
             file.close()
-        if remove:  # a kill must not leave parts that look like those of a training whose other parts are elsewhere
+        if remove:  # delete all manifests first: what a kill leaves must not look like a part of a training
             for folder in self._folders:
                 folder.disown()
         for folder in self._folders:
@@ -354,8 +354,8 @@ class StateStore:
         )
 
     def _forget(self, record: CommitRecord, *, flush: bool) -> None:
-        # After a crash, recovery could still read this record. Its places are written again after the rollback, so it
-        # has to be erased first; if that fails, they must not be written.
+        # After a crash, recovery could still read this record. Its places are written to again after the rollback, so
+        # it must be erased first. If that fails, nothing may be written to them.
         try:
             self._in_time(
                 lambda: erase_record(self._folders[0].inside, record, flush=flush),

@@ -19,13 +19,13 @@ __all__ = ["first_mismatch"]
 def first_mismatch(
     folders: Sequence[OpenFolder], extents: ExtentMap, record: CommitRecord, identity: native.Identity
 ) -> str | None:
-    """Compare the trailer of every extent that a record names with what it should be.
+    """Compare the trailer of every extent that a record names with the expected one.
 
     Args:
         folders: The rank's folder of each device.
         extents: The extents of the tasklets.
         record: The generation to verify.
-        identity: The mark that every extent carries.
+        identity: The identity that every extent carries.
 
     Returns:
         A sentence about the first extent that does not match, with its path and offset; None if all match.
@@ -49,7 +49,7 @@ def _mismatch_in_file(
             generation = int(record.tasklet_generations[tasklet])
             place = extents.place_offset(int(record.placement.positions[tasklet]))
             offset = place + extent.nbytes - TRAILER_BYTES
-            # A damaged position may lie behind the largest offset that a system call takes.
+            # A damaged position may exceed the largest offset of a system call.
             trailer = os.pread(file.fileno(), TRAILER_BYTES, offset) if offset < size else b""
             if not native.is_trailer_of(
                 trailer,

@@ -1,4 +1,4 @@
-"""Files for a rank's tensors, without a name: they are gone when the process ends, however it ends."""
+"""Unnamed files for a rank's tensors, which the kernel frees when the process ends, even by a kill."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["UnnamedFiles", "deal", "whole_blocks"]
 
 
 def whole_blocks(nbytes: int) -> int:
-    """Round ``nbytes`` up to whole blocks, which is what direct I/O transfers."""
+    """Round ``nbytes`` up to whole blocks, as direct I/O requires."""
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def deal(sizes: Iterable[int], num_files: int) -> list[int]:
-    """Return the bytes in each file for tensors of these sizes: each goes to the file that holds least so far."""
+    """Return the bytes in each file if each tensor of these sizes goes to the file with the fewest bytes so far."""
     totals = [0] * num_files
     for nbytes in sizes:
         totals[min(range(num_files), key=totals.__getitem__)] += whole_blocks(nbytes)
@@ -31,7 +31,7 @@ def deal(sizes: Iterable[int], num_files: int) -> list[int]:
 
 
 class UnnamedFiles:
-    """Empty files without a name in ``<storage>/<job>/``, which are gone when the process ends, however it ends.
+    """Empty, unnamed files in ``<storage>/<job>/``, which the kernel frees when the process ends, even by a kill.
 
     Args:
         folders: Storage folders, created where missing; one file each.

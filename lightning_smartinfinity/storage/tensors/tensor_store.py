@@ -1,4 +1,4 @@
-"""Tensors of any length on storage, which live as long as something refers to them."""
+"""Tensors of any length on storage; a tensor's space is freed when nothing refers to it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _NEVER_FREED: list[dict[int, Memory]] = []
 
 
 class StoredTensor:
-    """One tensor on storage. Its place becomes free when nothing refers to this object any more.
+    """One tensor on storage. Its space is freed when nothing refers to this object any more.
 
     Args:
         nbytes: Size of the tensor in bytes.
@@ -60,7 +60,7 @@ class StoredTensor:
 class TensorStore:
     """A rank's tensors of one kind, from construction to :meth:`close`.
 
-    Reads return what was written, or raise if they are verified. Transfers of the same blocks keep their order.
+    Verified reads raise if they do not find what was written. Transfers of the same blocks keep their order.
 
     Args:
         folders: Storage folders.
@@ -69,7 +69,7 @@ class TensorStore:
         io_engine: ``TransferConfig.io_engine``.
         io_timeout: ``TransferConfig.io_timeout``.
         what: Name of the tensors in messages.
-        verifies: Whether reads are compared with checksums of what was written.
+        verifies: Whether reads are checked against the checksums of the written data.
 
     Raises:
         ConfigError: The I/O engine is unavailable here.
@@ -98,7 +98,7 @@ class TensorStore:
             undo=lambda made: made.close(),
         )
         if io_engine == "auto" and not all(file.direct for file in self._files.files):
-            io_engine = "plain"  # the engine learns of files with each request only
+            io_engine = "plain"  # an automatic choice cannot depend on the files, which come with each request
         try:
             with storage_errors("Starting threads for", folders[0]):
                 self.core = native.TensorStore(
@@ -127,7 +127,7 @@ class TensorStore:
         return self.core.taken_bytes
 
     def add(self, nbytes: int) -> StoredTensor:
-        """Reserve room for a tensor, which is zero until it is written.
+        """Reserve space for a tensor, whose bytes are zero until they are written.
 
         Raises:
             StorageFullError: There is too little space.
@@ -143,10 +143,10 @@ class TensorStore:
             raise storage_error(error.errno or 0, problem=problem) from error
 
     def keep_length(self) -> None:
-        """From now on, keep the files at least as long as the tensors of this moment need.
+        """From now on, never shorten the files below the length that the current tensors need.
 
-        What is added and dropped again and again then waits no more for the disk, which makes a file longer and shorter
-        only behind the transfers that it has begun.
+        Tensors that are added and dropped repeatedly then do not wait for the disk, which changes a file's length only
+        after the transfers that it has begun.
         """
         self.core.keep_length()
 
@@ -162,9 +162,9 @@ class TensorStore:
 
         Args:
             stored: The tensor to read.
-            memory: Where the bytes go; it is kept alive until the transfer has ended.
+            memory: Destination of the bytes, kept alive until the transfer has ended.
             offset: Offset in bytes, a multiple of the block size.
-            io_class: How urgent it is.
+            io_class: Urgency of the transfer.
         """
         return self._start(self.core.read, stored, memory, offset, io_class)
 
@@ -184,16 +184,16 @@ class TensorStore:
         return self.core.done(ticket)
 
     def cancel(self, ticket: int) -> bool:
-        """Start no further part of a transfer; return whether that left any part out. It is finished as usual."""
+        """Start no further part of a transfer; return whether a part was left out. Call :meth:`finish` as usual."""
         return self.core.cancel(ticket)
 
     def finish(self, ticket: int) -> None:
-        """Return when a transfer has ended; it is then more urgent than all others.
+        """Wait until a transfer has ended; meanwhile it is the most urgent one.
 
-        Ctrl-C ends the wait, not the transfer, whose memory is kept. A ticket may be finished more than once.
+        Ctrl-C ends the wait, but not the transfer, whose memory is kept. A ticket may be finished more than once.
 
         Raises:
-            StorageCorruptError: A read found something else than what was written.
+            StorageCorruptError: The bytes that were read differ from those that were written.
             StorageError: The transfer failed.
         """
         failure = self.core.wait(ticket)
@@ -205,9 +205,9 @@ class TensorStore:
             raise failure_error(failure, what=self._what)
 
     def release_ended(self) -> None:
-        """Keep the memory of the oldest transfers no longer if they have ended. An interrupt may have lost tickets."""
+        """Release the memory of the oldest transfers that have ended, because an interrupt may have lost tickets."""
         while (oldest := self._oldest()) is not None and self.core.done(oldest):
-            if self.core.counters().num_given_up:  # what was given up has ended, too, but its memory is not free
+            if self.core.counters().num_given_up:  # they count as ended, but their memory is in use
                 return
             self._release(oldest)
 
@@ -238,7 +238,7 @@ class TensorStore:
         start = partial(begin, offset=offset, address=address, nbytes=nbytes, io_class=io_class)
         tickets: list[int] = []
         try:
-            # A signal handler may raise behind a call, before its result is assigned. It does not within extend().
+            # A signal handler may raise after a call, before its result is assigned, but not within extend().
             tickets.extend(map(start, [stored.extent]))
         finally:
             self._unfinished.update(dict.fromkeys(tickets, memory))
