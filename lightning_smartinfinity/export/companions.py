@@ -1,7 +1,8 @@
-"""The small files beside the weights: the configuration, the tokenizer and the like.
+"""The small files of an export in addition to the weights, such as the configuration and the tokenizer.
 
-A checkpoint says from which folder its model was loaded. Anybody may have made the checkpoint, and the user may publish
-the export. So such a folder supplies only what :class:`CheckpointOrigin` allows: it could be any folder of the user's.
+A checkpoint names the folder from which its model was loaded. A checkpoint from an untrusted source could name any
+folder of the user, and the user may publish the export. So only the files that :class:`CheckpointOrigin` allows are
+copied from such a folder.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _MOST_BYTES = 128 << 20  # of a small file: the largest tokenizers have 40 MB
 
 
 class Origin:
-    """A folder of a model from which the user loaded it, or which the user named.
+    """A model's folder, from which the user loaded it or which the user named.
 
     Args:
         folder: Path of the folder.
@@ -62,9 +63,9 @@ class Origin:
 
 
 class CheckpointOrigin(Origin):
-    """A folder that a checkpoint names: files of the usual names and sizes, if it is the folder of a model.
+    """A folder that a checkpoint names: only files of the usual names and sizes, and only if it is a model's folder.
 
-    No link in the folder is followed, and files that are not regular are left out.
+    Links in the folder are not followed, and files that are not regular are left out.
     """
 
     @override
@@ -88,16 +89,16 @@ class CheckpointOrigin(Origin):
 def write_companions(
     description: ModelDescription, folder: Path, *, dtype: torch.dtype, origins: Sequence[Origin]
 ) -> None:
-    """Write config.json, and copy each small file of the model from the first of some folders that has it.
+    """Write config.json, and copy each small file of the model from the first origin that has it.
 
     Args:
         description: The model.
         folder: Folder of the export.
-        dtype: Dtype of the weights, which from_pretrained reads in config.json.
+        dtype: Dtype of the weights, which from_pretrained reads from config.json.
         origins: Folders of the model before it was trained.
 
     Raises:
-        UnsupportedError: The model needs code of its own, and no folder has it.
+        UnsupportedError: The model needs its own code, and no folder has it.
         OSError: A file could not be read or written.
     """
     config = json.loads(description.config)
@@ -116,16 +117,16 @@ def write_companions(
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has files of a tokenizer."""
+    """Return whether a folder contains a tokenizer's files."""
     return _with_tokenizer(Origin(folder).names())
 
 
 def origin_of(description: ModelDescription, kind: type[Origin]) -> list[Origin]:
-    """Return the folder from which a model was loaded, if it is here: on a path, or by its name in the hub's cache.
+    """Return the folder from which a model was loaded, by its path or by its name in the hub's cache; empty if absent.
 
     Args:
         description: The model.
-        kind: What the folder is if it is on a path.
+        kind: Class of the result if the model was loaded from a path.
     """
     if os.path.isabs(description.origin):
         return [kind(Path(description.origin))] if os.path.isdir(description.origin) else []
@@ -134,17 +135,17 @@ def origin_of(description: ModelDescription, kind: type[Origin]) -> list[Origin]
 
 
 def _cached(name: str) -> Path | None:
-    """Return the folder of a model in the cache of the hub, without asking the hub; None if there is none."""
+    """Return a model's folder in the local cache of the hub, or None. The hub is not contacted."""
     try:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, local_files_only=True))
-    except Exception:  # it is no name of the hub, it is not cached, or the cache is damaged: then nothing is copied
+    except Exception:  # not a name of the hub, not cached, or the cache is damaged: then nothing is copied
         return None
 
 
 def _copy(origins: Sequence[Origin], folder: Path, patterns: Sequence[str]) -> list[str]:
-    """Copy files of the first folder that has them; those of the tokenizer fit together, so one folder has them all."""
+    """Copy each file from the first folder that has it; all of the tokenizer's from one folder, so that they match."""
     sources: dict[str, Origin] = {}
     names_by_origin = {origin: origin.names() for origin in origins}
     tokenizer_from = next((origin for origin, names in names_by_origin.items() if _with_tokenizer(names)), None)
@@ -176,7 +177,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Set the dtype of a configuration, and of those inside it that have one."""
+    """Set the dtype of a configuration, and of nested configurations that have one."""
     for value in config.values():
         if isinstance(value, dict) and any(key in value for key in _DTYPE_KEYS):
             _set_dtype(value, dtype)

@@ -1,4 +1,4 @@
-"""The place of an export: written under a hidden name beside it, and renamed when it is complete."""
+"""The target of an export, which is written under a hidden name in the same folder and renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ _OLDER_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch
 
 
 def resolved(target: Path) -> Path:
-    """Return the path of an export without links and dots.
+    """Return the path of an export, with links and dots resolved.
 
     Raises:
-        ConfigError: Nothing can be put in its place: it is no name, or a mount point, or it holds the current folder.
-        StorageError: It cannot be looked at.
+        ConfigError: The path cannot be replaced: it has a NUL byte, is a mount point, or holds the current folder.
+        CheckpointError: It is a link to a path that does not exist.
+        StorageError: It cannot be read.
     """
     if "\0" in str(target):
         raise ConfigError(f"The path {str(target)!r} contains a NUL byte.", "Name another path.")
@@ -60,20 +61,20 @@ def resolved(target: Path) -> Path:
 
 
 def require_folder(target: Path) -> None:
-    """Check that ``target`` is a folder, or that nothing is there.
+    """Check that ``target`` is a folder, or does not exist.
 
     Raises:
-        CheckpointError: It is something else.
+        CheckpointError: It is not a folder.
     """
     if os.path.lexists(target) and not target.is_dir():
         raise CheckpointError(f"{target} is no folder, and models are saved as folders.", "Name another path.")
 
 
 def require_outside(target: Path, checkpoint: Path) -> None:
-    """Check that an export to ``target`` lies outside the checkpoint that it is made from.
+    """Check that ``target`` is outside the checkpoint from which it is exported.
 
     Raises:
-        CheckpointError: It would lie in it.
+        CheckpointError: It is inside.
     """
     exists = os.path.lexists(checkpoint)  # False for a path with a NUL byte, which realpath refuses
     if exists and Path(os.path.realpath(target)).is_relative_to(os.path.realpath(checkpoint)):
@@ -83,10 +84,10 @@ def require_outside(target: Path, checkpoint: Path) -> None:
 
 
 def require_unused(target: Path) -> None:
-    """Check that an export to ``target`` replaces nothing.
+    """Check that ``target`` does not exist, or is an empty folder.
 
     Raises:
-        CheckpointError: There is something already.
+        CheckpointError: It exists already.
     """
     with storage_errors("Looking for", target):
         empty = target.is_dir() and not any(target.iterdir())
@@ -97,16 +98,16 @@ def require_unused(target: Path) -> None:
 
 
 def require_room(target: Path, num_bytes: int) -> None:
-    """Check that so many bytes fit beside ``target``.
+    """Check that the file system of ``target`` has room for ``num_bytes``.
 
     Raises:
-        StorageFullError: They do not.
+        StorageFullError: It has too little room.
         StorageTimeoutError: The disk does not answer.
-        StorageError: Nothing can be written there.
+        StorageError: No file can be written there.
     """
     existing, status = unless_idle(partial(_room, target), doing="Looking for free space for", path=target)
     free = status.f_bavail * status.f_frsize
-    if status.f_blocks == 0:  # the system tells no size, as of /proc and of some network file systems
+    if status.f_blocks == 0:  # size unknown, as for /proc and some network file systems
         _require_writable(existing, target)
     elif free < num_bytes:
         raise StorageFullError(
@@ -133,10 +134,10 @@ def _require_writable(folder: Path, target: Path) -> None:
 
 @contextmanager
 def staged(target: Path, *, keeps_others: bool = False) -> Iterator[Path]:
-    """Yield a new folder; what the body puts into it under the name of ``target`` becomes ``target`` when it ends.
+    """Yield a path at which the body makes a file or folder, which becomes ``target`` when the body ends.
 
-    If the body raises, ``target`` stays as it was. The next export to the same path removes what a killed process has
-    left.
+    If the body raises, ``target`` stays as it was. The next export to the same path removes the leftovers of a killed
+    process.
 
     Args:
         target: Path of the export.
@@ -145,7 +146,7 @@ def staged(target: Path, *, keeps_others: bool = False) -> Iterator[Path]:
 
     Raises:
         StorageLockedError: Another process writes to the same path.
-        CheckpointError: Something was put at ``target`` meanwhile, and others are not kept; or the hidden folder holds
+        CheckpointError: ``target`` was made meanwhile, and ``keeps_others`` is false; or the hidden folder holds
             something that this package did not make.
         StorageFullError: The disk is full.
         StorageTimeoutError: The disk does not answer.

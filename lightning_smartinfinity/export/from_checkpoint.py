@@ -35,17 +35,17 @@ _FOLDER = Rule("Pass the folder of the model before it was trained", os.path.isd
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings:
-    """Says what to export, and how.
+    """Settings of an export.
 
     Args:
-        to: ``"safetensors"``: a folder; ``"lightning"``: one file for ``load_from_checkpoint``.
+        to: ``"safetensors"`` for a folder; ``"lightning"`` for one file that ``load_from_checkpoint`` loads.
         model: Folder of the model of transformers before it was trained, with its tokenizer and configuration.
         submodule: Name of the model in the module, if there are several.
-        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for trained weights. Default: for transformers the one in which they
-            were trained, for Lightning ``"fp32"``, which is the masters as they are.
-        max_shard_size: Largest size of a file, such as ``"5GB"``. Default: that of transformers.
-        weights_only: Whether the checkpoint may hold nothing but tensors, numbers, text and containers of them. False
-            is for checkpoints that you trust: loading other types runs code that a file names.
+        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for trained weights. The default is the dtype of training for
+            transformers, and ``"fp32"``, the unchanged master weights, for Lightning.
+        max_shard_size: Largest size of a file, such as ``"5GB"``. The default is that of transformers.
+        weights_only: Whether the checkpoint may hold only tensors, numbers, text and containers of them. Use False only
+            for checkpoints that you trust: loading other types runs code that a file names.
 
     Raises:
         ConfigError: A setting is unknown, out of range, or does not apply to the format.
@@ -73,15 +73,15 @@ class ExportSettings:
 
 
 def export_checkpoint(checkpoint: Path, target: Path, settings: ExportSettings) -> list[str]:
-    """Export the weights of a checkpoint, which stays as it is. The result is complete or absent.
+    """Export the weights of a checkpoint, which does not change. The result is complete or absent.
 
     Args:
         checkpoint: The folder that this strategy or stock DeepSpeed saved with ZeRO-3, or a universal one.
-        target: Path of the export, where nothing or an empty folder is.
-        settings: What to export, and how.
+        target: Path of the export, which does not exist or is an empty folder.
+        settings: Settings of the export.
 
     Returns:
-        Sentences that tell the user what was written.
+        Sentences for the user about the files that were written.
 
     Raises:
         SmartInfinityError: The checkpoint cannot be read or exported, or the export cannot be written.
@@ -142,7 +142,7 @@ def _dtype(settings: ExportSettings) -> torch.dtype | None:
 
 
 def _chosen(source: CheckpointWeights, settings: ExportSettings) -> tuple[str, ModelDescription, Model] | None:
-    """Return name, description and model of what is to be exported; None if nothing tells of a model."""
+    """Return the name, the description and the model to export; None if neither checkpoint nor settings name one."""
     with reading_checkpoint(source.path):
         described = described_in(source.saved_models)
     name = choose(described, settings.submodule, option="--submodule NAME") if described else None
@@ -176,7 +176,7 @@ def _name_of(model: Model, contents: Contents, wanted: str | None) -> str:
 
 
 def _splits(name: str) -> Iterator[tuple[str, str]]:
-    """Yield every name of a module that a parameter's name may begin with, and the rest of the name."""
+    """Yield each split of a parameter's name into the name of a module and the rest."""
     parts = name.split(".")
     for length in range(len(parts)):
         yield ".".join(parts[:length]), ".".join(parts[length:])

@@ -42,13 +42,12 @@ def save_module(
 ) -> None:
     """Save the only model of transformers in a module, or the module itself if there is none. This is a collective.
 
-    The first rank writes.
+    Rank 0 writes.
 
     Args:
         module: The module.
         target: Path of the folder. If it exists, its files stay, except for older weights.
-        dtype: Dtype of trained weights, one of :data:`DTYPES`; None means that of the training, whose bits they then
-            have.
+        dtype: Dtype of trained weights, one of :data:`DTYPES`; None for the dtype of training, with the same bits.
         max_shard_size: Bytes of a file, or text such as ``"5GB"``; None means transformers' default.
 
     Raises:
@@ -91,7 +90,7 @@ def _planned(
 
 
 def _require_outside_storage(module: torch.nn.Module, target: Path) -> None:
-    """Check that the folder is not where a training of the module keeps its state, nor around it."""
+    """Check that the folder neither is in a job's folder of the module's trainings, nor contains their storage."""
     for training in trainings_of(module):
         offload = training._offload
         for folder in offload.storage if training.rank_state.is_open else ():
@@ -105,7 +104,7 @@ def _require_outside_storage(module: torch.nn.Module, target: Path) -> None:
 
 
 def _require_values(module: torch.nn.Module) -> None:
-    """Check that every weight has values: moving a partitioned module to "meta" leaves new, empty parameters."""
+    """Check that every weight has values: moving a partitioned module to "meta" creates new, empty parameters."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_meta or _lost_its_partition(tensor):
             raise UnsupportedError(
@@ -117,13 +116,13 @@ def _require_values(module: torch.nn.Module) -> None:
 
 
 def _lost_its_partition(tensor: torch.Tensor) -> bool:
-    """Return whether it has the shape of ZeRO-3's empty tensors, but is none that ZeRO-3 knows."""
+    """Return whether a tensor has the shape of ZeRO-3's empty parameters, but is unknown to ZeRO-3."""
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     return is_parameter and tensor.shape == (0,) and not hasattr(tensor, "ds_id")
 
 
 def _needs_masters(export: FolderExport) -> bool:
-    """Return whether the dtype differs from the parameters'; if not, they have the bits of their rounded masters."""
+    """Return whether the dtype differs from the parameters'. If it does not, they equal their rounded masters."""
     parameters = export.contents.parameters.values()
     return any(spec.trained and spec.dtype.is_floating_point and spec.dtype != export.dtype for spec in parameters)
 

@@ -1,4 +1,4 @@
-"""Writes one file that ``LightningModule.load_from_checkpoint`` takes, window by window."""
+"""Writes one file for ``LightningModule.load_from_checkpoint``, window by window."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _SMALL_BYTES = 1 << 20
 
 
 def write_lightning_file(source: CheckpointWeights, target: Path, *, dtype: torch.dtype) -> ExportPlan:
-    """Write the weights of a checkpoint and what Lightning saved beside them.
+    """Write the weights of a checkpoint, and the other data that Lightning saved with them.
 
     Args:
         source: The checkpoint.
         target: Path of the file, which does not exist.
-        dtype: Dtype of trained weights; fp32 means the masters as they are.
+        dtype: Dtype of trained weights; fp32 writes the masters unchanged.
 
     Returns:
-        What was written.
+        The plan of the weights that were written.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or Lightning did not save it.
@@ -92,7 +92,7 @@ def _checkpoint(source: CheckpointWeights, rooms: dict[str, torch.Tensor]) -> di
 
 
 class _Streams:
-    """A stream into the file for every tensor, since windows of several tensors come in turns."""
+    """A stream into the file for every tensor, because windows of several tensors alternate."""
 
     def __init__(self, file: TensorFile, path: Path, rooms: dict[str, torch.Tensor]) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Chooses the model of transformers that is exported, and builds it without memory from its description."""
+"""Chooses the model of transformers to export, and builds it from its description without memory for weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["choose", "described_by", "described_in", "without_memory"]
 
 
 def described_in(saved: Mapping[str, Any] | None) -> dict[str, ModelDescription]:
-    """Return the descriptions that ``describe_models`` has made; none if a checkpoint holds nothing of the kind."""
+    """Return the descriptions that ``describe_models`` made, by name; empty if a checkpoint has none."""
     models = {} if saved is None else saved["models"]
     return {name: ModelDescription(**fields) for name, fields in models.items()}
 
@@ -50,10 +50,10 @@ def choose(names: Mapping[str, object], wanted: str | None, *, option: str) -> s
     Args:
         names: The models by name.
         wanted: The name that the user asked for, or None.
-        option: How the user can ask for one.
+        option: The option or argument by which the user can choose one, for messages.
 
     Raises:
-        ConfigError: There are several, or none has the wanted name.
+        ConfigError: There are several models and no wanted name, or no model has the wanted name.
     """
     shown = ", ".join(f"{name or '(the module itself)'!r}" for name in names) or "none"
     if wanted is not None and wanted not in names:
@@ -82,7 +82,7 @@ def without_memory(description: ModelDescription) -> Model:
         config = kind.config_class.from_dict(json.loads(description.config))
         with torch.device("meta"):
             return kind(config)
-    except Exception as error:  # whatever a model's own code raises on values it does not know, or without memory
+    except Exception as error:  # a model's code may raise anything for unknown values, or without memory
         raise UnsupportedError(
             f"{description.name} cannot be built from its configuration without memory: {in_short(error)}.",
             "Call strategy.save_pretrained(folder) in the training, where the model exists.",

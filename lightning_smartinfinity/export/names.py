@@ -1,4 +1,4 @@
-"""Gives a model's weights the names and shapes that they have in files of transformers."""
+"""Maps a model's weights to the names and shapes that they have in files of transformers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def plan_for(model: Model, contents: Contents, *, dtype: torch.dtype | None) -> 
     """Return the plan of an export for transformers.
 
     Args:
-        model: The model, whose weights may lie anywhere or nowhere.
-        contents: The weights that there are, by the model's names.
-        dtype: Dtype for trained parameters; None keeps the one in which they are trained.
+        model: The model. Its weights may be on any device, including "meta".
+        contents: The available weights, by the model's names.
+        dtype: Dtype for trained parameters; None keeps the dtype of training.
 
     Raises:
-        UnsupportedError: There are weights that the model does not have, or loading changes weights in a way that
-            cannot be reverted window by window.
+        UnsupportedError: There are adapters of PEFT, or weights that the model does not have, or has in another shape;
+            or loading changes weights in a way that cannot be reverted window by window.
     """
     _require_adapters_merged(model, contents)
     expected = _expected(model)
@@ -47,7 +47,7 @@ def plan_for(model: Model, contents: Contents, *, dtype: torch.dtype | None) -> 
 
 
 def _expected(model: Model) -> dict[str, TensorSpec]:
-    """Return the weights that the model has."""
+    """Return shape and dtype of all weights of the model, by name."""
     params = dict(model.named_parameters(remove_duplicate=False))
     shapes = {name: TensorSpec(torch.Size(getattr(p, "ds_shape", p.shape)), p.dtype) for name, p in params.items()}
     for prefix, child in model.named_modules():
@@ -84,13 +84,13 @@ def _require_known(
 
 
 def _repeated(model: Model, contents: Contents) -> set[str]:
-    """Return names that are left out, since from_pretrained ties them to another name that has the same values."""
+    """Return names that are left out, because from_pretrained ties them to another name with the same values."""
     targets = set(model.all_tied_weights_keys)
     names: dict[str, list[str]] = {}
     for name in [*contents.parameters, *contents.aliases]:
         names.setdefault(contents.aliases.get(name, name), []).append(name)
     repeated = {name for same in names.values() for name in same if name in targets and not targets.issuperset(same)}
-    # What the checkpoint left out is tied as the model says.
+    # Names that the checkpoint left out are tied as the model defines.
     missing = targets - contents.parameters.keys() - contents.aliases.keys()
     return repeated | missing
 
@@ -101,9 +101,9 @@ def _is_ignored(model: Model, name: str) -> bool:
 
 
 def _in_files(model: Model, specs: Mapping[str, TensorSpec]) -> tuple[dict[str, TensorSpec], dict[str, Range]]:
-    """Revert what from_pretrained does to weights of this model, on tensors without memory.
+    """Revert from_pretrained's conversion of this model's weights, on tensors without memory.
 
-    A result that is a contiguous view of one tensor can be written window by window, and tells where it begins there.
+    A result that is a contiguous view of one tensor can be written window by window, from the view's offset on.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -127,7 +127,7 @@ def _in_files(model: Model, specs: Mapping[str, TensorSpec]) -> tuple[dict[str, 
 
 @contextmanager
 def _default_conversions(model: Model) -> Iterator[None]:
-    """Hide what from_pretrained noted in this model: with ZeRO-3 it notes legacy names that its file does not have."""
+    """Hide the conversions that from_pretrained noted: with ZeRO-3 they name legacy weights that its file lacks."""
     noted = model.__dict__.pop("_weight_conversions", None)
     try:
         yield
@@ -137,7 +137,7 @@ def _default_conversions(model: Model) -> Iterator[None]:
 
 
 class _KeepingViews(TorchFunctionMode):
-    """Lets ``contiguous`` return its argument: what is split twice is contiguous in the end, mostly."""
+    """Makes ``contiguous`` return its argument, a view: after two splits, the result is mostly contiguous again."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Reads tensors from the safetensors files of a model, which supply what a checkpoint has left out."""
+"""Reads tensors that a checkpoint lacks from the safetensors files of the original model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OriginalWeights:
 
     Args:
         folder: The folder.
-        prefix: ``base_model_prefix`` of the model: files of the model without a head lack it.
+        prefix: ``base_model_prefix`` of the model. Names in files of a model without a head lack it.
     """
 
     def __init__(self, folder: Path, *, prefix: str) -> None:
@@ -34,7 +34,7 @@ class OriginalWeights:
         self._prefix = f"{prefix}."
 
     def spec(self, name: str, shape: torch.Size) -> TensorSpec:
-        """Return a tensor's shape and its dtype in the files.
+        """Return a tensor's shape, and its dtype in the files.
 
         Raises:
             CheckpointError: There is no such tensor, or its shape differs.
@@ -49,7 +49,7 @@ class OriginalWeights:
             return TensorSpec(shape, found[:0].dtype if shape else file.get_tensor(self._own_name(name)).dtype)
 
     def windows(self, name: str, spec: TensorSpec) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the elements of a tensor, with the index of the first one, a window at a time."""
+        """Yield the windows of a flat tensor, each with the index of its first element."""
         with self._opened(name) as file:
             if not spec.shape:
                 yield 0, file.get_tensor(self._own_name(name)).reshape(1)
@@ -78,7 +78,7 @@ class OriginalWeights:
 
     @cached_property
     def _files(self) -> Mapping[str, str]:
-        """The file of each tensor."""
+        """Name of the file of each tensor."""
         safetensors = optional_package("safetensors", purpose=f"Reading the weights in {self._folder}")
         try:
             if (self._folder / _INDEX).is_file():

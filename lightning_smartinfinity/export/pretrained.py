@@ -1,4 +1,4 @@
-"""Writes folders of safetensors files; ``from_pretrained`` loads those of models of transformers."""
+"""Writes folders of safetensors files, which ``from_pretrained`` loads if they hold a model of transformers."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _SMALL_FILES_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class FolderExport:
-    """Describes what a folder is to contain.
+    """Content of an exported folder.
 
     Args:
-        contents: The weights that there are.
+        contents: The available weights.
         plan: The weights in the folder.
         dtype: Dtype of the trained weights in the folder.
         description: The model of transformers; None if there is none.
@@ -51,7 +51,7 @@ class FolderExport:
 
     @property
     def names(self) -> set[str]:
-        """Names of the parameters whose values are wanted."""
+        """Names of the parameters whose values are exported."""
         origins = {origin for origin, _ in self.plan.ranges.values()}
         return {self.contents.aliases.get(name, name) for name in origins} & self.contents.parameters.keys()
 
@@ -71,11 +71,11 @@ def pretrained_export(
     Args:
         model: The model; its weights are not used.
         description: Its description.
-        contents: The weights that there are, by the model's names.
-        dtype: Dtype of trained weights; None means the one in which they are trained.
-        origins: Folders of the model before it was trained, which supply small files, the best one first.
-        folder: Folder of the model before it was trained, which supplies weights that are missing.
-        max_shard_size: As for ``save_pretrained`` of transformers, whose default it has.
+        contents: The available weights, by the model's names.
+        dtype: Dtype of trained weights; None for the dtype of training.
+        origins: Folders of the model before it was trained, which supply small files, the preferred one first.
+        folder: Folder of the model before it was trained, which supplies missing weights.
+        max_shard_size: As for ``save_pretrained`` of transformers; None for its default.
 
     Raises:
         SmartInfinityError: The model cannot be exported; the message says why.
@@ -103,13 +103,13 @@ def plain_export(
     """Describe the export of a module as one file with the module's own names.
 
     Args:
-        contents: The weights that there are.
-        dtype: Dtype of trained weights; None means the one in which they are trained.
-        max_shard_size: None, since there is one file.
+        contents: The available weights.
+        dtype: Dtype of trained weights; None for the dtype of training.
+        max_shard_size: Must be None, because there is only one file.
 
     Raises:
-        ConfigError: There is a size of files.
-        UnsupportedError: The module has state that is no tensor.
+        ConfigError: ``max_shard_size`` is not None.
+        UnsupportedError: The module has state that is not a tensor.
     """
     if max_shard_size is not None:
         raise ConfigError(
@@ -127,15 +127,15 @@ def plain_export(
 
 @contextmanager
 def writing_folder(target: Path, export: FolderExport, *, keeps_others: bool = False) -> Iterator[Put]:
-    """Make a folder, which is complete when the context ends, or not there if the body raises.
+    """Make a folder, which is complete when the context ends. If the body raises, ``target`` does not change.
 
     Args:
         target: Path of the folder.
-        export: What it is to contain.
+        export: Its content.
         keeps_others: Whether the folder may exist; its files stay, except for older weights.
 
     Yields:
-        Function that takes all values of ``export.names``.
+        Function that must be called with all values of ``export.names``.
 
     Raises:
         StorageError: The folder cannot be written.
@@ -158,7 +158,7 @@ def writing_folder(target: Path, export: FolderExport, *, keeps_others: bool = F
 
 
 def main_dtype(contents: Contents, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a model's weights as a whole: the wanted one, or that of what is trained."""
+    """Return the dtype that describes a model's weights: the wanted one, or that of the trained weights."""
     if dtype is not None:
         return dtype
     floats = [spec for spec in contents.specs().values() if spec.dtype.is_floating_point]

@@ -1,4 +1,4 @@
-"""Where the elements of a model's weights go in an export."""
+"""Routes the elements of a model's weights to the tensors of an export."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_smartinfinity.zero3.checkpoints.formats.weight_source import Cont
 __all__ = ["DTYPES", "ExportPlan", "Range", "plain_plan", "rounded", "router"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtypes of an export by the names that the command knows. All others would lose trained weights."""
+"""Dtypes of an export by their names in the command. Others would lose trained weights."""
 
 Write = Callable[[str, int, torch.Tensor], None]
-"""Writes elements of an exported tensor: its name, the index of the first one, and the values in its dtype."""
+"""Writes elements of an exported tensor, given its name, the index of the first element, and values in its dtype."""
 
 
 class Range(NamedTuple):
-    """Consecutive elements of one of the model's tensors, which become a whole tensor of the export.
+    """Consecutive elements of a tensor of the model, which become a whole tensor of the export.
 
     Args:
         origin: Name of the model's tensor.
@@ -33,12 +33,12 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportPlan:
-    """Describes what an export is to contain.
+    """Content of an export.
 
     Args:
-        tensors: Shape and dtype of every tensor by its name in the export.
-        ranges: The elements from which it is made. They lie in a parameter or a buffer.
-        others: Tensors that the model's source lacks.
+        tensors: Shape and dtype of each tensor by its name in the export.
+        ranges: Elements of a parameter or buffer from which each tensor is made, by its name in the export.
+        others: Tensors that the source of the weights lacks.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -52,26 +52,26 @@ class ExportPlan:
 
 
 def rounded(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
-    """Return a tensor's shape and dtype in an export: trained floats get the wanted dtype, if there is one."""
+    """Return a tensor's shape and dtype in an export: trained floats get ``dtype`` unless it is None."""
     changes = dtype is not None and spec.trained and spec.dtype.is_floating_point
     return spec._replace(dtype=dtype) if changes and dtype is not None else spec
 
 
 def plain_plan(contents: Contents, *, dtype: torch.dtype | None) -> ExportPlan:
-    """Return the plan of an export that keeps all names, but has each shared parameter once."""
+    """Return the plan of an export that keeps all names, but contains each shared parameter only once."""
     buffers = {name: TensorSpec(value.shape, value.dtype) for name, value in contents.buffers.items()}
     tensors = {name: rounded(spec, dtype) for name, spec in {**contents.parameters, **buffers}.items()}
     return ExportPlan(tensors=tensors, ranges={name: Range(name, 0) for name in tensors})
 
 
 def router(plan: ExportPlan, contents: Contents, write: Write, advance: Callable[[int], object]) -> Write:
-    """Return a function that writes elements of the model's tensors to where they belong.
+    """Return a function that writes elements of the model's tensors to the tensors of the export.
 
     Args:
-        plan: What the export contains.
+        plan: Content of the export.
         contents: The model's tensors.
         write: Writes elements of the export.
-        advance: Receives the number of bytes after each write.
+        advance: Called with the number of bytes after each write.
     """
     routes: dict[str, list[tuple[int, str, TensorSpec]]] = {}
     for name, (origin, begin) in plan.ranges.items():

@@ -1,8 +1,8 @@
 """Writes safetensors files window by window.
 
-The format is eight bytes with the length of a header, the header in JSON, padded by spaces to eight bytes, and the
-elements. The safetensors library writes whole tensors from memory, and a single embedding may have 4 GB; so the files
-are written here. They have the bytes that the library would write.
+The format is the length of the header in eight bytes, the header in JSON, padded with spaces to a multiple of eight
+bytes, and the elements. The safetensors library writes whole tensors from memory, and a single embedding may have 4 GB,
+so this module writes the files itself. They have the same bytes as the library's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["SafetensorsFile"]
 
 _ALIGNMENT = 8
 _UNFLUSHED_BYTES = 64 * 1024 * 1024
-# In the library's order: tensors of the last dtype come first.
+# In the library's order: a file begins with tensors of the last dtype.
 _DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -46,7 +46,7 @@ _DTYPES = {
 
 
 class SafetensorsFile:
-    """A new safetensors file, for whose tensors the space is allocated at once.
+    """A new safetensors file, whose space is allocated at once.
 
     Args:
         path: Path of the file, which does not exist.
@@ -55,7 +55,7 @@ class SafetensorsFile:
     Raises:
         OSError: The file cannot be created, or the disk is full.
         StorageTimeoutError: The disk does not answer.
-        UnsupportedError: The format has no such dtype.
+        UnsupportedError: The format does not have the dtype of a tensor.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorSpec]) -> None:
@@ -75,7 +75,7 @@ class SafetensorsFile:
             raise
 
     def write(self, name: str, begin: int, values: torch.Tensor) -> None:
-        """Write consecutive elements of a tensor, each of them once, in any order.
+        """Write consecutive elements of a tensor. Write each element once, in any order.
 
         Args:
             name: Name of the tensor.
@@ -112,7 +112,7 @@ class SafetensorsFile:
             self._flush()
 
     def _flush(self) -> None:
-        # The page cache is memory, too: a large file would push everything else out of it.
+        # A large file would displace all other data in the page cache.
         unless_idle(partial(os.fdatasync, self._descriptor), doing="Flushing", path=self._path)
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         self._unflushed_bytes = 0

@@ -22,11 +22,11 @@ _INDEX = "model.safetensors.index.json"
 
 
 SHARD_SIZE = replace(num_bytes(1), kept=lambda size: size)
-"""Rule for the largest size of a file, which stays as it was written, for messages."""
+"""Rule for the largest size of a file. The value stays as the user wrote it, for messages."""
 
 
 class Shards:
-    """Open files, and which tensor belongs to which."""
+    """Open safetensors files, each with a part of the tensors."""
 
     def __init__(self, folder: Path, files: Mapping[str, list[str]], tensors: Mapping[str, TensorSpec]) -> None:
         self._folder = folder
@@ -69,12 +69,12 @@ class Shards:
 def writing_shards(
     folder: Path, tensors: Mapping[str, TensorSpec], *, max_shard_size: int | str | None
 ) -> Iterator[Shards]:
-    """Open files for these tensors in a folder; they are complete when the context ends without an error.
+    """Create files for these tensors in a folder, which are complete when the context ends without an error.
 
     Args:
         folder: The folder.
         tensors: Shape and dtype by name.
-        max_shard_size: Bytes of a file, or text such as ``"5GB"``; None means one file.
+        max_shard_size: Bytes of a file, or text such as ``"5GB"``; None for one file.
     """
     with ExitStack() as cleanup:
         shards = Shards(folder, _split(tensors, max_shard_size), tensors)
