@@ -1,9 +1,9 @@
-"""Records where the training loaders of a Trainer's fit stand, and brings those of a resumed fit there.
+"""Records the positions of the training loaders of a Trainer's fit, and restores them in a resumed fit.
 
-A fetcher of Lightning's holds the next batch already if the number of batches is unknown. That batch has used random
-numbers of before the step that a record belongs to. So the record tells how the loaders stood before the batch was
-fetched, and a resumed fit fetches it again. The same holds for the iterators of a fit's first epoch, which Lightning
-creates in the set-up.
+If the number of batches is unknown, Lightning's fetcher already holds the next batch. That batch has used random
+numbers from before the step that a record belongs to. So the record holds the loaders' states from before that batch
+was fetched, and a resumed fit fetches it again. The same applies to the iterators of a fit's first epoch, which
+Lightning creates in the set-up.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["FitLoaders", "take_seed"]
 
-_SEED = "PL_GLOBAL_SEED"  # of seed_everything: Lightning gives it to the samplers that it makes
+_SEED = "PL_GLOBAL_SEED"  # set by seed_everything; Lightning's samplers use it
 
 
 def take_seed(saved: dict[str, Any]) -> None:
-    """Let samplers that Lightning makes from now on have the seed of the saved fit, in every later epoch, too.
+    """Give samplers that Lightning makes from now on the seed of the saved fit, also in every later epoch.
 
     Args:
         saved: Result of :meth:`FitLoaders.state`.
@@ -47,7 +47,7 @@ class FitLoaders:
     """The training loaders of a fit.
 
     Args:
-        trainer: Trainer whose fit is being set up, before it has iterators.
+        trainer: Trainer whose fit is being set up and has no iterators yet.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -72,7 +72,7 @@ class FitLoaders:
         epoch_loop._on_before_fetch = note_and_profile
 
     def state(self) -> dict[str, Any]:
-        """Return what :meth:`load` takes: where the loaders stand between two batches, or before the first one."""
+        """Return the loaders' state for :meth:`load`, between two batches or before the first one."""
         has_fetched_ahead = bool(getattr(self._fit_loop._data_fetcher, "batches", None))
         if has_fetched_ahead and self._before_fetch is not None:
             point = self._before_fetch
@@ -88,24 +88,24 @@ class FitLoaders:
         }
 
     def load(self, saved: dict[str, Any], *, own_only: bool) -> None:
-        """Bring the loaders to a result of :meth:`state`, before random states are restored, and warn of what is lost.
+        """Restore the loaders from a result of :meth:`state`, before random states are restored; warn of what is lost.
 
         Args:
             saved: The state.
-            own_only: Whether only states of the user's are loaded, since plain loaders had other processes' random
-                numbers.
+            own_only: Whether to load only the states of stateful loaders, because the states of plain loaders have the
+                random numbers of other processes.
         """
         combined, fetcher = self._fit_loop._combined_loader, self._fit_loop._data_fetcher
         self._random = None if own_only else saved["random"]
         self._fit_loop._last_train_dl_reload_epoch = saved["reloaded"]
-        combined.reset()  # ends workers that Lightning has begun for a whole epoch
+        combined.reset()  # ends workers that Lightning has started for a whole epoch
         loaded = _load_states(loaders_of(self._fit_loop), saved["states"], own_only=own_only)
         if saved["begins"]:
             with self._random_of_fetch():
                 iter(fetcher)
             return
         fetcher.iterator = iter(combined)
-        fetcher.reset()  # it held a batch that it had fetched ahead
+        fetcher.reset()  # drops a batch that it had fetched ahead
         if len(getattr(combined._iterator, "_consumed", ())) == len(saved["consumed"]):
             combined._iterator._consumed = list(saved["consumed"])
         if self._is_over:
@@ -114,7 +114,7 @@ class FitLoaders:
             self._warn_of_lost(loaded)
 
     def fetch_ahead(self) -> None:
-        """Fetch the batch again that the saved fit had fetched ahead, within the epoch that :meth:`load` goes on in."""
+        """Fetch the batch again that the saved fit had fetched ahead, if :meth:`load` resumed within an epoch."""
         fetcher = self._fit_loop._data_fetcher
         if fetcher.length is None and hasattr(fetcher, "batches") and not self._is_over:
             with self._random_of_fetch(), suppress(StopIteration):
@@ -130,7 +130,7 @@ class FitLoaders:
 
     @contextmanager
     def _random_of_fetch(self) -> Iterator[None]:
-        """Have the random states that the saved fit had before the fetch, and the present ones again afterwards."""
+        """Use the random states that the saved fit had before the fetch; restore the present ones on exit."""
         now, before, self._random = global_states(), self._random, None
         if before is not None:
             restore_globals(before)
@@ -141,7 +141,7 @@ class FitLoaders:
                 restore_globals(now)
 
     def _point(self, *, own: bool = True) -> dict[str, Any]:
-        """Return where the loaders stand; ``own``: also those with a state of the user's."""
+        """Return the loaders' states and the random states; with ``own``, also the states of stateful loaders."""
         loaders = loaders_of(self._fit_loop)
         has_state = [keeps_position(loader) or (own and is_stateful(loader)) for loader in loaders]
         return {
@@ -151,9 +151,9 @@ class FitLoaders:
         }
 
     def _leave_epoch(self, iterators: list[Any]) -> None:
-        """Let the next iterators of the user's loaders begin an epoch.
+        """Make the next iterators of stateful loaders begin an epoch.
 
-        A loader that iterates by a generator looks at its loaded state at the first fetch only.
+        A loader whose ``__iter__`` is a generator function uses its loaded state only at the first fetch.
         """
         for loader, iterator in zip(loaders_of(self._fit_loop), iterators, strict=True):
             if is_stateful(loader):
@@ -175,7 +175,7 @@ class FitLoaders:
 
 
 def _load_states(loaders: list[Any], states: list[Any], *, own_only: bool) -> list[bool]:
-    """Load the states that belong to the loaders, and return which loaders have got one."""
+    """Load the states that fit the loaders, and return for each loader whether one was loaded."""
     loaded = [False] * len(loaders)
     for number, (loader, state) in enumerate(zip(loaders, states, strict=False)):
         kept = keeps_position(loader)
@@ -187,10 +187,10 @@ def _load_states(loaders: list[Any], states: list[Any], *, own_only: bool) -> li
 
 
 def _draws_otherwise(loader: Any, *, is_over: bool) -> bool:
-    """Return whether a loader's workers do not have the random numbers that those of the saved fit had.
+    """Return whether a loader's workers have other random numbers than those of the saved fit.
 
-    Workers skip samples instead of reading them again, apart from those of streams. What workers that stay have drawn
-    in former epochs is not read again either.
+    Workers skip the samples already used instead of reading them again, except for iterable datasets. Samples that
+    persistent workers have read in earlier epochs are not read again either.
     """
     if not keeps_position(loader) or loader.num_workers == 0:
         return False

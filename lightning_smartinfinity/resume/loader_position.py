@@ -1,13 +1,13 @@
-"""Makes a plain DataLoader resumable within an epoch: it keeps which batches it has yielded, and how they were drawn.
+"""Makes a plain DataLoader resumable within an epoch, by the number of batches and the random states of their order.
 
 An epoch's order is drawn from random generators, when the iterator is created or when it fetches its first batch. The
-loader's state holds the generators' states at both moments and the number of batches. A loader that has loaded a state
-draws the order again, skips the batches, and leaves the generators as they were.
+loader's state holds the generators' states at both moments, and the number of batches fetched. A loader that has loaded
+a state draws the order again, skips these batches, and leaves the global generators as they were.
 
-    saved               next ``__iter__`` after loading
-    before the first    begins an epoch
-    within an epoch     goes on with the next batch
-    after its last one  ends at once, as the saved one would have; see :func:`begin_epoch`
+    saved                   next ``__iter__`` after loading
+    before the first batch  begins an epoch
+    within an epoch         continues with the next batch
+    after the last batch    ends at once, as the saved epoch would have; see :func:`begin_epoch`
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "restore_globals",
 ]
 
-_KEPT = "_kept_position"  # Lightning ignores attributes with an underscore when it makes a loader again
+_KEPT = "_kept_position"  # Lightning ignores attributes with an underscore when it recreates a loader
 _MARK = "_keeps_position"
 _OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
@@ -44,10 +44,10 @@ _OPTIONS = (
 
 
 def keeping_position(loader: Any) -> Any:
-    """Give a DataLoader ``state_dict`` and ``load_state_dict``, with which it goes on within an epoch.
+    """Give a DataLoader ``state_dict`` and ``load_state_dict``, with which it can resume within an epoch.
 
-    The loader becomes an instance of a subclass of its class with the same name. The random numbers that it draws
-    without a loaded state are those that it drew before.
+    The loader becomes an instance of a subclass of its class with the same name. Without a loaded state, it draws the
+    same random numbers as before.
 
     Args:
         loader: Any object. It is changed only if it is a ``torch.utils.data.DataLoader`` that has neither method.
@@ -62,23 +62,24 @@ def keeping_position(loader: Any) -> Any:
 
 
 def keeps_position(loader: Any) -> bool:
-    """Return whether a loader's state is that of :func:`keeping_position`, and not the user's."""
+    """Return whether a loader's state is that of :func:`keeping_position`, and not the loader's own."""
     return hasattr(type(loader), _MARK)
 
 
 def is_position(state: Any) -> bool:
-    """Return whether the state of a loader is one that a loader of :func:`keeping_position` has saved."""
+    """Return whether a loader's state was saved by a loader of :func:`keeping_position`."""
     return isinstance(state, dict) and {"is_within", "num_fetched", "generators", "is_alive"} <= state.keys()
 
 
 def begin_epoch(loader: Any) -> None:
-    """Let the next ``__iter__`` begin an epoch even if the loaded state is from within one.
+    """Make the next ``__iter__`` begin an epoch, even if the loaded state is from within one.
 
-    A caller needs this who saved after the last batch of an epoch, but did not ask for one more. A loader cannot know
-    which batch was the last: ``limit_train_batches`` may end the epoch, or another loader that it is combined with.
+    Call this if the state was saved after the last batch of an epoch, before another batch was requested. The loader
+    cannot know which batch was the last: ``limit_train_batches`` may end the epoch, or a loader that it is combined
+    with.
 
     Args:
-        loader: Result of :func:`keeping_position`; other objects are left alone.
+        loader: Result of :func:`keeping_position`; other objects do not change.
     """
     if _KEPT in getattr(loader, "__dict__", {}) and (state := _kept(loader).pending) is not None:
         loader.load_state_dict(_state_between_epochs(state["generators"], state["is_alive"]))
@@ -87,7 +88,7 @@ def begin_epoch(loader: Any) -> None:
 def _take_seed(loader: Any, state: dict[str, Any]) -> None:
     sampler = _distributed_sampler(loader)
     if sampler is not None and state.get("seed") is not None:
-        sampler.seed = state["seed"]  # Lightning has made it with the seed of seed_everything
+        sampler.seed = state["seed"]  # Lightning made the sampler with the seed of seed_everything
 
 
 @functools.cache
@@ -100,7 +101,7 @@ def _keeping_class(base: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
         return _kept(self).state(self)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """Let the next ``__iter__`` go on from a result of ``state_dict``."""
+        """Make the next ``__iter__`` continue from a result of ``state_dict``."""
         _kept(self).load(self, state_dict)
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
@@ -121,13 +122,13 @@ def _blank(kind: type, *arguments: Any) -> Any:
 
 
 def _kept(loader: Any) -> _Position:
-    # Lightning may have made the loader again from its class and its arguments.
+    # Lightning may have recreated the loader from its class and its arguments, without this attribute.
     kept: _Position = vars(loader).setdefault(_KEPT, _Position())
     return kept
 
 
 class _Position:
-    """The epoch that a loader is in, and a loaded state until a batch has been fetched by it."""
+    """The epoch that a loader is in, and a loaded state until the first fetch has used it."""
 
     def __init__(self) -> None:
         self.pending: dict[str, Any] | None = None
@@ -161,13 +162,13 @@ class _Position:
 
 @dataclass
 class _Progress:
-    """Holds what a state tells of an epoch. It refers to no iterator, whose workers would live on.
+    """The progress of an epoch, as in a loader's state. It refers to no iterator, whose workers would live on.
 
     Args:
-        drawn: How the order was drawn: random states before creation and before the first fetch, whether the loader had
-            workers, and whether they existed already, so that no seed was drawn for them.
-        pending: The state that the first fetch goes on from.
-        num_fetched: Number of batches from the epoch's first on.
+        drawn: How the order was drawn: the random states before the iterator's creation and before the first fetch,
+            whether the loader had workers, and whether they existed already, so that no seed was drawn for them.
+        pending: The state from which the first fetch continues.
+        num_fetched: Number of batches fetched since the start of the epoch.
     """
 
     drawn: dict[str, Any]
@@ -195,8 +196,8 @@ class _Progress:
 class _Epoch:
     """An iterator over the batches of an epoch, or over the rest of one.
 
-    A rest is opened by the first fetch: Lightning may create several iterators before, and tells a distributed sampler
-    the epoch only then.
+    The rest of an epoch begins only at the first fetch: before, Lightning may create several iterators, and has not yet
+    set the epoch of a distributed sampler.
     """
 
     def __init__(
@@ -237,16 +238,16 @@ def _state_between_epochs(generators: list[torch.Tensor], is_alive: bool) -> dic
 
 
 def _prepare(loader: Any, create: Callable[[], Iterator[Any]], state: dict[str, Any]) -> None:
-    """Bring generators and persistent workers of a loader to the state from which an epoch began."""
+    """Restore a loader's generators and persistent workers to the state from which an epoch began."""
     if state["is_alive"] and loader.persistent_workers and not _is_alive(loader):
         now = _random_states(loader)
-        create()  # draws the seed of workers that existed already
+        create()  # draws the seed of workers that the saved loader had already
         _restore(loader, now)
     _restore_generators(loader, state["generators"])
 
 
 def _rest_of_epoch(loader: Any, create: Callable[[], Iterator[Any]], state: dict[str, Any]) -> Iterator[Any]:
-    """Return an iterator over the batches that a saved epoch had left. The global generators do not change."""
+    """Return an iterator over the remaining batches of a saved epoch. The global generators do not change."""
     now = _random_states(loader)
     try:
         if isinstance(loader.dataset, IterableDataset) or _iterates_otherwise(loader):
@@ -279,7 +280,7 @@ def _after_drawing(loader: Any, state: dict[str, Any], now: dict[str, Any]) -> I
     skipping = _Skipping(loader)
     again = _with_sampler(loader, skipping)
     if state["is_reset"] and loader.num_workers:
-        iter(again)  # draws the seed of workers that existed already
+        iter(again)  # draws the seed of workers that the saved loader had already
     skipping.num_left = state["num_fetched"]
     if not state["has_workers"]:
         skipping.before = state["first"]
@@ -303,12 +304,12 @@ def _with_sampler(loader: Any, skipping: _Skipping) -> DataLoader[Any]:
 
 
 class _Skipping:
-    """The sampler of a loader, which once leaves out what a saved epoch has used.
+    """A loader's sampler that skips, in one iteration, the draws that a saved epoch has used.
 
     Attributes:
-        num_left: Number of draws that the next iteration leaves out; None if it is to be the sampler's.
-        before: Random states for these draws, unless they go on from the present ones.
-        after: Random states for the draws after them.
+        num_left: Number of draws that the next iteration skips; None to skip nothing.
+        before: Random states for the skipped draws; None to continue from the present ones.
+        after: Random states for the draws after them; None to continue from the present ones.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -322,7 +323,7 @@ class _Skipping:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        # This is no generator, because a sampler may draw here, too.
+        # This is not a generator function, because the sampler may draw already when its iterator is created.
         return self._rest(iter(self._sampler))
 
     def _rest(self, drawn: Iterator[Any]) -> Iterator[Any]:
@@ -386,7 +387,7 @@ def _restore(loader: Any, states: dict[str, Any]) -> None:
 
 
 def restore_globals(states: dict[str, Any]) -> None:
-    """Continue the global generators from a result of :func:`global_states`."""
+    """Restore the global generators from a result of :func:`global_states`."""
     torch.set_rng_state(states["torch"])
     np.random.set_state(states["numpy"])
     random.setstate(states["python"])

@@ -1,7 +1,8 @@
 """Makes a resumed fit draw the random numbers of an uninterrupted one, and load with the user's ``weights_only``.
 
-``Strategy.on_train_start`` is Lightning's last call before the first epoch of a fit. From there on a resumed fit does
-what the uninterrupted one did after saving, apart from what :func:`continue_epoch` corrects or warns of.
+``Strategy.on_train_start`` is Lightning's last call before the first epoch of a fit. From there on, a resumed fit does
+the same as the uninterrupted one did after saving, except for differences that :func:`continue_epoch` corrects or warns
+of.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _LIGHTNING_WARNING = "You're resuming from a checkpoint that ended before the ep
 
 
 def passed_to_run(trainer: Any, name: str) -> Any:
-    """Return what the user passed as ``weights_only`` or ``ckpt_path`` to ``fit`` or an evaluation, now running.
+    """Return the ``weights_only`` or ``ckpt_path`` that the user passed to the running ``fit`` or evaluation.
 
-    ``Trainer._run`` knows it, but does not pass it on to strategies that load after the set-up, as this one does.
+    ``Trainer._run`` has it, but does not pass it to strategies that load after the set-up, as this one does.
 
     Args:
         trainer: Trainer that is being set up, or is loading a checkpoint.
@@ -46,11 +47,11 @@ def passed_to_run(trainer: Any, name: str) -> Any:
 def without_positions(loops: dict[str, Any], trainer: Any) -> dict[str, Any]:
     """Return the saved loops without the positions of plain loaders, which only training records hold.
 
-    A checkpoint is then as with any other strategy: Lightning replays a plain loader from its first batch, and a
-    sampler that begins at the step by itself loses nothing.
+    A checkpoint then behaves as with any other strategy: Lightning replays a plain loader from its first batch, and a
+    sampler that itself begins at the saved step skips nothing twice.
 
     Args:
-        loops: What a checkpoint of Lightning holds under ``"loops"``.
+        loops: The value of ``"loops"`` in a checkpoint of Lightning.
         trainer: Trainer that saves.
     """
     loader = trainer.fit_loop._combined_loader
@@ -70,10 +71,10 @@ def _with_loader_states(loops: dict[str, Any], states: list[Any]) -> dict[str, A
 
 
 def load_only_own_states(trainer: Any) -> None:
-    """Let Lightning load the states of a checkpoint into the loaders that have states of the user's.
+    """Make Lightning load a checkpoint's loader states into stateful loaders only, and not into plain ones.
 
     Args:
-        trainer: Trainer whose fit is being set up, and resumes from a checkpoint or not at all.
+        trainer: Trainer whose fit is being set up, and either resumes from a checkpoint or does not resume.
     """
     fit_loop = trainer.fit_loop
     load = type(fit_loop)._load_combined_loader_states
@@ -94,8 +95,8 @@ def load_only_own_states(trainer: Any) -> None:
 def load_loader_states(trainer: Any) -> None:
     """Give stateful loaders their saved states if Lightning set the loaders up before it read the checkpoint's loops.
 
-    Asking for ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` sets the loaders up. Lightning does so
-    only once, and would then train on batches of the epoch that the saved fit has used already.
+    Reading ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` sets the loaders up. Lightning does so
+    only once, and would then train on batches of the epoch that the saved fit has already used.
 
     Args:
         trainer: Trainer whose fit is about to begin its first epoch, before random states are restored.
@@ -107,17 +108,17 @@ def load_loader_states(trainer: Any) -> None:
 
 
 def continue_epoch(trainer: Any) -> None:
-    """Bring a resumed fit loop to the point of the saved one, directly after random states have been restored.
+    """Restore a resumed fit loop's point in the epoch. Call it directly after random states have been restored.
 
-    An epoch's iterator draws from torch's generator when it is created, and Lightning has created one already.
+    An epoch's iterator draws from torch's generator when it is created, and Lightning has already created one.
 
     Args:
         trainer: Trainer whose fit is about to begin its first epoch.
     """
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     if not fit_loop.restarting:
-        # It was saved between two epochs. Once Lightning no longer takes this for a resume, it creates a new iterator
-        # after the hooks that begin the epoch, as in every epoch.
+        # The fit was saved between two epochs. With this flag cleared, Lightning creates a new iterator after the
+        # hooks that begin the epoch, as in every epoch.
         fit_loop._resuming_from_checkpoint = False
         return
     lost, remedies = [], ["resume from a checkpoint of an epoch's end or of after a validation"]
@@ -125,7 +126,8 @@ def continue_epoch(trainer: Any) -> None:
     begin_epoch_after_last(fit_loop)
     if progress.is_last_batch:
         if epoch_loop.restarted_on_train_batch_end:
-            # It was saved after the epoch's last batch. Lightning begins the next epoch at once, with this iterator.
+            # The fit was saved after the epoch's last batch. Lightning begins the next epoch at once, with this
+            # iterator.
             iter(fit_loop._data_fetcher)
     elif progress.current.ready > 0 and not _goes_on_within_an_epoch(fit_loop):
         lost.append("Lightning replays the epoch's batches from the first, since the DataLoader has no state")
@@ -144,7 +146,7 @@ def continue_epoch(trainer: Any) -> None:
 
 
 def begin_epoch_after_last(fit_loop: Any) -> None:
-    """Let loaders begin an epoch if the last batch of one was saved: ``limit_train_batches`` may have ended it early.
+    """Make loaders begin an epoch if the fit was saved after a last batch, as ``limit_train_batches`` may end epochs.
 
     Args:
         fit_loop: Fit loop that is about to begin its first epoch.
@@ -165,13 +167,13 @@ def _validation_is_due(trainer: Any) -> bool:
 
 
 def loaders_of(fit_loop: Any) -> list[Any]:
-    """Return the training loaders of a fit loop, which has set them up."""
+    """Return the training loaders of a fit loop that has set them up."""
     loaders: list[Any] = fit_loop._combined_loader.flattened
     return loaders
 
 
 def is_stateful(loader: Any) -> bool:
-    """Return whether a loader has a state of the user's, and not only a position of ours."""
+    """Return whether a loader has its own state, and not only a position of :func:`keeping_position`."""
     if keeps_position(loader):
         return False
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))

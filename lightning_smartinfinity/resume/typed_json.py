@@ -6,12 +6,12 @@
     JSON        ASCII
     arrays      raw bytes, each from the next multiple of 64 on, in the order in which the JSON mentions them
 
-None, bool, int, finite float, str and list are what JSON calls them. Every other value is a JSON object with one key,
-which names its type: ``{"tuple": [1, 2]}``, ``{"dict": {"lr": 0.1}}``, ``{"Tensor": ["torch.float32", [2, 3]]}``.
-The JSON does not say where an array lies, so that no array can be read twice.
+None, bool, int, finite float, str and list are the JSON types. Every other value is a JSON object with one key, the
+name of its type: ``{"tuple": [1, 2]}``, ``{"dict": {"lr": 0.1}}``, ``{"Tensor": ["torch.float32", [2, 3]]}``. The JSON
+contains no offsets of arrays, so that no array can be read twice.
 
-A type is written only if exactly it is known, since a subclass may hold more. What is read is a new object: tensors lie
-on the CPU, and two references to one list become two lists. Numbers are those of a little-endian machine.
+Only exact types are written, because a subclass may hold more. Values that are read are new objects: tensors are on the
+CPU, and two references to one list become two lists. Numbers are little endian.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _NUMPY_NUMBERS = {np.dtype(code).type for code in np.typecodes["All"] if np.dtyp
 
 
 class UnwritableError(Exception):
-    """A value has a part that :func:`encode` does not write.
+    """A value has a part that :func:`encode` cannot write.
 
     Args:
         where: Place of the part, in Python's notation from the root on: ``['callbacks']['a'][3]``. A key of a dict and
             a member of a set have the place of their container.
         value: The part.
-        reason: A reason to add, if the type of the part is none.
+        reason: The reason, unless it is the type of the part.
 
     Attributes:
         where: As above.
@@ -78,17 +78,17 @@ class UnwritableError(Exception):
 
 
 def encode(value: Any) -> bytes:
-    """Return a value as bytes, from which :func:`decode` makes one of the same types and bits.
+    """Return a value as bytes, from which :func:`decode` makes a value of the same types and bits.
 
     Args:
         value: None, bool, int, float, complex, str, bytes, bytearray, or a list, tuple, dict, set, frozenset, deque,
             OrderedDict, Counter, argparse.Namespace or torch.Size of such values. A defaultdict may have None, int,
-            float, list, dict, set or str as its factory. Further torch's tensors, parameters, dtypes and devices;
-            numpy's arrays and scalars of numbers, bools and text, and its dtypes; POSIX paths; dates, times with a
-            fixed offset from UTC or none, and time differences.
+            float, list, dict, set or str as its factory. Also torch's tensors, parameters, dtypes and devices; numpy's
+            arrays and scalars of numbers, bools and text, and its dtypes; POSIX paths; dates, datetimes with a fixed
+            offset from UTC or none, and timedeltas.
 
     Raises:
-        UnwritableError: A part is of another type, contains itself, or is nested too deep.
+        UnwritableError: A part is of another type, contains itself, or is nested too deeply.
     """
     writer = _Writer()
     text = _JSON.encode(writer.write(value)).encode("ascii")
@@ -102,21 +102,21 @@ def encode(value: Any) -> bytes:
 
 
 def decode(content: bytes) -> Any:
-    """Return the value that a result of :func:`encode` holds.
+    """Return the value in a result of :func:`encode`.
 
-    It runs no code that the content names, and allocates no more than a small multiple of the content's length.
+    This runs no code that the content names, and allocates at most a small multiple of the content's length.
 
     Raises:
-        ValueError: The content is no result of ``encode``.
+        ValueError: The content is not a result of ``encode``.
     """
     try:
         return _decoded(memoryview(content))
-    except Exception as error:  # torch and numpy raise many kinds for what they cannot make
+    except Exception as error:  # torch and numpy raise many kinds of errors for invalid values
         raise ValueError(f"The content is damaged or not of this format: {error}") from error
 
 
 class _Writer:
-    """Turns values into what the JSON encoder takes, and collects the bytes of arrays."""
+    """Turns values into values for the JSON encoder, and collects the bytes of arrays."""
 
     def __init__(self) -> None:
         self.arrays: list[bytes] = []
@@ -182,7 +182,7 @@ def _write_plain(writer: _Writer, value: Any) -> Any:
 
 
 def _write_int(writer: _Writer, value: int) -> Any:
-    # Python refuses to write out, and to read, decimal integers of many digits.
+    # Python refuses to format or parse decimal integers of many digits.
     return value if value.bit_length() < 1000 else {"int": hex(value)}
 
 
@@ -400,7 +400,7 @@ def _check_nesting(text: str) -> None:
 
 
 class _Reader:
-    """Turns what the JSON says back into values, and takes arrays from the content in their order."""
+    """Turns parsed JSON back into values, and takes arrays from the content in their order."""
 
     def __init__(self, content: memoryview, position: int) -> None:
         self._content = content
@@ -480,7 +480,7 @@ def _read_tensor(reader: _Reader, told: Any) -> torch.Tensor:
     if not raw:
         return torch.empty(shape, dtype=dtype, device="cpu")
     flat = np.frombuffer(raw, np.uint8).copy()
-    # A byte above one is no bool, and torch may do anything with it.
+    # A byte above one is not a valid bool: torch's behaviour would be undefined.
     bits = torch.from_numpy(flat != 0 if dtype is torch.bool else flat)
     return bits.view(dtype).reshape(shape)
 
