@@ -100,7 +100,7 @@ class TransferHandler:
         return self._access
 
     def pin(self) -> PinnedState:
-        """Return the committed state, which can be read beside later steps. No step may be in flight now.
+        """Pin the committed state, so that it can be read during later steps. No step may be in flight now.
 
         Raises:
             StorageError: As :meth:`make_room_to_pin`.
@@ -109,31 +109,31 @@ class TransferHandler:
         return PinnedState(self._layout, self._store, self._store.pin(), count_read=self._count_background_read)
 
     def make_room_to_pin(self) -> None:
-        """Let the state files grow to a third place for each tasklet, for :meth:`pin`. No step may be in flight now.
+        """Extend the state files by a third place for each tasklet, for :meth:`pin`. No step may be in flight now.
 
         Raises:
-            StorageFullError: The file systems have no room for that.
+            StorageFullError: The file systems have no room for the third places.
             StorageError: A state file cannot be extended.
         """
         self._require_no_step()
         self._store.make_room_to_pin()
 
     def _count_background_read(self, nbytes: int) -> None:
-        self._background_read_bytes += nbytes  # by one thread at a time: saves follow each other
+        self._background_read_bytes += nbytes  # needs no lock: saves run one after the other
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether a step leaves the current generation intact: not with one place each (``durability="none"``)."""
+        """Whether a step keeps the current generation; False with one place per tasklet (``durability="none"``)."""
         return self._layout.extents.places_per_tasklet > 1
 
     @property
     def has_direct_io(self) -> bool:
-        """Whether all state files are read and written past the page cache."""
+        """Whether all state files are read and written with direct I/O, past the page cache."""
         return all(file.direct for file in self._store.files)
 
     @property
     def cache_bytes(self) -> int:
-        """Host memory of the tasklets whose state stays there."""
+        """Host memory of the resident tasklets, whose state stays in memory."""
         return self._device.cache_bytes
 
     @property
@@ -143,7 +143,7 @@ class TransferHandler:
 
     @property
     def ring_bytes(self) -> int:
-        """Host memory of the device's ring and, once they are in use, of its slots or of the staging buffer."""
+        """Host memory of the device's ring and, once in use, of its slots or the staging buffer."""
         return self._device.ring_bytes + (self._staging.nbytes if self._staging is not None else 0)
 
     def open(self) -> None:
@@ -186,21 +186,22 @@ class TransferHandler:
 
         Raises:
             ConfigError: A hyperparameter of an active group is out of range; no step has begun.
-            StorageError: An earlier commit failed so that no generation can be written any more; no step has begun.
+            StorageError: After a failed commit, no generation can be written any more; no step has begun.
         """
         self._prepare()
         self._step = self._new_step(plan=plan, staging=self._staging_for)
         self._step.start()
 
     def begin_incremental(self, plan: StepPlan, *, binds: bool = False) -> None:
-        """Begins a step before its tasklets are known: as :meth:`begin_step`, but no tasklet starts yet.
+        """Begin a step before its tasklets are known: like :meth:`begin_step`, but no tasklet starts yet.
 
-        ``step.extend`` starts some tasklets; ``step.complete`` starts the others and makes it an ordinary step, which
-        can be committed. ``roll_back`` rolls it back at any time.
+        ``step.extend`` starts some tasklets. ``step.complete`` starts the others and turns the step into an ordinary
+        one, which can be committed. ``roll_back`` may be called at any time.
 
         Args:
-            plan: The step's plan, with every parameter active and parameters in memory that the core reaches.
-            binds: Whether the step will be taken as it begins, so that gradients are given up as they are used.
+            plan: The step's plan: every parameter is active, and the native core can reach the parameters' memory.
+            binds: Whether the caller promises to complete the step unchanged or to skip it, so that gradients are
+                released as they are used.
 
         Raises:
             ConfigError, StorageError: As :meth:`begin_step`.
@@ -210,7 +211,7 @@ class TransferHandler:
         self._step = self._new_step(plan=plan, staging=self._staging_for, incremental=True, binds=binds)
 
     def finish(self) -> None:
-        """Return when the step in flight, if any, has finished all reads, updates and writes.
+        """Wait until the step in flight has finished all reads, updates and writes; without a step, return at once.
 
         Raises:
             StorageError: As ``step.wait``.
@@ -222,14 +223,15 @@ class TransferHandler:
         """Wait for all writes of the step in flight and make it the current generation.
 
         Args:
-            together: Context entered around waiting and committing, and again around the residual of compression.
-                With several ranks it must raise on each of them if its body raised on one, so that no rank keeps a
-                generation that another could not commit, and all learn of a residual that one could not store.
+            together: Context entered around waiting and committing, and again around storing the residual of
+                compression. With several ranks it must raise on every rank if its body raised on one. Then no rank
+                keeps a generation that another could not commit, and every rank learns that one could not store its
+                residual.
 
         Raises:
             StorageError: As ``step.wait``, or the commit record could not be written, or ``together`` raised. The
-                previous generation is current: roll back. With one place each that is impossible, and the current
-                generation is the one written last.
+                previous generation is current: roll back. With one place per tasklet, rollback is impossible and the
+                generation written last is current.
             StorageError: A residual could not be stored, here or on another rank. The generation is committed. The
                 step of the rank that failed stays in flight, and its rollback raises the same error.
         """
@@ -250,41 +252,41 @@ class TransferHandler:
 
     @property
     def training(self) -> TrainingRecord | None:
-        """The training record written last, or the one that the training resumes from."""
+        """The training record written last, or the one from which the training resumed."""
         return self._store.training
 
     @property
     def is_resumable(self) -> bool:
-        """Whether the training record, its residual and its generation are whole on storage.
+        """Whether the training record, its residual and its generation are complete on storage.
 
-        They are if at most one generation was committed since.
+        The record's generation is on storage if at most one generation has been committed since.
         """
         record = self._store.training
         self.complete_record()
         if record is None:
             return False
         lasts = record.generation >= self._store.generation - 1
-        # If the residual is not, those of the record before are, since no later step has begun.
+        # If the residual is missing, the previous record and its residual are complete: no later step has begun.
         return lasts and (self.residual_failure is None or record.number > 1)
 
     @property
     def residual_failure(self) -> StorageError | None:
-        """Why the residual of the training record could not be written, if it could not."""
+        """The error that kept the training record's residual from being written, or None."""
         return self._store.records.residual_failure
 
     def record_training(self, *, step: int, content: bytes, residual: NDArray[np.float32] | None) -> None:
-        """Write what the training needs beside the state to go on behind the step begun last.
+        """Write what the training needs, besides the optimizer state, to resume after the step begun last.
 
-        It counts once that step is committed, and must be written before the next one begins.
+        The record takes effect when that step is committed. It must be written before the next step begins.
 
         Args:
-            step: Optimizer steps of the training so far, for messages.
-            content: What the training needs.
-            residual: Memory of the residual of compressed gradients, if there is one. It is written beside the
-                training, once the step is committed and until :meth:`complete_record` has returned.
+            step: Number of optimizer steps of the training so far, for messages.
+            content: The serialized state of the training.
+            residual: Memory of the residual of compressed gradients; None means there is none. A thread writes it after
+                the step's commit, while the training continues; :meth:`complete_record` waits for it.
 
         Raises:
-            StorageError: It could not be written. The record before it is intact.
+            StorageError: The record could not be written. The previous record is intact.
         """
         follows = self._step is not None and self._step.is_complete
         generation, has_steps = self._store.generation + follows, follows or self._num_steps > 0
@@ -293,25 +295,25 @@ class TransferHandler:
         )
 
     def rewrite_record(self, content: bytes) -> None:
-        """Exchange the content of the training record; raises as :meth:`record_training`."""
+        """Replace the content of the training record. Raises as :meth:`record_training`."""
         self._store.records.rewrite(content)
 
     def end_records(self, reason: str) -> None:
-        """Let no training resume from here, since no more records follow.
+        """Mark the training as not resumable, since no more records follow.
 
         Args:
-            reason: Why, for whoever tries.
+            reason: The reason, reported by an attempt to resume.
 
         Raises:
-            StorageError: What is written instead could not be written.
+            StorageError: The mark could not be written.
         """
         self._store.records.end(reason)
 
     def complete_record(self) -> None:
-        """Return when the residual that belongs to the training record is on storage, or has failed to get there.
+        """Wait until the training record's residual is on storage or its write has failed.
 
-        The next generation takes the places of the one before, so a training of several ranks may begin to write it
-        only when this has returned on all of them.
+        The next generation overwrites the places of the previous one. With several ranks, its writes may begin only
+        after this call has returned on every rank.
         """
         self._store.records.finish_residual()
 
@@ -319,18 +321,18 @@ class TransferHandler:
         """Read the residual that belongs to the training record.
 
         Args:
-            into: float32[residual_numel of the record] that takes it.
+            into: float32[residual_numel of the record], which is filled.
 
         Raises:
-            StorageCorruptError: It is damaged.
-            StorageError: It cannot be read.
+            StorageCorruptError: The residual is damaged.
+            StorageError: The residual cannot be read.
         """
         self._store.records.read_residual(into)
 
     def roll_back(self) -> None:
-        """Roll the step in flight back: its parameters are read back from the current generation.
+        """Roll the step in flight back, and read its parameters back from the current generation.
 
-        If an interrupt came after the step's commit, the step is finished instead.
+        If an interrupt came after the step's commit, finish the step instead.
 
         Raises:
             StorageError: The state could not be read back (the call may be repeated), or each tasklet has one place
@@ -351,7 +353,7 @@ class TransferHandler:
         self._step = None
 
     def traffic(self) -> Traffic:
-        """Return the cumulative counters since :meth:`open`, of steps and of everything else."""
+        """Return the cumulative counters since :meth:`open`, of steps and of all other traffic."""
         moved = self._device.counters()
         control_bytes = moved.control_bytes + self._store.control_bytes
         return replace(
@@ -363,7 +365,7 @@ class TransferHandler:
         )
 
     def close(self, *, remove: bool) -> None:
-        """Close the device and the store, and stop a step in flight; idempotent.
+        """Stop a step in flight, and close the device and the store; idempotent.
 
         Args:
             remove: Whether to delete the state on storage.
@@ -374,7 +376,7 @@ class TransferHandler:
             self._step = None
         self._device.close()
         if remove:
-            # Writes that have not returned go to deleted files.
+            # Writes that are still in progress go to deleted files.
             self._store.close(remove=True)
         else:
             self._device.when_written(partial(self._store.close, remove=False))
@@ -387,7 +389,7 @@ class TransferHandler:
         self._rebalance()
 
     def _rebalance(self) -> None:
-        """Spreads later writes in proportion to measured bandwidth, and starts to measure the next step."""
+        """Spread later writes in proportion to measured bandwidth, and start to measure the next step."""
         if self._balance is None:
             return
         counts = self._balance.better(self._store.counts)
@@ -403,7 +405,7 @@ class TransferHandler:
         assert self._step is None, "a step is in flight: commit it or roll it back"
 
     def _staging_for(self, dtype: native.DType) -> StagingBuffer:
-        """Return the staging buffer, as large as the ring; all partitions of a handler share it and its dtype."""
+        """Return the staging buffer, as large as the ring. All partitions of a handler share it and its dtype."""
         if self._staging is None:
             self._staging = StagingBuffer(self._layout, dtype=dtype, nbytes=self._device.ring_bytes)
         assert self._staging.dtype == dtype

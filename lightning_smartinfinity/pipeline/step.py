@@ -22,7 +22,7 @@ __all__ = ["Step"]
 class Step:
     """Runs a plan, from :meth:`start` to :meth:`commit` or :meth:`read_back`.
 
-    An incremental step starts without tasklets: :meth:`extend` adds some as if every parameter were active, and
+    An incremental step starts without tasklets. :meth:`extend` adds some, assuming that every parameter is active.
     :meth:`complete` adds the others once the active parameters are known.
 
     Args:
@@ -31,14 +31,15 @@ class Step:
         device: The device, open and free.
         rule: The optimizer's update rule.
         plan: The step's plan; hyperparameters and ``active`` are read here, once.
-        staging: Returns the buffer for parameters that travel through host memory of ours.
-        incremental: Whether the step is incremental; then parameters are in memory that the core reaches.
-        binds: Whether an incremental step will be taken as it begins or skipped, so that gradients are given up.
+        staging: Returns the staging buffer, for parameters that the native core cannot reach.
+        incremental: Whether the step is incremental. The native core must then reach the parameters' memory.
+        binds: Whether an incremental step will either complete unchanged or be skipped, so that gradients are released
+            as they are used.
 
     Attributes:
-        is_complete: Whether all of the step's tasklets are known; only then it can be committed.
+        is_complete: Whether all of the step's tasklets are known. Only a complete step can be committed.
         batches: Makes the batches for the device.
-        difference: How the plan of :meth:`complete` differed from the first one, if it did.
+        difference: How the plan passed to :meth:`complete` differed from the first one; None if it did not.
         failure: The error that ended the step; None means there is none so far.
 
     Raises:
@@ -68,7 +69,8 @@ class Step:
         # Computed once: all parts of an incremental step must use the same places.
         self._places = places_of(store)
         if plan.link is not None:
-            # Later, within backward, the current stream may be that on which gradients are copied.
+            # Here the current stream is the one that uses parameters. Later, within backward, it may be the one that
+            # copies gradients.
             plan.link.notice()
         self.batches = StepBatches(
             layout,
@@ -120,7 +122,7 @@ class Step:
         self._is_submitted = True
 
     def extend(self, tasklets: Sequence[int]) -> None:
-        """Start these tasklets of an incremental step, whose gradients are all there, and return at once.
+        """Start these tasklets of an incremental step and return at once. All of their gradients must have arrived.
 
         Raises:
             StorageError: As :meth:`wait`.
@@ -131,14 +133,14 @@ class Step:
         self._is_submitted = True
 
     def complete(self, plan: StepPlan) -> bool:
-        """Make an incremental step the step of this plan, and start the tasklets that are missing.
+        """Complete an incremental step according to this plan, and start the missing tasklets.
 
         Args:
             plan: The final plan; it differs from the first one in active parameters and hyperparameters only.
 
         Returns:
-            Whether the step is now that of the plan. It is not, and nothing was started, if a parameter was updated
-            in another way or an interrupt came while tasklets were being submitted: then roll the step back.
+            Whether the step now executes the plan. If a parameter was already updated with other scalars, or an
+            interrupt came while tasklets were being submitted, return False and start nothing: roll the step back.
 
         Raises:
             StorageError: As :meth:`wait`.
@@ -169,14 +171,14 @@ class Step:
             self._guarded(lambda: self._submission.extend(tasklets))
 
     def wait(self, parameters: slice | Iterable[int] | None = None) -> None:
-        """Return when these parameters are updated in the partition.
+        """Wait until these parameters are updated in the partition.
 
         Args:
             parameters: Parameter indices, or a slice of them with step 1; None means all.
 
         Raises:
-            StorageError: The step failed (StorageFullError or StorageCorruptError in these cases); roll it back. Every
-                later call raises the same error.
+            StorageError: The step failed (StorageFullError if storage is full, StorageCorruptError if state is
+                damaged); roll it back. Every later call raises the same error.
             CudaError: Copying parameters from or to a CUDA device failed; the same applies.
         """
         if parameters is None or isinstance(parameters, slice):
@@ -188,7 +190,7 @@ class Step:
         self._guarded(lambda: self._submission.wait(wanted))
 
     def finish(self) -> None:
-        """Return when all submitted work is done. Raises as :meth:`wait`."""
+        """Wait until all submitted work is done. Raises as :meth:`wait`."""
         self._require_submitted()
         self._guarded(self._submission.finish)
 
@@ -197,7 +199,7 @@ class Step:
             self.failure = StorageError("An interrupt came while the step began.", "Roll it back.")
 
     def commit(self) -> None:
-        """Finishes the step and makes it the current generation. Raises as :meth:`wait`."""
+        """Finish the step and make it the current generation. Raises as :meth:`wait`."""
         assert self.is_complete
         self.finish()
         # An interrupted earlier call may have committed the step already.
@@ -206,7 +208,7 @@ class Step:
             self._guarded(lambda: commit_next(self._store, self._places, self._tasklets, steps))
 
     def stop(self) -> None:
-        """Start no more tasklets and return when none is in flight. The step cannot be committed any more."""
+        """Start no more tasklets, and wait until none is in flight. The step cannot be committed any more."""
         self.failure = self.failure or StorageError("The step was stopped.", "Roll it back.")
         self._submission.stop()
 
@@ -221,7 +223,7 @@ class Step:
         try:
             self._submission.start()
             self._submission.finish()
-        except BaseException:  # an interrupt as well
+        except BaseException:  # including an interrupt
             self._submission.stop()
             raise
 

@@ -1,4 +1,4 @@
-"""Makes the batches of one step."""
+"""The batches of one step."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class StepBatches:
 
     Args:
         layout: The partition.
-        places: The places of the extents and those to which the step writes.
+        places: The current places of the extents, and those to which the step writes.
         plan: The step's plan.
-        updates: The scalars with which each parameter is updated.
-        master_dtype: Dtype of parameters that serve as the masters, or as half of them; None means none do.
-        last_use: Whether nobody needs gradients after their update.
+        updates: The scalars that update each parameter.
+        master_dtype: Dtype of parameters that serve as masters or as their upper halves; None means none do.
+        last_use: Whether the update is the last use of the gradients.
 
     Attributes:
-        last_use: As above, for the batches that are made from now on.
+        last_use: As above, for gradients that later calls of :meth:`take_gradients` name.
     """
 
     _chosen: tuple[Updates, list[Piece]]
@@ -63,22 +63,22 @@ class StepBatches:
         self._link = plan.link
         self._points: dict[int, Sequence[native.CudaEvent]] = {}
         self.last_use = last_use
-        # By tasklet index: after an interrupt, the same batch may be made a second time.
+        # By tasklet index, because the same batch may be made a second time after an interrupt.
         self._sent: dict[int, native.Tasklet] = {}
         self.choose(updates)
 
     def choose(self, updates: Updates) -> None:
-        """Choose the scalars of all batches made from now on; another thread may be making one."""
+        """Set the scalars of all later batches. Another thread may be making a batch meanwhile."""
         self._chosen = updates, cut(self._layout, spans_of(self._layout, updates.keys))
 
     @property
     def updates(self) -> Updates:
-        """The scalars with which each parameter is updated."""
+        """The scalars that update each parameter."""
         return self._chosen[0]
 
     @property
     def pieces(self) -> list[Piece]:
-        """The partition cut by them; the key of a piece is its parameters' index into ``updates.steps``."""
+        """The partition, cut by scalars and tasklets; a piece's key is its index into ``updates.steps``."""
         return self._chosen[1]
 
     @property
@@ -92,10 +92,10 @@ class StepBatches:
         return sum(piece.end - piece.begin for piece in self.pieces if piece.key >= 0)
 
     def take_gradients(self, tasklets: Sequence[int]) -> None:
-        """Note that the step will use the gradients of these tasklets, and replace their parameters.
+        """Record that the step will use the gradients of these tasklets and replace their parameters.
 
-        The host is done with both. A device may still be about to send the gradients and to use the parameters, and
-        the memory of gradients has to keep them until the step comes to them.
+        The host no longer uses either. A CUDA device may still be copying the gradients and using the parameters, so
+        record what it has been given so far. Gradient memory keeps the gradients until the step has used them.
         """
         if self._window is not None:
             self._windows |= {index: self._window(index, self.last_use) for index in tasklets}
@@ -115,7 +115,7 @@ class StepBatches:
                 step=piece.key,
                 gradient=gradients.address(piece) if updated else 0,
                 gradient_dtype=gradients.dtype,
-                # A master that lies in the parameter is written to storage even where nothing is updated.
+                # A master stored in the parameter goes to storage with its tasklet even where nothing is updated.
                 parameter=outputs.address(piece) if updated or master_in_parameter else 0,
                 parameter_dtype=outputs.dtype,
             )
@@ -148,7 +148,7 @@ class StepBatches:
         return compressed.encoded(batch)
 
     def _points_of(self, tasklets: Sequence[int]) -> list[native.CudaEvent]:
-        """Return the points behind what a device does with these tasklets, each once."""
+        """Return the distinct events that a device records after its work on these tasklets."""
         distinct = {id(points): points for points in map(self._points.get, tasklets) if points is not None}
         return list(chain.from_iterable(distinct.values()))
 
@@ -162,10 +162,10 @@ class StepBatches:
         return self._compressed is not None and self._compressed.residual is not None
 
     def feed_back(self) -> None:
-        """Store what compression left out of the gradients as the residual, after the commit on all ranks.
+        """Store the unsent part of the gradients as the residual, after the commit on all ranks.
 
         Raises:
-            StorageError: It cannot be stored; no residual has changed.
+            StorageError: The residual cannot be stored; no residual has changed.
         """
         if self._compressed is not None:
             self._compressed.feed_back(list(self._sent.values()), scale=self._loss_scale)

@@ -1,4 +1,4 @@
-"""The description of one optimizer step by its caller."""
+"""The caller's description of one optimizer step."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class StepPlan:
     """The parameters that one optimizer step updates, their gradients and the hyperparameters.
 
     Args:
-        active: bool[num_parameters]: which parameters have a gradient; the others are left as they are, as in torch.
+        active: bool[num_parameters]: which parameters have a gradient. The others do not change, as in torch.
         gradients: Host memory of each sub-group's gradients, in sub-group order (``GradientArena.flats()``).
         outputs: The parameters. fp32 parameters in host or CUDA memory serve as master weights. bf16 parameters serve
-            as their upper halves if the state format stores the remainders. The step updates the values that are there
-            when it begins.
+            as their upper halves if the state format stores the remainders. The step updates the values present when it
+            begins.
         groups: The optimizer's ``param_groups``, read once when the step begins.
         gradient_scale: Factor on every gradient before the update: one over the combined loss and clipping scale.
         compressed: Memory for compressed gradients; None means no compression.
         loss_scale: Loss scale of the gradients; the residual is unscaled.
-        window: Returns what the update of a tasklet needs to know of its gradient, given its index and whether nobody
-            needs the gradient afterwards; None: all gradients stay in memory.
-        link: Link to the CUDA device on which parameters are used and gradients made, and which may be behind the host;
-            None: there is none.
-        first_uses: int64[num_parameters]: tasklets start in the order of the smallest of these numbers among their
-            parameters; None means partition order. It changes no result.
+        window: Returns the gradient window of a tasklet, given its index and whether the update is the gradient's last
+            use. None means that all gradients stay in memory.
+        link: Link to the CUDA device that uses the parameters and computes the gradients, asynchronously to the host;
+            None means there is none.
+        first_uses: int64[num_parameters]: numbers that order the parameters by first use. Tasklets start in the order
+            of the smallest number among their parameters; None means partition order. The order changes no result.
     """
 
     active: NDArray[np.bool_]

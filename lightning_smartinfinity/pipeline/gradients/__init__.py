@@ -1,1 +1,1 @@
-"""Gradients on their way to the update: the arena, memory within a budget, and compression."""
+"""Gradients before the update: the arena, memory within a budget, and compression."""

@@ -27,19 +27,19 @@ _Arrival = tuple[int, torch.Tensor]  # parameter index and gradient
 
 
 class GradientArena:
-    """This rank's gradients of one accumulation window, in host memory or, beyond a budget of it, on storage.
+    """This rank's gradients of one accumulation window, in host memory or, beyond a memory budget, on storage.
 
     Args:
         layout: The partition.
         dtype: Accumulation dtype: float32, bfloat16 or float16.
-        link: Link to the CUDA device that gradients come from; gradients in other memory are copied by blocking calls.
-        memory: Memory for the gradients; None: for all of them.
+        link: Link to the CUDA device that gradients come from. Gradients in other memory are copied by blocking calls.
+        memory: Memory for the gradients; None means memory that holds all of them.
 
     Attributes:
-        active: bool[num_parameters]: whether each parameter's gradient arrived in this window. It changes: copy it to
-            keep it.
-        buffer: The flat tensor, ``layout.numel`` elements of ``dtype``. Only read it, and only what is held:
-            :meth:`sum_of_squares` does not see what others write to it.
+        active: bool[num_parameters]: whether each parameter's gradient arrived in this window. The arena changes this
+            array in place: copy it to keep it.
+        buffer: The flat tensor, ``layout.numel`` elements of ``dtype``. Callers may only read it, and only where it is
+            held: :meth:`sum_of_squares` does not notice outside writes.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class GradientArena:
     ) -> None:
         self.active: NDArray[np.bool_] = np.zeros(len(layout.parameters), np.bool_)
         self._layout = layout
-        # Memory with a budget is not registered, so that copies block: what is registered cannot be dropped.
+        # Memory with a budget is not registered, because registered pages cannot be dropped. Copies into it block.
         self._copies = GradientCopies(link) if link is not None and memory is None else None
         self._memory = GradientMemory(layout.numel, dtype, link=link) if memory is None else memory
         self._lost = False
         self.buffer = self._memory.tensor
-        # For each parameter: the address of its slice, its elements if it has no padding, and the sum of squares of
-        # its gradient, if that is known.
+        # For each parameter: the address of its slice, its number of elements (None if padded), and its gradient's sum
+        # of squares (_UNKNOWN if not known).
         self._addresses = [
             self.buffer.data_ptr() + each.offset * self.buffer.element_size() for each in layout.parameters
         ]
@@ -66,7 +66,7 @@ class GradientArena:
         self._squares = np.full(len(layout.parameters), _UNKNOWN)
 
     def arrive(self, parameter: int, gradient: torch.Tensor) -> None:
-        """Add this rank's slice of a parameter's gradient; the first one in a window overwrites instead.
+        """Add this rank's slice of a parameter's gradient. The first one in a window overwrites the memory instead.
 
         Args:
             parameter: Parameter index.
@@ -96,7 +96,7 @@ class GradientArena:
 
     @torch.no_grad()
     def arrive_all(self, parameters: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        """Do :meth:`arrive` for several parameters; one call and one pass handle the gradients in host memory.
+        """Call :meth:`arrive` for several parameters; gradients in host memory are handled in one pass of the core.
 
         Args:
             parameters: Parameter indices, each once.
@@ -112,6 +112,7 @@ class GradientArena:
             indices = [parameter for parameter, _ in pairs]
             adds = self.active[indices].tolist()
             if any(adds):
+                # The core reads memory that copies from CUDA may still be filling.
                 self.synchronize()
             self._squares[indices] = native.accumulate(
                 [gradient.data_ptr() for _, gradient in pairs],
@@ -143,30 +144,30 @@ class GradientArena:
         self._lost = False
 
     def step_rolled_back(self) -> None:
-        """Record that the step in flight was rolled back. Gradients that it gave up as it used them are lost."""
+        """Record that the step in flight was rolled back. Gradients that it released after use are lost."""
         if self._memory.step_rolled_back():
             self.reset()
             self._lost = True
 
     def backward_begins(self, *, binds: bool) -> None:
-        """Record that a backward begins: if all gradients before it were lost, a window begins with it.
+        """Record that a backward begins. If all earlier gradients were lost, it begins a new window.
 
         Args:
-            binds: Whether the update gives gradients up as it uses them, so that few have to go to storage.
+            binds: Whether the update releases gradients as it uses them, so that few need to be spilled.
         """
         self._lost = self._lost and bool(self.active.any())
         self._memory.spills_ahead = not binds
 
     def synchronize(self) -> None:
-        """Wait for copies from CUDA. Methods that read the memory or return its address call this first."""
+        """Wait for copies from CUDA. Methods that read the memory or return its address call it first."""
         if self._copies is not None:
             self._copies.wait()
 
     def sum_of_squares(self) -> float:
         """Return the sum of the squares of the active gradients, in double; it depends on their values only.
 
-        Most squares were summed when the gradient arrived. The result is not finite if and only if an element of an
-        active gradient is not finite.
+        Most sums are computed when a gradient arrives. The result is not finite if and only if an element of an active
+        gradient is not finite.
         """
         self.synchronize()
         dtype = native_dtype(self.buffer.dtype)
@@ -182,37 +183,37 @@ class GradientArena:
         return self.buffer[where.offset : where.offset + where.numel]
 
     def gradient(self, parameter: int) -> torch.Tensor:
-        """Return the gradient slice of one parameter, padding included, to be read before the next call of any method.
+        """Return the gradient slice of one parameter, padding included. Read it before the next call of any method.
 
         Its values are valid only while the parameter is active. Copies from CUDA may be in flight.
         """
         return self._held(parameter, changes=False)
 
     def of_step(self, tasklet: int, last_use: bool) -> native.GradientWindow | None:
-        """Return what the update of a tasklet needs to know of its gradient; None: it stays in memory.
+        """Return the gradient window that the update of a tasklet uses; None if the gradient stays in memory.
 
         Args:
             tasklet: Index of the tasklet, whose gradient is complete.
-            last_use: Whether nobody needs the gradient after the update.
+            last_use: Whether the update is the last use of the gradient.
         """
         return self._memory.of_step(tasklet, last_use=last_use)
 
     @property
     def is_lost(self) -> bool:
-        """Whether gradients of this window are lost: a step gave them up and was rolled back, or storage failed."""
+        """Whether gradients of this window are lost: a step released them and was rolled back, or storage failed."""
         return self._lost or self._memory.is_damaged
 
     def take_failure(self) -> SmartInfinityError | None:
-        """Return why gradients could not be spilled to storage or read from it, if so, and forget it."""
+        """Return and clear the error of a failed spill to storage or read from it; None if there is none."""
         return self._memory.take_failure()
 
     def counters(self) -> native.Counters | None:
-        """Return the cumulative counters of gradients on storage; None: all are in memory."""
+        """Return the cumulative counters of gradients on storage; None if all stay in memory."""
         return self._memory.counters()
 
     @property
     def memory_bytes(self) -> int:
-        """Host memory that the gradients may take."""
+        """Most bytes of host memory that the gradients use."""
         return self.buffer.nbytes if self._memory.budget_bytes is None else self._memory.budget_bytes
 
     def flats(self) -> list[Flat]:
@@ -229,7 +230,7 @@ class GradientArena:
         self._memory.close()
 
     def _square(self, parameter: int) -> None:
-        """Sum the squares of a gradient that has arrived, if its memory may be given up before the norm is needed."""
+        """Sum the squares of an arrived gradient now if its memory may be spilled before the norm is needed."""
         if self._memory.budget_bytes is not None:
             begin, end = self._range_of(parameter)
             values = self.buffer[begin:end]
@@ -249,7 +250,7 @@ class GradientArena:
     def _held_together(
         self, arriving: Mapping[torch.dtype, Sequence[_Arrival]]
     ) -> Iterator[tuple[torch.dtype, Sequence[_Arrival]]]:
-        """Yield what arrives in groups whose memory is held: all of a dtype, or as much as the budget permits."""
+        """Yield the arrivals in groups whose memory is held: all of a dtype, or as many as the budget permits."""
         for dtype, pairs in arriving.items():
             for group in self._memory.groups([self._range_of(parameter) for parameter, _ in pairs]):
                 chosen = [pairs[index] for index in group]
@@ -257,7 +258,7 @@ class GradientArena:
                 yield dtype, chosen
 
     def _active_gradients(self) -> Iterator[torch.Tensor]:
-        """Yield this window's gradients, with neighbours in one sub-group joined; their padding is zero."""
+        """Yield this window's gradients, joining neighbours in one sub-group; their padding is zero."""
         self.synchronize()
         for begin, end, is_active in spans_of(self._layout, self.active.astype(np.int64)):
             for first, last in self._memory.cut(begin, end) if is_active else ():

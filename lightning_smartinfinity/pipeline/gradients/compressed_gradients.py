@@ -1,4 +1,4 @@
-"""Memory for compressed gradients, and for the residual that compression leaves out."""
+"""Memory for compressed gradients, and for the residual, the part that compression leaves out."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ __all__ = ["CompressedGradients", "feed_back_threads"]
 
 _BEAT_BYTES = 64
 _FP32_BYTES = 4
-_MOST_THREADS = 8  # of all processes on a machine: each moves some 15 GB/s, and memory has no bandwidth for many more
+_MOST_THREADS = 8  # of all processes on a machine: each moves about 15 GB/s, so more would exceed memory's bandwidth
 
 
 class CompressedGradients:
-    """One rank's memory for a payload of each tasklet, and its residual.
+    """One rank's payloads of compressed gradients, one for each tasklet, and its residual.
 
-    The device compresses each tasklet's gradient just before it updates the tasklet. Payloads last until the step that
-    wrote them is committed: only then :meth:`feed_back` changes the residual, so that a step that is skipped, rolled
-    back or repeated finds the residual with which it began.
+    The device compresses each tasklet's gradient just before it updates the tasklet. Payloads are kept until their step
+    is committed. Only then does :meth:`feed_back` change the residual, so a step that is skipped, rolled back or
+    repeated starts from the same residual.
 
     Args:
         layout: The partition.
         codec: The codec that the user chose.
         gradients: The arena's flat tensor.
-        num_threads: Number of threads that work in :meth:`feed_back`.
-        device: Device on which torch selects; None means that the native core does, just before each update.
-        link: Link to that device, with which the residual is registered.
+        num_threads: Number of threads of :meth:`feed_back`.
+        device: Device on which torch selects elements; None means that the native core selects, just before each
+            update.
+        link: Link to that device, for which the residual is registered.
 
     Attributes:
         codec: The native core's codec.
@@ -75,7 +76,7 @@ class CompressedGradients:
 
     @property
     def payload_bytes(self) -> int:
-        """Largest host memory of the payloads: pages take memory once they have been written."""
+        """Upper bound of the payloads' host memory: pages use memory only once they have been written."""
         return self._offsets[-1]
 
     @property
@@ -99,20 +100,20 @@ class CompressedGradients:
         )
 
     def encoded(self, batch: native.Batch) -> Iterable[native.Batch]:
-        """Return the batch to submit: unchanged, or compressed tasklet by tasklet while earlier ones are updated."""
+        """Return the batches to submit: the batch itself, or one per tasklet, each compressed on demand."""
         if self._selection is None:
             return [batch]
         return self._selection.parts(batch, self._payloads.tensor, self._offsets)
 
     def feed_back(self, tasklets: Sequence[native.Tasklet], *, scale: float) -> None:
-        """After a step's commit, store what it did not send of its gradients as the residual.
+        """After a step's commit, store the unsent part of its gradients as the residual.
 
         Args:
             tasklets: The step's tasklets, with gradients and payloads as the step left them.
             scale: Scale of the gradients: the loss scale.
 
         Raises:
-            StorageError: A payload is invalid, because the memory has been damaged, or no memory is left.
+            StorageError: A payload is invalid because memory was damaged, or memory ran out.
         """
         if self._residual is None:
             return
@@ -126,7 +127,7 @@ class CompressedGradients:
 
 
 def feed_back_threads(compute_threads: int, num_processes: int) -> int:
-    """Return how many threads of one process work in ``feed_back``: its share of the cores, which are idle then.
+    """Return one process's number of ``feed_back`` threads: its share of the cores, which are idle during it.
 
     Args:
         compute_threads: Least number of threads.
@@ -137,7 +138,7 @@ def feed_back_threads(compute_threads: int, num_processes: int) -> int:
 
 
 def _padding_of(layout: PartitionLayout) -> list[tuple[tuple[int, int], ...]]:
-    """Return offsets, counted from the tasklet's first element, and lengths of the padding in each tasklet."""
+    """Return the (offset, length) pairs of each tasklet's padding; offsets count from the tasklet's first element."""
     found: list[list[tuple[int, int]]] = [[] for _ in layout.tasklets]
     for parameter in layout.parameters:
         begin, end = parameter.offset + parameter.real_numel, parameter.offset + parameter.numel

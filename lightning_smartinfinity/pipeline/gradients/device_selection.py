@@ -1,4 +1,4 @@
-"""Top-K on the device that gradients came from: they are copied there by tasklet, and payloads are copied back."""
+"""Top-K on the gradients' device: each tasklet's gradients are copied to it, and its payload is copied back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_STEP = -1
 
 
 class DeviceSelection:
-    """Compresses tasklets with torch instead of the native core, to the same bits.
+    """Compresses tasklets with torch instead of the native core; payloads are equal bit for bit.
 
     It needs device memory for one tasklet at a time.
 
@@ -39,7 +39,7 @@ class DeviceSelection:
         self._residual = residual
 
     def parts(self, batch: native.Batch, payloads: torch.Tensor, offsets: list[int]) -> Iterator[native.Batch]:
-        """Compress a batch's gradients, each tasklet's when the iterator reaches it.
+        """Compress a batch's gradients tasklet by tasklet, on demand of the iterator.
 
         Args:
             batch: Batch with a codec, whose tasklets have gradients and memory for their payloads.
@@ -47,13 +47,13 @@ class DeviceSelection:
             offsets: Offset of each tasklet's payload in ``payloads``, by tasklet index of the layout.
 
         Yields:
-            Each tasklet, with a payload instead of gradients, in a batch without codec.
+            A batch without codec for each tasklet, with a payload instead of gradients.
 
         Raises:
             CudaError: The device has too little memory.
         """
         for point in batch.ready:
-            point.synchronize()  # gradients may still be on their way
+            point.synchronize()  # copies of gradients to the host may still be in flight
         for tasklet in batch.tasklets:
             try:
                 encoded = self._encoded(tasklet, payloads[offsets[tasklet.index] :], batch.residual_scale)

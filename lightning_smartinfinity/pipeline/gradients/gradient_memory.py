@@ -1,4 +1,4 @@
-"""Memory for gradients: for all of them, or for a budget of bytes, with the others on storage."""
+"""Memory for all gradients, or for a budget of bytes with the other gradients on storage."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lightning_smartinfinity.storage.tensors.tensor_store import StoredTensor, T
 
 __all__ = ["GradientMemory", "GradientWindows"]
 
-_SHARE_TOGETHER = 4  # one over the share of the budget that is held for gradients that arrive together
-_SHARE_BEFORE_SPILLING = 2  # one over the share of the budget that is held before windows are spilled ahead
-_SHARE_OF_GRANULE = 64  # one over the share of the budget that goes back to the system together, at most
+_SHARE_TOGETHER = 4  # gradients that arrive together hold at most 1/4 of the budget at once
+_SHARE_BEFORE_SPILLING = 2  # windows are spilled ahead once more than 1/2 of the budget is held
+_SHARE_OF_GRANULE = 64  # the unit of memory returned to the system is at most 1/64 of the budget
 _LARGEST_GRANULE = 2 << 20  # a huge page
 
 
@@ -47,13 +47,13 @@ class GradientMemory:
     """
 
     budget_bytes: int | None = None
-    """Most bytes to hold in memory; None: all."""
+    """Most bytes to hold in memory; None means that all gradients are in memory."""
 
     spills_ahead = True
-    """Whether to write windows to storage before the budget is used up: not if they will be given up soon."""
+    """Whether to spill windows before the budget is used up; False if the update will release them soon."""
 
     is_damaged = False
-    """Whether some content could not be read, and nobody has forgotten it with :meth:`reset`."""
+    """Whether some content could not be read since the last :meth:`reset`."""
 
     tensor: torch.Tensor
 
@@ -67,78 +67,77 @@ class GradientMemory:
         return self.tensor.nbytes
 
     def hold(self, ranges: Iterable[tuple[int, int]], *, changes: bool) -> None:
-        """Have elements in memory until the next call.
+        """Hold elements in memory until the next call.
 
         Args:
             ranges: First element, and one past the last one, of each range.
-            changes: Whether they will be written to.
-
+            changes: Whether the caller will write to the elements.
         """
 
     def groups(self, ranges: Sequence[tuple[int, int]]) -> Iterable[Sequence[int]]:
-        """Return the indices of ranges in groups, each to be held together."""
+        """Return groups of indices into ``ranges``; the ranges of a group fit into memory together."""
         return [range(len(ranges))]
 
     def cut(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Return the parts of ``[begin, end)`` to be held one after the other if all of it is worked."""
+        """Cut ``[begin, end)`` into parts that a pass over all of it holds one after the other."""
         return [(begin, end)]
 
     def of_step(self, tasklet: int, *, last_use: bool) -> native.GradientWindow | None:
-        """Return what the update of a tasklet needs to know of its gradient; None: it stays in memory.
+        """Return the gradient window that the update of a tasklet uses; None if the gradient stays in memory.
 
         Args:
             tasklet: Index of the tasklet, whose gradient is complete.
-            last_use: Whether nobody needs the gradient after the update.
+            last_use: Whether the update is the last use of the gradient.
         """
         return None
 
     def take_failure(self) -> SmartInfinityError | None:
-        """Return why elements could not be spilled or read, if so, and forget it. Other ranks do not know of it.
+        """Return and clear the first error of a spill or read; None if there is none. Other ranks do not know of it.
 
-        What could not be spilled is still in memory. What could not be read is lost.
+        Elements that could not be spilled are still in memory. Elements that could not be read are lost.
         """
         return None
 
     def counters(self) -> native.Counters | None:
-        """Return the cumulative counters of what is spilled and read; None: nothing ever is."""
+        """Return the cumulative counters of spills and reads; None if this memory never spills."""
         return None
 
     def reset(self) -> None:
-        """Forget all content; the step in flight keeps its own until it has used it."""
+        """Discard all content, except gradients that the step in flight has still to use."""
 
     def step_rolled_back(self) -> bool:
-        """Record that the update has stopped, and will use nothing more.
+        """Record that the update has stopped and uses no more gradients.
 
         Returns:
-            Whether content is lost that nobody has forgotten with :meth:`reset`.
+            Whether content was lost since the last :meth:`reset`.
         """
         return False
 
     def close(self) -> None:
-        """Give up what belongs to the memory; idempotent. The memory lives as long as a tensor over it."""
+        """Release the store or registration of the memory; idempotent. The memory lives as long as a tensor over it."""
         self._whole.close()
 
 
 class GradientWindows(GradientMemory):
-    """A flat tensor of gradients that is cut into windows, one for each tasklet.
+    """A flat tensor of gradients, cut into one window for each tasklet.
 
-    Every element has an address all the time, but only some windows take up memory. A window is *held* while its
-    content is in memory, and *stored* while it is on storage; it can be both, and it is neither before anything was
-    written to it. If more bytes are held than the budget, the windows that were asked for longest ago are spilled:
-    written to storage, and dropped from memory.
+    Every element always has an address, but only some windows occupy memory. A window is *held* while its content is in
+    memory, and *stored* while its content is on storage. It can be both; before its first write it is neither. If more
+    bytes are held than the budget, the least recently used windows are spilled: written to storage and dropped from
+    memory.
 
-    During a step the update reads stored windows by itself, and drops the memory of each window behind it
-    (:meth:`of_step`).
+    During a step the update itself reads stored windows, and drops each window's memory after use (:meth:`of_step`).
 
     Args:
         layout: The partition.
         dtype: Dtype of the gradients.
-        budget_bytes: Most bytes to hold; more is used if one call needs it.
-        store: Store of what is spilled. It is closed with this object.
-        await_use: Returns when the update in flight, if any, has used the gradient of a tasklet or has failed.
+        budget_bytes: Most bytes to hold, unless a single call needs more.
+        store: Store of the spilled windows. It is closed with this object.
+        await_use: Waits until the update in flight has used a tasklet's gradient or has failed; returns at once without
+            an update.
 
     Attributes:
-        tensor: All elements. Only what is held may be read or written.
+        tensor: All elements. Only held elements may be read or written.
     """
 
     def __init__(
@@ -158,10 +157,10 @@ class GradientWindows(GradientMemory):
         self._memory = native.GradientMemory(max(1, whole_blocks(nbytes)), granule=granule)
         self._bytes = torch.frombuffer(self._memory.memoryview(), dtype=torch.uint8)
         self.tensor = self._bytes[:nbytes].view(dtype)
-        self._places: dict[int, StoredTensor] = {}  # of windows that were ever stored
-        # Windows in memory, each in at most one of the two, in the order in which they were asked for.
+        self._places: dict[int, StoredTensor] = {}  # of windows that have ever been stored
+        # Windows in memory, each in at most one of the two dictionaries, least recently used first.
         self._held: dict[int, None] = {}
-        self._leaving: dict[int, int] = {}  # being written, with tickets; then they are dropped
+        self._leaving: dict[int, int] = {}  # windows being spilled, with the tickets of their writes
         self._held_bytes = self._leaving_bytes = 0
         self._stored: set[int] = set()
         self._in_step: dict[int, native.GradientWindow] = {}
@@ -169,7 +168,7 @@ class GradientWindows(GradientMemory):
         self._given_up: set[int] = set()  # windows whose content is lost, or left to the step in flight
         self._reading: dict[int, int] = {}  # tickets of reads into windows that are not held yet
         self._failure: SmartInfinityError | None = None
-        self._outdated: list[int] = []  # tickets of writes whose content nobody needs any more
+        self._outdated: list[int] = []  # tickets of writes whose content is no longer needed
 
     @property
     def memory_bytes(self) -> int:
@@ -198,7 +197,7 @@ class GradientWindows(GradientMemory):
             if window in self._stored:
                 self._reading[window] = self._store.read(self._places[window], self._slice(window))
         for window in absent:
-            self._finish_read(window)  # an interrupt leaves the window on storage
+            self._finish_read(window)  # until then, after an interrupt, the window counts as stored only
         for window in windows:
             with self._noting_failure():
                 self._enter(window)
@@ -232,6 +231,7 @@ class GradientWindows(GradientMemory):
     def of_step(self, tasklet: int, *, last_use: bool) -> native.GradientWindow:
         store, extent, drops = None, None, last_use
         if tasklet not in self._held and tasklet not in self._leaving and tasklet in self._stored:
+            # The update reads the window from storage into its ring, so nothing of it has to stay in this memory.
             store, extent, drops = self._store.core, self._places[tasklet].extent, True
         self._in_step[tasklet] = native.GradientWindow(
             self._memory,
@@ -246,7 +246,7 @@ class GradientWindows(GradientMemory):
         return self._in_step[tasklet]
 
     def _give_up(self, window: int) -> None:
-        """Leave a window to the step in flight."""
+        """Hand a window over to the step in flight, its last user."""
         if window in self._leaving:
             self._outdated.append(self._leaving.pop(window))
             self._leaving_bytes -= self._bytes_of(window)
@@ -279,7 +279,7 @@ class GradientWindows(GradientMemory):
     def step_rolled_back(self) -> bool:
         for window in self._in_step:
             if window not in self._held and window not in self._leaving:
-                self._drop(window)  # what the update has read, or what only it needed
+                self._drop(window)  # read by the update, or kept only for it
         self._in_step.clear()
         self._forgotten.clear()
         return bool(self._given_up)
@@ -288,7 +288,7 @@ class GradientWindows(GradientMemory):
         self._outdated += self._leaving.values()
         self._leaving.clear()
         for ticket in self._outdated:
-            with suppress(StorageError):  # nobody needs what could not be written
+            with suppress(StorageError):  # the content is no longer needed
                 self._store.finish(ticket)
         self._outdated.clear()
         for window in list(self._reading):
@@ -296,7 +296,7 @@ class GradientWindows(GradientMemory):
         self._store.close()
 
     def _finish_read(self, window: int) -> None:
-        """Wait for a read into a window, whose content is lost if it fails."""
+        """Wait for a read into a window. If the read fails, the window's content is lost."""
         ticket = self._reading.get(window)
         if ticket is None:
             return
@@ -306,19 +306,19 @@ class GradientWindows(GradientMemory):
             self._failure = self._failure or error
             self._given_up.add(window)
             self.is_damaged = True
-        del self._reading[window]  # not after an interrupt
+        del self._reading[window]  # not in a finally clause: after an interrupt, the read is still in flight
 
     def _await_use_of(self, window: int) -> None:
-        """Wait until the update has used a window, if it is to use it."""
+        """Wait until the update has used a window; return at once if it does not use it."""
         if self._is_needed(window):
             self._await_use(window)
         self._in_step.pop(window, None)
         if window in self._forgotten:
             del self._forgotten[window]
-            self._drop(window)  # the update has dropped it, or was not the last to use it
+            self._drop(window)  # has no effect if the update has dropped it after its last use
 
     def _enter(self, window: int) -> None:
-        """Make a window the one that was asked for last."""
+        """Hold a window, as the most recently used one."""
         if window in self._leaving:
             self._end_spill(window)
         elif window not in self._held:
@@ -327,7 +327,7 @@ class GradientWindows(GradientMemory):
         self._held[window] = None
 
     def _make_room(self, nbytes: int, *, keep: set[int]) -> None:
-        """Drop windows until so many bytes more fit into the budget, as far as that is possible."""
+        """Drop windows until ``nbytes`` more fit into the budget, or no window can be dropped."""
         while self.memory_bytes + nbytes > self.budget_bytes:
             stored = next((w for w in self._held if w in self._stored and self._may_go(w, keep)), None)
             leaving = next((w for w in self._leaving if self._may_go(w, keep)), None)
@@ -343,13 +343,13 @@ class GradientWindows(GradientMemory):
                 return
 
     def _first_needed(self, keep: set[int]) -> int | None:
-        """Return the first window in memory that the update has still to use; forget those that it has used first."""
+        """Return the first window in memory that the update has still to use, after forgetting those already used."""
         while self._in_step and not self._is_needed(first := next(iter(self._in_step))):
             self._await_use_of(first)
         return next((w for w in self._in_step if w not in keep and self._is_needed(w) and self._has(w)), None)
 
     def _begin_spill(self, keep: set[int]) -> bool:
-        """Start to write the window that was asked for longest ago; return whether there is one."""
+        """Start to spill the least recently used window. Return whether there was one."""
         oldest = next((w for w in self._held if w not in self._stored and self._may_go(w, keep)), None)
         if oldest is None:
             return False
@@ -364,7 +364,7 @@ class GradientWindows(GradientMemory):
         return True
 
     def _end_spill(self, window: int) -> None:
-        """Wait until a window is on storage; it is still held."""
+        """Wait until a window is on storage. It is held again, as the least recently used."""
         ticket = self._leaving.pop(window)
         self._leaving_bytes -= self._bytes_of(window)
         self._held_bytes += self._bytes_of(window)
@@ -374,7 +374,7 @@ class GradientWindows(GradientMemory):
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """Note a failure for :meth:`take_failure`: if a rank raised within backward, the others would wait for it."""
+        """Keep an error for :meth:`take_failure`: if one rank raised within backward, the others would hang."""
         try:
             yield
         except SmartInfinityError as error:
@@ -384,7 +384,7 @@ class GradientWindows(GradientMemory):
         return window not in keep and not self._is_needed(window)
 
     def _is_needed(self, window: int) -> bool:
-        """Return whether the update has still to use what is in memory there."""
+        """Return whether the update has still to use the window."""
         used = self._in_step.get(window)
         return used is not None and not used.is_used
 
@@ -392,7 +392,7 @@ class GradientWindows(GradientMemory):
         return window in self._held or window in self._leaving or window in self._forgotten
 
     def _still_needed(self) -> list[int]:
-        """Return the windows in memory that only the update needs, after dropping those that it has used."""
+        """Return the windows in memory that only the update needs, after dropping the used ones."""
         for window in [window for window in self._forgotten if not self._is_needed(window)]:
             self._await_use_of(window)
         return list(self._forgotten)
@@ -401,7 +401,7 @@ class GradientWindows(GradientMemory):
         unfinished = []
         for ticket in self._outdated:
             if self._store.done(ticket):
-                with suppress(StorageError):  # nobody needs what could not be written
+                with suppress(StorageError):  # the content is no longer needed
                     self._store.finish(ticket)
             else:
                 unfinished.append(ticket)

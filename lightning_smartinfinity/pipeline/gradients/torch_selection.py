@@ -1,6 +1,6 @@
-"""The arithmetic of :class:`TopK` in torch's operations, for GPUs, whose memory is much faster than the host's.
+""":class:`TopK` written in torch operations, for GPUs, whose memory is much faster than the host's.
 
-The result equals that of the native core bit for bit.
+The results equal those of the native core bit for bit.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def top_k_payload(
 
 
 def _chosen(values: torch.Tensor, ratio: float, taken: torch.Tensor | None) -> torch.Tensor:
-    """Return bool[numel]: the ceil(ratio * numel) largest, the first among equals; zeros only if all are sent."""
+    """Return bool[numel]: the ceil(ratio * numel) largest elements, the first among equals; zeros only at ratio 1."""
     # As integers, bit patterns are ordered as magnitudes are, with NaN above infinity.
     keys = values.view(torch.int32) & _MAGNITUDE
     if taken is not None:

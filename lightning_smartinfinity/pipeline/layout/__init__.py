@@ -1,1 +1,1 @@
-"""How parameters are divided into tasklets, devices and batches, and the memory of batches."""
+"""Divides parameters into tasklets, storage folders and batches, and describes the memory of batches."""

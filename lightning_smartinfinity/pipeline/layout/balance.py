@@ -1,4 +1,4 @@
-"""Computes how many tasklets each storage folder should have from measured bandwidth: arithmetic only."""
+"""Computes from measured bandwidth how many tasklets each storage folder should have: arithmetic only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_smartinfinity.storage.spread import apportion
 __all__ = ["Balance"]
 
 _OLD_WEIGHT = 0.5  # weight of earlier measurements: a folder that slows down is noticed in a few steps
-_MIN_SPEEDUP = 1.1  # least speedup of a step that counts: two disks of one model never measure exactly the same
+_MIN_SPEEDUP = 1.1  # least speedup worth a move: two disks of one model never measure exactly the same
 
 
 class Balance:
@@ -44,13 +44,13 @@ class Balance:
             self._seconds = _OLD_WEIGHT * self._seconds + seconds
 
     def better(self, counts: Sequence[int]) -> NDArray[np.int64] | None:
-        """Return numbers of tasklets in proportion to bandwidth, if they would make a step clearly faster.
+        """Return the folders' numbers of tasklets in proportion to bandwidth, if a step would become clearly faster.
 
         Args:
             counts: Present number of tasklets of each folder.
 
         Returns:
-            int64[num_folders] with the same sum; None means to keep the present ones.
+            int64[num_folders] with the same sum; None means to keep the present numbers.
         """
         if not self._moved.all():
             return None

@@ -36,7 +36,7 @@ DTYPE_BYTES = {native.DType.FLOAT32: 4, native.DType.FLOAT16: 2, native.DType.BF
 
 
 class Span(NamedTuple):
-    """Elements ``[begin, end)`` of the flat partition, inside one sub-group, with one key: they are treated alike."""
+    """Elements ``[begin, end)`` of the flat partition, inside one sub-group, with one key: all are treated alike."""
 
     begin: int
     end: int
@@ -44,7 +44,7 @@ class Span(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The part of a span that lies in one tasklet."""
+    """The part of a span in one tasklet."""
 
     tasklet: int
     begin: int
@@ -54,26 +54,26 @@ class Piece(NamedTuple):
 
 
 class Link(Protocol):
-    """The user of a CUDA device, as a submission sees it; ``pipeline.parameters.cuda.CudaLink`` stands for torch."""
+    """The user of a CUDA device, as a submission sees it; ``parameters.cuda.CudaLink`` implements it for torch."""
 
     @property
     def stream(self) -> native.CudaStream:
-        """The stream on which parameters travel."""
+        """The stream that copies parameters."""
 
     def take(self) -> None:
-        """Make later copies run after the work that the user's stream was given so far."""
+        """Make later copies run after the work already submitted to the user's stream."""
 
     def give(self) -> None:
-        """Make the work that the user's stream is given later run after the copies started so far."""
+        """Make later work of the user's stream run after the copies started so far."""
 
     def notice(self) -> None:
-        """Record that a step begins, on the user's current stream: later points include it."""
+        """Record that a step begins on the user's current stream: later :meth:`points` include that stream."""
 
     def points(self) -> Sequence[native.CudaEvent]:
-        """Return points behind all work that the user's streams were given so far."""
+        """Return events recorded after all work submitted so far to the user's streams."""
 
     def warn_of_unregistered(self) -> None:
-        """Warns, once, if host memory could not be registered."""
+        """Warn, once, if host memory could not be registered."""
 
 
 class Memory(Protocol):
@@ -85,11 +85,11 @@ class Memory(Protocol):
 
     @property
     def keeps_parameters(self) -> bool:
-        """Whether parameters stay in this memory; if not, they only pass through it."""
+        """Whether parameters stay in this memory; False if they only pass through it."""
 
     @property
     def stream(self) -> native.CudaStream | None:
-        """The stream that copies parameters if they lie in a CUDA device's memory; None if in host memory."""
+        """The stream that copies parameters in a CUDA device's memory; None for host memory."""
 
     def address(self, piece: Piece) -> int:
         """Return the address of the piece's first element."""
@@ -101,7 +101,7 @@ class FlatMemory:
     Args:
         layout: The partition.
         flats: Memory of each sub-group, all of one dtype.
-        link: Link to the user of the CUDA device in whose memory they lie; None means host memory.
+        link: Link to the user of the CUDA device that holds the memory; None means host memory.
     """
 
     def __init__(self, layout: PartitionLayout, flats: Sequence[Flat], *, link: Link | None = None) -> None:
@@ -112,7 +112,7 @@ class FlatMemory:
         self.stream = None if link is None else link.stream
         self.keeps_parameters = True
         self.dtype = dtypes.pop() if dtypes else native.DType.FLOAT32
-        # For each sub-group: the address that element 0 of the partition would have if the memory reached that far.
+        # For each sub-group: the address of the partition's element 0 if its memory extended that far.
         size = DTYPE_BYTES[self.dtype]
         self._origins = [f.address - g.offset * size for f, g in zip(flats, layout.sub_groups, strict=True)]
         self._size = size
@@ -141,9 +141,9 @@ class Places(NamedTuple):
     """The places of a generation's extents and of the next generation's.
 
     Args:
-        current: Places of the tasklets now; arbitrary if nothing has been written.
+        current: The tasklets' current places; arbitrary if nothing has been written.
         following: Places to which a batch writes tasklets.
-        generations: int64[num_tasklets], generation of each extent now; -1 means never written.
+        generations: int64[num_tasklets], current generation of each extent; -1 means never written.
         next_generation: Generation that a batch writes.
         blocks: ``StateStore.blocks``.
     """
@@ -164,7 +164,7 @@ class Places(NamedTuple):
         compression: Compression = Compression(),  # noqa: B008  it is immutable
         gradient: native.GradientWindow | None = None,
     ) -> native.Tasklet:
-        """Return one tasklet of a batch, read at its current place and written to its next place."""
+        """Return one tasklet of a batch, which is read at its current place and written to its next place."""
         extents, where = layout.extents, layout.tasklets[index]
         return native.Tasklet(
             index=index,

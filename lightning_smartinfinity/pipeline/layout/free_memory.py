@@ -1,7 +1,7 @@
-"""Computes how much host memory optimizer state may take: free memory, shared by the ranks of a machine.
+"""Computes how much host memory optimizer state may use: free memory, shared by the ranks of a machine.
 
-Several limits may hold for a rank: the memory of its machine and that of each of its control groups, such as a
-container's. Every limit is charged with the ranks under it.
+Several limits may apply to a rank: the memory of its machine and of each of its control groups, such as a container's.
+The ranks under a limit share it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class MemoryLimit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """The memory that one rank sees. It holds plain values, which all ranks gather as objects.
+    """The memory that one rank sees. It holds plain values, so ranks can gather it as an object.
 
     Args:
         machine: :func:`~lightning_smartinfinity.common.machine.machine_identity` of the rank.
-        limits: The rank's limits by name. Two ranks of a machine share a limit if they give it the same name.
+        limits: The rank's limits by name. Two ranks of a machine share the limits that have the same name.
         reserved: Bytes that this rank will use for other purposes.
     """
 
@@ -58,7 +58,7 @@ def measure_memory(*, reserved: int, root: Path = Path("/")) -> MemoryReport:
 
     Args:
         reserved: As in :class:`MemoryReport`.
-        root: Folder of ``proc`` and ``sys``.
+        root: Folder that contains ``proc`` and ``sys``.
     """
     fields = _fields(root / "proc/meminfo", separator=":")
     machine = MemoryLimit(fields.get("MemTotal", 0) * 1024, fields.get("MemAvailable", 0) * 1024)
@@ -68,20 +68,20 @@ def measure_memory(*, reserved: int, root: Path = Path("/")) -> MemoryReport:
 
 
 def share_of_memory(reports: Sequence[MemoryReport], own: MemoryReport) -> int:
-    """Return the bytes that a rank may take. It depends on the set of all ranks' reports only, not on their order.
+    """Return the bytes that a rank may use. The result does not depend on the order of the reports.
 
     If every rank takes its share, no limit is exceeded.
 
     Args:
         reports: Reports of all ranks.
-        own: The rank's own report, which is among them.
+        own: The rank's own report, which is one of ``reports``.
     """
     local = [report for report in reports if report.machine == own.machine]
     return min(_share(name, [report for report in local if name in report.limits]) for name in own.limits)
 
 
 def _share(name: str, ranks: Sequence[MemoryReport]) -> int:
-    """Return the bytes that each of the ranks under one limit may take."""
+    """Return the bytes that each rank under one limit may use."""
     # Every rank measured the same memory at a slightly different time: the smallest value counts.
     available = min(rank.limits[name].available for rank in ranks)
     free = available - max(rank.margin for rank in ranks) - sum(rank.reserved for rank in ranks)
@@ -114,7 +114,7 @@ def _group_limits(root: Path) -> Iterator[tuple[str, MemoryLimit]]:
 def _limits_on_path(mounted: Path, path: str, files: _Files) -> Iterator[tuple[str, MemoryLimit]]:
     group = mounted / path.lstrip("/")
     for folder in (group, *group.parents):
-        # The file may be missing or say "max". In a container the path may be that of the host.
+        # The file may be missing or contain "max". In a container, the path may be the host's.
         with suppress(OSError, ValueError):
             if folder.is_relative_to(mounted):
                 limit, used = int((folder / files.limit).read_text()), int((folder / files.used).read_text())
@@ -124,7 +124,7 @@ def _limits_on_path(mounted: Path, path: str, files: _Files) -> Iterator[tuple[s
 
 
 def _group_name(folder: Path) -> str:
-    """Return a name that is the same in all containers of a machine: each may see its own group as "/"."""
+    """Return a name that all containers of a machine agree on: each may see its own group as "/"."""
     status = os.stat(folder)
     return f"{status.st_dev}:{status.st_ino}"
 

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-_LEAST_GRADIENT_BYTES = 2  # of an element
+_LEAST_GRADIENT_BYTES = 2  # per element
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +39,12 @@ class ParameterSlice:
 
     Args:
         name: Name in the model.
-        numel: Elements of the slice as it lies in the partition, ZeRO's padding included.
+        numel: Elements of the slice in the partition, ZeRO's padding included.
         real_numel: Elements, from the first on, that belong to the parameter (0 .. ``numel``); the rest is padding.
         group: Index of the optimizer's parameter group.
         sub_group: Index of the sub-group that holds it.
         offset: First element in the flat partition; filled in by :func:`build_layout`.
-        shape: Shape of the whole parameter, for those who compare models.
+        shape: Shape of the whole parameter, for comparing models.
     """
 
     name: str
@@ -77,7 +77,7 @@ class SubGroupSlice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskletSlice:
-    """A part of the flat partition whose state is one extent.
+    """A part of the flat partition whose state is stored as one extent.
 
     Args:
         index: Number of the tasklet, in partition order.
@@ -171,6 +171,7 @@ class PartitionLayout:
         (held,) = np.nonzero(numels)
         firsts, lasts = offsets[held] // numel, (offsets[held] + numels[held] - 1) // numel
         counts = lasts - firsts + 1
+        # Concatenate range(first, last + 1) of each parameter: one arange, shifted by a constant for each parameter.
         tasklets = np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
         return Holdings(np.asarray(np.repeat(held, counts), np.int64), np.asarray(tasklets, np.int64))
 
@@ -180,7 +181,7 @@ class PartitionLayout:
         return np.asarray(np.bincount(self.holdings.tasklets, minlength=self.extents.num_tasklets), np.int64)
 
     def parameters_in(self, tasklets: Iterable[int]) -> NDArray[np.int64]:
-        """Return int64, ascending: indices of the parameters that have elements in any of the tasklets."""
+        """Return the ascending int64 indices of the parameters that have elements in any of the tasklets."""
         wanted = np.zeros(self.extents.num_tasklets, np.bool_)
         wanted[list(tasklets)] = True
         return np.unique(self.holdings.parameters[wanted[self.holdings.tasklets]])
@@ -225,7 +226,7 @@ class PartitionLayout:
         return self.parameters[first : bisect_left(self._parameter_offsets, end)]
 
     def real_ranges_between(self, begin: int, end: int) -> list[tuple[ParameterSlice, int, int]]:
-        """Return the slices in ``[begin, end)``, each with its range of the flat partition there, without padding."""
+        """Return the slices in ``[begin, end)``, each with its range of the flat partition inside, without padding."""
         ranges = [
             (parameter, max(begin, parameter.offset), min(end, parameter.offset + parameter.real_numel))
             for parameter in self.parameters_between(begin, end)
@@ -237,10 +238,10 @@ class PartitionLayout:
         return self.sub_groups[bisect_right(self._sub_group_offsets, offset) - 1]
 
     def least_gradient_budget(self, itemsize: int) -> int:
-        """Return the least bytes of gradients to hold: those of any parameter's tasklets, and of two more.
+        """Return the smallest budget of gradients, in bytes: the tasklets of the largest parameter, and two more.
 
         Args:
-            itemsize: Bytes of a gradient's element.
+            itemsize: Bytes of an element of a gradient.
         """
         most = max((len(self.tasklets_of(slice(i, i + 1))) for i in range(len(self.parameters))), default=0)
         window = min(self.extents.tasklet_numel, self.numel) * itemsize
@@ -277,7 +278,7 @@ def build_layout(
         num_arrays: Arrays per element (Adam: 3).
         num_devices: Number of storage folders over which tasklets are spread.
         places_per_tasklet: Number of places for each tasklet's state (``TransferConfig.places_per_tasklet``).
-        state_format: A name in ``STATE_FORMATS``: the fewer bytes an element takes, the more a tasklet holds.
+        state_format: A name in ``STATE_FORMATS``. The fewer bytes per element, the more elements a tasklet holds.
 
     Returns:
         The layout. A partition without elements has no tasklets.
@@ -301,7 +302,7 @@ def described_slices(parameters: Iterable[Mapping[str, Any]]) -> list[ParameterS
     """Return the slices that a manifest describes; see ``StoreDescription``.
 
     Raises:
-        KeyError, TypeError, ValueError: It describes none.
+        KeyError, TypeError, ValueError: The manifest describes no slices.
     """
     return [
         ParameterSlice(
@@ -316,10 +317,10 @@ def described_slices(parameters: Iterable[Mapping[str, Any]]) -> list[ParameterS
 
 
 def layout_over(parameters: Iterable[ParameterSlice], extents: ExtentMap) -> PartitionLayout:
-    """Return the layout of slices whose tasklets are cut already.
+    """Return the layout of slices whose tasklets are already cut.
 
     Raises:
-        ValueError: They are not the slices of these tasklets.
+        ValueError: The slices do not have as many elements as the tasklets.
     """
     placed = _place(parameters)
     if sum(parameter.numel for parameter in placed) != extents.numel:
@@ -332,8 +333,8 @@ def with_residents(layout: PartitionLayout, *, nbytes: int, written_through: boo
 
     Args:
         layout: A layout without resident tasklets.
-        nbytes: Bytes of host memory for them.
-        written_through: Whether resident tasklets are on storage as well; if not, they take no space there.
+        nbytes: Bytes of host memory for resident tasklets.
+        written_through: Whether resident tasklets are also on storage; if not, they use no space there.
     """
     ends = list(accumulate(extent.nbytes for extent in layout.extents.extents))
     count = bisect_right(ends, nbytes)
@@ -368,7 +369,7 @@ def _borders(parameters: Sequence[ParameterSlice], numel: int) -> tuple[int, ...
 
 
 def _tasklet_numel(tasklet_bytes: int, num_arrays: int, state_format: str, borders: Sequence[int]) -> int:
-    """Return how many elements a tasklet gets so that its extent fits anywhere: small parameters add blocks."""
+    """Return a tasklet's number of elements: its extent must fit even where many small parameters add blocks."""
     form = STATE_FORMATS[state_format]
     granule = max(form.granule, BLOCK_BYTES // _LEAST_GRADIENT_BYTES)  # so that gradients are whole blocks, too
     assert granule % form.granule == 0
@@ -379,6 +380,7 @@ def _tasklet_numel(tasklet_bytes: int, num_arrays: int, state_format: str, borde
 
     item_bytes = sum(form.item_bytes(num_arrays))
     granules = (tasklet_bytes - BLOCK_BYTES) // (item_bytes * granule)
+    # A smaller tasklet may contain fewer borders, so the size is found by iteration.
     while granules > 1 and (nbytes := largest_extent(granules * granule)) > tasklet_bytes:
         granules = max(1, min(granules - 1, granules * tasklet_bytes // nbytes))
     assert granules >= 1, f"tasklet_bytes={tasklet_bytes} holds no tasklet of {num_arrays} arrays"

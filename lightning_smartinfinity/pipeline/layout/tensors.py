@@ -1,4 +1,4 @@
-"""torch tensors over the native core's memory, and torch tensors as the addresses that the core takes."""
+"""torch tensors over the native core's memory, and addresses of torch tensors for the core."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def flat_of(tensor: torch.Tensor) -> Flat:
 def lent_tensor(pool: native.MemoryPool, nbytes: int) -> torch.Tensor:
     """Return whole blocks of a pool as a 1-D uint8 tensor with arbitrary content.
 
-    They come back when the last tensor over them is gone, views that autograd saved included.
+    The blocks return to the pool when the last tensor over them is deleted, including views that autograd saved.
     """
     return torch.frombuffer(pool.take(nbytes).memoryview(), dtype=torch.uint8)
 
@@ -82,5 +82,5 @@ class HostTensor:
             self._buffer.register(device)
 
     def close(self) -> None:
-        """Unregister the memory; idempotent. Releasing the memory does it as well."""
+        """Unregister the memory; idempotent. Releasing the memory also unregisters it."""
         self._buffer.unregister()

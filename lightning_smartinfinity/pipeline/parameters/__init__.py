@@ -1,1 +1,1 @@
-"""Updated parameters on their way back to the tensors that the model computes with."""
+"""Moves updated parameters to the tensors with which the model computes."""

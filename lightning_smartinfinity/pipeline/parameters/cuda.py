@@ -1,6 +1,6 @@
 """Gives the native core access to torch tensors on a CUDA device: addresses, streams and events.
 
-No function here waits for a whole device: they wait for events, and the host only before host memory is read.
+No function here waits for a whole device. Streams wait for events; the host waits only before it reads host memory.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class CudaLink:
         self.device = native.CudaDevice(index)
         self.stream = native.CudaStream(self.device)
         self._torch_device = torch.device("cuda", index)
-        # Those that parameters were used or gradients copied on in this step and in the one before. A stream that was
-        # not is not asked any more: a user may have destroyed it.
+        # Handles of the streams that used parameters or copied gradients in this step and in the previous one. Older
+        # streams are forgotten: a user may have destroyed them.
         self._used_streams: set[int] = set()
         self._used_before: set[int] = set()
         self._warned = False
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor lies in the device's memory."""
+        """Return whether the tensor is in the device's memory."""
         return tensor.device == self._torch_device
 
     def torch_stream(self) -> int:
@@ -65,28 +65,28 @@ class CudaLink:
         return torch.cuda.current_stream(self._torch_device).cuda_stream
 
     def current_stream(self) -> int:
-        """Return the handle of torch's current stream, which :meth:`points` includes until the step after this one."""
+        """Return the handle of torch's current stream, which :meth:`points` includes until the end of the next step."""
         stream = self.torch_stream()
         self._used_streams.add(stream)
         return stream
 
     def take(self) -> None:
-        """Make later copies run after the work that torch's current stream was given so far."""
+        """Make later copies run after the work already submitted to torch's current stream."""
         self.stream.follow(self.current_stream())
 
     def give(self) -> None:
-        """Make the work that torch's current stream is given later run after the copies started so far."""
+        """Make later work of torch's current stream run after the copies started so far."""
         self.stream.lead(self.current_stream())
 
     def notice(self) -> None:
-        """Let :meth:`points` include torch's current stream, and leave out those that the last step did not use."""
+        """Begin a step: add torch's current stream to :meth:`points`, drop streams that the last step did not use."""
         self._used_before, self._used_streams = self._used_streams, set()
         self.current_stream()
 
     def points(self) -> list[native.CudaEvent]:
-        """Return points behind all work given so far to the streams that were current here in this step or the last.
+        """Record an event after the work submitted so far to each stream that was current in this step or the last.
 
-        In backward, gradients may be copied on another stream than that on which modules use their parameters.
+        In backward, gradients may be copied on another stream than the one on which modules use their parameters.
         """
         self.current_stream()
         events = []
@@ -96,7 +96,7 @@ class CudaLink:
         return events
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Keep the tensor's memory from reuse until the current stream has done the work given so far."""
+        """Prevent reuse of the tensor's memory until the current stream has done the work submitted so far."""
         tensor.record_stream(torch.cuda.current_stream(self._torch_device))
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -108,7 +108,7 @@ class CudaLink:
         total.add_(other)
 
     def host_tensor(self, numel: int, dtype: torch.dtype) -> HostTensor:
-        """Return host memory registered with the device, so that copies are asynchronous; if that fails, warn once."""
+        """Return host memory registered with the device for asynchronous copies. If registration fails, warn once."""
         tensor = HostTensor(numel, dtype, device=self.device)
         self.warn_of_unregistered()
         return tensor
@@ -149,7 +149,7 @@ class GradientCopies:
         self._total: torch.Tensor | None = None
 
     def takes(self, gradient: torch.Tensor) -> bool:
-        """Return whether the gradient has elements and lies on the device."""
+        """Return whether the gradient has elements and is on the device."""
         return gradient.numel() > 0 and self._link.holds(gradient)
 
     def write(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -171,6 +171,7 @@ class GradientCopies:
         The device adds, chunk by chunk, in the current stream's order: the host neither waits nor computes.
         """
         stream = self._link.current_stream()
+        # Copies on other streams may still be writing the target.
         for other in self._pending - {stream}:
             self._events[other].hold(stream)
         if self._total is None or self._total.dtype != target.dtype:
@@ -188,7 +189,7 @@ class GradientCopies:
         self._record_event(stream)
 
     def wait(self) -> None:
-        """Return when all gradients started so far are in host memory.
+        """Wait until all copies started so far have completed.
 
         Raises:
             CudaError: A copy or earlier work in its stream failed.

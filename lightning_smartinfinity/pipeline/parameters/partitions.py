@@ -1,4 +1,4 @@
-"""A rank's parameters in memory: in host memory, in a CUDA device's memory, or out of the native core's reach."""
+"""A rank's parameters: in host memory, in a CUDA device's memory, or where the native core cannot reach them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ StagingMaker = Callable[[native.DType], "StagingBuffer"]
 
 
 class ParameterMemory(ABC):
-    """A rank's parameters in memory: a step updates them, and the first state is made from them.
+    """A rank's parameters in memory. A step updates them, and the first state is computed from them.
 
     Attributes:
-        waits_per_stream: Whether a wait for parameters orders only the stream that is current when it returns.
+        waits_per_stream: Whether a wait for parameters orders only the stream that is current during the wait.
         allows_incremental: Whether a step may begin before all of its tasklets are known.
     """
 
@@ -39,7 +39,7 @@ class ParameterMemory(ABC):
 
         Args:
             assignment: The work.
-            staging: Called if parameters travel through host memory of ours.
+            staging: Returns the staging buffer; called if the native core cannot reach the parameters.
         """
 
 
@@ -60,7 +60,7 @@ class HostPartition(ParameterMemory):
 
 @dataclass(frozen=True)
 class CudaPartition(ParameterMemory):
-    """Parameters in the memory of a CUDA device: the native core copies each tasklet's as soon as it is computed.
+    """Parameters in the memory of a CUDA device: the native core copies each tasklet as soon as it is updated.
 
     Args:
         flats: The device memory of each sub-group, in sub-group order.
@@ -70,7 +70,7 @@ class CudaPartition(ParameterMemory):
     flats: Sequence[Flat]
     link: Link
 
-    # A wait has only started copies to the device: every stream that reads them has to wait.
+    # When a wait returns, copies to the device may still be in flight, so every stream that reads parameters must wait.
     waits_per_stream: ClassVar[bool] = True
 
     def submission(self, assignment: Assignment, staging: StagingMaker) -> DirectSubmission:

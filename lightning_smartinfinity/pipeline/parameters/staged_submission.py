@@ -1,4 +1,4 @@
-"""Sends tasklets through a bounded host buffer, beside the training."""
+"""Sends tasklets through a bounded host buffer, in a thread that runs during the training."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["StagedSubmission"]
 
-_PATIENCE = 1.0  # seconds after which it is checked that somebody is left who will answer
+_PATIENCE = 1.0  # seconds between checks that the answering thread is still alive
 
 
 class _Rows:
-    """Parameters of the tasklets that are in rows of the staging buffer.
+    """The parameters of the tasklets in the staging buffer's rows.
 
     It is a :class:`~lightning_smartinfinity.pipeline.layout.batches.Memory`.
 
@@ -57,17 +57,17 @@ class _Rows:
         self._row_of |= {tasklet: self._free.pop() for tasklet in tasklets}
 
     def free(self, tasklet: int) -> None:
-        """Let the row of a tasklet be used again."""
+        """Release the tasklet's row."""
         self._free.append(self._row_of.pop(tasklet))
 
     def put(self, tasklet: int) -> None:
-        """Start copying the parameters of a tasklet that were updated to the partition."""
+        """Start copying the tasklet's updated parameters to the partition."""
         for piece in pieces_within(self._pieces(), [tasklet]):
             if piece.key >= 0:
                 self._partition.put(piece.sub_group, self._offset(piece), self._values(piece))
 
     def get(self, tasklet: int) -> None:
-        """Start copying the parameters of a tasklet from the partition."""
+        """Start copying the tasklet's parameters from the partition."""
         for piece in pieces_within(self._pieces(), [tasklet]):
             self._partition.get(piece.sub_group, self._offset(piece), self._values(piece))
 
@@ -83,11 +83,11 @@ class _Rows:
 
 
 class StagedSubmission(Submission):
-    """Sends tasklets through the rows of the staging buffer, by a thread of its own.
+    """Sends tasklets through the rows of the staging buffer, in a thread of its own.
 
-    The thread alone uses the device and the partition. It is told what to do through a queue, and whoever asks for an
-    answer waits for a lock that the thread releases. Neither is ever held by two, so that Ctrl-C in the middle of a
-    wait leaves nothing behind: the next one continues.
+    Only this thread uses the device and the partition. It receives messages through a queue; a caller that needs an
+    answer waits for a lock that the thread releases. Each question has its own lock, so Ctrl-C during a wait leaves no
+    lock held: the next wait continues.
 
     Args:
         assignment: The work.
@@ -121,34 +121,34 @@ class StagedSubmission(Submission):
 
 
 class _Extend:
-    """Tells the thread to work these tasklets behind the others."""
+    """Message: process these tasklets after the others."""
 
     def __init__(self, tasklets: list[int]) -> None:
         self.tasklets = tasklets
 
 
 class _Prefer(_Extend):
-    """Tells the thread to work these tasklets, in this order, ahead of the others that have not started."""
+    """Message: process these tasklets, in this order, before all others that have not started."""
 
 
 class _Question:
-    """Something that the thread answers."""
+    """Message that the thread answers."""
 
     def __init__(self) -> None:
         self._unanswered = Lock()
         self._unanswered.acquire()
 
     def answer(self) -> None:
-        """Let who asked go on."""
+        """Wake the caller that waits for the answer."""
         self._unanswered.release()
 
     def is_answered(self) -> bool:
-        """Wait for an answer for a while, and return whether it has come."""
+        """Wait up to ``_PATIENCE`` seconds for an answer, and return whether it has arrived."""
         return self._unanswered.acquire(timeout=_PATIENCE)
 
 
 class _Wait(_Question):
-    """Asks the thread for the parameters of these tasklets to be in the partition."""
+    """Question answered once the parameters of these tasklets are in the partition."""
 
     def __init__(self, tasklets: set[int]) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class _Wait(_Question):
 
 
 class _Finish(_Question):
-    """Asks the thread to end when everything is done."""
+    """Asks the thread to end once all work is done."""
 
 
 class _Stop(_Question):
@@ -167,10 +167,10 @@ _Message = _Extend | _Prefer | _Wait | _Finish | _Stop
 
 
 class _Mover:
-    """Does the work of a :class:`StagedSubmission`, whose arguments it has, by a thread.
+    """Does the work of a :class:`StagedSubmission` in a thread; it has the same arguments.
 
     Attributes:
-        inbox: What it is told and asked.
+        inbox: The messages to the thread.
     """
 
     def __init__(self, assignment: Assignment, partition: StagedPartition, staging: StagingBuffer) -> None:
@@ -181,18 +181,18 @@ class _Mover:
         self._loads = assignment.direction is Direction.FROM_PARTITION
         self._device = DirectSubmission(assignment.device, partial(assignment.make_batch, self._rows), [])
         self._waiting: deque[int] = deque()  # tasklets that have no row yet
-        self._started: dict[int, None] = {}  # tasklets at work on the device, in order
-        self._copied: set[int] = set()  # those that are being copied to the partition
+        self._started: dict[int, None] = {}  # tasklets in progress on the device, in order
+        self._copied: set[int] = set()  # tasklets whose copies to the partition have started
         self._questions: list[_Wait] = []
         self._ends: list[_Finish | _Stop] = []
         self._failure: SmartInfinityError | None = None
         self._stopping = False
         self._over = False
 
-    # ---- the training's side
+    # ---- called by the training's thread
 
     def begin(self) -> None:
-        """Start the thread unless it has been.
+        """Start the thread unless it was started before or :meth:`stop` was called.
 
         Raises:
             StorageError: No thread can be started.
@@ -207,7 +207,7 @@ class _Mover:
             ) from error
 
     def ask(self, question: _Wait | _Finish) -> None:
-        """Return when a question is answered.
+        """Send a question and wait for its answer.
 
         Raises:
             SmartInfinityError: The work has failed.
@@ -217,7 +217,7 @@ class _Mover:
             raise self._failure
 
     def stop(self) -> None:
-        """Return when the thread has stopped, and do not let it begin any more."""
+        """Wait until the thread has stopped, and prevent a later start."""
         self._stopping = True  # a thread whose start was interrupted may begin later
         self._ask(_Stop())
 
@@ -225,19 +225,19 @@ class _Mover:
         if self._thread.ident is None:
             return
         self.inbox.put(question)
-        # Looked at behind put(): once all is over, nobody may take the question any more.
+        # Check _over only after put(): once the thread is over, it may leave the question unread.
         while not self._over and not question.is_answered() and self._thread.is_alive():
             pass
 
-    # ---- the thread's side
+    # ---- called by the thread
 
     def _run(self) -> None:
-        # If it begins after stop(), others may be using device and partition.
+        # If the thread starts after stop(), other users may have the device and the partition.
         is_late = self._stopping
         while not self._over and not self._stopping:
             try:
                 self._turn()
-            except BaseException as error:  # whoever asks next raises it
+            except BaseException as error:  # the next ask() raises it
                 self._fail(error)
         if not self._over and not is_late:
             self._halt()
@@ -286,7 +286,10 @@ class _Mover:
             self._device.prefer([tasklet for tasklet in tasklets if tasklet in self._started])
 
     def _has_rows(self) -> bool:
-        """Return whether to submit now: while the device has enough to do, rows are filled several at a time."""
+        """Return whether enough rows are free to submit now: half of them, so that tasklets are submitted in groups.
+
+        When loading, or if a caller waits for the next tasklet, one free row is enough.
+        """
         if self._loads or self._is_asked_for(self._waiting[0]):
             return self._rows.num_free > 0
         return 2 * self._rows.num_free >= self._rows.num_rows
@@ -314,13 +317,14 @@ class _Mover:
         return any(tasklet in question.tasklets for question in self._questions)
 
     def _can_answer(self) -> bool:
-        """Return whether somebody waits for nothing that is still on the device or has no row yet."""
+        """Return whether all tasklets of some question have started their copies to the partition."""
         return any(question.tasklets <= self._copied for question in self._questions)
 
     def _settle(self) -> None:
-        """Answer those whose parameters are in the partition, and end if that was asked for and nothing is left."""
+        """Answer questions whose parameters are in the partition, and end if asked to and no work is left."""
         is_done = not self._started and not self._waiting
         asked = (question.tasklets for question in self._questions)
+        # Synchronize only when an answer or the end needs it, so that copies overlap with the device's work.
         if self._copied and (is_done or any(tasklets and tasklets <= self._copied for tasklets in asked)):
             self._partition.synchronize()
             for question in self._questions:
@@ -343,7 +347,7 @@ class _Mover:
 
     def _halt(self) -> None:
         self._device.stop()
-        with suppress(SmartInfinityError):  # the caller knows the error already, or does not need the result
+        with suppress(SmartInfinityError):  # the caller has the error already, or does not need the result
             self._partition.synchronize()
 
     def _answer_all(self) -> None:
@@ -353,7 +357,7 @@ class _Mover:
 
 
 def _unexpected(error: BaseException) -> StorageError:
-    """Return an error of ours for one of Python's, so that the step is rolled back as after any other failure."""
+    """Wrap any other exception in a StorageError, so that the step is rolled back as after an expected failure."""
     failure = StorageError(
         f"Updated parameters could not be moved: {str(error) or type(error).__name__}.",
         "If memory was short, use less of it. The step before is whole.",

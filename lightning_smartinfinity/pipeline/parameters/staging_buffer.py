@@ -1,4 +1,4 @@
-"""Parameters outside of the native core's reach, and the host buffer that they travel through."""
+"""Parameters that the native core cannot reach, and the host buffer through which they are copied."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _FEWEST_ROWS = 2
 
 
 class StagedPartition(ParameterMemory):
-    """Parameters that only their owner can reach: they travel through a small host buffer.
+    """Parameters that only their owner can reach. They are copied through a small host buffer.
 
     :class:`TensorPartition` holds torch tensors on any device; ``zero3.parameters.stored_partition`` holds parameters
-    on storage, and its methods may raise a StorageError. All of these are called by one thread, which is not that of
-    the training.
+    on storage, and its methods may raise a StorageError. One thread, other than the training's, calls all of these
+    methods.
 
     Attributes:
         dtype: The parameters' dtype.
@@ -45,26 +45,26 @@ class StagedPartition(ParameterMemory):
 
     @abstractmethod
     def get(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
-        """Start copying these elements of a sub-group into ``values``, which are there after :meth:`synchronize`."""
+        """Start copying these elements of a sub-group into ``values``, which is filled after :meth:`synchronize`."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Return when every copy started so far has completed."""
+        """Wait until every copy started so far has completed."""
 
     def submission(self, assignment: Assignment, staging: StagingMaker) -> StagedSubmission:
         return StagedSubmission(assignment, self, staging(self.dtype))
 
 
 class TensorPartition(StagedPartition):
-    """One flat tensor per sub-group. Copies block: this is for memory that nothing faster can reach.
+    """One flat tensor per sub-group. Copies block: use it only for memory without a faster path.
 
-    Copies to a CUDA device run in the order of the stream that is current here when this object is made.
+    Copies to a CUDA device run on the stream that is current when this object is created.
 
     Args:
-        tensors: Flat, contiguous, one dtype, in sub-group order; on any device. At least one.
+        tensors: At least one flat, contiguous tensor on any device, in sub-group order; all of one dtype.
     """
 
-    allows_incremental: ClassVar[bool] = False  # within backward, a device may still be about to use them
+    allows_incremental: ClassVar[bool] = False  # within backward, a device may still use the old parameters
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         assert len({tensor.dtype for tensor in tensors}) == 1, "one dtype"
@@ -94,7 +94,7 @@ class StagingBuffer:
     Args:
         layout: The partition.
         dtype: The parameters' dtype.
-        nbytes: Upper bound of all rows together, if that is enough for two.
+        nbytes: Upper bound of all rows together, unless two rows need more.
     """
 
     def __init__(self, layout: PartitionLayout, *, dtype: native.DType, nbytes: int) -> None:

@@ -16,14 +16,14 @@ from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLa
 __all__ = ["Assignment", "BatchMaker", "DirectSubmission", "Direction", "PartMaker", "Submission"]
 
 BatchMaker = Callable[[Memory, Sequence[int]], Iterable[native.Batch]]
-"""Makes the batch of some tasklets whose parameters lie in this memory; yields it in parts, each made on demand."""
+"""Makes the batch of some tasklets whose parameters are in this memory; yields it in parts, each made on demand."""
 
 PartMaker = Callable[[Sequence[int]], Iterable[native.Batch]]
 """Makes the batch of some tasklets; yields it in parts, each made on demand."""
 
 
 class Direction(Enum):
-    """The direction in which the parameters of an assignment travel."""
+    """The direction in which an assignment copies parameters."""
 
     TO_PARTITION = auto()
     FROM_PARTITION = auto()
@@ -36,11 +36,11 @@ class Assignment:
     Args:
         device: The device that does the work, open and free.
         layout: The partition's layout.
-        make_batch: Makes the batch of some of the tasklets. It may be called by another thread.
+        make_batch: Makes the batch of some of the tasklets. Another thread may call it.
         tasklets: Indices of the tasklets, in the order in which they start.
-        pieces: Returns the pieces of these tasklets, in partition order. Parameters of those with a negative key stay
-            as they are. It may be called by another thread.
-        direction: The direction in which parameters travel.
+        pieces: Returns the pieces of these tasklets, in partition order. Parameters of pieces with a negative key do
+            not change. Another thread may call it.
+        direction: The direction in which parameters are copied.
     """
 
     device: StorageDevice
@@ -60,7 +60,7 @@ class Submission(ABC):
 
     @abstractmethod
     def wait(self, tasklets: Sequence[int]) -> None:
-        """Return when the parameters of these tasklets, as far as they are submitted, are in the partition.
+        """Wait until the parameters of the submitted ones among these tasklets are in the partition.
 
         Raises:
             StorageError: The work failed; only :meth:`stop` may follow.
@@ -69,29 +69,29 @@ class Submission(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Return when all work is done and the device is free. Raises as :meth:`wait`."""
+        """Wait until all work is done and the device is free. Raises as :meth:`wait`."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Start no more work and return when the device is free, even if work is left. Never raise these errors."""
+        """Start no more work and wait until the device is free, even if work is left. Never raises these errors."""
 
     @abstractmethod
     def extend(self, tasklets: Sequence[int]) -> None:
-        """Start more tasklets, behind the present ones, and return at once."""
+        """Start more tasklets, after the present ones, and return at once."""
 
     @abstractmethod
     def prefer(self, tasklets: Sequence[int]) -> None:
-        """Move these tasklets, in this order, ahead of the others that have not started."""
+        """Move these tasklets, in this order, before all others that have not started."""
 
 
 class DirectSubmission(Submission):
-    """All tasklets as one batch, straight from and into memory.
+    """Submits all tasklets as one batch, directly from and to memory.
 
     Args:
         device: The device, open and free.
-        make_parts: Makes the batch. Its first part is submitted, the others are added while the device works.
+        make_parts: Makes the batch. Its first part is submitted; the others are added while the device works.
         tasklets: Indices of the tasklets, in the parts' order.
-        link: Link to the user of the CUDA device in whose memory parameters lie; None means host memory.
+        link: Link to the user of the CUDA device that holds the parameters; None means host memory.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Update rules: they compute the scalars of one step from a torch optimizer's hyperparameters, in double.
+"""Update rules compute the scalars of one step from a torch optimizer's hyperparameters, in double.
 
 ``docs/adding_an_optimizer.md`` shows how to add an optimizer.
 """
@@ -45,7 +45,7 @@ def rule_for(optimizer: Optimizer) -> UpdateRule:
     for group in optimizer.param_groups:
         rule.snapshot(group)
         _require_real_parameters(rule, group)
-        # foreach, fused and capturable choose an implementation of the same result; differentiable asks for more.
+        # foreach, fused and capturable only choose an implementation; differentiable asks for another result.
         if group.get("differentiable"):
             warnings.warn(
                 f"{rule.name}(differentiable=True) is ignored: updates run outside of autograd.", stacklevel=2

@@ -60,5 +60,5 @@ class AdagradRule(UpdateRule):
 
     @override
     def first_values(self, defaults: Mapping[str, Any]) -> tuple[float, ...]:
-        # torch, too, reads this from the optimizer's constructor arguments and not from the groups.
+        # Like torch, read this from the optimizer's constructor arguments, not from the groups.
         return (self.number("initial_accumulator_value", defaults["initial_accumulator_value"]),)

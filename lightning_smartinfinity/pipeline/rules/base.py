@@ -15,7 +15,7 @@ __all__ = ["UpdateRule"]
 
 
 class UpdateRule(ABC):
-    """Computes the scalars of one optimizer's step, and knows what state the optimizer keeps.
+    """Computes the scalars of one optimizer's step, and describes the state that the optimizer keeps.
 
     Args:
         name: Class name of the torch optimizer, for messages and checkpoints.
@@ -42,7 +42,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def snapshot(self, group: MutableMapping[str, Any]) -> Hashable:
-        """Return a param group's hyperparameters, hashable; equal ones mean equal updates.
+        """Return a param group's hyperparameters as a hashable object; equal objects mean equal updates.
 
         Raises:
             ConfigError: A hyperparameter is not a finite number in torch's range.
@@ -51,16 +51,16 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def scalars(self, hyperparameters: Any, *, step: int, gradient_scale: float) -> UpdateStep:
-        """Return the scalars of update number ``step`` (from 1) of a parameter.
+        """Return the scalars of a parameter's update number ``step``, counted from 1.
 
         Args:
             hyperparameters: Result of :meth:`snapshot`.
-            step: Number of updates as torch counts, this update included.
+            step: Number of updates as torch counts them, this update included.
             gradient_scale: Factor on every gradient.
         """
 
     def first_values(self, defaults: Mapping[str, Any]) -> tuple[float, ...]:
-        """Return the value that each array but the master holds before the first update.
+        """Return the initial value of each array except the master.
 
         Args:
             defaults: The optimizer's constructor arguments (``optimizer.defaults``).
@@ -75,9 +75,9 @@ class UpdateRule(ABC):
         return step
 
     def kept_arrays(self, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """Return the arrays beside the master that torch would keep with these param groups, in the order of storage.
+        """Return the arrays, without the master, that torch would keep with these param groups, in storage order.
 
-        Storage has room for all arrays, whatever the groups say, but checkpoints hold only these.
+        Storage has room for all arrays regardless of the groups, but checkpoints hold only these.
         """
         return self.arrays[1:]
 
@@ -89,7 +89,7 @@ class UpdateRule(ABC):
         """Return ``value`` as a finite number in [least, below); tensors of one element are accepted.
 
         Raises:
-            ConfigError: It is not such a number.
+            ConfigError: The value is not such a number.
         """
         return float(check(self.name, name, value, _finite(least, below)))
 

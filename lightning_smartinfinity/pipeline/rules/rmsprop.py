@@ -37,7 +37,8 @@ class RmspropRule(UpdateRule):
 
     Storage has room for ``momentum_buffer`` and ``grad_avg`` even if no group has momentum or is centered: groups may
     change, but the size of the state and the arguments of a card's kernel may not. Checkpoints hold only what torch
-    would keep: an array stays when momentum or centering is switched off, because it counts when they return.
+    would keep: an array stays when momentum or centering is switched off, because it is used again when they are
+    switched on.
     """
 
     description = RMSPROP

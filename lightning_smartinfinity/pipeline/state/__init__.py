@@ -1,1 +1,1 @@
-"""The state between storage and the kernels: reads, writes, windows and conversion."""
+"""Moves optimizer state between storage and memory: reads, writes, windows and conversion."""

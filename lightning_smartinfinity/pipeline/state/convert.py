@@ -1,4 +1,4 @@
-"""Converts kept stores to another state format, without training."""
+"""Converts kept stores to another state format, outside of training."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ def convert_store(
 ) -> tuple[int, ...]:
     """Write a copy of kept optimizer state in another format to other folders; the old state stays.
 
-    If the conversion fails, no new state is left. If the process is killed, the next conversion replaces what it left.
+    If the conversion fails, the new state is removed. If the process is killed, the next conversion replaces the
+    partial state.
 
     Args:
         folders: Folders of the old state, in the order of its manifest.
         into: Other storage folders, over which the new state is spread.
         state_format: A name in ``STATE_FORMATS``. Moments are rounded to nearest.
         job: ``TransferConfig.job`` of both states.
-        rank: Rank whose state is converted; None means every rank that left state there.
+        rank: Rank whose state is converted; None means every rank with state in the first folder.
         tasklet_bytes: ``TransferConfig.tasklet_bytes`` of the new state.
         show: Shows the progress of each rank's conversion, in bytes of fp32 state.
 
@@ -149,7 +150,7 @@ def _layout(manifest: Manifest, *, tasklet_bytes: int, num_devices: int, state_f
     """Return the partition that the manifest describes, cut into tasklets of another size.
 
     Raises:
-        StorageCorruptError: The manifest describes no partition, or not the one on storage.
+        StorageCorruptError: The manifest describes no partition, or another one than the partition on storage.
     """
     try:
         present = layout_over(described_slices(manifest.description.parameters), manifest.extents)

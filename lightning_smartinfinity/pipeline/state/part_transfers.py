@@ -1,4 +1,4 @@
-"""Transfers parts of tensors between storage and any host memory."""
+"""Transfers parts of stored tensors to and from any host memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lightning_smartinfinity.storage.tensors.tensor_store import StoredTensor, T
 __all__ = ["PartTransfers"]
 
 _PART_BYTES = 1 << 20
-# A request among those of an update takes as long as all that are in flight, so that it takes many to keep up with it.
+# During an update, a request waits for all requests in flight before it. Many at once are needed to keep up.
 _BYTES_IN_FLIGHT = 8 << 20
 _REQUESTS_IN_FLIGHT = 64
 _POOL_BYTES = 12 << 20
 
 
 class _InFlight(NamedTuple):
-    """A transfer, its memory, and what to do once it has ended."""
+    """A transfer, its buffer, and the function to call after it."""
 
     ticket: int
     buffer: torch.Tensor
@@ -37,8 +37,9 @@ class _InFlight(NamedTuple):
 class PartTransfers:
     """Transfers any bytes of tensors to and from any host memory, through a few megabytes of its own.
 
-    Storage is written in whole blocks. If a part ends inside a block, that block is held back, since the next part
-    usually begins there. Otherwise, and at :meth:`synchronize`, the rest of the block is read and it is written.
+    Storage is written in whole blocks. If a part ends inside a block, the block is held back, since the next part
+    usually begins there. If the next part begins elsewhere, and at :meth:`synchronize`, the rest of the block is read
+    from storage and the block is written.
 
     Args:
         store: The store of the tensors.
@@ -65,7 +66,7 @@ class PartTransfers:
             StorageError: This or an earlier transfer failed.
         """
         if self._held is not None and (stored, begin) != (self._held[0], self._held[1] + self._held[3]):
-            self._write_held()  # what comes now may overlap it
+            self._write_held()  # the new values may overlap it
         while values.numel():
             inside = begin % BLOCK_BYTES
             numel = values.numel()
@@ -95,7 +96,7 @@ class PartTransfers:
             begin, values = begin + count, values[count:]
 
     def synchronize(self) -> None:
-        """Return when all transfers started so far have completed.
+        """Wait until all transfers started so far have completed.
 
         Raises:
             StorageError: A transfer failed; none is in flight any more.
@@ -115,7 +116,7 @@ class PartTransfers:
         self._in_flight.append(_InFlight(ticket, buffer, then))
 
     def _next_buffer(self, nbytes: int) -> torch.Tensor:
-        """Return whole blocks for so many bytes, when few enough are in flight."""
+        """Return a buffer of whole blocks for ``nbytes``, after waiting until few enough transfers are in flight."""
         while self._in_flight and (
             len(self._in_flight) >= _REQUESTS_IN_FLIGHT
             or sum(each.buffer.nbytes for each in self._in_flight) + nbytes > _BYTES_IN_FLIGHT
@@ -130,7 +131,7 @@ class PartTransfers:
         except StorageError:
             self._in_flight.popleft()
             raise
-        # After an interrupt it stays in the queue: the transfer still uses its buffer.
+        # Not in a finally clause: after an interrupt the transfer stays queued, because it still uses its buffer.
         self._in_flight.popleft()
         first.then()
 
@@ -164,5 +165,5 @@ class PartTransfers:
 
 
 def _copy(values: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy ``values`` to the begin of ``target``, both uint8, by this thread alone: torch would start more of them."""
+    """Copy ``values`` to the begin of ``target``, both uint8, with numpy, since torch would start more threads."""
     target[: values.numel()].numpy()[:] = values.numpy()

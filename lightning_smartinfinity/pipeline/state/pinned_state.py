@@ -1,4 +1,4 @@
-"""Reads the state of one generation while later steps write the next ones."""
+"""Reads the state of one generation while later steps write newer generations."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["PinnedState"]
 
 
 class PinnedState:
-    """A rank's state as it was committed, from the pin to :meth:`release`.
+    """A rank's committed state, kept from the pin until :meth:`release`.
 
     Args:
         layout: The partition.
-        store: The store that holds it. It stays open until :meth:`scan` has returned.
+        store: The store that holds the state. The caller keeps it open until :meth:`scan` has returned.
         pin: The pinned generation.
-        count_read: Is told how many bytes were read, as they are.
+        count_read: Called with the number of bytes of each read.
     """
 
     def __init__(
@@ -34,20 +34,20 @@ class PinnedState:
 
     @property
     def generation(self) -> int:
-        """The generation."""
+        """The pinned generation."""
         return self._pin.record.generation
 
     def scan(self, device: StorageDevice, visit: Callable[[Window], object]) -> None:
-        """Pass the whole state to ``visit``, window after window in partition order, and release what was read.
+        """Pass the whole state to ``visit``, window by window in partition order, and release the tasklets read.
 
-        Any thread may call it, once.
+        Any thread may call it, but only once.
 
         Args:
-            device: A closed device of its own, which is opened over the store's files and closed in the end.
+            device: A closed device that nothing else uses. It is opened over the store's files and closed at the end.
             visit: Called with each window, whose arrays hold the state during the call.
 
         Raises:
-            StorageError: The state could not be read, or is not what was written.
+            StorageError: The state could not be read, or differs from the state written.
         """
         extents = self._layout.extents
         numel = extents.tasklet_numel
@@ -74,5 +74,5 @@ class PinnedState:
             device.close()
 
     def release(self) -> None:
-        """Give all places up."""
+        """Release all places."""
         self._pin.release_all()

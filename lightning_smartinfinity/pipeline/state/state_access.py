@@ -31,7 +31,7 @@ from lightning_smartinfinity.storage import StateStore
 __all__ = ["StateAccess", "Together", "commit_next", "committing", "places_of"]
 
 Together = Callable[[], AbstractContextManager[object]]
-"""Makes a context whose end raises if its body raised in another process of the training."""
+"""Makes a context whose exit raises if its body raised in another process of the training."""
 
 _FP32_BYTES = 4
 
@@ -44,11 +44,11 @@ def places_of(store: StateStore) -> Places:
 
 
 def commit_next(store: StateStore, places: Places, tasklets: Sequence[int], steps: NDArray[np.int64]) -> None:
-    """Make the next generation current, for which these tasklets have been written.
+    """Make the next generation current after these tasklets have been written.
 
     Args:
         store: The store.
-        places: The places to which they were written.
+        places: The places to which the tasklets were written.
         tasklets: Indices of the tasklets written.
         steps: int64[num_parameters]: updates of each parameter in the next generation.
 
@@ -64,13 +64,14 @@ def commit_next(store: StateStore, places: Places, tasklets: Sequence[int], step
 
 @contextmanager
 def committing(store: StateStore, generation: int, together: Together) -> Iterator[None]:
-    """Make the context in which a generation is written and committed; rolls back if another process failed.
+    """Make the context in which a generation is written and committed; roll back if another process failed.
 
-    With one place for each tasklet the generation stays, as the previous one no longer exists.
+    With one place per tasklet the new generation stays current, because the previous one no longer exists.
 
     Args:
         store: The store.
-        generation: The generation to commit; already current if it was committed and the agreement was interrupted.
+        generation: The generation to commit; already current if it was committed but the ranks' agreement was
+            interrupted.
         together: Context entered around the body.
 
     Raises:
@@ -86,11 +87,11 @@ def committing(store: StateStore, generation: int, together: Together) -> Iterat
 
 
 class _FirstArrays:
-    """First content of every array but the master: one value everywhere, in memory for one tasklet.
+    """Initial content of every array except the master: one value, repeated over the memory of one tasklet.
 
     Args:
         layout: The partition.
-        values: Value of each array but the master; empty means zeros.
+        values: Value of each array except the master; empty means zeros.
     """
 
     def __init__(self, layout: PartitionLayout, values: Sequence[float]) -> None:
@@ -99,7 +100,7 @@ class _FirstArrays:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Address of each array's first content, the master's first; 0 means zeros."""
+        """Address of each array's initial content, starting with the master's; 0 means zeros."""
         return (0, *(0 if array is None else array.ctypes.data for array in self._arrays))
 
 
@@ -147,32 +148,32 @@ class StateAccess:
         commit_next(self._store, places, tasklets, np.zeros_like(self._store.steps))
 
     def scan(self, visit: Callable[[Window], object]) -> None:
-        """Pass the whole state to ``visit``, window after window in partition order.
+        """Pass the whole state to ``visit``, window by window in partition order.
 
-        It needs as much host memory as the ring, or that of two tasklets if that is more.
+        It needs as much host memory as the ring, and at least that of two tasklets.
 
         Args:
             visit: Called with each window, whose arrays hold the state during the call.
 
         Raises:
-            StorageError: The state could not be read, or is not what was written.
+            StorageError: The state could not be read, or differs from the state written.
         """
         self._walk(places_of(self._store)).read(visit)
 
     def replace(
         self, fill: Callable[[Window], object], *, steps: NDArray[np.int64], together: Together = nullcontext
     ) -> None:
-        """Replace the whole state, window after window in partition order, and commit it.
+        """Replace the whole state, window by window in partition order, and commit it.
 
         It needs as much host memory as :meth:`scan`. It does not change the parameters in memory: the caller writes
-        them. If ``fill`` or a write raises, here or under ``together`` elsewhere, the previous generation stays
-        current; but with one place each (``durability="none"``) the state is lost.
+        them. If ``fill`` or a write raises, here or (with ``together``) on another rank, the previous generation stays
+        current. With one place per tasklet (``durability="none"``) the state is lost.
 
         Args:
             fill: Called with each window; it must fill all of the window's arrays.
             steps: int64[num_parameters]: updates of each parameter.
-            together: Context entered around writing and committing. With several ranks it must raise on each of them
-                if its body raised on one, so that no rank keeps a generation that another could not commit.
+            together: Context entered around writing and committing. With several ranks it must raise on every rank if
+                its body raised on one, so that no rank keeps a generation that another could not commit.
 
         Raises:
             StorageError: The state could not be written.
@@ -342,8 +343,8 @@ def _finish(
 
     Args:
         submission: The submission.
-        reported: Tasklets in their order, each with the bytes to report when it has been through.
-        advance: Is told these bytes.
+        reported: Tasklets in their order, each with the bytes to report when it is done.
+        advance: Called with the bytes of each tasklet that is done.
     """
     try:
         submission.start()

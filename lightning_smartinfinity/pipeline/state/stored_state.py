@@ -1,4 +1,4 @@
-"""Reads ranges of the state that a rank has left on storage, in the order in which they lie there."""
+"""Reads ranges of a rank's kept state from storage, preferably in ascending order."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _FP32_BYTES = 4
 
 
 class StoredState:
-    """One generation of a rank's state, which no process changes meanwhile; open until :meth:`close`.
+    """One generation of a rank's state on storage, locked against other processes until :meth:`close`.
 
-    It holds one tasklet in host memory, and reads another one when that is asked for: ranges that ascend read every
-    tasklet once.
+    It holds one tasklet in host memory and reads another one on demand. Reading ascending ranges reads every tasklet
+    once.
 
     Args:
         paths: The rank's folders, in the order of its storage folders.
@@ -90,11 +90,11 @@ class StoredState:
         """Read elements of the flat partition.
 
         Args:
-            begin: The first one.
-            arrays: One array for each name in ``UpdateRule.arrays``, which take as many elements as they are long.
+            begin: First element.
+            arrays: One array for each name in ``UpdateRule.arrays``, all of one length; each is filled completely.
 
         Raises:
-            StorageError: The state cannot be read, or is not what was written.
+            StorageError: The state cannot be read, or differs from the state written.
         """
         done, wanted = 0, len(arrays[0])
         while done < wanted:
@@ -127,7 +127,7 @@ class StoredState:
         self._held = tasklet
 
     def close(self) -> None:
-        """Close the files, and let other processes use the folders; idempotent."""
+        """Close the files and release the folders' locks; idempotent."""
         self._opened.close()
 
 

@@ -1,4 +1,4 @@
-"""Moves the whole state through bounded host memory, in windows of a few tasklets."""
+"""Moves the whole state through limited host memory, in windows of a few tasklets."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ class WindowBuffer:
 
 
 class WindowWalk:
-    """Moves windows between storage and a buffer: reads one ahead of the caller, or writes one behind it.
+    """Moves windows between storage and a buffer: reads one window ahead of the caller, or writes one after it.
 
-    Whatever else uses the device goes first.
+    Its I/O has the lowest priority on the device.
 
     Args:
         layout: The partition.
         device: The device, open and free.
-        places: Places of the extents and of the next generation's.
-        nbytes: Upper bound of the buffer, see :class:`WindowBuffer`.
+        places: Places of the extents, now and in the next generation.
+        nbytes: Upper bound of the buffer; see :class:`WindowBuffer`.
     """
 
     def __init__(self, layout: PartitionLayout, device: StorageDevice, places: Places, *, nbytes: int) -> None:
@@ -93,7 +93,7 @@ class WindowWalk:
         self._pieces = cut(layout, whole_sub_groups(layout, range(len(layout.sub_groups))))
 
     def read(self, visit: Callable[[Window], object]) -> None:
-        """Call ``visit`` with one window after the other, while the next one is being read."""
+        """Call ``visit`` with each window in turn, while the next one is being read."""
         visited: Window | None = None
         with ExitStack() as in_flight:
             for tasklets, window in self._buffer.windows():
@@ -106,7 +106,7 @@ class WindowWalk:
                 visit(visited)
 
     def write(self, fill: Callable[[Window], object]) -> None:
-        """Call ``fill`` with one window after the other, while the one before is being written."""
+        """Call ``fill`` with each window in turn, while the previous one is being written."""
         with ExitStack() as in_flight:
             submission: DirectSubmission | None = None
             for tasklets, window in self._buffer.windows():

@@ -1,4 +1,4 @@
-"""Chooses the scalars of a step, and makes batches that move parameters or whole arrays."""
+"""Chooses the scalars of a step, and builds batches that move parameters or whole arrays."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Origin = tuple[Any, int, float]  # hyperparameters, step, gradient scale
 
 
 class Updates:
-    """The scalars with which one step updates each parameter.
+    """The scalars that one step uses to update each parameter.
 
     Args:
         keys: int64[num_parameters]: an index into ``steps``, or -1 if the parameter is not updated.
         steps: The distinct scalars.
         origins: Hyperparameters (a dataclass), step and gradient scale from which each of ``steps`` was computed.
-        counts: Number of updates that a parameter has had after each of ``steps``.
+        counts: A parameter's number of updates after each of ``steps``.
     """
 
     def __init__(
@@ -46,10 +46,11 @@ class Updates:
 
     def counts_after(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return int64[num_parameters]: updates of each parameter after the step, given those before it."""
+        # Key -1 selects the appended 0, which np.where discards.
         return np.where(self.keys >= 0, np.append(np.asarray(self._counts, np.int64), 0)[self.keys], counts)
 
     def difference_to(self, other: Updates, parameters: NDArray[np.int64]) -> str | None:
-        """Return what differs between both updates of these parameters (indices); None: both compute the same bits."""
+        """Describe how the updates of these parameters (indices) differ; None if both compute the same bits."""
         # Even with many thousand parameters, only a few distinct pairs of keys occur.
         pairs = np.unique(np.stack([self.keys[parameters], other.keys[parameters]], axis=1), axis=0)
         for ours, theirs in pairs.tolist():
@@ -79,7 +80,7 @@ def choose_updates(
     steps: NDArray[np.int64],
     gradient_scale: float,
 ) -> Updates:
-    """Choose scalars from the groups' hyperparameters: parameters with equal ones and equal counts share scalars.
+    """Choose scalars for each parameter; parameters with equal hyperparameters and update counts share them.
 
     Args:
         layout: The partition.
@@ -141,7 +142,7 @@ def start_batch(
         tasklets: Indices of the tasklets to write.
         places: Places of the extents.
         masters: Memory of the parameters.
-        arrays: Address of each array's first content in every piece; 0 means zeros, and for the master the parameter.
+        arrays: Address of each array's initial content in every piece; 0 means zeros, and for the master the parameter.
     """
 
     def segment(offset: int, piece: Piece) -> native.Segment:
@@ -169,7 +170,7 @@ def array_batch(
         tasklets: Indices of the pieces' tasklets.
         places: Places of the extents.
         addresses: Returns the address of each array at a piece's first element; 0 means that the array is not moved.
-        io_class: How urgent it is.
+        io_class: Priority of the I/O.
     """
 
     def segment(offset: int, piece: Piece) -> native.Segment:
