@@ -1,4 +1,4 @@
-"""Settings of how activations move to storage: ``activations``."""
+"""Settings for moving activations to storage: ``activations``."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ __all__ = ["ActivationOffload", "activation_offload"]
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class ActivationOffload:
-    """How much of what forward saves for backward stays in memory, and how the rest moves to storage and back.
+    """Settings for the tensors that forward saves for backward: how many stay in memory, and how the others move.
 
-    Sizes are bytes of one rank, or text such as ``"8GB"``. They are kept as bytes. No result depends on them.
+    Sizes are bytes per rank, or text such as ``"8GB"``, which is converted to bytes. Results do not depend on them.
 
     Args:
-        keep: Bytes of what forward saved last that stay in memory, because backward wants them first. ``"auto"``: one
-            micro-batch is measured. Without ``budget_bytes`` as little stays as costs no wait in backward, or all if
-            steps take longer otherwise; with it as much as fits.
-        budget_bytes: Most bytes that are held for backward at once: what stays, the pool, and what is read back.
-            Forward waits for storage where it would hold more, and a warning says if that is not enough. None: no
-            limit, and forward never waits for storage.
-        host_bytes: Size of the pool of host memory through which tensors move, in both directions. A tensor for which
-            it has no room stays where it is. From a GPU, only what the pool has no room for is written, unless there is
-            a budget. ``"auto"``: an eighth of what a forward saves, at least 64 MiB, and at most half of
-            ``budget_bytes``.
-        storage_bytes: Most bytes on storage at once; what has no room there stays in memory. None: no limit.
+        keep: Bytes of the tensors saved last that stay in memory, because backward needs them first. ``"auto"``: one
+            micro-batch is measured. Without ``budget_bytes``, the fewest bytes stay that cause no wait in backward, or
+            all if steps would otherwise take longer. With ``budget_bytes``, as many stay as fit.
+        budget_bytes: Most bytes held for backward at once: tensors that stay, the pool, and tensors that are read back.
+            Forward waits for storage before it would exceed the budget; if waiting is not enough, a warning is shown.
+            None: no limit, and forward never waits for storage.
+        host_bytes: Size of the pool of host memory through which tensors move, in both directions. A tensor that does
+            not fit into it stays where it is. From a GPU, without a budget, only tensors beyond the pool's room are
+            written to storage. ``"auto"``: an eighth of the bytes that a forward saves, at least 64 MiB, and at most
+            half of ``budget_bytes``.
+        storage_bytes: Most bytes on storage at once; further tensors stay in memory. None: no limit.
         min_bytes: Size of the smallest tensor that is moved.
-        verify: Whether what is read back is compared with the checksum of what was written.
+        verify: Whether to verify the checksum of each tensor that is read back.
 
     Raises:
-        ConfigError: A setting is unknown, out of range or not one of those above, or two of them contradict each other.
+        ConfigError: A setting is unknown or has a forbidden value, or two settings contradict each other.
     """
 
     keep: int | str = "auto"
@@ -86,7 +86,7 @@ class ActivationOffload:
 def activation_offload(
     activations: ActivationOffload | Mapping[str, Any] | None, *, owner: str, setting: str = "activations"
 ) -> ActivationOffload | None:
-    """Return what the setting ``activations`` asks for: settings, or a dict of them; None stays None.
+    """Return the setting ``activations`` as an object; it may be an object, a dict of its settings, or None (kept).
 
     Args:
         activations: The setting.
@@ -94,7 +94,7 @@ def activation_offload(
         setting: Name of the setting, for the error.
 
     Raises:
-        ConfigError: It is something else, or a setting in it is unknown or out of range.
+        ConfigError: The value is none of these, or a setting in it is unknown or out of range.
     """
     settings: ActivationOffload | None = check(owner, setting, activations, optional(settings_of(ActivationOffload)))
     return settings

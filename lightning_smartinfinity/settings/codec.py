@@ -16,15 +16,15 @@ class GradientCodec(ABC):
     A codec is one frozen dataclass here and a class with its arithmetic in the native core.
 
     Attributes:
-        error_feedback: Whether what a payload leaves out is kept, in 4 bytes of host memory per parameter, and added
-            to the next step's gradient.
+        error_feedback: Whether to keep the part of the gradient that a payload leaves out, in 4 bytes of host memory
+            per parameter, and to add it to the next step's gradient.
     """
 
     error_feedback: bool
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether the step keeps a residual: with error feedback, unless payloads leave nothing out."""
+        """Whether the step keeps a residual: True with error feedback, unless payloads leave nothing out."""
         return self.error_feedback
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Storage folders, as settings name them."""
+"""Resolves and checks the storage folders that settings name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LOCAL_FOLDER", "launched_as", "names_file", "resolved_folder", "stor
 
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _VARIABLE = re.compile(r"\$\w+|\$\{[^}]*\}", re.ASCII)
-_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")  # Path has made one slash of two
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")  # one slash: Path collapses two into one
 
 
 def _listed(storage: Any) -> list[Any]:
@@ -27,7 +27,7 @@ LOCAL_FOLDER = Rule(
     lambda folder: _URL.match(str(folder)) is None and "\0" not in str(folder),
     "is a URL or has a null byte, and cannot be a folder",
 )
-"""Rule for a folder that can be storage. Python would take the URL ``s3://bucket/x`` for a folder named ``s3:``."""
+"""Rule for a folder that can be storage. Path would parse the URL ``s3://bucket/x`` as a folder named ``s3:``."""
 
 _FOLDERS = Rule(
     "Pass a folder or a list of folders",
@@ -53,7 +53,7 @@ def storage_folders(storage: object, *, owner: str, setting: str = "storage") ->
         setting: Name of the setting, for the error.
 
     Raises:
-        ConfigError: The setting names something that is no local folder, or a folder twice.
+        ConfigError: The setting names a path that is no local folder, or a folder twice.
     """
     given = check(owner, setting, storage, optional(_FOLDERS))
     if given is None:
@@ -65,16 +65,16 @@ def storage_folders(storage: object, *, owner: str, setting: str = "storage") ->
 
 
 def resolved_folder(folder: str | Path, *, setting: str, has_variables: bool = False) -> Path:
-    """Return the absolute path of a folder, in which links and ``~`` (the user's home) are replaced.
+    """Return the absolute path of a folder, with links and ``~`` (the user's home) resolved.
 
     Args:
         folder: The folder, which need not exist.
         setting: The setting that names it, with its owner, for the error.
-        has_variables: Whether to replace environment variables (``$SLURM_TMPDIR``), too, and ``{node}`` by the
-            machine's host name, and ``{local_rank}`` by the number that the launcher gave to this process there.
+        has_variables: Whether to also replace environment variables (``$SLURM_TMPDIR``), ``{node}`` by the machine's
+            host name, and ``{local_rank}`` by the process's local rank from the launcher.
 
     Raises:
-        ConfigError: The path cannot be that of a local folder, or names a variable that is not set.
+        ConfigError: The path cannot be a local folder's, or it names a variable that is not set.
     """
     if not LOCAL_FOLDER.holds(folder):
         raise ConfigError(f"{setting} {LOCAL_FOLDER.fault}.", f"{LOCAL_FOLDER.remedy}.")
@@ -86,12 +86,12 @@ def resolved_folder(folder: str | Path, *, setting: str, has_variables: bool = F
 
 
 def launched_as() -> str:
-    """Return the number that the launcher gave to this process on its machine; "0" if there is no launcher."""
+    """Return the local rank that the launcher gave to this process; "0" without a launcher."""
     return next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0")
 
 
 def _filled(folder: str, *, setting: str) -> str:
-    """Return a path with the values of the variables that it names."""
+    """Return a path with its variables replaced by their values."""
     folder = folder.replace("{node}", platform.node()).replace("{local_rank}", launched_as())
     filled = os.path.expandvars(folder)
     unset = next((name for name in _VARIABLE.findall(folder) if name.strip("${}") not in os.environ), None)

@@ -1,4 +1,4 @@
-"""Settings of what a plan is made for: ``plan``."""
+"""Settings of a memory plan: ``plan``."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ _FORMATS = Rule(
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Tells ``plan="auto"`` what it cannot see by itself, and what it may use.
+    """Facts that ``plan="auto"`` cannot find out by itself, and limits on the resources that it may use.
 
     Sizes are bytes, or text such as ``"64GB"``.
 
     Args:
-        model: Model that will be trained, as ``smart-infinity plan`` takes it: folder or name of a Hugging Face model,
-            ``package.module:Class``, or a number of parameters such as ``"7B"``. None: the module itself is looked at,
-            before it is built where ``configure_model`` builds it.
+        model: Model that will be trained, in the form of ``smart-infinity plan``: folder or name of a Hugging Face
+            model, ``package.module:Class``, or a number of parameters such as ``"7B"``. None: the plan inspects the
+            module itself, even before ``configure_model`` has built it.
         batch: Sequences of a micro-batch, per process.
         seq: Tokens of a sequence.
-        optimizer: Class of torch.optim, such as ``"SGD"``. None: that of ``fabric.setup``, or else ``"AdamW"``. An
-            optimizer of another class whose state does not fit is refused when the training is set up.
-        state_formats: State formats that may be chosen where that of ``state_format`` does not fit, in this order.
-            Those that do not exist for the optimizer or the precision are passed over.
-        host_memory: Memory that all processes of a machine may use together. None: nine tenths of what is free.
-        gpu_memory: Memory of each GPU that may be used. None: nine tenths of it.
-        disk: Space that may be used on the storage of a machine. None: nine tenths of what is free.
+        optimizer: Class of torch.optim, such as ``"SGD"``. None: the class passed to ``fabric.setup``, or else
+            ``"AdamW"``. If the training's optimizer has another class whose state does not fit, set-up raises an error.
+        state_formats: State formats to try, in this order, if the one of ``state_format`` does not fit. Formats that do
+            not exist for the optimizer or the precision are skipped.
+        host_memory: Memory that all processes of a machine may use together. None: nine tenths of the free memory.
+        gpu_memory: Memory that may be used on each GPU. None: nine tenths of the GPU's memory.
+        disk: Space that may be used on the storage of a machine. None: nine tenths of the free space.
 
     Raises:
-        ConfigError: A setting is unknown, out of range or not one of those above.
+        ConfigError: A setting is unknown or has a forbidden value.
     """
 
     model: str | None = None
@@ -83,14 +83,14 @@ class PlanConfig:
 
 
 def plan_config(plan: PlanConfig | Mapping[str, Any] | str | None, *, owner: str) -> PlanConfig | None:
-    """Return what the setting ``plan`` asks for: settings, a dict of them, ``"auto"`` for the defaults, or None.
+    """Return the setting ``plan`` as an object; it may be an object, a dict, ``"auto"`` (the defaults) or None (kept).
 
     Args:
         plan: The setting.
         owner: Class to which it was passed, for the error.
 
     Raises:
-        ConfigError: It is something else, or a setting in it is unknown or out of range.
+        ConfigError: The value is none of these, or a setting in it is unknown or out of range.
     """
     if isinstance(plan, str) and plan == "auto":
         return PlanConfig()

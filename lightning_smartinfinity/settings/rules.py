@@ -48,7 +48,7 @@ STRATEGY = "the smart_infinity strategy"
 """Owner of the settings that the strategies of Trainer and Fabric share."""
 
 _SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*(|[kmgt]i?)b?\s*", re.ASCII | re.IGNORECASE)
-_MOST_BYTES = (1 << 63) - 1  # the native core counts no more
+_MOST_BYTES = (1 << 63) - 1  # the native core counts in signed 64 bits
 _UNITS = {"": 1} | {
     unit + suffix: base**power
     for power, unit in enumerate("kmgt", start=1)
@@ -61,7 +61,7 @@ _THOUSANDS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def num_parameters(text: str) -> int | None:
-    """Return the number of parameters that a text such as "124M" or "70B" names; None if it names none."""
+    """Return the number of parameters in a text such as "124M" or "70B"; None for any other text."""
     match = _NUMBER.fullmatch(text)
     return round(float(match[1]) * _THOUSANDS[match[2].upper()]) if match else None
 
@@ -72,13 +72,13 @@ def _unchanged(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Rule:
-    """Says what a setting may be.
+    """Defines the allowed values of a setting.
 
     Args:
-        remedy: What the user can do about a forbidden value, without a full stop: ``"Pass an int of at least 1"``.
-        holds: Tells whether a value, which can be of any type, is allowed.
-        fault: What is wrong with a forbidden value.
-        kept: Turns an allowed value into the one to keep, such as a NumPy number into Python's.
+        remedy: Advice for a forbidden value, without a full stop: ``"Pass an int of at least 1"``.
+        holds: Returns whether a value, of any type, is allowed.
+        fault: Predicate that describes a forbidden value: ``"is not a bool"``.
+        kept: Converts an allowed value to the value to keep, such as a NumPy number to a Python one.
     """
 
     remedy: str
@@ -91,7 +91,7 @@ def check(owner: str, name: str, value: object, rule: Rule) -> Any:
     """Check one setting.
 
     Args:
-        owner: Class or function to which it was passed, or words such as :data:`STRATEGY`.
+        owner: Class or function to which the setting was passed, or words such as :data:`STRATEGY`.
         name: Name of the setting.
         value: Its value.
         rule: Rule for its value.
@@ -108,13 +108,13 @@ def check(owner: str, name: str, value: object, rule: Rule) -> Any:
 
 
 def as_passed(owner: str, name: str, value: object) -> str:
-    """Write a setting as it was passed to its owner, which is as in :func:`check`."""
+    """Format a setting as it was passed to its owner; the owner is as in :func:`check`."""
     setting = f"{name}={shown(value)}"
     return f"{setting} of {owner}" if " " in owner else f"{owner}({setting})"
 
 
 def require(settings: object, owner: str | None = None, /, **rules: Rule) -> None:
-    """Check fields of a frozen dataclass, and replace their values by those to keep.
+    """Check fields of a frozen dataclass, and replace each value by the one to keep.
 
     Args:
         settings: The dataclass.
@@ -140,7 +140,7 @@ def between(least: int, most: int | None = None) -> Rule:
 
 
 def num_bytes(least: int, most: int = _MOST_BYTES) -> Rule:
-    """Allow a number of bytes, as an integer or as text such as ``"8GB"``, within both ends. It is kept as an int."""
+    """Allow a number of bytes from ``least`` to ``most``, as an integer or text such as ``"8GB"``; keep an int."""
     whole = between(least, most)
     return Rule(
         f"Pass a number of bytes from {least} to {most}, or text such as '64MB' (64 * 10^6) or '64MiB' (64 * 2^20)",
@@ -151,11 +151,11 @@ def num_bytes(least: int, most: int = _MOST_BYTES) -> Rule:
 
 
 def in_bytes(size: Any) -> int | None:
-    """Return the bytes of a size, or None if it is none.
+    """Return the bytes of a size, or None if the value is not a size.
 
     Args:
-        size: An integer, or text: a number, and perhaps a unit, in capitals or not. ``"5GB"`` and ``"5G"`` are
-            5 * 10^9 bytes, ``"5GiB"`` and ``"5Gi"`` are 5 * 2^30. Fractions of a byte are dropped.
+        size: An integer, or text: a number and an optional unit, in upper or lower case. ``"5GB"`` and ``"5G"`` are 5 *
+            10^9 bytes, ``"5GiB"`` and ``"5Gi"`` are 5 * 2^30. Fractions of a byte are dropped.
     """
     if _is_int(size):
         return operator.index(size)
@@ -173,7 +173,7 @@ def number(least: float, most: float) -> Rule:
 
 
 def positive(most: float = math.inf) -> Rule:
-    """Allow a number above zero, which is kept as a float."""
+    """Allow a number above zero, and keep it as a float."""
     words = "" if most == math.inf else f" and at most {most}"
     return Rule(
         f"Pass a number above 0{words}", lambda value: _is_number(value) and 0 < _float(value) <= most, kept=_float
@@ -205,7 +205,7 @@ def instance(kind: type) -> Rule:
 
 
 def settings_of(kind: type) -> Rule:
-    """Allow an instance of a class of settings, or a mapping of some settings by name, of which an instance is made."""
+    """Allow an instance of a settings class, or a mapping of settings by name, which becomes an instance."""
     rule = instance(kind)
     return Rule(
         f"{rule.remedy}, or a dict of its settings",
@@ -216,7 +216,7 @@ def settings_of(kind: type) -> Rule:
 
 
 def optional(rule: Rule, other: str | None = None) -> Rule:
-    """Allow what another rule allows, and one more value: None, or a word."""
+    """Allow the values of another rule, and one more: None, or a word."""
     return Rule(
         f"{rule.remedy}, or {other!r}",
         lambda value: _is_same(value, other) or rule.holds(value),
@@ -229,14 +229,14 @@ FLAG = Rule("Pass True or False", lambda value: isinstance(value, bool), "is not
 
 
 def require_distinct(list_of_folders: str, folders: Iterable[Path]) -> None:
-    """Refuses a list that names one folder twice, even if different links lead to it.
+    """Raise if a list names one folder twice, even by different links.
 
     Args:
-        list_of_folders: The list, as an error names it.
+        list_of_folders: The list, as named in an error.
         folders: Folders of the list.
 
     Raises:
-        ConfigError: A folder is there twice; the message names it.
+        ConfigError: A folder occurs twice; the message names it.
     """
     seen: set[str] = set()
     for folder in folders:
@@ -247,10 +247,10 @@ def require_distinct(list_of_folders: str, folders: Iterable[Path]) -> None:
 
 
 def shown(value: object) -> str:
-    """Write a value out for a message."""
+    """Format a value for a message."""
     try:
         return repr(value)
-    except ValueError:  # Python refuses to write out integers of many thousand digits
+    except ValueError:  # Python does not format integers of many thousand digits
         return "<too many digits to show>"
 
 

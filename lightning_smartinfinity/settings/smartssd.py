@@ -1,4 +1,4 @@
-"""Settings of SmartSSDs: ``smartssd``."""
+"""Settings for SmartSSDs: ``smartssd``."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ MAX_CARD_NUMBER = 65_535
 """Largest number in ``SmartSSDConfig(devices=...)``, larger than any machine needs."""
 
 TIMEOUT = positive(2_147_483)
-"""Rule for seconds until something is given up: XRT counts milliseconds in an int."""
+"""Rule for timeouts in seconds: XRT counts milliseconds in an int."""
 
 
 def _cards(devices: object) -> tuple[str | int, ...] | None:
-    """Return addresses, and numbers of any integer type as ints; None if the list names no cards."""
+    """Return the cards as addresses or ints; None unless the value is a non-empty list of valid cards."""
     named = [_card(one) for one in devices] if isinstance(devices, (list, tuple)) else []
     cards = tuple(card for card in named if card is not None)
     return cards if cards and len(cards) == len(named) else None
 
 
 def _card(value: Any) -> str | int | None:
-    """Return an address, or an integer of any type (also NumPy's) as an int; None if the value is neither."""
+    """Return an address, or an integer of any type (including NumPy's) as an int; None for any other value."""
     if isinstance(value, str):
         return value or None
     try:
@@ -55,19 +55,20 @@ class SmartSSDConfig:
     """Settings for Samsung SmartSSDs, whose accelerators update state next to the SSD.
 
     Args:
-        xclbin: File with the kernels, built by ``make -C hls xclbin``. None: the file that the environment variable
-            SMART_INFINITY_XCLBIN names.
+        xclbin: File with the kernels, built by ``make -C hls xclbin``. None: the file named by the environment variable
+            SMART_INFINITY_XCLBIN.
         devices: Card of each storage folder, in the folders' order: its PCI address (``"0000:3d:00.1"``) or its number
             among the system's cards, ordered by address. None: the card on the same PCIe switch as the folder's SSD.
-        gradient_route: How gradients reach a card: ``"host"`` (from host memory into its DRAM), ``"storage"`` (written
-            to its SSD, from which the card reads them directly, as published) or ``"auto"``, which is ``"host"``.
-        timeout: Seconds after which a kernel, or a transfer between card and SSD or card and host, is abandoned if it
-            has not returned, and the host takes over: above 0, and at most 2147483.
+        gradient_route: How gradients reach a card: ``"host"`` (from host memory into the card's DRAM), ``"storage"``
+            (written to the card's SSD, from which the card reads them directly, as published) or ``"auto"`` (same as
+            ``"host"``).
+        timeout: Seconds after which a kernel, or a transfer between card and SSD or card and host, is abandoned and the
+            host takes over: above 0, and at most 2147483.
         binding: How XRT is called: ``"native"`` (its C library, without the interpreter's lock), ``"pyxrt"`` (its
-            Python module, which holds the lock) or ``"auto"``: native, or pyxrt if only that is available.
+            Python module, which holds the lock) or ``"auto"`` (native, or pyxrt if only pyxrt is available).
 
     Raises:
-        ConfigError: A setting is unknown, out of range or not one of those above.
+        ConfigError: A setting is unknown or has a forbidden value.
     """
 
     xclbin: str | Path | None = None
@@ -88,14 +89,14 @@ class SmartSSDConfig:
 
 
 def smartssd_config(smartssd: SmartSSDConfig | Mapping[str, Any] | None, *, owner: str) -> SmartSSDConfig | None:
-    """Return what the setting ``smartssd`` asks for: settings, or a dict of them; None stays None.
+    """Return the setting ``smartssd`` as an object; it may be an object, a dict of its settings, or None (kept).
 
     Args:
         smartssd: The setting.
         owner: Class to which it was passed, for the error.
 
     Raises:
-        ConfigError: It is something else, or a setting in it is unknown or out of range.
+        ConfigError: The value is none of these, or a setting in it is unknown or out of range.
     """
     config: SmartSSDConfig | None = check(owner, "smartssd", smartssd, optional(settings_of(SmartSSDConfig)))
     return config

@@ -1,4 +1,4 @@
-"""The settings that a user gives to a strategy: one frozen object, checked once, and one text that documents them."""
+"""The settings of a strategy: one frozen object, checked once, and one text that documents them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _CHOICES = {
 
 
 def _seconds_or_none(most: int) -> Rule:
-    seconds = number(1, most)  # less would be missed on a busy machine
+    seconds = number(1, most)  # a busy machine would miss a shorter limit
     return Rule(
         f"{seconds.remedy}, or 0",
         lambda value: seconds.holds(value) or among((0,)).holds(value),
@@ -73,13 +73,13 @@ Strategy = TypeVar("Strategy", bound=type)
 
 @dataclass(frozen=True, kw_only=True)
 class StrategySettings:
-    """Settings that a user gives to a strategy.
+    """Settings of a strategy.
 
     Args:
-        storage: Folder, or list with a folder per storage device. Default: ``smart_infinity`` below the Trainer's
-            ``default_root_dir`` or ``output_dir``, or below the current folder with Fabric and Accelerate.
+        storage: Folder, or list with a folder per storage device. Default: folder ``smart_infinity`` in the Trainer's
+            ``default_root_dir`` or ``output_dir``, or in the current folder with Fabric and Accelerate.
         update_device: Where the update runs: ``"host"`` (CPU), ``"smartssd"`` (the accelerators of SmartSSDs), or
-            ``"auto"``: SmartSSDs if an xclbin for them is named and they can be used, otherwise the host.
+            ``"auto"``: SmartSSDs if an xclbin is named and the SmartSSDs can be used; otherwise the host.
         smartssd: Settings for SmartSSDs: xclbin, cards, route of gradients, timeout and binding of XRT, as a
             :class:`SmartSSDConfig` or a dict such as ``{"xclbin": "kernels.xclbin"}``.
         state_format: Format of optimizer state on storage: ``"fp32"`` (12 bytes per parameter), ``"bf16"`` (8),
@@ -87,25 +87,28 @@ class StrategySettings:
             other than Adam and AdamW have only ``"fp32"`` (4 bytes per array).
         overlap: Passes during which the update may run: ``"none"``, ``"forward"`` (the next step's), ``"backward"``
             (its own step's, and the next forward), or ``"auto"`` (the fastest of these in the first steps).
-        compression: How gradients are sent to the update: :class:`TopK` sends the largest of them, :class:`BlockScaled`
-            sends all in 8 bits, None sends them unchanged. It helps where they cross a channel, as with SmartSSDs.
-        activations: How much of what forward saves for backward moves to storage, as an :class:`ActivationOffload` or
-            a dict such as ``{"budget_bytes": "2GB"}``; ``{}`` stands for its defaults. None: all stays in memory.
+        compression: How gradients are sent to the update: :class:`TopK` sends the largest ones, :class:`BlockScaled`
+            sends all in 8 bits, None sends them unchanged. Compression helps where gradients cross a channel, as with
+            SmartSSDs.
+        activations: How many of the tensors that forward saves for backward move to storage, as an
+            :class:`ActivationOffload` or a dict such as ``{"budget_bytes": "2GB"}``; ``{}`` means its defaults. None:
+            all tensors stay in memory.
         transfer: Ring size, I/O engine, state kept in host memory, durability, direct I/O, and name and lifetime of
             the files, as a :class:`TransferConfig` or a dict such as ``{"num_buffers": 8}``.
         zero: Further keys of DeepSpeed's ``zero_optimization`` section, such as ``reduce_bucket_size``.
-        plan: ``"auto"`` lets memory be planned when a fit begins: where parameters lie, and the budgets of ``transfer``
-            and ``zero`` that are left open, by the memory and the storage that are free. What was chosen is printed.
-            A :class:`PlanConfig`, or a dict such as ``{"batch": 8, "seq": 2048}``, says more of the training. None
-            leaves all at the defaults.
-        watchdog_timeout: Seconds after which a rank whose process does not answer is lost, so that all ranks end. None
-            or 0 for no watch over the ranks.
-        collective_timeout: Seconds that a rank may take to join a gather, reduction or other collective for which the
-            others wait, while it works on something else; then every rank raises :class:`RanksDivergedError`. Saves,
-            loads, set-up and compilation may take longer. If all ranks wait, at different places, or have ended, they
-            raise within 30 seconds. The default comes before torch's own limit of 30 minutes (Lightning's ``timeout``),
-            whose error names no rank: for longer work on one rank raise both. Waits for a disk have a limit of their
-            own (``TransferConfig(io_timeout=...)``). None or 0, or no watch over the ranks: torch's limit alone.
+        plan: ``"auto"`` plans memory when a fit begins: from the free memory and storage, it chooses where parameters
+            are kept, and the budgets of ``transfer`` and ``zero`` that you did not set. The choice is printed. A
+            :class:`PlanConfig`, or a dict such as ``{"batch": 8, "seq": 2048}``, describes the training more closely.
+            None keeps all defaults.
+        watchdog_timeout: Seconds after which a rank whose process does not answer counts as lost, and all ranks end.
+            None or 0: ranks are not watched.
+        collective_timeout: Seconds that a rank, while it does other work, may keep the other ranks waiting in a gather,
+            reduction or other collective. Then every rank raises :class:`RanksDivergedError`. Saves, loads, set-up and
+            compilation may take longer. If every rank has ended or waits, but at different places, they raise within 30
+            seconds. The default is shorter than torch's own limit of 30 minutes (Lightning's ``timeout``), whose error
+            names no rank: raise both for longer work on one rank. Waits for a disk have a separate limit
+            (``TransferConfig(io_timeout=...)``). None or 0, or without a watch over the ranks: only torch's limit
+            applies.
 
     Raises:
         ConfigError: A setting is unknown, contradictory or out of range.
@@ -123,7 +126,7 @@ class StrategySettings:
     plan: PlanConfig | None = None
     watchdog_timeout: float | None = 30.0
     collective_timeout: float | None = 1500.0
-    owner: InitVar[str] = STRATEGY  # class that the user called, with which errors begin
+    owner: InitVar[str] = STRATEGY  # class that the user called; errors begin with it
 
     def __post_init__(self, owner: str) -> None:
         require(
@@ -151,16 +154,16 @@ class StrategySettings:
 def given_settings(
     owner: str, *, storage: object, smartssd: Any, activations: Any, transfer: Any, plan: Any, **others: Any
 ) -> StrategySettings:
-    """Return the settings that a user gives to a class: folders of any form, other settings as objects or dicts.
+    """Return the settings that a user passed to a class: folders in any form, other settings as objects or dicts.
 
     Args:
         owner: Name of the class, for errors.
         storage: Folder, or list of folders.
         smartssd: Settings for SmartSSDs, or a dict of them.
-        activations: Settings for what forward saves, a dict of them, or None.
+        activations: Settings for the tensors that forward saves, a dict of them, or None.
         transfer: Settings of the transfer, or a dict of them.
         plan: Settings of the plan, a dict of them, or ``"auto"``.
-        **others: Settings that are kept as they are given.
+        **others: Settings that are passed on unchanged.
 
     Raises:
         ConfigError: A setting is unknown, contradictory or out of range.
@@ -177,7 +180,7 @@ def given_settings(
 
 
 def documents_settings(strategy: Strategy) -> Strategy:
-    """Put the arguments of :class:`StrategySettings` before those in a class's own docstring, or before its errors."""
+    """Insert the arguments of :class:`StrategySettings` into a class's docstring, before its own or its errors."""
     shared = _ARGUMENTS.search(StrategySettings.__doc__ or "")
     if shared is not None and strategy.__doc__ is not None:  # python -OO removes docstrings
         arguments = f"Args:\n{shared[1]}"
@@ -188,7 +191,7 @@ def documents_settings(strategy: Strategy) -> Strategy:
 
 
 def check_save_path(path: object) -> None:
-    """Refuse a path that names no folder for a checkpoint: an empty one means the current folder, a URL none."""
+    """Raise unless a path names a folder for a checkpoint. An empty path is the current folder; a URL is no folder."""
     if not isinstance(path, (str, os.PathLike)) or os.fspath(path) in ("", os.curdir) or "\0" in str(path):
         raise CheckpointError(
             f"{path!r} names no folder to save a checkpoint into.", "Pass a path such as 'last.ckpt'."
@@ -201,14 +204,14 @@ def check_save_path(path: object) -> None:
 
 
 def nvme_path_of(zero: Mapping[str, Any] | None, *, owner: str) -> Path | None:
-    """Return the folder that ``zero={"offload_param": {"nvme_path": ...}}`` names for parameters, or None.
+    """Return the folder for parameters from ``zero={"offload_param": {"nvme_path": ...}}``, or None if not set.
 
     Args:
         zero: The setting ``zero``.
         owner: Class to which it was passed, for errors.
 
     Raises:
-        ConfigError: The path cannot be that of a folder.
+        ConfigError: The path cannot be a folder's.
     """
     offload = {} if zero is None else zero.get("offload_param")
     path = offload.get("nvme_path") if isinstance(offload, Mapping) else None
@@ -217,20 +220,20 @@ def nvme_path_of(zero: Mapping[str, Any] | None, *, owner: str) -> Path | None:
 
 
 def is_16_bit(config: Mapping[str, Any]) -> bool:
-    """Return whether DeepSpeed's configuration says that parameters are bf16 or fp16."""
+    """Return whether DeepSpeed's configuration enables bf16 or fp16 parameters."""
     return any(config.get(name, {}).get("enabled", False) for name in ("bf16", "fp16"))
 
 
 def data_types(transfer: TransferConfig, *, accumulates: bool) -> dict[str, str]:
-    """Return the section of DeepSpeed's configuration that says in which dtype gradients are added.
+    """Return the section of DeepSpeed's configuration that sets the dtype in which gradients are accumulated.
 
     Args:
         transfer: The settings.
-        accumulates: Whether a step may have several micro-batches; if not, gradients keep the parameters' dtype.
+        accumulates: Whether a step may have several micro-batches; False keeps gradients in the parameters' dtype.
     """
     return {"grad_accum_dtype": "fp32"} if accumulates and transfer.accumulate_in == "fp32" else {}
 
 
 def gradients_are_16_bit(config: Mapping[str, Any]) -> bool:
-    """Return whether gradients are kept in 16 bit, as the parameters, and not in fp32, in which several are added."""
+    """Return whether gradients have the parameters' 16-bit dtype, and are not accumulated in fp32."""
     return is_16_bit(config) and config.get("data_types", {}).get("grad_accum_dtype") != "fp32"

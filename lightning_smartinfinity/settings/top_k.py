@@ -18,23 +18,23 @@ _DTYPES = {"fp32": native.DType.FLOAT32, "bf16": native.DType.BFLOAT16, "fp16": 
 @named_settings
 @dataclass(frozen=True)
 class TopK(GradientCodec):
-    """Sends the gradients of largest magnitude of each tasklet; the update takes zero for the others.
+    """Sends the gradients of largest magnitude of each tasklet; the update uses zero for the others.
 
-    Each element sent takes 2 bytes for its index and 2 or 4 for its value: at ``ratio=0.01`` with 16-bit values, 0.04
-    bytes per parameter cross the shared channel instead of 2 or 4.
+    Each element sent has 2 bytes of index and 2 or 4 bytes of value: at ``ratio=0.01`` with 16-bit values, 0.04 bytes
+    per parameter cross the shared channel instead of 2 or 4.
 
     Args:
         ratio: Share of a tasklet's elements that is sent, above 0 and at most 1. (SmartComp's volume of 2 % is
-            ``ratio=0.01``.) 1.0 sends all of them, zeros too, in the dtype in which they are accumulated, whatever
-            the other settings; it changes no bit of the training.
-        error_feedback: Whether to add what was not sent to the gradient of the next step.
+            ``ratio=0.01``.) 1.0 sends all elements, including zeros, in the dtype in which they are accumulated, and
+            ignores the other settings; results do not change by a bit.
+        error_feedback: Whether to add the elements not sent to the gradient of the next step.
         value_dtype: Dtype of the values sent: ``"fp32"``, ``"bf16"``, ``"fp16"``, or ``"auto"`` for the dtype in
             which gradients are accumulated.
-        exact: Whether to find the largest ones exactly. Otherwise their threshold is estimated from a sample, and
+        exact: Whether to find the largest elements exactly. If not, their threshold is estimated from a sample, and
             about as many are sent.
 
     Raises:
-        ConfigError: A value is out of range or is not listed above.
+        ConfigError: A setting has a forbidden value.
     """
 
     ratio: float

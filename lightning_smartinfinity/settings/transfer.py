@@ -1,4 +1,4 @@
-"""Settings of how optimizer state moves: ``transfer``."""
+"""Settings for the transfer of optimizer state: ``transfer``."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ __all__ = [
 ]
 
 HOST_TASKLET_BYTES = 4 * 1024 * 1024
-"""Default of ``TransferConfig(tasklet_bytes=...)`` where the host updates."""
+"""Default of ``TransferConfig(tasklet_bytes=...)`` if the host updates."""
 
 CARD_TASKLET_BYTES = 64 * 1024 * 1024
-"""Default where SmartSSDs update: the published card reads 1.6 GB/s at 1 MiB, 2.2 at 4 MiB, 2.4 at 128 MiB."""
+"""Default if SmartSSDs update: the published card reads 1.6 GB/s at 1 MiB, 2.2 at 4 MiB, 2.4 at 128 MiB."""
 
 IO_TIMEOUT = 45.0
-"""Default of ``TransferConfig(io_timeout=...)``. Linux resets a drive after 30 s without an answer, and tries again."""
+"""Default of ``TransferConfig(io_timeout=...)``. After 30 s without an answer, Linux resets a drive and retries."""
 
 NUM_BUFFERS = between(2, MAX_BUFFERS)
 """Rule for the number of buffers of a ring."""
@@ -50,7 +50,7 @@ _OF_THE_FILE_SYSTEM = "lost+found"  # a folder in the root of many file systems
 
 
 def _is_folder_name(value: object) -> bool:
-    # A name of blanks, or with a line break, cannot be told from others in a message or a listing.
+    # In a message or a listing, a name of blanks or with a line break looks like other names.
     if not isinstance(value, str) or not value.isprintable() or value.strip() != value:
         return False
     return value not in ("", ".", "..", _OF_THE_FILE_SYSTEM) and "/" not in value
@@ -61,69 +61,70 @@ JOB_NAME = Rule(
     _is_folder_name,
     "is not a name for a job's folder",
 )
-"""Rule for ``TransferConfig(job=...)``. Folders of other names are no job's."""
+"""Rule for ``TransferConfig(job=...)``. Folders with other names belong to no job."""
 
 
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig:
-    """How optimizer state moves between storage and the update.
+    """Settings for the transfer of optimizer state between storage and the update.
 
-    Sizes are bytes, or text such as ``"8GB"`` (8 * 10^9) and ``"8GiB"`` (8 * 2^30). They are kept as bytes.
+    Sizes are bytes, or text such as ``"8GB"`` (8 * 10^9) and ``"8GiB"`` (8 * 2^30), which is converted to bytes.
 
     Args:
-        tasklet_bytes: Size of one ring buffer: the most state in one read or write, at least 64 KiB. Any size will do:
-            the state of whole blocks of elements is put in. None: 4 MiB where the host updates, 64 MiB where SmartSSDs
-            do.
-        num_buffers: Number of ring buffers. The ring takes at most ``num_buffers * tasklet_bytes`` bytes for a model of
-            any size. The update also holds one gradient per parameter of the rank's partition; on a GPU slots for
-            parameters (with Adam a sixth of the ring in 16 bit, a third in fp32); with parameters on storage a staging
-            buffer as large as the ring; and what ``dram_cache_bytes`` keeps in memory.
-        compute_threads: Number of threads that update, per rank. One usually keeps up with one disk. More help where
-            arithmetic, not storage, is the limit, but take cores from forward and backward. No result depends on it.
+        tasklet_bytes: Size of one ring buffer, the largest read or write of state; at least 64 KiB. Any size works: a
+            buffer holds as many whole blocks of elements as fit. None: 4 MiB if the host updates, 64 MiB if SmartSSDs
+            update.
+        num_buffers: Number of ring buffers. The ring uses at most ``num_buffers * tasklet_bytes`` bytes for a model of
+            any size. The update also holds one gradient per parameter of the rank's partition; on a GPU, slots for
+            parameters (with Adam a sixth of the ring in 16 bit, a third in fp32); with parameters on storage, a staging
+            buffer as large as the ring; and the state that ``dram_cache_bytes`` keeps in memory.
+        compute_threads: Number of update threads per rank. One usually keeps up with one disk. More threads help if
+            arithmetic, not storage, is the bottleneck, but they use cores that forward and backward need. Results do
+            not depend on it.
         io_engine: ``"io_uring"`` (registered files and, if the limit on lockable memory allows it, registered buffers:
-            least CPU time), ``"io_uring_sqpoll"`` (the same with a kernel thread that polls for requests and needs a
-            core of its own), ``"threads"`` (pread and pwrite on a thread pool), ``"plain"`` (the same through the page
-            cache, which is released at once: for file systems without direct I/O) or ``"auto"`` (io_uring where the
-            system allows it, otherwise threads; plain for all folders if any of them has no direct I/O).
+            the least CPU time), ``"io_uring_sqpoll"`` (the same with a kernel thread that polls for requests and needs
+            a core of its own), ``"threads"`` (pread and pwrite on a thread pool), ``"plain"`` (the same through the
+            page cache, whose pages are released at once: for file systems without direct I/O) or ``"auto"`` (io_uring
+            if the system allows it, otherwise threads; plain for all folders if any of them lacks direct I/O).
         dram_cache_bytes: Size of the optimizer state per rank that stays in host memory: whole tasklets from the start
-            of the partition. They are written to storage as well, which saves only reads; with ``durability="none"``
-            they lie in memory only, unless ``keep=True``, which saves writes, too. ``"auto"``: the memory free when
-            training begins, less a quarter of all memory, divided among the ranks of a machine. None: what ``plan``
-            chooses, or nothing without a plan; a plan leaves 0 as it is. No result depends on it.
-        gradient_bytes: Size of the gradients per rank that are held in host memory; those beyond it go to storage as
-            backward makes them, and come back as the update needs them. ``"auto"``: all, or if they do not fit into
-            free memory, half of that. No result depends on it.
-        parameter_bytes: Size of the parameters per rank that are in memory at once where parameters lie on storage
-            (``zero={"offload_param": {"device": "nvme"}}``): those that are gathered, and partitions that are read
-            ahead. On a GPU as much is held in its own memory, and as much in host memory. DeepSpeed's prefetching, live
-            parameters and buffers follow from it. With ``plan`` a size puts them there, unless ``zero`` says where they
-            lie. ``"auto"``: as ``zero`` says. No result depends on it.
-        accumulate_in: ``"fp32"``, or ``"parameters"``: the dtype of the parameters, in which gradients of several
-            micro-batches are added. In 16 bit that takes half of the memory, and rounds after each addition.
-        durability: ``"none"`` (one place for each tasklet: a failed step cannot be rolled back), ``"step"``
-            (two: a failed step is rolled back exactly, and ``recover_store`` can open the store after a kill) or
-            ``"power"`` (also after a power loss: every step flushes the device). With each of them training resumes
-            from checkpoints.
-        direct_io: ``"on"`` (O_DIRECT or an error), ``"off"`` (through the page cache) or ``"auto"`` (O_DIRECT where
-            the file system supports it, otherwise a warning).
-        io_timeout: Seconds after which a read or write that a disk has not answered is given up with a
-            StorageTimeoutError: above 0, and at most 2147483. After Ctrl-C or SIGTERM it is at most three seconds.
-            Set-up, and flushes of checkpoints, may take longer as long as the disk completes requests.
-        job: Name of this job's folder below each storage folder; two jobs on one storage need two names.
-        keep: Whether the state stays on storage after the strategy is closed: ``"on-failure"`` (if a training can be
-            resumed from it that did not end as it should), True (always; a later training does not replace it) or False
-            (never). With ``"on-failure"`` and True, and two places for each tasklet, a Trainer writes training records,
-            and ``fit(ckpt_path="storage")`` resumes the training, also after a kill. With compressed gradients that
-            have a residual, storage then holds two copies of it, of 4 bytes per parameter each, and every step writes
-            one of them beside the training.
-        asynchronous: Whether a Trainer's ModelCheckpoint saves while training goes on, which takes room on storage for
-            a third place of each tasklet, allocated at set-up; without that room saves wait. With
-            ``durability="none"``, on SmartSSDs, or if compression keeps a residual, they always wait.
-            ``trainer.save_checkpoint`` and saves of Fabric and transformers return when the checkpoint is whole.
+            of the partition. They are also written to storage, so only reads are saved. With ``durability="none"``, and
+            without ``keep=True``, they are in memory only, so writes are saved too. ``"auto"``: the memory free when
+            training begins, minus a quarter of all memory, divided among the ranks of a machine. None: chosen by
+            ``plan``, or 0 without a plan; a plan does not change 0. Results do not depend on it.
+        gradient_bytes: Size of the gradients per rank that are held in host memory. Backward writes further gradients
+            to storage, and the update reads them from there. ``"auto"``: all gradients, or half of the free memory if
+            they do not fit into it. Results do not depend on it.
+        parameter_bytes: Size of the parameters per rank that are in memory at once if parameters are on storage
+            (``zero={"offload_param": {"device": "nvme"}}``): gathered ones, and partitions that are read ahead. With a
+            GPU, the GPU's memory and host memory each hold that much. DeepSpeed's limits on prefetching, live
+            parameters and buffers are computed from it. With ``plan``, a size also puts parameters on storage, unless
+            ``zero`` sets their place. ``"auto"``: DeepSpeed's limits, as set in ``zero``. Results do not depend on it.
+        accumulate_in: Dtype in which gradients of several micro-batches are added: ``"fp32"``, or ``"parameters"`` for
+            the parameters' dtype. In 16 bit, gradients use half of the memory and are rounded after each addition.
+        durability: ``"none"`` (one place for each tasklet: a failed step cannot be rolled back), ``"step"`` (two
+            places: a failed step is rolled back exactly, and ``recover_store`` can open the store after a kill) or
+            ``"power"`` (also after a power loss: every step flushes the device). Training can resume from checkpoints
+            with any of them.
+        direct_io: ``"on"`` (O_DIRECT or an error), ``"off"`` (through the page cache) or ``"auto"`` (O_DIRECT if the
+            file system supports it, otherwise a warning).
+        io_timeout: Seconds after which an unanswered read or write is abandoned with a StorageTimeoutError: above 0,
+            and at most 2147483. After Ctrl-C or SIGTERM the limit is at most three seconds. Set-up, and flushes of
+            checkpoints, may take longer as long as the disk completes requests.
+        job: Name of this job's folder in each storage folder; two jobs on one storage need two names.
+        keep: Whether the state stays on storage after the strategy is closed: ``"on-failure"`` (if the training did not
+            complete and can be resumed from it), True (always; a later training does not replace it) or False (never).
+            With ``"on-failure"`` or True, and two places for each tasklet, a Trainer writes training records, and
+            ``fit(ckpt_path="storage")`` resumes the training, also after a kill. If compression keeps a residual,
+            storage then holds two copies of it, of 4 bytes per parameter each, and every step writes one of them during
+            the training.
+        asynchronous: Whether a Trainer's ModelCheckpoint saves while training continues. This needs a third place on
+            storage for each tasklet, allocated at set-up; without that space, training waits for saves. With
+            ``durability="none"``, on SmartSSDs, or if compression keeps a residual, it always waits.
+            ``trainer.save_checkpoint`` and saves of Fabric and transformers return when the checkpoint is complete.
 
     Raises:
-        ConfigError: A setting is unknown, out of range or not one of those above.
+        ConfigError: A setting is unknown or has a forbidden value.
     """
 
     tasklet_bytes: int | str | None = None
@@ -168,14 +169,14 @@ class TransferConfig:
 
     @property
     def buffer_bytes(self) -> int | None:
-        """Bytes of one ring buffer; None: the default of the device that updates."""
+        """Bytes of one ring buffer; None means the default of the device that updates."""
         kept = self.tasklet_bytes
         assert not isinstance(kept, str), "a size given as text is kept as bytes"
         return kept
 
     @property
     def file_access(self) -> str:
-        """How files are opened, as a value of ``direct_io``; the plain engine always uses the page cache."""
+        """The effective value of ``direct_io``: the plain engine always uses the page cache."""
         return "off" if self.io_engine == "plain" else self.direct_io
 
     @property
@@ -185,24 +186,24 @@ class TransferConfig:
 
     @property
     def writes_through(self) -> bool:
-        """Whether state that stays in host memory is written to storage as well."""
+        """Whether state that stays in host memory is also written to storage."""
         return self.durability != "none" or self.keep is True
 
     @property
     def is_resumable(self) -> bool:
-        """Whether a training that was interrupted can go on from its state on storage (``ckpt_path="storage"``)."""
+        """Whether an interrupted training can resume from its state on storage (``ckpt_path="storage"``)."""
         return self.durability != "none" and self.keep is not False
 
 
 def transfer_config(transfer: TransferConfig | Mapping[str, Any] | None, *, owner: str) -> TransferConfig:
-    """Return what the setting ``transfer`` asks for: settings, a dict of them, or None, which means the defaults.
+    """Return the setting ``transfer`` as an object; it may be an object, a dict, or None (the defaults).
 
     Args:
         transfer: The setting.
         owner: Class to which it was passed, for the error.
 
     Raises:
-        ConfigError: It is something else, or a setting in it is unknown or out of range.
+        ConfigError: The value is none of these, or a setting in it is unknown or out of range.
     """
     config: TransferConfig | None = check(owner, "transfer", transfer, optional(settings_of(TransferConfig)))
     return TransferConfig() if config is None else config

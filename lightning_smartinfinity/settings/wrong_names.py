@@ -1,4 +1,4 @@
-"""Answers to names of settings that do not exist, with the name that was meant."""
+"""Suggests the intended name for a setting that does not exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["closest", "did_you_mean", "named_settings"]
 Settings = TypeVar("Settings", bound=type)
 
 _ALMOST_EQUAL = 0.85
-# Words for memory, with the settings of the transfer that people mean by them. Names that look alike may be of counts.
+# Words for memory, and the transfer settings that users mean by them. The most similar name may be that of a count.
 _MEANT = {
     ("buffer", "buffers", "ring"): ("tasklet_bytes", "num_buffers"),
     ("cache", "dram", "memory", "ram"): ("dram_cache_bytes",),
@@ -26,19 +26,19 @@ _PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KE
 
 
 def did_you_mean(name: str, known: Iterable[str], *, written: Mapping[str, str] | None = None) -> str:
-    """Return a question that names the known words that may be meant, and a space; empty if none is like this one.
+    """Return a "Did you mean" question with the closest known words, and a space; empty if no known word is close.
 
     Args:
-        name: Word that is unknown.
+        name: The unknown word.
         known: Words to choose from.
-        written: How to write some of them, if not in quotes.
+        written: Text to show instead of some of the known words; the others are shown in quotes.
     """
     close = closest(name, known)
     return f"Did you mean {' or '.join((written or {}).get(each, repr(each)) for each in close)}? " if close else ""
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known words that may be meant by one that is unknown: one, none, or the two settings of the ring."""
+    """Return the known words that an unknown one may mean: one, none, or the two settings of the ring."""
     words = list(known)
     return (
         difflib.get_close_matches(name, words, n=1, cutoff=_ALMOST_EQUAL)
@@ -48,16 +48,16 @@ def closest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def _meant(name: str, known: Iterable[str]) -> list[str]:
-    """Return the settings of memory that a name speaks of, if they are known."""
+    """Return the memory settings that the words of a name refer to, as far as they are known."""
     spoken = set(re.split("[^a-z]+", name.lower()))
     settings = (each for words, meant in _MEANT.items() if spoken & set(words) for each in meant)
     return [each for each in settings if each in known]
 
 
 def named_settings(settings: Settings) -> Settings:
-    """Make a class answer wrong, missing and nameless settings by a ConfigError, not a TypeError.
+    """Make a class raise a ConfigError, not a TypeError, for unknown, missing, doubled and positional settings.
 
-    This is a decorator, to be written above ``@dataclass``, if the class is one.
+    Write this decorator above ``@dataclass`` if the class is a dataclass.
     """
     decorated: Any = settings
     construct = decorated.__init__
@@ -65,7 +65,7 @@ def named_settings(settings: Settings) -> Settings:
     most = sum(parameter.kind in _PLACES for parameter in known.values())
     needed = [name for name, parameter in known.items() if parameter.default is parameter.empty]
 
-    @functools.wraps(construct)  # by which signatures are found
+    @functools.wraps(construct)  # keeps the signature visible to inspect
     def __init__(self: object, *values: object, **named: object) -> None:
         owner = type(self).__name__
         if len(values) > most:

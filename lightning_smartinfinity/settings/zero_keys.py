@@ -1,4 +1,4 @@
-"""Lists the keys of DeepSpeed's ``zero_optimization`` section that a user may set."""
+"""The keys of DeepSpeed's ``zero_optimization`` section that a user may set."""
 
 __all__ = ["ZERO_KEYS"]
 
