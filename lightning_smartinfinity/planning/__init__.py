@@ -1,5 +1,7 @@
-"""Predicts how long a step takes and what it needs: simulates in virtual time this package, the published handler and
-ZeRO-Infinity, reproduces the paper's tables, estimates costs, and plans whether a training fits.
+"""Predicts the time and memory of a step, and plans whether a training fits.
+
+It simulates this package, the published handler and ZeRO-Infinity in virtual time, reproduces the paper's tables, and
+estimates the gain of compression.
 
 ::
 
@@ -8,13 +10,13 @@ ZeRO-Infinity, reproduces the paper's tables, estimates costs, and plans whether
     wiring           paths over a machine's resources
     simulated_batch  the native core's TransferSchedule in virtual time
     handler          our update on that schedule          published             SmartUpdate, ZeRO-Infinity
-    systems          the updates by system                step                  a whole step of any system
+    systems          the updates by system                step                  a step of any system
     paper            the paper's tables as data           fit, reproduction     the same numbers, simulated
     cost             gain of compression                  memory                host memory of an update
     model, training  numbers of a model and a training    needs                 bytes by place, phase and owner
     pace             seconds, hours, a drive's life       choice                settings that fit, alternatives
 
-The package computes with numbers only: no torch, no I/O. It simulates what runs: tasklets are those of
+The package computes with numbers only: no torch, no I/O. It simulates the real code: tasklets come from
 ``pipeline.layout.partition_layout``, and the state machine that orders them also orders real steps.
 """
 

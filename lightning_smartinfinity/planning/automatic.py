@@ -1,4 +1,4 @@
-"""Chooses what a user has left open, from the roomiest settings to the smallest."""
+"""Chooses the settings that a user left open, from those that use the most memory to those that use the least."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ __all__ = ["Open", "choose", "plan_in_words"]
 
 _SMALL_BUCKET = 1024 * 1024
 _LEAST_CACHE = 64 * 10**6  # less is not worth a setting
-_KEPT_FREE = 4  # one over the part of the host's memory that the cache of state leaves free, for the page cache
+_KEPT_FREE = 4  # the cache of state leaves 1/4 of the host's memory free, for the page cache
 _GRAIN = 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Open:
-    """Says what may be chosen.
+    """The settings that :func:`choose` may choose.
 
     Args:
-        offload_param: Whether where parameters lie may be. A training with a budget of parameters has them on storage.
-        parameter_budget: Whether the bytes of parameters in memory may be.
-        gradient_budget: Whether the bytes of gradients in memory may be.
-        cache_bytes: Whether the bytes of state in host memory may be.
-        bucket_numel: Whether the size of the bucket of gradients may be.
-        state_formats: State formats that may follow that of the training, in this order; others than those that suit
-            the training are passed over.
+        offload_param: Whether to choose the place of parameters. With a budget of parameters it is always storage.
+        parameter_budget: Whether to choose the bytes of parameters in memory.
+        gradient_budget: Whether to choose the bytes of gradients in memory.
+        cache_bytes: Whether to choose the bytes of state in host memory.
+        bucket_numel: Whether to choose the size of the gradient bucket.
+        state_formats: State formats to try after the training's own, in this order. Formats that do not suit the
+            training are skipped.
     """
 
     offload_param: bool = True
@@ -53,17 +53,17 @@ class Open:
 
 
 def choose(model: ModelFigures, training: Training, resources: Resources, rates: Rates, open_: Open) -> Plan:
-    """Return the fastest plan that fits, with the first state format with which any fits.
+    """Return the fastest plan that fits, with the first state format for which any plan fits.
 
-    All combinations of what is open are tried for one state format before the next one is. Of equally fast plans, the
-    one that holds the most in memory is taken. State is kept in what then is left of host memory.
+    All combinations of the open settings are tried with one state format before the next one. Of equally fast plans,
+    the one that holds the most in memory is chosen. The remaining host memory is used to cache state.
 
     Args:
         model: The model.
-        training: The training, with everything that is not open.
-        resources: What may be used.
+        training: The training, with all settings that are not open.
+        resources: The resources that may be used.
         rates: Rates of the machine.
-        open_: What may be chosen.
+        open_: The settings to choose.
 
     Returns:
         The plan. If none fits, the one that lacks the least.
@@ -115,19 +115,19 @@ def _with_cache(model: ModelFigures, training: Training, resources: Resources, o
 def plan_in_words(
     model: ModelFigures, asked: Training, plan: Plan, resources: Resources, *, open_: Open, assumed: Sequence[str] = ()
 ) -> str:
-    """Return a table of what was chosen, what it needs and what there is.
+    """Return a text with the chosen settings, and a table of their needs and the available resources.
 
     Args:
         model: The model.
-        asked: The training before anything was chosen.
+        asked: The training before the choice.
         plan: The plan.
-        resources: What may be used.
-        open_: What could be chosen.
-        assumed: What was assumed of the training, in words.
+        resources: The resources that may be used.
+        open_: The settings that were open.
+        assumed: Assumptions about the training, in words.
     """
     before, after = asdict(asked), asdict(plan.training)
     if open_.offload_param:
-        before["offload_param"] = "none"  # also where a budget of parameters decides it
+        before["offload_param"] = "none"  # so that it is listed even if a budget of parameters implies it
     passed = [name for name in open_.state_formats if not asked.suits(name)]
     over = f"passed over for {asked.optimizer} in {asked.precision}: {', '.join(passed)}" if passed else ""
     lines = [f"Plan for {model.name}, {model.numel / 1e9:.3f}B parameters, {asked.batch} x {asked.seq} tokens"]

@@ -1,4 +1,4 @@
-"""``plan="auto"``: settings that a user left open follow from the model, the memory and the storage that are there."""
+"""``plan="auto"``: chooses open settings to suit the model, the available memory and the available storage."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from lightning_smartinfinity.zero3.setup.deepspeed_config import FOLLOWS_FROM_BU
 
 __all__ = ["Planned", "Surroundings", "plan_training"]
 
-_USED = 0.9  # part of what is there that a plan uses
+_USED = 0.9  # share of the available resources that a plan uses
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_BLOCK = 512  # bytes of what st_blocks counts
+_BLOCK = 512  # bytes per unit of st_blocks
 _OFFLOADS = "offload_param"
 _BUILT_TOO_EARLY = (
     "Build it in configure_model (with Fabric in fabric.init_module()), where it is never whole in memory, as it is in "
@@ -52,16 +52,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """Holds what a strategy knows of a training.
+    """Facts that a strategy knows about a training.
 
     Args:
         precision: Precision of the Trainer or Fabric.
-        accumulate: Micro-batches of a step.
+        accumulate: Micro-batches per step.
         processes: Processes of this machine.
         nodes: Number of machines.
         on_gpu: Whether each process computes on a GPU of its own.
         optimizer: Class name of the optimizer; None if it is not known yet.
-        tell: Shows a text to the user, on the first rank only.
+        tell: Prints a text for the user, on the first rank only.
     """
 
     precision: str
@@ -75,13 +75,13 @@ class Surroundings:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """Holds what was chosen, and from what it followed.
+    """The chosen settings, and the facts on which the choice is based.
 
     Args:
-        settings: The settings with values for what the user left open.
+        settings: The settings, with values for those that the user left open.
         figures: The model.
         training: The training with these settings.
-        resources: What could be used.
+        resources: The resources that could be used.
     """
 
     settings: StrategySettings
@@ -90,13 +90,14 @@ class Planned:
     resources: Resources
 
     def require_optimizer(self, name: str) -> None:
-        """Raise unless the plan holds with the optimizer that the training has.
+        """Raise unless the plan also fits with the training's actual optimizer.
 
         Args:
-            name: Class name of the optimizer. One without an update rule is left to others.
+            name: Class name of the optimizer. If it has no update rule, another check raises.
 
         Raises:
-            ConfigError: With its state the training does not fit, or the format that was chosen does not exist for it.
+            ConfigError: The training does not fit with this optimizer's state, or the chosen state format does not
+                exist for it.
         """
         taken_for = self.training.optimizer
         if name not in OPTIMIZERS or OPTIMIZERS[name] == OPTIMIZERS[taken_for]:
@@ -116,16 +117,16 @@ class Planned:
 
 
 def plan_training(settings: StrategySettings, module: nn.Module | None, around: Surroundings) -> Planned:
-    """Choose values for what the user left open, and print them. Collective.
+    """Choose values for the settings that the user left open, and print them. Collective.
 
     Args:
         settings: The user's settings, with ``plan`` and the storage folders.
         module: The module that will be trained; it may be unknown if ``plan`` names a model.
-        around: What else is known of the training.
+        around: Other facts about the training.
 
     Raises:
-        ConfigError: Nothing that may be chosen fits.
-        UnsupportedError: The model cannot be looked at.
+        ConfigError: No combination of the open settings fits.
+        UnsupportedError: The model cannot be inspected.
     """
     config, zero = settings.plan, dict(settings.zero or {})
     assert config is not None and settings.storage is not None
@@ -159,7 +160,7 @@ def _asked(
     module: nn.Module | None,
     around: Surroundings,
 ) -> tuple[Training, Open]:
-    """Return the training as it is without a plan, and what of it is open."""
+    """Return the training as it is without a plan, and its open settings."""
     transfer, offload = settings.transfer, zero.get(_OFFLOADS)
     if config.state_formats and settings.state_format != "fp32":
         raise ConfigError(
@@ -176,7 +177,7 @@ def _asked(
     codec = settings.compression
     share = codec.ratio if isinstance(codec, TopK) else None if codec is None else BLOCK_SCALED
     optimizer = around.optimizer if around.optimizer in OPTIMIZERS else config.optimizer
-    # A budget of parameters says by itself where they lie, unless that is decided already.
+    # A budget of parameters implies that they are on storage, unless their place is already set.
     budget, may_move = _given(transfer.parameter_bytes), offload is None and not is_partitioned
     bucket = zero.get("reduce_bucket_size")
     training = Training(
@@ -191,7 +192,7 @@ def _asked(
         built_itemsize=_itemsize(module),
         processes=around.processes,
         nodes=around.nodes,
-        save_top_k=0,  # a plan does not know where checkpoints go
+        save_top_k=0,  # the folder of checkpoints is unknown here
         asynchronous=transfer.asynchronous,
         gradient_budget=None if codec is not None else _given(transfer.gradient_bytes),
         parameter_budget=budget,
@@ -205,7 +206,7 @@ def _asked(
         bucket_numel=bucket if isinstance(bucket, int) else Training.bucket_numel,
     )
     open_ = Open(
-        # An evaluation before the fit has put the parameters where they are.
+        # After an evaluation before the fit, parameters are partitioned, so their place is fixed.
         offload_param=may_move,
         parameter_budget=budget is None and not own_buffers and not is_partitioned,
         gradient_budget=isinstance(transfer.gradient_bytes, str) and codec is None and not on_cards,
@@ -232,23 +233,24 @@ def _figures(config: PlanConfig, module: nn.Module | None, training: Training) -
 
 
 def _itemsize(module: nn.Module | None) -> int | None:
-    """Return the bytes of an element of a model that exists already."""
+    """Return the largest bytes per element of the module's existing parameters; None if there are none."""
     return max((param.element_size() for param in module.parameters()), default=None) if module is not None else None
 
 
 def _resources(
     settings: StrategySettings, config: PlanConfig, module: nn.Module | None, around: Surroundings
 ) -> Resources:
-    """Return what this rank sees, of which nine tenths may be used, or what the user says."""
+    """Return the user's limits, or else nine tenths of the resources that this rank sees."""
     storage = settings.storage
     assert storage is not None
     found = [survey_resources(folder) for folder in storage]
     first = found[0]
-    # What this process holds already is a part of what it needs: its libraries and the model, but not its data.
+    # Memory that this process already uses counts as free, as far as the plan includes it: libraries and the model, but
+    # not the process's data.
     whole = 0 if module is None else sum(param.nbytes for param in module.parameters())
     held = min(_resident_bytes(), first.process_bytes + whole)
     host = int(_USED * (first.host_memory + around.processes * held))
-    # A new fit takes the space of the job's state, or goes on with it.
+    # A new fit replaces or resumes the job's state, so its space counts as free.
     own = sum(_file_bytes(folder / settings.transfer.job) for folder in storage)
     disk = int(_USED * min(each.disk for each in found)) * len(_devices_of(storage)) + own
     gpu = None if not around.on_gpu else int(_USED * (first.gpu_memory or 0))
@@ -262,7 +264,7 @@ def _resources(
 
 
 def _devices_of(storage: tuple[Path, ...]) -> set[int]:
-    """Return the numbers of the file systems of these folders, which need not exist."""
+    """Return the device numbers of these folders' file systems. The folders need not exist."""
     existing = (
         next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()) for folder in storage
     )
@@ -270,7 +272,7 @@ def _devices_of(storage: tuple[Path, ...]) -> set[int]:
 
 
 def _file_bytes(folder: Path) -> int:
-    """Return the bytes that the files of a folder take on the disk."""
+    """Return the bytes that the files of a folder occupy on the disk."""
     found = (Path(parent) / name for parent, _, names in os.walk(folder) for name in names)
     total = 0
     for file in found:
@@ -284,7 +286,7 @@ def _resident_bytes() -> int:
 
 
 def _least(own: Resources) -> Resources:
-    """Return the least that any rank sees, so that all of them choose alike."""
+    """Return the minimum over all ranks, so that all ranks make the same choice."""
     seen = gather(own, None) if dist.is_initialized() else [own]
     gpus = [each.gpu_memory for each in seen if each.gpu_memory is not None]
     return replace(
@@ -300,7 +302,7 @@ def _least(own: Resources) -> Resources:
 def _with(
     settings: StrategySettings, zero: dict[str, Any], asked: Training, chosen: Training, open_: Open
 ) -> StrategySettings:
-    """Return the settings with what was chosen otherwise than asked."""
+    """Return the settings with the chosen values where they differ from the original ones."""
     transfer: dict[str, Any] = {}
     if open_.offload_param and chosen.offload_param != "none":
         zero[_OFFLOADS] = {"device": chosen.offload_param}

@@ -1,4 +1,4 @@
-"""Whether a training fits, the cheapest settings that do, and what would need no storage."""
+"""Decides whether a training fits; finds the cheapest settings that fit, and alternatives without storage."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ __all__ = [
 
 _BF16_BYTES, _FP32_BYTES, _ADAM_BYTES, _ADAM_8_BIT_BYTES = 2, 4, 8, 2
 _GATHERED_BY_FSDP = 3
-_LORA = 0.01  # part of the parameters that adapters usually have
+_LORA = 0.01  # usual size of adapters, as a share of the parameters
 _FORMATS = ("fp32", "bf16", "int8")
 
 BUDGETS = (4 * 10**9, 10**9, 256 * 10**6)
-"""Bytes of gradients, and of parameters, that are tried where not all of them fit, from roomy to small."""
+"""Budgets of gradients, and of parameters, in bytes, tried in descending order if not all of them fit."""
 
 TIGHT = 0.9
-"""Share of what there is above which a need is tight: plans are right to 10 %."""
+"""Share of the available bytes above which a need is tight, because plans are accurate to 10 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """The memory, the disk and the processors of a machine.
+    """The memory, disk and processors of a machine.
 
     Args:
         host_memory: Bytes of host memory that processes may use.
@@ -78,7 +78,7 @@ class Resources:
         return self.gpu_memory is not None
 
     def has(self, place: Place) -> int:
-        """Return the bytes that are there."""
+        """Return the available bytes in a place."""
         return {Place.GPU: self.gpu_memory or 0, Place.HOST: self.host_memory, Place.DISK: self.disk}[place]
 
 
@@ -89,8 +89,8 @@ class Plan:
     Args:
         training: The training.
         needs: Bytes by place and phase.
-        broken: Those of the needs that are more than there is.
-        tight: Those of the needs that fit into memory, and leave less than a tenth of it.
+        broken: The needs that exceed the available bytes.
+        tight: The needs that fit but leave less than a tenth of the memory free.
         pace: Time of a step; None if unknown.
     """
 
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether there is enough of everything."""
+        """Whether all needs fit."""
         return not self.broken
 
 
@@ -111,9 +111,9 @@ class Alternative:
     """A way to train that needs no storage.
 
     Args:
-        name: Name for people.
+        name: Display name.
         owners: Bytes by owner, on each GPU or, without one, in host memory.
-        available: Bytes that are there.
+        available: Bytes available there.
         full_precision: Whether it trains all parameters with fp32 masters and state, as this package does.
     """
 
@@ -129,7 +129,7 @@ class Alternative:
 
     @property
     def fits(self) -> bool:
-        """Whether there is enough memory."""
+        """Whether the memory is sufficient."""
         return self.total <= self.available
 
 
@@ -139,7 +139,7 @@ def make_plan(model: ModelFigures, training: Training, resources: Resources, rat
     Args:
         model: The model.
         training: The training.
-        resources: What the machine has.
+        resources: Resources of the machine.
         rates: Rates of the machine.
     """
     found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
@@ -155,18 +155,18 @@ def make_plan(model: ModelFigures, training: Training, resources: Resources, rat
 def cheapest(model: ModelFigures, training: Training, resources: Resources, rates: Rates) -> Plan | None:
     """Return the fastest plan that fits, or None.
 
-    A plan that leaves less than a tenth of the memory is taken only if no other does with the same format of the state
-    and the same precision.
+    A plan that leaves less than a tenth of the memory free is chosen only if no roomier plan fits with the same state
+    format and precision.
 
-    It may change where the model is built and where parameters and gradients lie, and turn activation checkpoints on.
-    Only if this is not enough, it lets training wait for its checkpoints, which takes less storage. Then it divides the
-    batch into micro-batches, uses a smaller state format, which changes results a little, and at last bf16 instead of
-    fp32. Neither the tokens of a step nor the optimizer change.
+    Changes are tried in this order, and each only if the earlier ones are not enough: another place to build the model,
+    other places for parameters and gradients, and activation checkpoints; training that waits for its checkpoints,
+    which needs less storage; smaller micro-batches; a smaller state format, which changes results a little; bf16
+    instead of fp32. The tokens per step and the optimizer never change.
 
     Args:
         model: The model.
         training: The training as asked.
-        resources: What the machine has.
+        resources: Resources of the machine.
         rates: Rates of the machine.
     """
     for formed in _formed(training):
@@ -180,12 +180,12 @@ def cheapest(model: ModelFigures, training: Training, resources: Resources, rate
 
 
 def nearest(model: ModelFigures, training: Training, resources: Resources, rates: Rates) -> Plan:
-    """Return the plan that lacks the least of what :func:`cheapest` tries, as a share of what there is.
+    """Return the plan, of those that :func:`cheapest` tries, with the smallest :func:`lack`.
 
     Args:
         model: The model.
         training: The training as asked.
-        resources: What the machine has.
+        resources: Resources of the machine.
         rates: Rates of the machine.
     """
     tried = (
@@ -198,24 +198,27 @@ def nearest(model: ModelFigures, training: Training, resources: Resources, rates
 
 
 def fits(model: ModelFigures, training: Training, resources: Resources, *, share: float = 1.0) -> bool:
-    """Return whether there is enough of everything for a training, and whether this share of the memory is enough."""
+    """Return whether a training fits into the disk and into this share of the memory."""
     found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
     return all(_has_room(need, resources, share=share) for need in found)
 
 
 def _has_room(need: Need, resources: Resources, *, share: float = 1.0) -> bool:
-    # What lies on a disk is known to the byte.
+    # Bytes on the disk are known exactly, so they need no margin.
     return need.total <= resources.has(need.place) * (1.0 if need.place is Place.DISK else share)
 
 
 def lack(model: ModelFigures, resources: Resources, training: Training) -> float:
-    """Return what a training lacks, as shares of what there is, to two digits: the first of many counts."""
+    """Return the missing resources as a sum of shares of the available ones.
+
+    It is rounded to two digits, so that of almost equal trainings the first one wins.
+    """
     found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
     return round(sum(max(0.0, need.total / max(1, resources.has(need.place)) - 1.0) for need in found), 2)
 
 
 def _formed(asked: Training) -> Iterator[Training]:
-    """Yield the training with smaller state, and then in a smaller precision: later ones give up more."""
+    """Yield the training with ever smaller state formats, and then in a smaller precision."""
     precisions = [asked.precision] + (["bf16-mixed"] if asked.precision == "32-true" else [])
     for precision in precisions:
         start = replace(asked, precision=precision, state_format="fp32") if precision != asked.precision else asked
@@ -224,7 +227,7 @@ def _formed(asked: Training) -> Iterator[Training]:
 
 
 def _stages(model: ModelFigures, formed: Training, *, on_gpu: bool) -> Iterator[list[Training]]:
-    """Yield lists of settings with one format of the state; those of a later list give up more."""
+    """Yield lists of settings with one state format; each later list compromises more."""
     for one in _divided(formed):
         yield [*_placed(model, one, on_gpu=on_gpu)]
         if one.saves_beside:
@@ -232,14 +235,14 @@ def _stages(model: ModelFigures, formed: Training, *, on_gpu: bool) -> Iterator[
 
 
 def _smaller(training: Training) -> list[str]:
-    """Return state formats that may follow that of the training, from precise to small."""
+    """Return the state formats smaller than the training's, from precise to small."""
     names = [name for name in _FORMATS if training.suits(name)]
     at = names.index(training.state_format) if training.state_format in names else len(names)
     return names[at + 1 :]
 
 
 def _divided(training: Training) -> Iterator[Training]:
-    """Yield the training with ever smaller batches, down to single sequences, and with as many more micro-batches."""
+    """Yield the training with ever smaller micro-batches, down to one sequence, and correspondingly more of them."""
     yield training
     while training.batch > 1:
         factor = next((n for n in range(2, isqrt(training.batch) + 1) if training.batch % n == 0), training.batch)
@@ -248,19 +251,19 @@ def _divided(training: Training) -> Iterator[Training]:
 
 
 def gradient_budgets(model: ModelFigures, training: Training) -> list[int]:
-    """Return the budgets of gradients to try: none is less than the update accepts."""
+    """Return the budgets of gradients to try, each at least the smallest that the update accepts."""
     least = least_gradient_budget(model, training)
     return [max(least, budget) for budget in BUDGETS]
 
 
 def parameter_budgets(model: ModelFigures, training: Training, *, on_gpu: bool) -> list[int]:
-    """Return the budgets of parameters to try: none is less than the largest module needs with room to read ahead."""
+    """Return the budgets of parameters to try, each at least twice the least one, to leave room for reading ahead."""
     least = 2 * least_parameter_budget(model, training, on_gpu=on_gpu)
     return list(dict.fromkeys([*(budget for budget in BUDGETS if budget >= least), max(BUDGETS[-1], least)]))
 
 
 def _placed(model: ModelFigures, training: Training, *, on_gpu: bool) -> Iterator[Training]:
-    """Yield the training with parameters and gradients in other places; of equally fast ones the roomier come first."""
+    """Yield the training with parameters and gradients in other places; those with more in memory come first."""
     placed = [
         replace(training, offload_param=name, parameter_budget=None) for name in OFFLOADS if on_gpu or name != "cpu"
     ]
@@ -277,12 +280,12 @@ def _placed(model: ModelFigures, training: Training, *, on_gpu: bool) -> Iterato
 
 
 def alternatives(model: ModelFigures, training: Training, resources: Resources) -> list[Alternative]:
-    """Return the ways to train in memory, from those that keep fp32 parameters and state to the one that gives up most.
+    """Return ways to train in memory, from those with fp32 parameters and state to the one that compromises most.
 
     Args:
         model: The model.
         training: The training as asked.
-        resources: What the machine has.
+        resources: Resources of the machine.
     """
     gpus = max(1, resources.num_gpus) * training.nodes
     activations = activation_owners(model, training)
@@ -297,7 +300,7 @@ def alternatives(model: ModelFigures, training: Training, resources: Resources) 
         buckets = {"gradient buckets": _FP32_BYTES * model.trained_numel}
         found.append((f"{training.optimizer} in memory (DDP)", plain | cast | buckets | activations, True))
         sharded = {owner: nbytes // gpus for owner, nbytes in plain.items()}
-        # Of two layers the parameters, and of one the gradients.
+        # The parameters of two layers, and the gradients of one.
         layer = max(model.largest_module, model.numel // model.num_layers)
         gathered = {"gathered layers": _GATHERED_BY_FSDP * training.item_bytes * layer}
         found.append((f"FSDP over {gpus} GPUs", sharded | gathered | activations, True))

@@ -1,4 +1,4 @@
-"""The cost model: whether compressed gradients make a step shorter."""
+"""Predicts whether compressed gradients make a step shorter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUM_TASKLETS = 64  # for each device: enough to reach the steady state
 _LEAST_GAIN = 0.01
 FEED_BACK = 0.8e-9
 """Seconds of one core per parameter to update the residual after the top 1 % (docs/gradient_codecs.md)."""
-_TO_GPU = 20e9  # bytes per second from host memory: PCIe 4.0 x16 gives 32 at most; assumed, not measured
+_TO_GPU = 20e9  # bytes per second from host memory: assumed, not measured; PCIe 4.0 x16 allows 32e9
 _FP32_BYTES = 4
 _DTYPES = {2: native.DType.BFLOAT16, 4: native.DType.FLOAT32}
 _ITEM_BYTES = {native.DType.FLOAT32: 4, native.DType.BFLOAT16: 2, native.DType.FLOAT16: 2}
@@ -33,15 +33,15 @@ class _Work:
     """Seconds of one core per parameter in large tasklets (docs/gradient_codecs.md).
 
     Args:
-        compress: Time to compress, by whether there is a residual.
-        feed_back: Time to put what was not sent into the residual.
+        compress: Time to compress; the key says whether there is a residual.
+        feed_back: Time to store the elements not sent in the residual.
     """
 
     compress: Mapping[bool, float]
     feed_back: float
 
 
-# The top 1 %, more than 2 %, and 8 bits, which take as long in small tasklets.
+# For the top 1 %, for more than 2 %, and for 8 bits. Small tasklets are equally fast.
 _TOP_K = _Work({False: 0.65e-9, True: 1.3e-9}, FEED_BACK)
 _FEW = 0.02
 _TOP_OF_MANY = _Work({False: 3.6e-9, True: 3.6e-9}, FEED_BACK)
@@ -50,11 +50,11 @@ _BLOCK_SCALED = _Work({False: 0.8e-9, True: 1.1e-9}, 1.1e-9)
 
 @dataclass(frozen=True)
 class CompressionGain:
-    """The predicted effect of compression.
+    """The predicted gain from compression.
 
     Args:
         ratio: Seconds of the update with dense gradients, divided by those with compressed gradients.
-        reason: Sentence that says why compression gains, or does not.
+        reason: Sentence that explains why compression helps, or does not.
     """
 
     ratio: float
@@ -75,12 +75,12 @@ class CompressionResources:
     Args:
         num_cards: Number of cards that update; 0 if the host does.
         num_cores: Number of CPU cores.
-        num_threads: Number of threads that put what was not sent into the residual.
-        num_gpus: Number of GPUs that choose what is sent; 0 if the CPU does.
+        num_threads: Number of threads that store the elements not sent in the residual.
+        num_gpus: Number of GPUs that select the elements to send; 0 if the CPU does.
         route: Route of gradients to the cards.
 
     Raises:
-        ConfigError: One of them is out of range.
+        ConfigError: A value is out of range.
     """
 
     num_cards: int
@@ -95,7 +95,7 @@ class CompressionResources:
 
 
 def gain_of(codec: GradientCodec, workload: Workload, resources: CompressionResources) -> CompressionGain:
-    """Predict the gain from a codec on this machine, whose cards are assumed to be as published.
+    """Predict the gain from a codec on this machine, assuming cards with the published figures.
 
     Args:
         codec: Codec that the user chose.
@@ -134,7 +134,7 @@ def _form_of(codec: GradientCodec, item_bytes: int) -> GradientForm:
 
 
 def gain_on_host() -> CompressionGain:
-    """Return the gain if the host's CPU updates: there is none, since gradients already lie in host memory."""
+    """Return the gain if the host's CPU updates: there is none, since gradients are already in host memory."""
     return CompressionGain(
         1.0,
         "On the host device gradients lie in host memory: they cross no channel to storage that compression could"
@@ -157,7 +157,7 @@ def gain_on_cards(
         workload: The step with dense gradients. Its size does not matter.
         compressed: Form of the compressed gradients.
         route: Route of the gradients.
-        feed_back: Seconds per parameter after the update, to keep what was not sent.
+        feed_back: Seconds per parameter after the update, to store the elements not sent.
     """
     numel = _NUM_TASKLETS * machine.num_devices * workload.card_layout(1).extents.tasklet_numel
     dense = replace(workload, numel=numel)
@@ -174,10 +174,10 @@ def _reason(part: float, num_devices: int, ratio: float, at_best: float) -> str:
     """Return a sentence that explains the gain.
 
     Args:
-        part: Bytes that are sent, as a fraction of those of dense gradients.
+        part: Bytes sent, as a share of those of dense gradients.
         num_devices: Number of devices to which they are sent.
         ratio: Gain, as in :class:`CompressionGain`.
-        at_best: The same if compressing, and keeping what is not sent, cost nothing.
+        at_best: Gain if compressing, and storing the elements not sent, took no time.
     """
     sent = f"Sending {part:.1%} of the gradients' bytes to {num_devices} device(s)"
     made = f"{sent} makes the update {ratio:.2f} times as fast"

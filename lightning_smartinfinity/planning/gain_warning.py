@@ -1,4 +1,4 @@
-"""Warns before a training whose compression of gradients costs more than it brings."""
+"""Warns before a training if compressing gradients costs more than it gains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["warn_of_no_gain"]
 
 
 def warn_of_no_gain(offload: OffloadSettings, *, num_arrays: int, num_processes: int, on_gpu: bool) -> None:
-    """Warn if compression, which costs accuracy or at least memory, is predicted to bring no gain.
+    """Warn on rank 0 if compression, which costs accuracy or at least memory, is predicted to gain nothing.
 
     Args:
         offload: Settings, with the cards of this process.

@@ -1,4 +1,4 @@
-"""Host memory that an update with this package holds, by purpose, as ``SmartInfinityStrategy.host_bytes`` reports."""
+"""Predicts the host memory of an update by purpose, as ``SmartInfinityStrategy.host_bytes`` reports it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_smartinfinity.storage.extents import BLOCK_BYTES
 
 __all__ = ["compressed_bytes", "host_bytes"]
 
-_HOST_BUFFERS_OF_CARDS = 2  # as in devices/smartssd/device.py: buffers of the host for work that a card does not do
+_HOST_BUFFERS_OF_CARDS = 2  # as in devices/smartssd/device.py: host buffers for work that no card does
 _FP32_BYTES = 4
 _BEAT_BYTES = 64
 
@@ -61,7 +61,7 @@ def host_bytes(
 
 
 def compressed_bytes(form: GradientForm, layout: PartitionLayout, *, error_feedback: bool) -> dict[str, int]:
-    """Return the host memory of one process that compressed gradients take beside the arena, in bytes by purpose.
+    """Return one process's host memory for compressed gradients, without the arena, in bytes by purpose.
 
     Args:
         form: Form of the compressed gradients.
@@ -74,6 +74,6 @@ def compressed_bytes(form: GradientForm, layout: PartitionLayout, *, error_feedb
 
 
 def _few_tasklets(workload: Workload) -> Workload:
-    """Return a small workload with tasklets as large as in training; simulations of large models use larger ones."""
+    """Return a small workload with the tasklet size of training; simulations of large models use larger tasklets."""
     nbytes = workload.tasklet_bytes or HOST_TASKLET_BYTES
     return replace(workload, tasklet_bytes=nbytes, numel=min(workload.numel, nbytes))

@@ -1,4 +1,4 @@
-"""Holds what a plan knows of a model: sizes of its parameters, and what a forward and backward take."""
+"""The figures of a model in a plan: sizes of its parameters, and the bytes and FLOPs of a forward and backward."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Passes:
     Args:
         batch: Sequences of the micro-batch.
         seq: Tokens of a sequence.
-        saved_bytes: Bytes that forward leaves for backward.
-        kept_bytes: The same with activation checkpoints, which keep the inputs of layers.
-        peak_bytes: Most bytes that live at once outside of parameters, gradients in flight included.
+        saved_bytes: Bytes that forward saves for backward.
+        kept_bytes: ``saved_bytes`` with activation checkpoints, which keep only the inputs of layers.
+        peak_bytes: Peak of allocated bytes, without parameters, but with gradients in flight.
         logits_bytes: Part of ``peak_bytes`` that grows with the vocabulary: logits, their fp32 copies and gradients.
         forward_flops: Floating-point operations of forward.
         backward_flops: Floating-point operations of backward.
         item_bytes: Bytes per element of the parameters and most activations: 2 or 4.
-        counted: Whether an actual run over fake tensors was counted; otherwise these are formulas.
+        counted: Whether the figures come from a run over fake tensors; False if they come from formulas.
     """
 
     batch: int
@@ -42,7 +42,7 @@ class Passes:
     counted: bool = True
 
     def of_batch(self, batch: int) -> Passes:
-        """Return the same for another number of sequences, as if everything were proportional to it."""
+        """Return the passes scaled to another number of sequences, as if all figures were proportional to it."""
         scale = batch / self.batch
         return replace(
             self,
@@ -56,10 +56,10 @@ class Passes:
         )
 
     def activation_bytes(self, *, checkpointing: bool, num_layers: int) -> int:
-        """Return the most bytes that live at once outside of parameters and logits.
+        """Return the peak of allocated bytes, without parameters and logits.
 
-        With checkpoints the inputs of all layers live, and either one layer's activations, which are computed anew, or
-        what lives at the plain peak beyond what forward has saved.
+        With activation checkpoints it consists of the inputs of all layers, and the larger of two: one layer's
+        recomputed activations, or the bytes beyond the saved ones at the peak without checkpoints.
         """
         if not checkpointing:
             return self.peak_bytes - self.logits_bytes
@@ -68,7 +68,7 @@ class Passes:
         return max(0, self.kept_bytes + max(of_layer, beyond) - self.logits_bytes)
 
     def recomputed_flops(self, *, checkpointing: bool) -> float:
-        """Return the operations of backward, which repeats forward if there are activation checkpoints."""
+        """Return the operations of backward, which repeats forward with activation checkpoints."""
         return self.backward_flops + (self.forward_flops if checkpointing else 0.0)
 
 
@@ -77,16 +77,16 @@ class ModelFigures:
     """The sizes of a model.
 
     Args:
-        name: Name for people.
+        name: Display name.
         trained: Number of elements of each trained parameter, in the model's order; tied ones count once.
-        frozen: The same for parameters that are not trained.
+        frozen: Number of elements of each parameter that is not trained.
         buffer_bytes: Bytes of buffers.
         num_layers: Number of repeated layers; 1 if unknown.
         largest_module: Largest number of elements that one module holds directly.
-        passes: What a forward and backward take; None if they could not be counted.
-        count: Counts the same for another number of sequences; None if all figures are proportional to it.
-        checkpointing: Whether the model turns activation checkpoints on by itself.
-        assumed: What was assumed of the model, in words; empty if nothing was.
+        passes: Bytes and operations of a forward and backward; None if they could not be counted.
+        count: Counts the passes for another number of sequences; None if all figures are proportional to it.
+        checkpointing: Whether the model itself enables activation checkpoints.
+        assumed: Assumptions about the model, in words; empty if there are none.
     """
 
     name: str
@@ -101,7 +101,7 @@ class ModelFigures:
     assumed: str = ""
 
     def passes_of(self, batch: int) -> Passes | None:
-        """Return what a forward and backward of so many sequences take; None if they cannot be counted."""
+        """Return the passes of a micro-batch of ``batch`` sequences; None if they cannot be counted."""
         if self.passes is None or batch == self.passes.batch:
             return self.passes
         return self.passes.of_batch(batch) if self.count is None else self.count(batch)
@@ -148,7 +148,7 @@ class LlamaShape:
         return (table, *(layer * self.layers), self.width, table)
 
     def passes(self, *, batch: int, seq: int) -> Passes:
-        """Return what passes take by published formulas, in 16 bit.
+        """Return the bytes and operations of the passes by published formulas, in 16 bit.
 
         Activations are 34 bytes per token and width in each layer, as in Korthikanti et al., "Reducing Activation
         Recomputation in Large Transformer Models" (2022), without attention scores, which fused attention does not
@@ -173,7 +173,7 @@ class LlamaShape:
 
 
 def llama_shape(numel: int) -> LlamaShape:
-    """Return a Llama-like shape with about ``numel`` parameters: layers of width 128 per layer, as in Llama 7B."""
+    """Return a Llama-like shape with about ``numel`` parameters; its width is about 128 per layer, as in Llama 7B."""
     layers = 1
     while _numel(layers, _WIDTH_PER_LAYER * layers) < numel and layers < 200:
         layers += 1
@@ -181,7 +181,7 @@ def llama_shape(numel: int) -> LlamaShape:
         _numel(layers, _WIDTH_PER_LAYER * layers) - numel
     ):
         layers -= 1
-    # Of 12 * layers * width^2 + 2 * vocab * width = numel, the positive root.
+    # The positive root of 12 * layers * width^2 + 2 * vocab * width = numel.
     embedding = 2 * _VOCAB
     width = (-embedding + (embedding**2 + 48 * layers * numel) ** 0.5) / (24 * layers)
     rounded = max(_HEAD, round(width / _HEAD) * _HEAD)

@@ -1,4 +1,4 @@
-"""The bytes that a training needs, by place, phase and owner: GPU memory, host memory and disk."""
+"""Computes the bytes that a training needs in GPU memory, host memory and on disk, by phase and owner."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ __all__ = [
 ]
 
 PROCESS_BYTES = 620_000_000
-"""Resident memory of a process that trains, without model and update: imports, threads, engine and kernels.
+"""Resident memory of a training process without model and update: imports, threads, engine and kernels.
 
-From ``benchmarks/plan.py --sizes 20M`` with a CPU build of torch 2.13; other builds take more.
+From ``benchmarks/plan.py --sizes 20M`` with a CPU build of torch 2.13; other builds need more.
 """
 
 ENGINE_BYTES = 180_000_000
-"""Part of :data:`PROCESS_BYTES` that comes with the engine, its threads and kernels, after the model was built.
+"""Part of :data:`PROCESS_BYTES` for the engine, its threads and kernels, which start after the model was built.
 
 From ``benchmarks/plan.py --sizes 355M 1.1B``.
 """
@@ -62,13 +62,13 @@ _PREFETCH_NUMEL = 5 * 10**7  # DeepSpeed's stage3_prefetch_bucket_size
 _KEPT_NUMEL = 10**5  # DeepSpeed's stage3_param_persistence_threshold: parameters up to this are not stored
 _PARAMETER_BUFFERS = 5  # DeepSpeed's offload_param.buffer_count
 _LEAST_STORED = 2048  # zero3/parameters/param_swapper.py
-_TRANSFER_BYTES = (12 << 20) + BLOCK_BYTES  # pipeline/state/part_transfers.py: most of what an update has in flight
-_CHECKPOINT_FILES = 64 * 1024  # of a checkpoint beside its tensors: archives' directories, configuration, groups
+_TRANSFER_BYTES = (12 << 20) + BLOCK_BYTES  # pipeline/state/part_transfers.py: most bytes of an update in flight
+_CHECKPOINT_FILES = 64 * 1024  # bytes of a checkpoint besides its tensors: archives' directories, configuration, groups
 _CHECKPOINT_BYTES_PER_PARAMETER = 256
 
 
 class Place(Enum):
-    """Where bytes lie."""
+    """The place of bytes."""
 
     GPU = "GPU memory"
     HOST = "host memory"
@@ -77,11 +77,11 @@ class Place(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes that are needed at once in one place.
+    """Bytes needed at once in one place.
 
     Args:
-        place: Where.
-        phase: When: "building", "training" or "saving"; for the disk "in all".
+        place: The place.
+        phase: Phase of the training: "building", "training" or "saving"; for the disk "in all".
         owners: Bytes by owner.
     """
 
@@ -101,15 +101,15 @@ class Need:
 
 
 def needs(model: ModelFigures, training: Training, *, on_gpu: bool, process_bytes: int = PROCESS_BYTES) -> list[Need]:
-    """Return what a training needs.
+    """Return the needs of a training.
 
-    Host memory and disk are those of all processes of one machine, GPU memory is that of one GPU.
+    Host memory and disk are totals of all processes of one machine; GPU memory is that of one GPU.
 
     Args:
         model: The model.
         training: The training.
         on_gpu: Whether each process computes on a GPU of its own; otherwise the CPU computes.
-        process_bytes: Host memory of a process that has only imported what a training imports.
+        process_bytes: Host memory of a process before it trains, as in :class:`Resources`.
     """
     found = list(_gpu_needs(model, training)) if on_gpu else []
     for phase, owners in _host_phases(model, training, on_gpu=on_gpu, process_bytes=process_bytes):
@@ -130,12 +130,12 @@ def _gpu_needs(model: ModelFigures, training: Training) -> Iterator[Need]:
 
 
 def _gathered_numel(model: ModelFigures, training: Training) -> int:
-    """Return the most elements that are gathered on a GPU beside its own partition."""
+    """Return the most elements that are gathered on a GPU in addition to its own partition."""
     if training.world_size == 1 and training.offload_param == "none":
         return 0  # the partition of a single process is the parameter
     if training.parameter_budget is not None:
         return min(model.numel, training.parameter_budget // training.item_bytes)
-    # The strategy keeps none gathered for a later use (stage3_max_reuse_distance).
+    # The strategy keeps no parameter gathered for a later use (stage3_max_reuse_distance).
     return min(model.numel, model.largest_module + _PREFETCH_NUMEL)
 
 
@@ -145,7 +145,7 @@ def least_gradient_budget(model: ModelFigures, training: Training) -> int:
 
 
 def least_parameter_budget(model: ModelFigures, training: Training, *, on_gpu: bool) -> int:
-    """Return about the least budget of parameters with which the largest module can be gathered."""
+    """Return approximately the least budget of parameters with which the largest module can be gathered."""
     holders = training.world_size if on_gpu or training.world_size == 1 else training.world_size + 1
     return holders * training.item_bytes * -(-model.largest_module // training.world_size)
 
@@ -163,13 +163,13 @@ def activation_owners(model: ModelFigures, training: Training) -> dict[str, int]
 def _host_phases(
     model: ModelFigures, training: Training, *, on_gpu: bool, process_bytes: int
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yield the phases of one process with its host memory."""
+    """Yield the phases of one process, each with its host memory by owner."""
     process = {"process": process_bytes, "CUDA libraries": CUDA_HOST_BYTES if on_gpu else 0}
     held = {**process, **_held_parameters(model, training, on_gpu=on_gpu)}
     update = held_by_update(model, training, on_gpu=on_gpu)
     imported = {**process, "process": process_bytes - ENGINE_BYTES}
     building = {**imported, **building_owners(model, training, on_gpu=on_gpu)}
-    # The first state is written through the ring once the model is partitioned, before there are gradients.
+    # After the model is partitioned, and before there are gradients, the first state is written through the ring.
     slots = training.num_buffers * layout_of(model.trained, training).extents.place_bytes
     writing = {**held, "ring": slots}
     yield "building", max(building, writing, key=lambda owners: sum(owners.values()))
@@ -177,16 +177,17 @@ def _host_phases(
     if not on_gpu and training.world_size > 1 and training.parameter_budget is None:
         computing["gathered layers"] = training.item_bytes * _gathered_numel(model, training)
     yield "training", {**held, **update, **computing}
-    # Between steps no activations live. The state moves through a window as large as the slots of the ring.
+    # Between steps there are no activations. The state moves through a window as large as the ring.
     yield "saving", {**held, **update, "window": slots}
 
 
 def building_owners(model: ModelFigures, training: Training, *, on_gpu: bool) -> dict[str, int]:
     """Return the host memory of one process while it builds and partitions the model.
 
-    In ``__init__`` the whole model exists as it is built, and the largest parameter a second time while it is cast.
-    Memory of a parameter that was cast is returned to the system at once; where the C library keeps it, this is too
-    little. In ``configure_model`` only the largest parameter exists whole, beside what is partitioned already.
+    A model built in ``__init__`` exists as a whole, and the largest parameter a second time while it is cast. The
+    result assumes that the memory of a cast parameter returns to the system at once; it is too low if the C library
+    keeps that memory. In ``configure_model`` only the largest parameter exists as a whole, in addition to the
+    partitioned ones.
     """
     cast = training.item_bytes * model.largest
     if training.build == "init":
@@ -209,7 +210,7 @@ def held_by_update(model: ModelFigures, training: Training, *, on_gpu: bool = Fa
     """Return the host memory of the update in one process, by the purposes of ``strategy.host_bytes``.
 
     With parameters on storage or on a GPU, the ring includes the staging buffer or the slots. With gradients on storage
-    it includes the memory into which the update reads them, which is not a part of their budget.
+    it also includes the memory into which the update reads them, which their budget does not include.
     """
     layout = layout_of(model.trained, training)
     extents = layout.extents
@@ -234,7 +235,7 @@ def state_bytes(model: ModelFigures, training: Training) -> int:
 
 
 def held_gradient_bytes(layout: PartitionLayout, training: Training) -> int:
-    """Return the bytes of gradients that the arena holds in memory: all, or a budget."""
+    """Return the bytes of gradients that the arena holds in memory: all, or their budget."""
     whole = training.gradient_bytes * layout.numel
     if training.gradient_budget is None:
         return whole
@@ -242,14 +243,14 @@ def held_gradient_bytes(layout: PartitionLayout, training: Training) -> int:
 
 
 def spilled_gradient_bytes(model: ModelFigures, training: Training) -> int:
-    """Return the bytes of gradients of one process that every micro-batch writes to storage, and reads from there."""
+    """Return the bytes of one process's gradients that every micro-batch writes to storage and reads back."""
     if training.gradient_budget is None:
         return 0
     return max(0, training.gradient_bytes * layout_of(model.trained, training).numel - training.gradient_budget)
 
 
 def _staging_bytes(extents: ExtentMap, training: Training, *, limit: int) -> int:
-    """Return the bytes of the rows through which parameters travel to storage, a tasklet each."""
+    """Return the bytes of the staging buffer, whose rows hold a tasklet's parameters on their way to storage."""
     row = training.item_bytes * extents.tasklet_numel
     return row * max(1, min(max(2, limit // row), extents.num_tasklets))
 
@@ -276,7 +277,7 @@ def _disk_owners(model: ModelFigures, training: Training) -> dict[str, int]:
 def checkpoint_bytes(model: ModelFigures, training: Training) -> int:
     """Return the bytes that the processes of a machine save: fp32 masters and arrays, and frozen weights and buffers.
 
-    What is saved beside tensors is estimated: 64 KiB for each process and 256 bytes for each parameter.
+    The rest of a checkpoint is estimated: for each process, 64 KiB, and 256 bytes for each parameter.
     """
     padded = training.processes * layout_of(model.trained, training).numel
     frozen = training.item_bytes * sum(model.frozen) + model.buffer_bytes
@@ -287,7 +288,7 @@ def checkpoint_bytes(model: ModelFigures, training: Training) -> int:
 
 
 def stored_bytes(model: ModelFigures, training: Training) -> int:
-    """Return the bytes of the parameters that one process has on storage with ``offload_param="nvme"``."""
+    """Return the bytes of one process's parameters on storage with ``offload_param="nvme"``."""
     stored = (training.item_bytes * n for n in _shares(model, training) if _is_stored(n, training))
     return deal(stored, 1)[0]
 

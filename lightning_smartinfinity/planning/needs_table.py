@@ -1,4 +1,4 @@
-"""The table of what a training needs and what there is."""
+"""Formats the needs of a training, and the available resources, as a table."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def needs_table(plan: Plan, resources: Resources) -> Iterator[str]:
 
 
 def what_breaks(need: Need, resources: Resources) -> str:
-    """Return words for a need that is more than there is."""
+    """Return words for a need that exceeds the available bytes."""
     what = f"{need.largest} {in_gb(need.owners[need.largest])} GB"
     has = in_gb(resources.has(need.place))
     return f"{need.place.value} ({need.phase}) needs {in_gb(need.total)} of {has} GB, mostly {what}"
 
 
 def what_is_tight(needs: Sequence[Need], resources: Resources) -> str:
-    """Return words for needs that leave less than a tenth of what there is: the largest share of each place."""
+    """Return words for tight needs: the largest share of the available bytes in each place."""
     shares: dict[str, float] = {}
     for need in needs:
         place = need.place.value

@@ -1,4 +1,4 @@
-"""The time of a step by its parts, the hours of a training and the life of a drive, as ranges."""
+"""Predicts, as ranges, the time of a step by its parts, the hours of a training and the life of a drive."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = [
 ]
 
 TBW_PER_TB = 600
-"""Terabytes that a drive may write in its life, for each terabyte of its size: usual for consumer drives; assumed."""
+"""Terabytes that a drive may write in its life per terabyte of its size; assumed, usual for consumer drives."""
 
-_WIDE = 1e17  # bytes per second of a channel that limits nothing
+_WIDE = 1e17  # bytes per second of a channel that is never the bottleneck
 _SIMULATED_TASKLETS = 256  # enough to reach the steady state; the seconds of a longer step are proportional
-_MOST_KEPT = 0.999  # part of the state; without any reads the simulated drive would have no rate
+_MOST_KEPT = 0.999  # share of the state; with all of it kept, the simulated drive's rate would be infinite
 _TERA = 1e12
 _SECONDS_PER_HOUR, _SECONDS_PER_DAY = 3600.0, 86400.0
 _MEGA_TOKENS = 1e6
@@ -38,12 +38,12 @@ _MEGA_TOKENS = 1e6
 
 @dataclass(frozen=True)
 class Range:
-    """A figure between two bounds.
+    """A value between two bounds.
 
     Args:
         low: Lower bound.
         high: Upper bound.
-        measured: Whether it was measured, or follows from what was measured alone; otherwise the bounds are assumed.
+        measured: Whether the value was measured or computed from measured values only; False if the bounds are assumed.
     """
 
     low: float
@@ -52,7 +52,7 @@ class Range:
 
     @classmethod
     def exactly(cls, value: float) -> Range:
-        """Return a measured figure."""
+        """Return a measured value."""
         return cls(value, value, measured=True)
 
     def times(self, factor: float) -> Range:
@@ -65,9 +65,9 @@ class Rates:
     """Rates of a machine, per second.
 
     Args:
-        flops: Operations of forward, and the same of backward, that a training of this model reaches.
-        backward_flops: Operations of backward.
-        copy: Bytes that host memory copies.
+        flops: Operations of forward that a training of this model reaches.
+        backward_flops: Operations of backward that it reaches.
+        copy: Bytes copied within host memory.
         drive_read: Bytes that the drive reads while it does nothing else.
         drive_write: Bytes that the drive writes while it does nothing else.
         update: Parameters that the CPU updates.
@@ -86,7 +86,7 @@ class Rates:
 
 
 def assumed_rates(*, on_gpu: bool, cores: int, in_16_bit: bool = True) -> Rates:
-    """Return rates of a machine on which nothing was measured: from slow to fast machines of today.
+    """Return assumed rates of a machine without measurements: from slow to fast current machines.
 
     Args:
         on_gpu: Whether a GPU computes; otherwise the CPU's cores do.
@@ -108,20 +108,20 @@ def assumed_rates(*, on_gpu: bool, cores: int, in_16_bit: bool = True) -> Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Seconds of a step by part, and what follows from them.
+    """Seconds of a step by part, and figures computed from them.
 
     With an overlap the parts add up to more than the step.
 
     Args:
         forward: Seconds of forward.
         backward: Seconds of backward, recomputation included.
-        parameters: Seconds to bring parameters to where they are used, and back.
-        gradients: Seconds to move gradients into host memory, and those beyond their budget to storage and back.
-        network: Seconds to gather parameters from other machines, and to send them their parts of the gradients.
+        parameters: Seconds to transfer parameters to the place of their use, and back.
+        gradients: Seconds to move gradients into host memory, and those beyond the budget to storage and back.
+        network: Seconds to gather parameters from other machines, and to send these their parts of the gradients.
         update: Seconds of the update.
         step: Seconds of a whole step.
         written_bytes: Bytes that a step writes to the storage of a machine.
-        tokens_per_step: Tokens of a step.
+        tokens_per_step: Tokens per step.
     """
 
     forward: Range
@@ -149,7 +149,7 @@ class Pace:
 
 
 def pace(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: bool) -> Pace | None:
-    """Return the time of a step whose update runs beside the next forward; None if the passes are unknown.
+    """Return the time of a step whose update runs during the next forward; None if the passes are unknown.
 
     Args:
         model: The model.
@@ -179,7 +179,7 @@ def pace(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: bool)
 
 
 def seconds_beside_update(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: bool) -> float:
-    """Return the most seconds of a step's other parts, which tells the faster of two trainings with equal updates."""
+    """Return the upper bound of a step's other parts, in seconds, to compare trainings with equal updates."""
     parts = _parts(model, training, rates, on_gpu=on_gpu) or {}
     return sum(part.high for part in parts.values())
 
@@ -192,7 +192,7 @@ def _parts(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: boo
     # Without GPUs all processes share the cores and the memory's bandwidth.
     count = training.accumulate * (1 if on_gpu else training.processes)
     recomputed = passes.recomputed_flops(checkpointing=training.checkpointing)
-    # On a CPU a gradient is read in one place and written in another; each process of a GPU has a part of them.
+    # On a CPU, each gradient is read in one place and written to another. On GPUs, each process copies only its share.
     copied = model.trained_numel * (training.item_bytes + training.gradient_bytes)
     spilled = training.accumulate * training.processes * spilled_gradient_bytes(model, training)
     sent = -(-model.trained_numel // training.world_size) * training.item_bytes
@@ -210,7 +210,10 @@ def _parts(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: boo
 
 
 def written_bytes(model: ModelFigures, training: Training) -> int:
-    """Return the bytes that a step writes to the storage of a machine: state, stored parameters and a residual."""
+    """Return the bytes that a step writes to the storage of a machine.
+
+    They are state, parameters on storage, spilled gradients and a residual.
+    """
     extents = layout_of(model.trained, training).extents
     state = state_bytes(model, training)
     stored = training.item_bytes * extents.numel if training.offload_param == "nvme" else 0
@@ -237,7 +240,7 @@ def _sum(*parts: Range) -> Range:
 
 
 def _parameter_seconds(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: bool) -> Range:
-    """Return the seconds in which parameters are read for each forward and backward, or return to a GPU updated."""
+    """Return the seconds to read parameters for each forward and backward, or to send updated ones to a GPU."""
     nbytes = 2 * training.accumulate * training.item_bytes * model.numel
     if training.offload_param == "nvme":
         return _seconds(nbytes / training.nodes, rates.drive_read)
@@ -249,10 +252,10 @@ def _parameter_seconds(model: ModelFigures, training: Training, rates: Rates, *,
 
 
 def _network_seconds(model: ModelFigures, training: Training, rates: Rates) -> Range:
-    """Return the seconds in which ZeRO-3's gathers and reductions cross a machine's network.
+    """Return the seconds of ZeRO-3's gathers and reductions on a machine's network.
 
-    Each micro-batch gathers all parameters in forward and again in backward, of which a machine has its own part, and
-    sends the other machines their parts of the gradients: Rajbhandari et al., "ZeRO" (2020), section 7.
+    Each micro-batch gathers all parameters, except the machine's own part, in forward and again in backward, and sends
+    the other machines their parts of the gradients: Rajbhandari et al., "ZeRO" (2020), section 7.
     """
     if training.nodes == 1:
         return Range.exactly(0.0)
@@ -262,7 +265,7 @@ def _network_seconds(model: ModelFigures, training: Training, rates: Rates) -> R
 
 @dataclass(frozen=True)
 class _Simulated:
-    """Simulates updates on a machine, scaled down to what reaches the steady state."""
+    """Simulates updates on a machine, with just enough tasklets to reach the steady state."""
 
     machine: Machine
     workload: Workload
@@ -291,7 +294,7 @@ def _simulated(model: ModelFigures, training: Training, rates: Rates, bound: Cal
         state_format=training.state_format,
         num_buffers=training.num_buffers,
     )
-    # State in host memory is not read; it is written all the same.
+    # State in host memory is not read, but it is written.
     kept = min(training.cache_bytes / max(1, state_bytes(model, training)), _MOST_KEPT)
     machine = Machine(
         device=Device(read=bound(rates.drive_read) / (1 - kept), write=bound(rates.drive_write)),

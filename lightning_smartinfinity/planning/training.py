@@ -1,4 +1,4 @@
-"""Holds what a plan knows of a training: batch, precision, and this package's settings that change memory or time."""
+"""The training in a plan: batch, precision, and this package's settings that change memory or time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PRECISIONS = ("bf16-mixed", "bf16-true", "16-mixed", "16-true", "32-true")
 """Precisions of the strategy."""
 
 OFFLOADS = ("none", "cpu", "nvme")
-"""Where parameters lie between their uses: on the GPU (or in host memory without one), in host memory, on storage."""
+"""Place of parameters between their uses: the GPU (or host memory without one), host memory, storage."""
 
 BUILDS = ("init", "configure_model")
-"""Where the module builds the model."""
+"""Methods of the module that may build the model."""
 
 OPTIMIZERS = {optimizer: rule.name for rule in RULES for optimizer in rule.optimizers}
-"""Name of the update rule by class of torch.optim."""
+"""Name of the update rule, by class name of torch.optim."""
 
 BLOCK_SCALED = "BlockScaled"
 """Compression that sends all gradients in 8 bits."""
@@ -39,32 +39,32 @@ class Training:
     Args:
         batch: Sequences of a micro-batch, per process.
         seq: Tokens of a sequence.
-        accumulate: Micro-batches of a step.
-        checkpointing: Whether activations are computed anew in backward.
+        accumulate: Micro-batches per step.
+        checkpointing: Whether activations are recomputed in backward.
         precision: Precision of the Trainer.
         optimizer: Class name of the torch optimizer.
         state_format: Format of optimizer state on storage.
-        offload_param: Where parameters lie between their uses.
-        build: Where the module builds the model: everything at once in fp32 (``"init"``), or in ``configure_model``,
-            where each parameter is partitioned as soon as it is made.
-        built_itemsize: Bytes of an element of the model as it is built; None: those that follow from the precision.
+        offload_param: Place of parameters between their uses; one of :data:`OFFLOADS`.
+        build: Method that builds the model: ``"init"`` (all at once in fp32), or ``"configure_model"``, where each
+            parameter is partitioned as soon as it is created.
+        built_itemsize: Bytes per element of the model as it is built; None means that the precision determines them.
         processes: Number of processes on each machine.
         nodes: Number of machines.
         save_top_k: Number of checkpoints that are kept.
         tokens: Tokens of the whole training; None if unknown.
-        asynchronous: Whether checkpoints are saved while training goes on.
+        asynchronous: Whether checkpoints are saved while training continues.
         gradient_budget: Bytes of gradients that each process holds in memory; the others are on storage. None: all are
             in memory.
-        parameter_budget: Bytes of parameters that each process holds in memory at once where they lie on storage. None:
-            what DeepSpeed's defaults hold.
+        parameter_budget: Bytes of parameters that each process holds in memory at once if parameters are on storage.
+            None: DeepSpeed's defaults.
         cache_bytes: Bytes of optimizer state that each process keeps in host memory.
         bucket_numel: Elements of the bucket in which gradients are reduced.
         accumulate_in: Dtype in which gradients of several micro-batches are added: ``"fp32"`` or the ``"parameters"``'.
         num_buffers: Number of ring buffers.
         tasklet_bytes: Bytes of the largest tasklet.
         places: Places of each tasklet's state on storage; 1 with ``durability="none"``.
-        compression: Share of the gradients that ``TopK`` sends, or :data:`BLOCK_SCALED`; None: they are not compressed.
-        error_feedback: Whether what compression leaves out of the gradients is kept for the next step.
+        compression: Share of the gradients that ``TopK`` sends, or :data:`BLOCK_SCALED`; None: no compression.
+        error_feedback: Whether the gradients' part that compression leaves out is kept for the next step.
 
     Raises:
         ConfigError: A value is out of range, or values contradict each other.
@@ -145,54 +145,54 @@ class Training:
             )
 
     def suits(self, state_format: str) -> bool:
-        """Return whether the training's state can have a format."""
+        """Return whether a state format supports the training's optimizer and precision."""
         form = STATE_FORMATS[state_format]
         in_bf16 = self.precision.startswith("bf16")
         return serves(form, self.optimizer) and (in_bf16 or form.required_parameters != "bf16")
 
     @property
     def num_arrays(self) -> int:
-        """Arrays of the optimizer's state, the master among them."""
+        """Arrays of the optimizer's state, including the master."""
         return NUM_ARRAYS[OPTIMIZERS[self.optimizer]]
 
     @property
     def saves_beside(self) -> bool:
-        """Whether state has a third place on storage, from which it is saved while training goes on."""
-        # A save of a training with a residual waits.
+        """Whether state has a third place on storage, so that it can be saved while training continues."""
+        # With a residual, training waits for saves.
         return self.asynchronous and self.places > 1 and self.save_top_k > 0 and not self.keeps_residual
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of a parameter's element."""
+        """Bytes per element of parameters."""
         return 4 if self.precision.startswith("32") else 2
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of a gradient's element: unless told otherwise, those of several micro-batches are added in fp32."""
+        """Bytes per element of gradients: 4 if several micro-batches are added in fp32, else those of parameters."""
         return 4 if self.accumulate > 1 and self.accumulate_in == "fp32" else self.item_bytes
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether what is not sent of the gradients is kept for the next step, and on storage to resume from."""
+        """Whether there is a residual: gradients not sent, kept for the next step, and on storage for resuming."""
         return self.compression not in (None, 1) and self.error_feedback
 
     @property
     def payload(self) -> GradientForm | None:
-        """Form of the compressed gradients; None: they are not compressed."""
+        """Form of the compressed gradients; None without compression."""
         if isinstance(self.compression, str):
             return BlockScaledPayload()
         return None if self.compression is None else TopKPayload(self.compression, self.gradient_bytes)
 
     @property
     def built_bytes(self) -> int:
-        """Bytes of an element of the model as the module builds it: the mixed precisions build it in fp32."""
+        """Bytes per element of the model as the module builds it; mixed precisions build it in fp32."""
         if self.built_itemsize is not None:
             return self.built_itemsize
         return self.item_bytes if self.precision.endswith("true") else 4
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a step over all processes."""
+        """Tokens per step of all processes."""
         return self.batch * self.seq * self.accumulate * self.world_size
 
     @property

@@ -1,1 +1,1 @@
-"""The published paper's tables, and the same numbers simulated."""
+"""The published paper's tables, and simulations of the same numbers."""

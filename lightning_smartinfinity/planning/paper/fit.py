@@ -1,4 +1,4 @@
-"""The paper's machine: its published figures, and the open ones fitted to the seconds at 6 and 10 devices."""
+"""The paper's machine: its published figures, and unknown ones fitted to the seconds at 6 and 10 devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_smartinfinity.settings.rules import check, one_of
 __all__ = ["FITTED_DEVICES", "PaperMachine", "fit", "published_workload", "seconds_of"]
 
 FITTED_DEVICES = (6, 10)
-"""Numbers of devices whose seconds are fitted; the seconds of all others are predicted."""
+"""Numbers of devices whose seconds are used for fitting; the seconds of all others are predicted."""
 
 _BILLION = 10**9
 _VOLUME = 0.02
@@ -35,7 +35,7 @@ class PaperMachine:
         channel: Bytes per second of the shared channel, both directions together.
         forward: Seconds of forward on an A5000.
         backward: Seconds of backward on an A5000, without storing gradients.
-        receive: Seconds of the host for each updated parameter that it receives.
+        receive: Seconds of the host to receive an updated parameter.
         top_k: Seconds of compression on an A5000.
         a100: Seconds of an A100 divided by those of an A5000.
         sparse_kernel: Bytes per second of the kernels with compressed gradients.
@@ -131,7 +131,7 @@ def seconds_of(
 
 @cache
 def fit(*, duplex: bool, sparse_kernel: float = FIGURES["sparse_kernel"].value) -> PaperMachine:
-    """Fit the open figures of the paper's machine one after the other, by least squares of the relative errors.
+    """Fit the unknown figures of the paper's machine one after the other, by least squares of the relative errors.
 
     Args:
         duplex: Whether an SSD reads and writes at the same time.
@@ -153,10 +153,10 @@ def fit(*, duplex: bool, sparse_kernel: float = FIGURES["sparse_kernel"].value) 
 
 
 def _fit(points: Iterable[tuple[float, ...]]) -> float:
-    """Return the factor, at least 0, whose products with the units come nearest to the seconds.
+    """Return the factor, at least 0, whose products with the units are closest to the seconds.
 
     Args:
-        points: Seconds, units and, if errors are not relative to the seconds, the value that they are relative to.
+        points: Seconds, units and, optionally, the value to which errors are relative; by default the seconds.
     """
     scaled = np.array([(seconds, units, *(whole or (seconds,))) for seconds, units, *whole in points])
     seconds, units = scaled[:, 0] / scaled[:, 2], scaled[:, 1] / scaled[:, 2]
@@ -175,14 +175,14 @@ def _backward(machine: PaperMachine, row: Row) -> float:
 
 
 def _unexplained(machine: PaperMachine, point: tuple[float, System, Row, bool]) -> tuple[float, float, float]:
-    """Return the point to fit: the seconds of a row that the simulation does not explain yet."""
+    """Return the point to fit: the seconds of a row that the simulation does not yet explain."""
     seconds, system, row, compressed = point
     simulated = seconds_of(machine, system, row.billions, row.num_devices, compressed=compressed)
     return seconds - simulated, _numel(row), seconds
 
 
 def _a100(machine: PaperMachine) -> Iterator[tuple[float, float, float]]:
-    """Yield the points to fit for an A100: seconds beyond the other parts of the step, and those of an A5000's GPU."""
+    """Yield the points to fit for an A100: seconds left for the GPU, and the seconds of an A5000."""
     scaling = SCALING["A100"]
     for system, speeds in ((System.ZERO_INFINITY, scaling.baseline), (System.PUBLISHED, scaling.optimized)):
         for num_devices, seconds in zip(scaling.num_devices, scaling.in_seconds(speeds), strict=True):

@@ -1,6 +1,6 @@
 """The tables of Smart-Infinity (HPCA 2024, arXiv 2403.06664) as data.
 
-Bars and lines were measured in the vector graphics of its figures, to about 1 %; the ratios are printed there.
+Values of bars and lines were measured in the figures' vector graphics, to about 1 %; ratios are printed there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Figure:
     Args:
         value: Value for the simulation.
         unit: Unit of the value.
-        source: Where the value comes from, and the range found there.
+        source: Source of the value, and the range found there.
     """
 
     value: float
@@ -39,11 +39,11 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
         ),
     }
 )
-"""Figures of one device. ``sparse_kernel`` does not stand in the paper; it was fitted to the SU+O+C runs over 1 to 10
-devices, so simulating these is no independent test of it. See :data:`SPARSE_KERNEL_SHOWN`."""
+"""Figures of one device. ``sparse_kernel`` is not from the paper: it was fitted to the SU+O+C runs over 1 to 10
+devices, so simulating these runs is no independent test. See :data:`SPARSE_KERNEL_SHOWN`."""
 
 SPARSE_KERNEL_SHOWN = 2.9e9
-"""Bytes per second in the paper's own figure of decompression and update."""
+"""Bytes per second of decompression and update in the paper's own figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ SECONDS: tuple[Row, ...] = (
         model="GPT-2", billions=4.0, num_devices=10, gpu="A100", baseline=22.5, su=None, optimized=12.5, compressed=10.6
     ),
 )
-"""Seconds in the paper's figures of the time per iteration and of the A100."""
+"""Seconds from the paper's figures of the time per iteration and of the A100."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Speedup:
 
 
 SPEEDUPS: tuple[Speedup, ...] = (Speedup(16.6, 1.58, 1.86), Speedup(24.2, 1.59, 1.86), Speedup(33.0, 1.58, 1.88))
-"""Speedups in the paper's figure of larger models."""
+"""Speedups from the paper's figure of larger models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class Scaling:
         baseline: Speed of ZeRO-Infinity on RAID0.
         optimized: Speed of SU+O.
         compressed: Speed of SU+O+C.
-        seconds: Seconds of the baseline in the last column, from which all seconds follow.
+        seconds: Seconds of the baseline in the last column, from which all seconds are computed.
     """
 
     num_devices: tuple[int, ...] = (1, 2, 4, 6, 8, 10)
@@ -165,4 +165,4 @@ SCALING: Mapping[str, Scaling] = MappingProxyType(
         ),
     }
 )
-"""Speeds in the paper's figures of scaling, by GPU."""
+"""Speeds from the paper's figures of scaling, by GPU."""

@@ -1,4 +1,4 @@
-"""The paper's tables beside simulated values, and this package's handler on the same machine."""
+"""Compares the paper's tables with simulated values, and with this package's handler on the same machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SYSTEMS = {
     "SU+O": (System.PUBLISHED, False),
     "SU+O+C": (System.PUBLISHED, True),
 }
-"""The system behind each of the paper's names, and whether its gradients are compressed."""
+"""The simulated system for each of the paper's names, and whether its gradients are compressed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +97,17 @@ def mean_error(found: Iterable[Prediction], system: str, *, fitted: bool | None 
 
 @dataclass(frozen=True, kw_only=True)
 class Headroom:
-    """Gain of this package's handler over the published one if only overlap differs: bytes, devices and backward are
-    the same.
+    """Gain of this package's handler over the published one if only overlap differs.
+
+    Bytes, devices and backward are the same.
 
     Args:
         published: The published step (SU+O).
         ours: The step with this package's handler.
-        hidden: The step with this package's handler, its update beside the next forward.
+        hidden: The step with this package's handler, whose update runs during the next forward.
         published_compressed: The published step with compression (SU+O+C).
         ours_compressed: The compressed step with this package's handler.
-        hidden_compressed: The compressed step with this package's handler, its update beside the next forward.
+        hidden_compressed: The compressed step with this package's handler, whose update runs during the next forward.
     """
 
     published: StepTime
@@ -118,7 +119,7 @@ class Headroom:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """How many times faster each part is."""
+        """Speedup of each part."""
         return {
             "update": self.published.update / self.ours.update,
             "step": self.published.step / self.ours.step,
@@ -129,7 +130,7 @@ class Headroom:
 
 
 def headroom(machine: Machine, *, billions: float = 8.4) -> Headroom:
-    """Simulate what overlap alone gains.
+    """Simulate the gain from overlap alone.
 
     Args:
         machine: A machine with SmartSSDs.

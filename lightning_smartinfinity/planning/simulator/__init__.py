@@ -1,1 +1,1 @@
-"""A step in virtual time: its machine, its work, and the systems that are compared."""
+"""Simulates a step in virtual time: its machine, its work, and the compared systems."""

@@ -1,4 +1,4 @@
-"""Sizes of gradients in the forms in which they travel."""
+"""Sizes of gradients in each form of transfer."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class GradientForm(Protocol):
 
     @property
     def compressed(self) -> bool:
-        """Whether gradients must be compressed before they travel."""
+        """Whether gradients must be compressed before they are sent."""
 
     @property
     def sparse(self) -> bool:
-        """Whether the accelerator must scatter the elements that were kept."""
+        """Whether the accelerator must scatter the kept elements."""
 
     def nbytes(self, numel: int) -> float:
         """Return the bytes of a gradient of this many elements."""
@@ -63,8 +63,10 @@ class Dense:
 
 @dataclass(frozen=True)
 class TopKPayload:
-    """The payload that the kernels of this project expand: a header, then, each padded to beats of 64 bytes, the counts
-    of blocks of 65,536 elements, the indices of the kept elements and their values.
+    """The payload that this project's sparse kernels expand.
+
+    It is a header, then, each padded to beats of 64 bytes, the counts of blocks of 65,536 elements, the indices of the
+    kept elements and their values.
 
     Args:
         ratio: Share of the elements that are kept, above 0 and at most 1.
@@ -92,8 +94,10 @@ class TopKPayload:
 
 @dataclass(frozen=True)
 class BlockScaledPayload:
-    """The payload that the kernels of this project scale: a header, then, each padded to beats of 64 bytes, an exponent
-    for each block of 256 elements and a code for each element.
+    """The payload that this project's kernels scale.
+
+    It is a header, then, each padded to beats of 64 bytes, an exponent for each block of 256 elements and a code for
+    each element.
     """
 
     @property

@@ -59,11 +59,11 @@ def update_on_cards(
         tasklets: Tasklets on the device.
         workload: Data of the step.
         route: How gradients reach the accelerator.
-        depth: Requests that the device works at the same time.
+        depth: Number of requests that the device processes at the same time.
     """
     # Each buffer has an I/O thread.
     io, compute = Pool(simulation, min(depth, workload.num_buffers)), Pool(simulation, CARD_COMPUTE_THREADS)
-    # The card runs one kernel at a time and makes one transfer at a time in each direction.
+    # The card runs one kernel at a time, and one transfer at a time in each direction.
     downward, accelerator, upward = (Pool(simulation, 1) for _ in range(3))
     gradients = workload.gradients
     kernel = lane.kernel_for(gradients)
@@ -78,7 +78,8 @@ def update_on_cards(
         if gradients.compressed and route is not Route.BACKWARD:
             yield simulation.work(host.select(), numel)
         yield downward.push(_in_turn(simulation, *_gradient_way(lane, route, gradients.nbytes(numel))))
-        # The kernel's status is cleared before the run and read after it: few bytes, but they wait for their turn.
+        # The kernel's status is cleared before the run and read after it. These transfers are tiny, but they queue as
+        # well.
         yield downward.push(_in_turn(simulation))
         yield accelerator.push(_in_turn(simulation, (kernel, workload.kernel_bytes * numel)))
         yield upward.push(_in_turn(simulation))
@@ -108,7 +109,7 @@ def update_on_host(
     workload: Workload,
     depth: int,
 ) -> SimulatedBatch:
-    """Start the update of all devices by one thread of the host, in one ring.
+    """Start the update of all devices by one thread of the host, with one ring.
 
     Args:
         simulation: The simulation.
@@ -116,7 +117,7 @@ def update_on_host(
         host: Paths of the host.
         layout: Layout of all tasklets.
         workload: Data of the step.
-        depth: Requests that a device works at the same time.
+        depth: Number of requests that a device processes at the same time.
     """
     queues = [Pool(simulation, depth) for _ in lanes]
     compute = Pool(simulation, 1)
@@ -150,7 +151,7 @@ def tasklets_of_device(layout: PartitionLayout, device: int) -> list[TaskletSlic
 
 
 def _gradient_way(lane: Lane, route: Route, nbytes: float) -> list[tuple[Path, float]]:
-    """Return the paths that a tasklet's gradient takes within the update, with its bytes."""
+    """Return the paths of a tasklet's gradient within the update, each with its bytes."""
     match route:
         case Route.HOST:
             return [(lane.down, nbytes)]

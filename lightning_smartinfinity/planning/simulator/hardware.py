@@ -19,7 +19,7 @@ COUNT = between(1, 1_000_000)
 
 _LEAST_SECONDS, _MOST_SECONDS = 1e-18, 1e6
 _RATE = number(1.0, 1e18)
-"""Bytes per second: no resource is so slow or so fast that a sum of times loses it."""
+"""Bytes per second, within limits that keep rounding errors in sums of times small."""
 _NO_SECONDS, _SOME_SECONDS = number(0, 0), number(_LEAST_SECONDS, _MOST_SECONDS)
 _SECONDS = Rule(
     f"Pass 0, or a number from {_LEAST_SECONDS:g} to {_MOST_SECONDS:g}",
@@ -30,7 +30,7 @@ _SECONDS = Rule(
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A storage device, which may have an accelerator beside it.
+    """A storage device, which may have an accelerator.
 
     Args:
         read: Bytes per second from the SSD to the accelerator or the channel, if the SSD does nothing else.
@@ -38,7 +38,7 @@ class Device:
         duplex: Whether the SSD reads and writes at the same time at full rates; if not, both share its time.
         kernel: Bytes of fp32 arrays and gradient per second of the accelerator; ``None`` if there is no accelerator.
         sparse_kernel: The same rate if the accelerator scatters a sparse gradient; ``None`` means ``kernel``.
-        depth: Requests that the device works at the same time; further requests wait in order.
+        depth: Number of requests that the device processes at the same time; further requests wait in order.
     """
 
     read: float
@@ -55,7 +55,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Channel:
-    """The channel that all devices share on their way to the host, in bytes per second.
+    """The channel to the host that all devices share; rates are in bytes per second.
 
     Args:
         down: Rate from the host.
@@ -94,11 +94,11 @@ class Host:
     """Seconds of the CPU per parameter.
 
     Args:
-        update: Seconds in which one thread of this package verifies, updates and seals it.
-        receive: Seconds to convert and copy it after an accelerator has updated it.
-        select: Seconds of one core to compress its gradient, if the GPU does not.
-        cores: Number of cores that compress, each for one tasklet.
-        feed_back: Seconds in which all threads together store its residual, after all else of the update.
+        update: Seconds of one update thread to verify, update and seal the parameter's state.
+        receive: Seconds to convert and copy the parameter after an accelerator has updated it.
+        select: Seconds of one core to compress the parameter's gradient, if the GPU does not.
+        cores: Number of cores that compress, each a different tasklet.
+        feed_back: Seconds of all threads together to store the parameter's residual, at the end of the update.
     """
 
     update: float = 0.0
@@ -113,7 +113,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A host with storage devices that are all alike.
+    """A host with identical storage devices.
 
     Args:
         num_devices: Number of storage devices.

@@ -20,9 +20,9 @@ def smart_update(
 ) -> Process:
     """Update in rounds of one tasklet per device, with a barrier after each round.
 
-    A tasklet's reads, kernel and writes follow each other. Parameters are written first, and go to the host before the
-    rest is written; if ``optimized``, the next tasklet's gradient is read during that write. Backward has already
-    written gradients to the SSDs.
+    A tasklet's reads, kernel and writes run one after the other. Parameters are written first, and sent to the host
+    before the other arrays are written. With ``optimized``, the next tasklet's gradient is read during that write.
+    Backward has already written gradients to the SSDs.
 
     Args:
         simulation: The simulation.
@@ -46,7 +46,7 @@ def smart_update(
 def _tasklet(
     simulation: Simulation, lane: Lane, host: HostPaths, workload: Workload, numel: int, gradients: tuple[float, float]
 ) -> Process:
-    """Update one tasklet of a device; ``gradients`` are bytes read before the update and bytes read beside its end."""
+    """Update one tasklet of a device; ``gradients`` are bytes read before the update, and during its last write."""
     before, beside = gradients
     arrays, master = workload.array_bytes * numel, _MASTER_BYTES * numel
     yield simulation.work(lane.read, arrays + before)
@@ -60,11 +60,11 @@ def _tasklet(
 def zero_infinity(simulation: Simulation, lane: Lane, *, workload: Workload, numel: int) -> Process:
     """Update on the host's CPU over a RAID0 of all devices: read, update and write one sub-group after the other.
 
-    The published seconds do not show the CPU's part; it is contained in the channel's rate, which was fitted to them.
+    The published seconds do not show the CPU's time separately; the channel's rate, fitted to them, includes it.
 
     Args:
         simulation: The simulation.
-        lane: Paths of one device, which represents all: stripes are the same on each.
+        lane: Paths of one device, which represents all devices, since stripes are equal.
         workload: Data of the step.
         numel: Parameters of each device.
     """

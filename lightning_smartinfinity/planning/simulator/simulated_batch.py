@@ -1,4 +1,4 @@
-"""Runs the native core's transfer schedule, which orders real steps, in virtual time."""
+"""Runs the native core's transfer schedule, which also orders real steps, in virtual time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Work = Callable[[int], Process]
 
 
 class SimulatedBatch:
-    """A batch that runs as in ``native.Pipeline``: whenever an action ends, all that may start is started.
+    """A batch that runs as in ``native.Pipeline``: whenever an action ends, all ready actions start.
 
     Args:
         simulation: The simulation.
         num_tasklets: Number of tasklets in the batch.
         num_buffers: Number of buffers in the ring.
-        works: Function that makes the process of each action (``"read"``, ``"compute"``, ``"write"``) from a tasklet's
-            number; actions without one do not exist.
+        works: For each action (``"read"``, ``"compute"``, ``"write"``), the function that makes its process from a
+            tasklet's number. An action without a function is skipped.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class SimulatedBatch:
         self.started: list[tuple[str, int]] = []
         """Actions and their tasklets, in the order in which they started."""
         self.parameters_out = [simulation.event() for _ in range(num_tasklets)]
-        """Event of each tasklet that happens when it has been computed."""
+        """Event of each tasklet, which is set when the tasklet has been computed."""
         self.finished: Event = simulation.event()
         simulation.soon(self._start_ready)
 

@@ -47,14 +47,14 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step in the steady state. With an overlap the parts add up to more than the step.
+    """Seconds of a step in the steady state. With an overlap, the sum of the parts exceeds the step.
 
     Args:
         forward: Seconds of the GPU's forward, without waiting.
         backward: Seconds of backward, with storing gradients.
-        update: Seconds from the update's start until all is written and residuals are stored.
+        update: Seconds from the update's start until all writes are done and residuals are stored.
         step: Seconds from one step to the next.
-        traffic: Bytes that were moved.
+        traffic: Bytes moved.
     """
 
     forward: float
@@ -78,11 +78,11 @@ def simulate_step(
         machine: The machine.
         workload: Data of the update.
         system: The system that updates.
-        overlap: Overlap of :attr:`System.CARDS` and :attr:`System.HOST`; the others have none.
+        overlap: Overlap of :attr:`System.CARDS` and :attr:`System.HOST`; other systems have no overlap.
         route: Gradients' route for :attr:`System.CARDS`; the published systems use :attr:`Route.BACKWARD`.
 
     Raises:
-        ConfigError: An argument has the wrong type, or the arguments do not go together.
+        ConfigError: An argument has the wrong type, or arguments contradict each other.
     """
     for name, value, kind in (
         ("machine", machine, Machine),
@@ -106,7 +106,7 @@ def simulate_step(
         stores_gradients,
         marks,
         forward_waits=overlap is Overlap.NONE,
-        # Residuals of these gradients must be stored before the next gradients come.
+        # Residuals of these gradients must be stored before the next gradients arrive.
         backward_waits=keeps_rest and machine.host.feed_back > 0,
     )
     step.simulation.start(stages)
@@ -154,7 +154,7 @@ def _step(
 
 
 def _timed(step: SimulatedStep, finished: Event, keeps_rest: bool, marks: dict[str, float]) -> Process:
-    """Wait for the update, then do what must happen before the next update."""
+    """Wait for the update, then store the residuals, and record the time."""
     yield finished
     if keeps_rest:
         yield step.simulation.work(step.host.feed_back, step.workload.numel)
@@ -162,7 +162,7 @@ def _timed(step: SimulatedStep, finished: Event, keeps_rest: bool, marks: dict[s
 
 
 def _forward(step: SimulatedStep, update: Update) -> Process:
-    """Compute layer by layer, each as soon as its parameters are in memory."""
+    """Compute layer by layer; each layer starts when its parameters are in memory."""
     out = update.parameters_out or [update.finished]
     waited = 0
     for layer in range(1, _NUM_LAYERS + 1):
@@ -184,7 +184,7 @@ def _backward(step: SimulatedStep, update: Update, stores_gradients: bool) -> Pr
 
 
 def _traffic(step: SimulatedStep, update: Update) -> Traffic:
-    """Scale the traffic of the simulated devices, which may have a tasklet more than their share, to all devices."""
+    """Scale the traffic of the simulated devices, whose share is rounded up to tasklets, to all devices."""
     scale = step.workload.numel / update.numel
     return Traffic(
         shared_down=scale * sum(lane.down.done + lane.store.done for lane in step.lanes),

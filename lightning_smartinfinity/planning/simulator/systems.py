@@ -39,7 +39,7 @@ class System(Enum):
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """The simulation of a step, with everything that it needs.
+    """The simulation of a step and its inputs.
 
     Args:
         simulation: The simulation.
@@ -59,7 +59,7 @@ class SimulatedStep:
 
     @classmethod
     def of(cls, machine: Machine, workload: Workload, system: System, route: Route) -> SimulatedStep:
-        """Make a step in which one device represents all if every device does the same on its own."""
+        """Make a step; one device represents all, except for :attr:`System.HOST`, where they share a ring."""
         lanes, host = connect(machine, machine.num_devices if system is System.HOST else 1)
         return cls(Simulation(), lanes, host, machine, workload, route)
 
@@ -74,8 +74,8 @@ class Update:
     """An update that has started.
 
     Args:
-        finished: Event that happens when all is written.
-        parameters_out: Event of each tasklet, in the order of use; empty if all parameters come at the end.
+        finished: Event that is set when all writes are done.
+        parameters_out: Event of each tasklet, in the order of use; empty if all parameters arrive at the end.
         numel: Parameters of the simulated devices.
     """
 

@@ -1,7 +1,7 @@
 """Virtual time: processes that wait for each other and for work on shared resources, without threads or clocks.
 
-Work is fluid. Work that runs at the same time shares each resource fairly, and rates change only when some work starts
-or ends. These instants are computed, so that results are exact and the same in every run.
+Concurrent work shares each resource fairly, and rates change only when some work starts or ends. The simulation
+computes these instants, so results are exact and reproducible.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from itertools import count
 
 __all__ = ["Event", "Path", "Pool", "Process", "Resource", "Simulation"]
 
-_FULL = 1e-12  # of a second's work per second; smaller remainders are rounding errors
-_ENDED = 1e-12  # relative; work that ends within this time ends together
+_FULL = 1e-12  # share of a resource; smaller remainders are rounding errors
+_ENDED = 1e-12  # relative; work that ends within this tolerance ends together
 
 
 class Event:
-    """An event that happens once; processes may wait for it before and after."""
+    """An event that happens once; processes may wait for it before or after it has happened."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -27,7 +27,7 @@ class Event:
         self.happened = False
 
     def set(self) -> None:
-        """Let the event happen now."""
+        """Set the event, and resume the waiting processes."""
         assert not self.happened, "an event happens once"
         self.happened = True
         for resume in self._waiting:
@@ -52,8 +52,8 @@ class Resource:
 
     Args:
         name: Name for reports.
-        copies: Number of identical users that each simulated user represents. If ten devices do the same at the same
-            time, one of them is simulated, and its use of shared resources counts ten times.
+        copies: Number of identical users that each simulated user represents. If ten devices do the same work at the
+            same time, only one is simulated, and its use of shared resources counts ten times.
     """
 
     name: str
@@ -62,10 +62,10 @@ class Resource:
 
 @dataclass(eq=False)
 class Path:
-    """The resources that work of one kind needs at the same time.
+    """The resources that one kind of work uses at the same time.
 
     Args:
-        uses: Resources, each with the seconds that a unit of work (a byte, an element) takes of it.
+        uses: Resources, each with its seconds per unit of work (a byte, an element).
     """
 
     uses: tuple[tuple[Resource, float], ...]
@@ -76,8 +76,8 @@ class Path:
         self.rate = min((1 / seconds for _, seconds in self.uses), default=float("inf"))
         """Units per second if no other work is in progress."""
         self.done = 0.0
-        """Units of all work that was started so far."""
-        self.served = 0.0  # units done of any piece of work that has been in progress from the start
+        """Units of all work started so far."""
+        self.served = 0.0  # units done of a piece of work that has been in progress since the path became busy
         self.under_way: list[tuple[float, int, Event]] = []  # heap, by the value of `served` at which the work ends
         self.share = 0.0  # units per second of each piece of work
 
@@ -87,21 +87,21 @@ class Simulation:
 
     def __init__(self) -> None:
         self.now = 0.0
-        """Seconds."""
+        """Current virtual time, in seconds."""
         self._soon: deque[Callable[[], None]] = deque()
         self._busy: dict[Path, None] = {}  # in the order in which they became busy
         self._numbers = count()
         self._changed = False
 
     def soon(self, call: Callable[[], None]) -> None:
-        """Make this call at the present instant, after calls that are already due."""
+        """Schedule a call at the present instant, after calls that are already due."""
         self._soon.append(call)
 
     def event(self) -> Event:
         return Event(self)
 
     def start(self, process: Process) -> Event:
-        """Run a process from now on; return the event of its end."""
+        """Start a process; return the event of its end."""
         end = Event(self)
 
         def resume() -> None:
@@ -116,7 +116,7 @@ class Simulation:
         return end
 
     def work(self, path: Path, units: float) -> Event:
-        """Start this much work; return the event of its end."""
+        """Start ``units`` of work on a path; return the event of its end."""
         end = Event(self)
         path.done += units
         if units <= 0 or not path.uses:
@@ -141,7 +141,7 @@ class Simulation:
         return self.now
 
     def _advance(self) -> None:
-        """Advance to the next end of work."""
+        """Advance to the time at which the next piece of work ends."""
         if self._changed:
             _share(self._busy)
             self._changed = False
@@ -162,7 +162,7 @@ class Simulation:
 
 
 def _share(paths: Iterable[Path]) -> None:
-    """Share max-min fairly: all work gets the same fraction of its rate, until one of its resources is full."""
+    """Share resources max-min fairly: all work gets an equal share of its rate until one of its resources is full."""
     growing = list(paths)
     left: dict[Resource, float] = {}
     for path in growing:

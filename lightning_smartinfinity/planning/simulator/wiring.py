@@ -1,4 +1,4 @@
-"""Paths over a machine's resources: what each kind of work uses at the same time."""
+"""Paths over a machine's resources: the resources that each kind of work uses at the same time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class HostPaths:
     """Paths of the host and its GPU; units are parameters.
 
     Args:
-        select: Function that makes a path for one tasklet, which takes one of the cores that all tasklets share.
+        select: Function that makes a path for one tasklet, which uses one of the cores shared by all tasklets.
     """
 
     update: Path
@@ -62,7 +62,7 @@ def connect(machine: Machine, num_lanes: int) -> tuple[list[Lane], HostPaths]:
 
     Args:
         machine: The machine.
-        num_lanes: Number of devices, or 1 for a device that represents all, which do the same at the same time.
+        num_lanes: Number of devices, or 1 if one device represents all, which work in lockstep.
     """
     assert num_lanes in (1, machine.num_devices)
     copies = machine.num_devices // num_lanes

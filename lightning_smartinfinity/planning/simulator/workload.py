@@ -19,7 +19,7 @@ from lightning_smartinfinity.storage.extents import BLOCK_BYTES
 __all__ = ["ENOUGH_TASKLETS", "NUM_ARRAYS", "Workload"]
 
 NUM_ARRAYS: Mapping[str, int] = MappingProxyType({rule.name: len(rule.arrays) for rule in RULES})
-"""Number of fp32 arrays per element on storage, the master among them, by the name of the optimizer."""
+"""Number of fp32 arrays per element on storage, including the master, by the name of the update rule."""
 
 _FP32_BYTES = 4
 _MOST_PARAMETERS = 10**12
@@ -31,7 +31,7 @@ _FORM = Rule(
 )
 
 ENOUGH_TASKLETS = 4096
-"""With so many, filling and emptying a ring takes far less than 1 % of a step; no more are simulated."""
+"""Most tasklets to simulate: with this many, filling and emptying a ring takes far less than 1 % of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,10 @@ class Workload:
     Args:
         numel: Number of parameters.
         gradients: Form in which gradients are sent.
-        num_arrays: Number of arrays of state, see :data:`NUM_ARRAYS`.
+        num_arrays: Number of arrays of state; see :data:`NUM_ARRAYS`.
         parameter_bytes: Bytes per element of the parameters that the update returns: 2 or 4.
         state_format: Name in ``STATE_FORMATS``; accelerators support few of them.
-        tasklet_bytes: Bytes of the largest extent; None: the default of ``TransferConfig`` for the device.
+        tasklet_bytes: Bytes of the largest extent; None means the device's default in ``TransferConfig``.
         num_buffers: Number of buffers of each ring.
     """
 
@@ -94,24 +94,24 @@ class Workload:
         return self.array_bytes + _FP32_BYTES
 
     def card_layout(self, num_devices: int) -> PartitionLayout:
-        """Return the tasklets as they are cut for accelerators."""
+        """Return the layout of tasklets for accelerators."""
         return self._layout(num_devices, CARD_TASKLET_BYTES)
 
     def simulated_card_layout(self, num_devices: int) -> PartitionLayout:
-        """Return tasklets for accelerators, larger in large models: each accelerator still has enough of them."""
+        """Return the layout for accelerators, with larger tasklets in large models, so that fewer are simulated."""
         return self._layout(num_devices, max(CARD_TASKLET_BYTES, self._enough_bytes(num_devices)))
 
     def host_layout(self, num_devices: int) -> PartitionLayout:
-        """Return the tasklets as they are cut for the host, but larger in large models: there are still enough."""
+        """Return the layout for the host, with larger tasklets in large models, so that fewer are simulated."""
         return self._layout(num_devices, max(HOST_TASKLET_BYTES, self._enough_bytes(1)))
 
     def skipped_bytes(self, numel: int) -> int:
-        """Return the bytes of an extent that the host does not read, since the parameters in its memory hold them."""
+        """Return the bytes of an extent that the host does not read, since its parameters in memory contain them."""
         first = STATE_FORMATS[self.state_format].item_bytes(self.num_arrays)[0]
         return -(-first * numel // BLOCK_BYTES) * BLOCK_BYTES if first == self.parameter_bytes else 0
 
     def _enough_bytes(self, num_rings: int) -> int:
-        """Return the size of tasklets at which each ring still has enough of them."""
+        """Return the tasklet size at which each ring has :data:`ENOUGH_TASKLETS`."""
         return -(-self.array_bytes * self.numel // (num_rings * ENOUGH_TASKLETS))
 
     def _layout(self, num_devices: int, usual_bytes: int) -> PartitionLayout:

@@ -1,4 +1,4 @@
-"""Looks at a model and at a machine for a plan: counts on fake tensors, reads what is free, and measures rates.
+"""Inspects a model and a machine for a plan: counts on fake tensors, reads free resources, and measures rates.
 
 ::
 
@@ -7,5 +7,5 @@
     resources  GPU, host memory, cores and drive of this machine
     rates      seconds of real layers, of memory copies and of the drive
 
-Only ``rates`` allocates memory for a model: parameters of 1 GB, or three of its layers, and as much for gradients.
+Only ``rates`` allocates memory for a model: 1 GB for parameters, or three of its layers, and as much for gradients.
 """

@@ -1,4 +1,4 @@
-"""Measures the update of a small optimizer state on a drive: what reads, updates and writes in every step."""
+"""Measures a drive by updating a small optimizer state on it: the reads, updates and writes of every step."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from lightning_smartinfinity.storage import StoreDescription, create_store
 
 __all__ = ["Drive", "measure_drive"]
 
-# Drives need some gigabytes and some seconds to show the rate of a long step: with a fourth of these elements and five
-# updates, figures of one machine differed by 70 %.
+# A drive shows its rate in long steps only after some gigabytes and seconds: with a fourth of these elements and five
+# updates, the results on one machine varied by 70 %.
 _NUMEL = 96 * 1024 * 1024
 _RUNS, _MOST_SECONDS = 20, 15.0
 _MOST_OF_FREE = 8
@@ -48,13 +48,13 @@ class Drive:
 
 
 def measure_drive(storage: Path, *, state_format: str = "fp32", numel: int | None = None) -> Drive:
-    """Update AdamW's state of a parameter in a folder, with direct I/O where possible, and remove it again.
+    """Create AdamW's state of one parameter in a folder, update it with direct I/O where possible, and remove it.
 
     Args:
         storage: Folder on the drive, which is created if it is missing.
         state_format: Format of the state.
-        numel: Elements of the parameter, which is bf16. Default: as many as need 2.4 GB in fp32, but at most an eighth
-            of the free space.
+        numel: Elements of the parameter, which is bf16. Default: 96 Mi elements, 2.4 GB of fp32 state, but at most an
+            eighth of the free space.
 
     Raises:
         StorageError: The folder cannot be used, or is too small.
@@ -75,7 +75,7 @@ def _default_numel(storage: Path) -> int:
 
 @contextmanager
 def _handler(storage: Path, *, state_format: str, numel: int) -> Iterator[tuple[TransferHandler, StepPlan]]:
-    # A job of its own, which `smart-infinity jobs` finds if this process is killed.
+    # A separate job, which `smart-infinity jobs` finds if this process is killed.
     config, rule = TransferConfig(job=f"measure-{uuid.uuid4().hex[:8]}"), rule_for(_optimizer())
     layout = build_layout(
         [ParameterSlice(name="p", numel=numel, real_numel=numel, group=0, sub_group=0)],
@@ -122,7 +122,7 @@ def _measured(handler: TransferHandler, plan: StepPlan, numel: int) -> Drive:
         computing.append(handler.traffic().compute_seconds - compute)
     after = handler.traffic()
     moved = after.shared_read_bytes + after.shared_write_bytes - before.shared_read_bytes - before.shared_write_bytes
-    # The first step writes places that were never written before.
+    # Leave out the first step: it writes to places that were never written before.
     return Drive(
         bytes_per_second=moved / len(seconds) / statistics.median(seconds[1:]),
         parameters_per_cpu_second=numel / max(statistics.median(computing[1:]), 1e-9),

@@ -47,12 +47,12 @@ class ModelSource:
     """A model that can be built.
 
     Args:
-        name: Name for people.
-        assumed: What is assumed of the model, in words.
+        name: Display name.
+        assumed: Assumptions about the model, in words.
         build: Function that builds the module; None if only a shape is known.
         build_with: Function that builds a model of transformers from another configuration.
-        shape: Shape of a model that is known by its number of parameters only.
-        config: transformers' configuration, if the model is one of its.
+        shape: Shape of a model of which only the number of parameters is known.
+        config: transformers' configuration of the model; None for other models.
     """
 
     name: str
@@ -71,7 +71,7 @@ def find_source(spec: str, *, arguments: Mapping[str, Any] | None = None) -> Mod
         arguments: Arguments of the class.
 
     Raises:
-        ConfigError: There is no such model, or the text names none.
+        ConfigError: The model does not exist, or the text is not a model's name.
         UnsupportedError: transformers is missing or has no such model.
     """
     number = num_parameters(spec)
@@ -94,13 +94,13 @@ def find_source(spec: str, *, arguments: Mapping[str, Any] | None = None) -> Mod
 
 
 def survey_model(source: ModelSource, *, batch: int, seq: int, in_16_bit: bool = True) -> ModelFigures:
-    """Count a model's parameters, and what a forward and backward take.
+    """Count a model's parameters, and the bytes and operations of a forward and backward.
 
     Args:
         source: The model.
         batch: Sequences of a micro-batch.
         seq: Tokens of a sequence.
-        in_16_bit: Whether parameters are bf16 or fp16; otherwise they are fp32.
+        in_16_bit: Whether parameters are bf16 or fp16; if not, they are fp32.
 
     Raises:
         ConfigError: The class cannot be built with these arguments.
@@ -146,7 +146,7 @@ def survey_model(source: ModelSource, *, batch: int, seq: int, in_16_bit: bool =
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make new parameters in a dtype while the body runs."""
+    """Set torch's default dtype while the body runs."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -156,7 +156,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _built_without_memory(source: ModelSource) -> tuple[nn.Module, str]:
-    """Build a model on fake tensors, or else on the meta device, with words why it cannot be run."""
+    """Build a model on fake tensors; if that fails, build it on the meta device and explain why it cannot run."""
     assert source.build is not None
     try:
         return source.build(), ""
@@ -167,7 +167,7 @@ def _built_without_memory(source: ModelSource) -> tuple[nn.Module, str]:
 
 
 def _num_layers(module: nn.Module) -> int:
-    """Return the length of the longest list of modules, which is that of the repeated layers."""
+    """Return the length of the longest ModuleList, assumed to hold the repeated layers."""
     return max((len(each) for each in module.modules() if isinstance(each, nn.ModuleList)), default=1) or 1
 
 
@@ -196,7 +196,7 @@ def _from_folder(path: Path) -> ModelSource:
     folder = path if path.is_dir() else path.parent
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # whatever transformers and a model's own configuration raise on values
+    except Exception as error:  # transformers and models' configurations raise anything on bad values
         raise ConfigError(
             f"The configuration in {str(folder)!r} cannot be read: {in_short(error)}.",
             "Pass a model that the installed transformers knows, without code of its own.",
@@ -205,10 +205,10 @@ def _from_folder(path: Path) -> ModelSource:
 
 
 def _from_hub(name: str) -> ModelSource:
-    """Return a model of the hub, whose configuration lies in the cache of this machine."""
+    """Return a model of the hub whose configuration is in this machine's cache."""
     try:
         config = _transformers().AutoConfig.from_pretrained(name, local_files_only=True)
-    except Exception as error:  # whatever transformers raises if there is no such file in the cache
+    except Exception as error:  # transformers raises several types if the file is not in the cache
         raise ConfigError(
             f"MODEL={name!r} is no folder here, and no model in the local cache of the hub.",
             f"Fetch its configuration: hf download {name} config.json. Or pass a folder, or a number such as 7B.",
@@ -247,7 +247,7 @@ def _of_transformers(name: str, model_class: Any, config: Any, *, assumed: str =
 def _built(model_class: Any, config: Any) -> nn.Module:
     try:
         model: nn.Module = model_class(config)
-    except Exception as error:  # whatever a model's own code raises on values that it does not know
+    except Exception as error:  # a model's own code may raise anything on unknown values
         raise ConfigError(
             f"{model_class.__name__} cannot be built from its configuration: {in_short(error)}.",
             "Mend config.json, or install a version of transformers that knows the model.",
@@ -260,7 +260,7 @@ def _from_class(spec: str, arguments: dict[str, Any]) -> ModelSource:
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         found = getattr(importlib.import_module(module_name), class_name, None)
-    except (Exception, SystemExit) as error:  # whatever the module's own code raises
+    except (Exception, SystemExit) as error:  # the module's own code may raise anything
         raise ConfigError(
             f"MODEL={spec!r}: the module {module_name!r} cannot be imported: {in_short(error)}.",
             "Run the command in the folder that holds it, or install its package.",
@@ -282,7 +282,7 @@ def _constructed(found: type[nn.Module], arguments: dict[str, Any]) -> nn.Module
             configure = getattr(module, "configure_model", None)
             if callable(configure):
                 configure()
-    except (Exception, SystemExit) as error:  # whatever the class's own code raises
+    except (Exception, SystemExit) as error:  # the class's own code may raise anything
         raise ConfigError(
             f"{found.__name__} cannot be built with the arguments {arguments}: {in_short(error)}.",
             "Pass its arguments as JSON: --init-args '{\"width\": 1024}'. Or pass the folder of the model itself.",
@@ -292,7 +292,7 @@ def _constructed(found: type[nn.Module], arguments: dict[str, Any]) -> nn.Module
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Let ``from_pretrained`` of transformers' models build them from their configurations, without reading weights."""
+    """Make ``from_pretrained`` of transformers' models build them from configurations only, without weights."""
     try:
         modeling = importlib.import_module("transformers.modeling_utils")
     except ImportError:
@@ -311,7 +311,7 @@ def without_weights() -> Iterator[None]:
 
 
 def with_transformer(source: ModelSource) -> ModelSource:
-    """Return the source of the only model of transformers in a module, or the same source if it is of one already."""
+    """Return a source for the only transformers model inside the source's module, or the source itself."""
     if source.config is not None or source.build is None:
         return source
     with FakeTensorMode():
@@ -320,7 +320,10 @@ def with_transformer(source: ModelSource) -> ModelSource:
 
 
 def turns_checkpoints_on(model: Any) -> bool:
-    """Return whether a model of transformers, or None, has activation checkpoints; asking by an old name warns."""
+    """Return whether a transformers model has activation checkpoints enabled; False for None.
+
+    The new attribute is asked for first, because the old one warns.
+    """
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     return bool(next((getattr(model, name) for name in names if hasattr(type(model), name)), False))
 

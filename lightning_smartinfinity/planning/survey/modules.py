@@ -1,4 +1,4 @@
-"""Looks at the module of a training, before it is built where ``configure_model`` builds it."""
+"""Inspects the module of a training, even before ``configure_model`` has built it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OWNERS = ("_trainer", "_fabric")  # of a LightningModule
 
 
 class _NothingAddedError(Exception):
-    """``configure_model`` adds no parameter to those that are there."""
+    """``configure_model`` added no parameter to the existing ones."""
 
 
 def is_built(module: nn.Module) -> bool:
@@ -42,9 +42,9 @@ def is_built(module: nn.Module) -> bool:
 
 
 def survey_module(module: nn.Module, *, batch: int, seq: int, in_16_bit: bool) -> ModelFigures:
-    """Count a module's parameters, and what a forward and backward take if a model of transformers is inside.
+    """Count a module's parameters, and the passes of a transformers model inside it.
 
-    If it has a ``configure_model``, that runs on a copy, on fake tensors. The module itself does not change.
+    A ``configure_model`` is run on a copy, on fake tensors. The module itself does not change.
 
     Args:
         module: The module. Its parameters may be partitioned.
@@ -53,8 +53,8 @@ def survey_module(module: nn.Module, *, batch: int, seq: int, in_16_bit: bool) -
         in_16_bit: Whether parameters will be bf16 or fp16.
 
     Raises:
-        ConfigError: It has no parameter to train.
-        UnsupportedError: It cannot be built on fake tensors.
+        ConfigError: The module has no parameter to train.
+        UnsupportedError: The module cannot be built on fake tensors.
     """
     name = type(module).__name__
     if not callable(getattr(module, "configure_model", None)):
@@ -67,7 +67,7 @@ def survey_module(module: nn.Module, *, batch: int, seq: int, in_16_bit: bool) -
         return _of_built(name, module, batch=batch, seq=seq, in_16_bit=in_16_bit)
     except SmartInfinityError:
         raise
-    except Exception as error:  # whatever the user's own code raises on tensors without values
+    except Exception as error:  # the user's own code may raise anything on tensors without values
         raise UnsupportedError(
             f"plan='auto' cannot look at {name} before it is built: {in_short(error)}.",
             "Name the model: plan={'model': 'folder, package.module:Class or 7B'}.",
@@ -75,12 +75,12 @@ def survey_module(module: nn.Module, *, batch: int, seq: int, in_16_bit: bool) -
 
 
 def _configured(module: nn.Module) -> nn.Module:
-    """Return a copy of a module on which ``configure_model`` was called. Tensors that it has already are shared."""
+    """Return a copy of a module after ``configure_model``. The copy shares the module's existing tensors."""
     tensors = list(chain(module.parameters(), module.buffers()))
     owners = [(each, name, vars(each)[name]) for each in module.modules() for name in _OWNERS if name in vars(each)]
     known = {id(each): each for each in (*tensors, *(owner for *_, owner in owners))}
     twin: Any = copy.deepcopy(module, known)
-    for each, name, owner in owners:  # Lightning leaves them out of copies
+    for each, name, owner in owners:  # Lightning omits them from copies
         vars(known[id(each)])[name] = owner
     with without_weights():
         twin.configure_model()
@@ -92,7 +92,7 @@ def _configured(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """Let what is drawn within have no consequence outside."""
+    """Restore the random states of Python, NumPy and torch after the body."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -120,7 +120,7 @@ def _of_built(name: str, module: nn.Module, *, batch: int, seq: int, in_16_bit: 
     try:
         source = with_transformer(ModelSource(name=name, build=lambda: module))
         whole = survey_model(source, batch=batch, seq=seq, in_16_bit=in_16_bit)
-    except Exception as error:  # such as that of a subclass with a constructor of its own
+    except Exception as error:  # such as a subclass whose constructor takes other arguments
         return replace(figures, assumed=f"{UNCOUNTED}: {in_short(error)}")
     return replace(
         whole,

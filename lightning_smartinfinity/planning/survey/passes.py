@@ -18,13 +18,13 @@ from lightning_smartinfinity.storage.io.os_errors import in_short
 __all__ = ["UNCOUNTED", "count_passes", "loss_of", "transformer_in"]
 
 UNCOUNTED = "activations and time were not counted"
-"""The beginning of words that say why there are no passes."""
+"""Beginning of a text that explains why there are no passes."""
 
 
 def count_passes(module: nn.Module, *, batch: int, seq: int) -> tuple[Passes | None, str]:
     """Run a module of fake parameters forward and backward.
 
-    Only models of transformers that take ``input_ids`` can be run, or modules that contain exactly one.
+    Only transformers models that take ``input_ids`` can be run, or modules that contain exactly one such model.
 
     Args:
         module: Module that was built within a ``FakeTensorMode``, which is still active.
@@ -32,31 +32,31 @@ def count_passes(module: nn.Module, *, batch: int, seq: int) -> tuple[Passes | N
         seq: Tokens of a sequence.
 
     Returns:
-        What the passes take, and nothing; or None and words that say why.
+        The passes and an empty text; or None and a text that explains why.
     """
     model = transformer_in(module)
     if model is None:
         return None, f"{UNCOUNTED}: the module holds no model of transformers, or several"
     model.train()
-    # A cache of keys and values is for generating; with activation checkpoints transformers warns of it.
+    # The cache of keys and values is only for generation, and with activation checkpoints transformers warns about it.
     for config in {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}.values():
         if hasattr(config, "use_cache"):
             config.use_cache = False
     try:
         kept = _kept_bytes(model, batch=batch, seq=seq)
         return _counted(model, batch=batch, seq=seq, kept=kept), ""
-    except Exception as error:  # whatever a model's own code raises on tensors without values
+    except Exception as error:  # a model's own code may raise anything on tensors without values
         return None, f"{UNCOUNTED}: {in_short(error)}"
 
 
 def transformer_in(module: nn.Module) -> Any:
-    """Return the only outermost model of transformers in a module; None if there is none, or several."""
+    """Return the only outermost transformers model in a module; None if there is none, or several."""
     found = list(models_in(module).values())
     return found[0] if len(found) == 1 else None
 
 
 def loss_of(model: Any, *, batch: int, seq: int, device: str = "cpu") -> torch.Tensor:
-    """Return the loss of a model of transformers on zeros, or the sum of its first output if it has no loss."""
+    """Return the loss of a transformers model on zeros, or the sum of its first output if it has no loss."""
     tokens = torch.zeros((batch, seq), dtype=torch.long, device=device)
     if "ForSequenceClassification" in type(model).__name__:
         labels = tokens[:, 0].contiguous()
@@ -70,7 +70,7 @@ def loss_of(model: Any, *, batch: int, seq: int, device: str = "cpu") -> torch.T
 
 
 def _kept_bytes(model: Any, *, batch: int, seq: int) -> int:
-    """Return the bytes that forward leaves for backward with activation checkpoints."""
+    """Return the bytes that forward saves for backward with activation checkpoints; -1 if there are none."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         return -1
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -113,7 +113,7 @@ def _counted(model: Any, *, batch: int, seq: int, kept: int) -> Passes:
 
 
 def _drop_gradient(param: torch.Tensor) -> None:
-    # As in training, where a gradient leaves for the arena as soon as it is complete.
+    # As in training, where a complete gradient is moved to the arena at once.
     param.grad = None
 
 
@@ -122,16 +122,16 @@ def _vocab(model: Any) -> int:
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own types are incomplete
-    """Follows the bytes of all tensors that operations make, from their making to their end.
+    """Tracks the bytes of all tensors that operations create, until they are freed.
 
     Args:
         model: Model whose parameters and buffers do not count.
-        vocab: Size of the vocabulary: tensors with such a last dimension, and a dimension before, are logits.
+        vocab: Size of the vocabulary; tensors of two or more dimensions with this last dimension are logits.
 
     Attributes:
-        now: Bytes that live now.
-        peak: Most bytes that lived at once.
-        logits_at_peak: Bytes of logits among those.
+        now: Bytes allocated now.
+        peak: Most bytes allocated at once.
+        logits_at_peak: Bytes of logits at the peak.
     """
 
     def __init__(self, model: nn.Module, *, vocab: int) -> None:

@@ -1,4 +1,4 @@
-"""Measures the rates of this machine on which the time of a step depends."""
+"""Measures the rates of this machine that determine the time of a step."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from lightning_smartinfinity.planning.training import Training
 __all__ = ["measure_rates", "require_device"]
 
 _FEW_LAYERS, _LEAST_LAYERS = 1, 3
-_TIMED_BYTES = 10**9  # of parameters, unless three layers have more
+_TIMED_BYTES = 10**9  # bytes of parameters, unless three layers have more
 _RUNS = 3
-_SECONDS_FOR_PASSES = 15.0  # each of the two models stops repeating then
+_SECONDS_FOR_PASSES = 15.0  # limit for repeating each of the two models
 _COPIED_BYTES = 256 << 20
 
 
 def require_device(device: str) -> str:
-    """Return the device, ``"cpu"`` or ``"cuda"``, if it is here.
+    """Return the device, ``"cpu"`` or ``"cuda"``, if this machine has it.
 
     Raises:
         ConfigError: There is no GPU to measure.
@@ -47,16 +47,17 @@ def measure_rates(
 ) -> Rates:
     """Measure on this machine, in about a minute, and return the rates with measured figures.
 
-    A model of transformers runs forward and backward in the parameters' dtype. If its parameters have more than 1 GB,
-    two models with fewer layers of its shapes do, of which the larger one has about 1 GB, but at least three layers.
-    The rest follows from the difference. Of a module that contains a model of transformers, this model is measured.
+    A transformers model runs forward and backward in the parameters' dtype. If its parameters exceed 1 GB, two smaller
+    models with layers of the same shapes run instead: one with a single layer, and one of about 1 GB, but at least
+    three layers. The time of the whole model is extrapolated from their difference. If a module contains a transformers
+    model, that model is measured.
 
     Args:
         source: The model.
         model: Its sizes.
         training: The training.
         rates: Rates to replace.
-        storage: Folder on the drive to measure; a file in it is removed at the end.
+        storage: Folder on the drive to measure; files created there are removed at the end.
         device: ``"cpu"`` or ``"cuda"``.
 
     Raises:
@@ -88,7 +89,7 @@ def _flops(source: ModelSource, model: ModelFigures, training: Training, *, devi
 def _seconds_of_model(
     source: ModelSource, model: ModelFigures, training: Training, *, dtype: torch.dtype, device: str
 ) -> tuple[float, float]:
-    """Return the seconds of forward and backward of the whole model, from those of its first layers if it is large."""
+    """Return the seconds of forward and backward of the whole model, extrapolated from fewer layers if it is large."""
     num_layers = max(_LEAST_LAYERS, model.num_layers * _TIMED_BYTES // (dtype.itemsize * model.numel))
     if model.num_layers <= num_layers:
         whole = _seconds_of_passes(source, model.num_layers, training, dtype=dtype, device=device)
@@ -96,7 +97,7 @@ def _seconds_of_model(
     few = _seconds_of_passes(source, _FEW_LAYERS, training, dtype=dtype, device=device)
     more = _seconds_of_passes(source, num_layers, training, dtype=dtype, device=device)
     further = (model.num_layers - _FEW_LAYERS) / (num_layers - _FEW_LAYERS)
-    # Noise may make the larger model the faster one.
+    # Because of noise, the larger model may seem faster: assume at least a tenth of its time for the further layers.
     forward, backward = (a + further * max(b - a, 0.1 * b) for a, b in zip(few, more, strict=True))
     return forward, backward
 
@@ -111,11 +112,11 @@ def _seconds_of_passes(
         timed.append(_time_passes(model, training, device=device))
     del model
     gc.collect()
-    return [statistics.median(part) for part in zip(*timed[1:], strict=True)]  # the first one warms up
+    return [statistics.median(part) for part in zip(*timed[1:], strict=True)]  # the first run warms up
 
 
 def _truncated(source: ModelSource, num_layers: int, *, dtype: torch.dtype, device: str) -> nn.Module:
-    """Return a model of transformers with fewer layers and arbitrary weights."""
+    """Return a transformers model with fewer layers and arbitrary weights."""
     config = copy.deepcopy(source.config)
     config.num_hidden_layers = num_layers
     if isinstance(getattr(config, "layer_types", None), list):

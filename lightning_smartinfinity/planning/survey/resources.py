@@ -1,4 +1,4 @@
-"""Looks at what this machine has."""
+"""Finds the resources of this machine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["survey_resources"]
 
 
 def survey_resources(storage: Path) -> Resources:
-    """Return the GPUs, the memory, the cores and the disk that a training here may use.
+    """Return the GPUs, memory, cores and disk that a training on this machine may use.
 
-    Host memory is what is available now, within the limits of the process's control groups.
+    Host memory is the memory available now, within the limits of the process's control groups.
 
     Args:
         storage: The storage folder, which need not exist.
