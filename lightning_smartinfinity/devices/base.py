@@ -1,4 +1,4 @@
-"""The interface of all storage devices and the counters that they keep."""
+"""The interface of all storage devices, and their counters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Counters:
 
 
 def _each(operation: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
-    """Apply an operation to two numbers, or to two tuples of folders; missing folders have counted nothing."""
+    """Apply an operation to two numbers, or to two tuples of folders; missing folders count as zero."""
     if not isinstance(one, tuple):
         return operation(one, other)
     return tuple(operation(*pair) for pair in zip_longest(one, other, fillvalue=FolderTraffic()))
@@ -38,8 +38,8 @@ class FolderTraffic(_Counters):
     """Cumulative counters of one storage folder of one rank.
 
     Args:
-        read_bytes: All bytes read from it: state with padding and trailers, and gradients that go through a file.
-        write_bytes: All bytes written to it, counted in the same way.
+        read_bytes: All bytes read from the folder: state with padding and trailers, and gradients sent through a file.
+        write_bytes: All bytes written to the folder, counted in the same way.
         busy_seconds: Time during which at least one read or write was in progress.
     """
 
@@ -57,33 +57,33 @@ class Traffic(_Counters):
         numel: Elements updated in committed steps, in total (filled in by the handler).
         shared_read_bytes: Bytes sent to the host over the channel that all devices share: extents that the host reads
             from storage, and parameters that a card has updated.
-        shared_write_bytes: Bytes sent from the host over that channel: extents that it writes to storage, and gradients
-            for a card, into its memory or through a file on its SSD.
-        internal_read_bytes: Bytes moved inside devices from storage to accelerator: a card's state, and gradients that
-            go through a file.
+        shared_write_bytes: Bytes sent from the host over that channel: extents that the host writes to storage, and
+            gradients for a card, sent into its memory or through a file on its SSD.
+        internal_read_bytes: Bytes moved inside devices from storage to accelerator: a card's state, and gradients sent
+            through a file.
         internal_write_bytes: Bytes moved inside devices from accelerator to storage: a card's state.
-        storage_write_bytes: All bytes written to storage, which is what wears it out: extents with padding and
-            trailers, gradients that go through a file, and activations, but not commit records.
+        storage_write_bytes: All bytes written to storage, which cause its wear: extents with padding and trailers,
+            gradients sent through a file, and activations, but not commit records.
         read_calls: Reads issued.
         write_calls: Writes issued.
         read_seconds: Time in reads, summed over threads.
         write_seconds: Time in writes, summed over threads.
         compute_seconds: Time in updates, summed over threads.
         kernel_seconds: Time from the start to the end of a card's runs, summed over cards.
-        wait_seconds: Time callers spent waiting.
+        wait_seconds: Time that callers spent waiting.
         system_calls: System calls made for I/O.
         io_cpu_seconds: CPU time of the threads that do I/O.
-        cached_read_bytes: State that was in host memory and so was not read from storage (``dram_cache_bytes``).
-        cached_write_bytes: State that is kept in host memory only and so was not written to storage.
+        cached_read_bytes: State not read from storage because it was in host memory (``dram_cache_bytes``).
+        cached_write_bytes: State not written to storage because it is kept in host memory only.
         padding_bytes: Padding to whole blocks that was moved inside devices.
-        control_bytes: Bytes that keep state whole: commit records and, where devices update, trailers of extents and
-            the status of each run. (Trailers that the host reads and writes are part of its extents.)
-        background_read_bytes: State read for checkpoints that are saved beside the training (filled in by the handler).
-            No other counter has these reads, so that all others are those of the training itself.
-        activation_read_bytes: What forward saved for backward, read from storage (filled in by the strategy). But for
-            ``storage_write_bytes``, no other counter has the transfers of activations.
-        activation_write_bytes: What forward saved for backward, written to storage.
-        activation_wait_seconds: Time for which forward and backward waited for these transfers.
+        control_bytes: Bytes that protect the integrity of state: commit records and, if cards update, trailers of
+            extents and the status of each run. (Trailers that the host reads and writes are part of its extents.)
+        background_read_bytes: State read for checkpoints that are saved during the training (filled in by the handler).
+            These reads are not included in other counters, which count the training only.
+        activation_read_bytes: Tensors saved by forward for backward, read from storage (filled in by the strategy).
+            Transfers of activations are not included in other counters, except ``storage_write_bytes``.
+        activation_write_bytes: Tensors saved by forward for backward, written to storage.
+        activation_wait_seconds: Time that forward and backward waited for these transfers.
         folders: Counters of each storage folder of optimizer state, in the folders' order.
     """
 
@@ -115,13 +115,13 @@ class Traffic(_Counters):
 
     @classmethod
     def of(cls, counters: native.Counters, **others: Any) -> Traffic:
-        """Take over the native core's counters that have the same names, and add the other fields."""
+        """Copy the native core's counters of the same names, and set the other fields."""
         same = {name: getattr(counters, name) for name in vars(cls()) if hasattr(counters, name)}
         return cls(**same | others)
 
     @classmethod
     def over_shared_channel(cls, counters: native.Counters) -> Traffic:
-        """Convert the native core's counters, all of which count traffic between host and storage."""
+        """Convert the counters of a native pipeline that moves data between host and storage only."""
         read, written = counters.read_bytes, counters.written_bytes
         sums = {"shared_read_bytes": read, "shared_write_bytes": written, "storage_write_bytes": written}
         folders = tuple(
@@ -150,30 +150,30 @@ class StorageDevice(ABC):
             files: One state file for each storage folder.
             identity: Job, rank and state format, which every extent carries.
             buffer_bytes: Size of the largest extent.
-            resident_bytes: Sizes of the first tasklets' extents, whose state stays in memory from then on.
-            written_through: Whether resident state is written to storage as well.
+            resident_bytes: Sizes of the first tasklets' extents, whose state stays in memory.
+            written_through: Whether resident state is also written to storage.
         """
 
     @property
     @abstractmethod
     def moves_tasklets(self) -> bool:
-        """Whether the device can write a tasklet to another file than the one it was read from.
+        """Whether the device can write a tasklet to another file than it was read from.
 
-        If not, each tasklet stays on the storage folder that it was first assigned to.
+        If not, each tasklet stays in the storage folder to which it was first assigned.
         """
 
     @property
     @abstractmethod
     def updates_from_parameters(self) -> bool:
-        """Whether an update can take master weights from parameters in memory that serve as the master weights.
+        """Whether an update can use parameters in memory as the master weights, or as their upper halves.
 
-        If not, the update reads them from storage, as it does when parameters have 16 bits.
+        If not, the update reads all master weights from storage.
         """
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """A line for users: where the open device updates, and what moves the state."""
+        """A line for users: where the open device updates, and which engine moves the state."""
 
     @property
     @abstractmethod
@@ -195,13 +195,13 @@ class StorageDevice(ABC):
 
     @abstractmethod
     def prefer(self, positions: Sequence[int]) -> None:
-        """Move these tasklets of the batch, in this order, ahead of the others that have not started."""
+        """Move these tasklets of the batch, in this order, before all others that have not started."""
 
     @abstractmethod
     def wait(self, positions: Sequence[int] | None = None) -> None:
-        """Return when the outputs of these tasklets (positions in the batch) are in memory; ``None`` means all.
+        """Wait until the outputs of these tasklets (positions in the batch) are in memory; ``None`` means all.
 
-        Those that have not started are moved ahead of the others.
+        Those that have not started are moved before the others.
 
         Raises:
             StorageError: The batch failed. :meth:`finish` must still be called.
@@ -211,27 +211,27 @@ class StorageDevice(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Return when nothing of the batch is in progress; the batch is then over. Raises the errors of :meth:`wait`.
+        """Wait until no work of the batch is in progress, and end the batch. Raises the errors of :meth:`wait`.
 
-        Ctrl-C ends this wait, and that of :meth:`wait`, with KeyboardInterrupt; the batch continues.
+        Ctrl-C during this call or :meth:`wait` raises KeyboardInterrupt; the batch continues.
         """
 
     @abstractmethod
     def stop(self) -> None:
-        """End the batch, if there is one, without starting more tasklets; return when none is in progress."""
+        """End the batch in progress: start no more tasklets, and wait until none is in progress. Idempotent."""
 
     @abstractmethod
     def counters(self) -> Traffic:
-        """Cumulative counters since :meth:`open`."""
+        """Return the cumulative counters since :meth:`open`."""
 
     @abstractmethod
     def close(self) -> None:
         """Wait for work in progress, then release threads and memory; idempotent."""
 
     def when_written(self, then: Callable[[], object]) -> None:
-        """After :meth:`close`, call ``then`` once nothing writes to the files any more, which here is at once.
+        """After :meth:`close`, call ``then`` once no write to the files is in progress; by default at once.
 
         Args:
-            then: Function to call. A device that abandoned a write calls it later, when that write has returned.
+            then: Function to call. A device that abandoned a write does not call it before that write has returned.
         """
         then()

@@ -1,4 +1,4 @@
-"""The host CPU over any block device."""
+"""The storage device that updates on the host CPU, over any block device."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class HostDevice(StorageDevice):
         num_buffers: Number of ring buffers (``TransferConfig.num_buffers``).
         io_threads: Number of threads that read and write; ``None`` means four for each file.
         compute_threads: Number of threads that update (``TransferConfig.compute_threads``).
-        io_engine: The engine that reads and writes (``TransferConfig.io_engine``).
-        io_timeout: Seconds after which a read or write is given up (``TransferConfig.io_timeout``).
+        io_engine: Engine for reads and writes (``TransferConfig.io_engine``).
+        io_timeout: Seconds after which a read or write is abandoned (``TransferConfig.io_timeout``).
 
     Raises:
         ConfigError: The I/O engine is unavailable on this machine.
@@ -72,7 +72,7 @@ class HostDevice(StorageDevice):
         self._num_given = 0  # tasklets of the batch
         self._path = ""
         self._closed = False
-        self._leaves_writes = False  # whether writes that were given up were in progress at the end
+        self._leaves_writes = False  # whether abandoned writes were still in progress at the end
         self._buffered: list[str] = []
 
     @property
@@ -159,7 +159,7 @@ class HostDevice(StorageDevice):
 
     def finish(self) -> None:
         _raise_failure(self.pipeline.finish())
-        # The pipeline reports a failure once; an interrupt may have come before the caller heard of it.
+        # The pipeline reports a failure only once, and an interrupt may have discarded that report.
         if len(self.pipeline.finished()) < self._num_given:
             raise StorageError("Optimizer state was not moved, and an interrupt hid why.", "Do it again.")
 
@@ -175,12 +175,13 @@ class HostDevice(StorageDevice):
             self._closed = True
             try:
                 self._pipeline.stop()
-            finally:  # an interrupt comes at its end
+            finally:  # stop() raises an interrupt only after it is done
                 self._leaves_writes = bool(self._pipeline.writes_out())
                 self._pipeline.close()
 
     def when_written(self, then: Callable[[], object]) -> None:
-        # What was given up may return at any time, and until then the files belong to this process.
+        # Abandoned writes may still reach the files at any time, so they must stay with this process: never call
+        # then().
         if not self._leaves_writes:
             then()
 
@@ -191,7 +192,7 @@ def _registration_in_words(pipeline: native.Pipeline) -> str:
         return "with registered buffers"
     reason = os.strerror(counters.registration_errno)
     if counters.registration_errno == errno.ENOMEM:
-        # ENOMEM means the limit on lockable memory, which counts what all processes of a user have registered.
+        # ENOMEM means the limit on lockable memory, which counts all registered memory of a user's processes.
         ring = f"the ring of {pipeline.ring_bytes / 2**20:.2f} MiB"
         reason = f"{ring} does not fit below the limit on lockable memory; raise it: ulimit -l"
     return f"without registered buffers ({reason})"
@@ -203,7 +204,7 @@ def _raise_failure(failure: native.Failure | None) -> None:
 
 
 def _error_of(failure: native.Failure) -> SmartInfinityError:
-    # Only gradients, which an update reads beside the state, lie in a file without a name.
+    # Only gradients are in an unnamed file; an update reads them in addition to the state.
     what = "Gradients" if failure.path.endswith(UNNAMED) else "Optimizer state"
     if failure.kind in ("io", "short", "timeout"):
         return failure_error(failure, what=what)

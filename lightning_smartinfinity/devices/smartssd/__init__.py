@@ -1,4 +1,4 @@
-"""Samsung SmartSSDs: optimizer state goes from the SSD to the accelerator beside it and back, past the host."""
+"""Samsung SmartSSDs: optimizer state moves between an SSD and its accelerator, without passing the host."""
 
 from lightning_smartinfinity.devices.smartssd.device import SmartSSDDevice
 from lightning_smartinfinity.devices.smartssd.discovery.card_setup import CardSetup, find_cards

@@ -1,4 +1,4 @@
-"""SmartSSDs behind the interface of all devices."""
+"""SmartSSDs as a storage device."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ __all__ = ["SmartSSDDevice"]
 
 _log = logging.getLogger(__name__)
 
-_HOST_BUFFERS = 2  # the host reads and writes outside of steps, and updates what a card leaves unfinished
-_MOST_IO_THREADS = 64  # one for each buffer: with fewer, earlier reads delay writes that could run beside them
+_HOST_BUFFERS = 2  # the host reads and writes outside of steps, and updates tasklets that a card leaves unfinished
+_MOST_IO_THREADS = 64  # one for each buffer: with fewer, earlier reads delay writes that could run concurrently
 _WRITING = (native.Operation.UPDATE, native.Operation.WRITE, native.Operation.MODIFY)
-_COMPUTE_THREADS = 2  # while one waits for a card's run, the other fetches the parameters of another
+_COMPUTE_THREADS = 2  # while one waits for a card's run, the other fetches the parameters of another run
 
 
 class SmartSSDDevice(StorageDevice):
-    """Updates on the cards beside the SSDs: gradients go to the cards, parameters come back, state stays there.
+    """Updates on the SSDs' cards: gradients are sent to the cards, parameters are sent back, state stays there.
 
-    Everything but updates runs on a host device over the same files, and so does what a card leaves unfinished.
+    A host device over the same files runs everything else: other operations, and tasklets that a card leaves
+    unfinished.
 
     Args:
         setup: The cards, one for each storage folder.
@@ -44,7 +45,7 @@ class SmartSSDDevice(StorageDevice):
         ring: Buffers in each card's memory.
         compute_threads: Number of threads that update on the host.
         io_engine: The I/O engine of the host.
-        io_timeout: Seconds after which a read or write of the host is given up.
+        io_timeout: Seconds after which a read or write of the host is abandoned.
     """
 
     def __init__(
@@ -67,10 +68,10 @@ class SmartSSDDevice(StorageDevice):
         self._workers: list[CardWorker] = []
         self._num_files = 0
         self._num_works = 0
-        # The part of the batch that the host works, in the host's order; None: the host works the whole batch.
+        # The part of the batch that the host processes, in the host's order; None means the whole batch.
         self._on_host: list[Work] | None = []
         self._host_active = False
-        self._host_has_all = True  # False while works are handed to it; an interrupt leaves it False
+        self._host_has_all = True  # False while works are handed to the host; an interrupt leaves it False
         self._error: DeviceError | None = None
 
     @property
@@ -178,10 +179,10 @@ class SmartSSDDevice(StorageDevice):
             self._host.extend(more)
 
     def _require_no_late_write(self, tasklets: Sequence[native.Tasklet]) -> None:
-        """Raise if an abandoned write may still reach the place that one of these tasklets will write to.
+        """Raise if an abandoned write may still reach a place to which one of these tasklets will write.
 
         Raises:
-            DeviceError: There is such a write; nothing has been started.
+            DeviceError: There is such a write; no work has been started.
         """
         for worker in self._workers:
             late = worker.may_still_write(tasklets)
@@ -190,7 +191,7 @@ class SmartSSDDevice(StorageDevice):
 
     def _distribute(self, batch: native.Batch) -> None:
         for point in batch.ready:
-            point.synchronize()  # what is sent to a card leaves at once, and gradients may still be on their way
+            point.synchronize()  # gradients are sent to a card at once, but copies to the host may still be in flight
         terms = Terms(batch.steps, batch.codec, batch.residual_scale)
         works = [Work(self._num_works + number, tasklet, terms) for number, tasklet in enumerate(batch.tasklets)]
         self._num_works += len(works)
@@ -203,10 +204,7 @@ class SmartSSDDevice(StorageDevice):
         self._give_host(left)
 
     def _give_host(self, works: Sequence[Work]) -> None:
-        """Hand these works to the host, and any that an interrupt kept from it.
-
-        Works that the host already has are skipped.
-        """
+        """Hand these works, and those that an interrupt kept back, to the host; skip works that it already has."""
         assert self._on_host is not None
         has_all, self._host_has_all = self._host_has_all, False
         if has_all:
@@ -214,7 +212,7 @@ class SmartSSDDevice(StorageDevice):
             batches = _by_batch([work for work in works if work.position not in given])
             self._on_host = [*self._on_host, *chain(*batches)]
         else:
-            # An interrupt may have come before or after any call. Starting over hands each work over exactly once.
+            # An interrupt may have come before or after any call. Only a fresh start hands over each work exactly once.
             self._host.stop()
             self._host_active = False
             batches = _by_batch(list({work.position: work for work in [*self._on_host, *works]}.values()))
@@ -237,7 +235,7 @@ class SmartSSDDevice(StorageDevice):
         if self._error is not None:
             raise self._error
         if positions is not None:
-            # Tell every card before waiting for the first.
+            # Reorder on every card before waiting for the first.
             self.prefer(positions)
         wanted = None if positions is None else set(positions)
         for worker in self._workers:
@@ -248,7 +246,7 @@ class SmartSSDDevice(StorageDevice):
             self._host.wait(own if positions is not None else None)
 
     def _host_positions(self, positions: Sequence[int] | None) -> list[int]:
-        """Return those of these positions that the host works, as positions in the host's own batch."""
+        """Return the positions that the host processes, converted to positions in the host's own batch."""
         if positions is None or not self._host_active:
             return []
         if self._on_host is None:
@@ -273,11 +271,11 @@ class SmartSSDDevice(StorageDevice):
             except SmartInfinityError:
                 self._host_active = False
                 raise
-            # An interrupt skips this line: the host is then still at work.
+            # An interrupt skips this line, because the host is then still at work.
             self._host_active = False
 
     def _resume(self) -> None:
-        """Continue what an interrupt of :meth:`wait` or :meth:`finish` cut short."""
+        """Complete the calls that an interrupt of :meth:`wait` or :meth:`finish` cut short."""
         for worker in self._workers:
             if worker.ending:
                 with suppress(DeviceError):  # self._error holds it; wait() and finish() raise it
@@ -286,9 +284,9 @@ class SmartSSDDevice(StorageDevice):
             self._give_host([])
 
     def _end(self, worker: CardWorker) -> None:
-        """Wait for a card and let the host finish what it leaves unfinished, from the places that it has not touched.
+        """Wait for a card, and give its unfinished tasklets to the host, which starts from their untouched places.
 
-        The worker keeps its part of the batch until then, so that this can be repeated after an interrupt.
+        The worker keeps its part of the batch until then, so that this call can be repeated after an interrupt.
 
         Raises:
             DeviceError: A tasklet has only one place, which the card may have overwritten, or the card may still write
@@ -318,7 +316,7 @@ class SmartSSDDevice(StorageDevice):
         self._give_host(unfinished)
 
     def _fail(self, worker: CardWorker, error: DeviceError) -> NoReturn:
-        """Mark the batch as failed for good, and raise."""
+        """Mark the batch as failed permanently, and raise."""
         self._error = error
         worker.count_failure()
         worker.forget()
@@ -360,7 +358,7 @@ def _in_place(tasklet: native.Tasklet) -> bool:
 
 
 def _by_batch(works: Sequence[Work]) -> list[list[Work]]:
-    """Group the works by the batch that they came with."""
+    """Group the works by their batch."""
     batches: dict[int, list[Work]] = {}
     for work in works:
         batches.setdefault(id(work.terms), []).append(work)
@@ -368,7 +366,7 @@ def _by_batch(works: Sequence[Work]) -> list[list[Work]]:
 
 
 def _traffic_of(counters: native.Counters, file: int, num_files: int) -> Traffic:
-    """Convert the counters of a card's pipeline; its folder includes the gradient file and stands at index ``file``."""
+    """Convert the counters of a card's pipeline; its folder, at index ``file``, includes the gradient file."""
     (moved,) = counters.files
     folder = FolderTraffic(
         read_bytes=moved.read_bytes + counters.gradient_file_bytes,

@@ -1,4 +1,4 @@
-"""Checks one by one everything that SmartSSDs need for updates; ``smart-infinity selftest`` shows the findings."""
+"""Checks all requirements of SmartSSDs for updates; ``smart-infinity selftest`` shows the findings."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Finding:
     """The result of one check.
 
     Args:
-        subject: Thing that was checked, such as ``"card 0000:3d:00.1"``.
+        subject: Object of the check, such as ``"card 0000:3d:00.1"``.
         name: Name of the check.
-        ok: Whether the check passed; ``None`` if it only informs, or could not be made.
-        value: Value that was found.
-        remedy: What the user can do if the check failed.
+        ok: Whether the check passed; ``None`` if it only informs or could not be made.
+        value: Value found.
+        remedy: Advice for the user if the check failed.
     """
 
     subject: str
@@ -62,16 +62,16 @@ class Finding:
 def examine(
     named: Sequence[str | Path], settings: SmartSSDConfig, system: System, *, p2p_bytes: int = 64 * _MIB
 ) -> Iterator[Finding]:
-    """Check XRT, the xclbin and the cards, then let the card of each folder do work.
+    """Check XRT, the xclbin and the cards, then run P2P transfers and kernels on the card of each folder.
 
     Args:
-        named: Storage folders, as for training; if there are none, no card does work.
+        named: Storage folders, as for training; without folders, no card is run.
         settings: Settings, as for training.
         system: This machine.
         p2p_bytes: Bytes to move in each direction between a card and its SSD.
 
     Yields:
-        Findings, as soon as they are made; a failed check does not end the examination.
+        Findings, one after each check; a failed check does not end the examination.
     """
     runtime = runtime_of(system)
     binding = yield from _runtime_findings(runtime, settings, system)
@@ -97,14 +97,14 @@ def examine(
             xclbin=xclbin, cards=tuple(paired), settings=settings, binding=binding, library=runtime.library
         )
         for card, folder in zip(paired, folders, strict=True):
-            if unusable_node(system, card) is None:  # else the card's device node is a finding already
+            if unusable_node(system, card) is None:  # otherwise the device node's finding already failed
                 yield from _at_work(setup, card, folder, p2p_bytes)
 
 
 def _runtime_findings(
     runtime: Runtime, settings: SmartSSDConfig, system: System
 ) -> Generator[Finding, None, str | None]:
-    """Examine XRT; return how it is called, ``None`` if it cannot be called."""
+    """Examine XRT; return the binding that calls it, ``None`` if it cannot be called."""
     root = yield from _checked("XRT", "XILINX_XRT", lambda: str(require_runtime(runtime)))
     yield Finding("XRT", "version", None, runtime.version or "not told")
     binding = yield from _checked("XRT", "called by", lambda: choose_binding(settings.binding, runtime))
@@ -177,7 +177,7 @@ def _kernel_at_work(setup: CardSetup, card: Card, folder: Path, kernel: Kernel) 
 
 
 def _checked(subject: str, name: str, check: Callable[[], str]) -> Generator[Finding, None, str | None]:
-    """Yield what a check finds, or its error; return what it finds, ``None`` if it fails."""
+    """Run a check, and yield its value or its error as a finding; return the value, ``None`` if the check fails."""
     value = yield from _tried(subject, name, check)
     if value is not None:
         yield Finding(subject, name, True, value)
@@ -185,7 +185,7 @@ def _checked(subject: str, name: str, check: Callable[[], str]) -> Generator[Fin
 
 
 def _tried(subject: str, name: str, call: Callable[[], _T]) -> Generator[Finding, None, _T | None]:
-    """Return what a call returns; if it fails, yield its error as a finding and return ``None``."""
+    """Return the result of a call; if it fails, yield its error as a finding and return ``None``."""
     try:
         return call()
     except SmartInfinityError as error:

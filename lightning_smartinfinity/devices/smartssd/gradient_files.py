@@ -1,4 +1,4 @@
-"""The file on a card's SSD that gradients travel through with ``gradient_route="storage"``."""
+"""The file on a card's SSD through which gradients are sent with ``gradient_route="storage"``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME = "gradients.tmp"
 
 
 def open_gradient_file(folder: Path, nbytes: int, resources: ExitStack) -> native.StateFile:
-    """Create the file without a name, so that nothing is left behind, and nothing of others is in its way.
+    """Create the file without a name, so that it is never left over and never collides with another file.
 
     Args:
         folder: The rank's folder on the card's SSD.
@@ -27,7 +27,7 @@ def open_gradient_file(folder: Path, nbytes: int, resources: ExitStack) -> nativ
         resources: Stack that closes the file.
 
     Raises:
-        StorageFullError: There is too little space.
+        StorageFullError: There is not enough space.
         StorageTimeoutError: The disk does not answer.
         StorageError: The file cannot be created.
     """

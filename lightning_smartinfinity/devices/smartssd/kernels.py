@@ -1,4 +1,4 @@
-"""The kernels of the xclbin and the torch optimizers that they implement."""
+"""The kernels of the xclbin, and the torch optimizers that they implement."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Kernel:
 
     @property
     def num_arrays(self) -> int:
-        """Number of arrays per element on storage, the master among them."""
+        """Number of arrays per element on storage, including the master."""
         return len(self.rule.arrays)
 
     def example(self) -> UpdateStep:
-        """Return the scalars of a step that touches every part of the arithmetic, for self-tests."""
+        """Return the scalars of a step that exercises the whole arithmetic, for self-tests."""
         step: UpdateStep = getattr(native, self.rule.step)(**self.rule.scalars)
         return step
 

@@ -18,7 +18,7 @@ from lightning_smartinfinity.errors import DeviceError, SmartInfinityError
 __all__ = ["SELF_TEST_ADVICE", "card_errors", "memory_group", "open_card", "remedy_for", "require_memory"]
 
 SELF_TEST_ADVICE = " Check the card with `smart-infinity selftest`."
-"""Last sentence of a remedy, which that command leaves out."""
+"""Last sentence of a remedy; the command itself omits it."""
 
 _SMALLER = "Use smaller tasklets or fewer of them at a time: TransferConfig(tasklet_bytes=..., num_buffers=...)."
 _GONE = (
@@ -34,7 +34,8 @@ _ANOTHER = (
 _REBUILD = (
     "Build the xclbin from the hls/ folder of a checkout or source distribution of this version: make -C hls xclbin."
 )
-# The first entry whose words are in the message applies: what errno tells stands before what only the call tells.
+# The first entry whose words are in the message applies: errno's texts come before names of calls, because they are
+# more specific.
 _REMEDIES = {
     "XRT's library has no": _OLD_XRT,
     "xrtDeviceOpen": _UNFOUND,
@@ -57,10 +58,10 @@ _OTHER_REMEDY = f"Look into the kernel log, or use update_device='host'.{SELF_TE
 
 
 def open_card(setup: CardSetup, card: Card) -> native.Card:
-    """Open a card and load the xclbin, unless it is loaded already.
+    """Open a card, and load the xclbin unless it is already loaded.
 
     Raises:
-        DeviceError: XRT refuses, or a call that this process abandoned has not returned from the card yet.
+        DeviceError: XRT fails, or a call that this process abandoned has not yet returned from the card.
     """
     require_returned(card)
     with card_errors(card):
@@ -74,7 +75,7 @@ def open_card(setup: CardSetup, card: Card) -> native.Card:
 
 
 def memory_group(setup: CardSetup, opened: native.Card) -> int:
-    """Return the group of the card's memory bank, in which the ports of all kernels lie.
+    """Return the group of the card's memory bank to which the ports of all kernels are connected.
 
     Raises:
         DeviceError: The xclbin has no kernel.
@@ -85,16 +86,16 @@ def memory_group(setup: CardSetup, opened: native.Card) -> int:
 
 
 def require_memory(setup: CardSetup, card: Card, wanted: CardRing, *, extent_bytes: int) -> None:
-    """Allocate the memory of a ring on a card and free it again.
+    """Check that a ring fits into a card's memory, by allocating and freeing it.
 
     Args:
-        setup: How cards are opened, and how many processes share one.
-        card: Card to try.
+        setup: The setup, which describes how cards are opened and how many processes share one.
+        card: Card to check.
         wanted: Ring to allocate; buffers that exceed this process's share are left out.
         extent_bytes: Size of the largest extent, as for ``CardRing.parts``.
 
     Raises:
-        DeviceError: There is too little memory, or the xclbin does not tell how much this process may use.
+        DeviceError: There is not enough memory, or the card is shared and the xclbin does not state its memory.
     """
     ring, share = ring_within(setup, wanted, extent_bytes=extent_bytes), share_of_memory(setup)
     if share is not None and ring.nbytes(extent_bytes) > share:
@@ -119,7 +120,7 @@ def require_memory(setup: CardSetup, card: Card, wanted: CardRing, *, extent_byt
 
 @contextmanager
 def card_errors(card: Card) -> Iterator[None]:
-    """Turn errors of the native core and of pyxrt about a card into DeviceError."""
+    """Convert a card's errors from the native core and pyxrt to DeviceError."""
     try:
         yield
     except SmartInfinityError:
@@ -129,5 +130,5 @@ def card_errors(card: Card) -> Iterator[None]:
 
 
 def remedy_for(message: str) -> str:
-    """Return what to do about a failed call to a card."""
+    """Return advice for a failed call to a card."""
     return next((remedy for word, remedy in _REMEDIES.items() if word in message), _OTHER_REMEDY)

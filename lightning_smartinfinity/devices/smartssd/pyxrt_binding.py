@@ -1,19 +1,20 @@
-"""XRT through pyxrt, limited to what all its versions since 2.11 share, with two exceptions.
+"""Calls XRT through pyxrt, using only calls common to all its versions since 2.11, with two exceptions.
 
 - Cards are opened by their address, or by number with a pyxrt before 2.13.
-- Kernels are opened in a ``hw_context`` of the registered xclbin. With a pyxrt that has none they are opened by
+- Kernels are opened in a ``hw_context`` of the registered xclbin. A pyxrt without contexts opens them by
   ``load_xclbin`` and ``kernel(device, uuid, ...)``, which XRT deprecated in 2026.
 
-The rest is ``kernel.group_id``, ``bo(device, ...)`` and ``bo(bo, ...)``, ``bo.map``, ``bo.sync`` with size and offset,
-``run(kernel)``, ``run.set_arg``, ``run.start`` and ``run.state``. It serves systems without XRT's C library. Every call
-holds the interpreter's lock, so several cards take turns. The binding works around these faults of pyxrt:
+The other calls are ``kernel.group_id``, ``bo(device, ...)`` and ``bo(bo, ...)``, ``bo.map``, ``bo.sync`` with size and
+offset, ``run(kernel)``, ``run.set_arg``, ``run.start`` and ``run.state``. The binding serves systems without XRT's C
+library. Every call holds the interpreter's lock, so calls to several cards run one after the other. The binding works
+around these faults of pyxrt:
 
-- Scalars are C ints, and a float would be cut to an integer: the caller passes the float's bits.
-- ``kernel(...)`` silently drops arguments: each argument of a ``run`` is set by a call of its own.
+- Scalars are C ints, and a float would be truncated: the caller passes the float's bits.
+- ``kernel(...)`` silently drops arguments: each argument of a ``run`` is set by a separate call.
 - ``run.wait(0)`` waits forever, and every wait holds the lock: the state is polled instead.
-- A map does not keep its buffer alive: both are held together.
-- A buffer does not keep its device open, and XRT may then mistake the next device for it: the binding holds the
-  device, and the native core holds the binding as long as it holds anything that the binding returned.
+- A map does not keep its buffer alive: the binding holds both.
+- A buffer does not keep its device open, and XRT may then confuse it with the next device: the binding holds the
+  device, and the native core holds the binding as long as it holds any object from the binding.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _LONGEST_POLL_SECONDS = 2e-3
 
 
 class _Buffer:
-    """A buffer object and, once it is asked for, the map of its memory; neither outlives the other."""
+    """A buffer object and the map of its memory, made on demand; neither outlives the other."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -62,14 +63,14 @@ def _opened(pyxrt: Any, card: Card, num_cards: int) -> Any:
 
 
 def _require_address(pyxrt: Any, device: Any, card: Card, num_cards: int) -> None:
-    """Check that XRT's number led to this card: another card would be given the state of this card's SSD.
+    """Check that XRT's number opened this card: another card would receive the state of this card's SSD.
 
     Raises:
-        DeviceError: It led to another card, or pyxrt cannot tell.
+        DeviceError: XRT opened another card, or pyxrt does not report which of several cards it opened.
     """
     try:
         address = str(device.get_info(pyxrt.xrt_info_device.bdf))
-    except AttributeError:  # an older pyxrt cannot tell the address
+    except AttributeError:  # an older pyxrt does not report the address
         address = None
     if address is None and num_cards > 1:
         raise DeviceError(
@@ -87,7 +88,7 @@ def _loaded(pyxrt: Any, device: Any, xclbin: Xclbin) -> Callable[[str], Any]:
     """Load the xclbin; return the function that opens one of its kernels by name."""
     try:
         if hasattr(pyxrt, "hw_context"):
-            # Drivers that know no contexts, such as xocl, load the xclbin when it is registered.
+            # Drivers without contexts, such as xocl, load the xclbin when it is registered.
             uuid = device.register_xclbin(pyxrt.xclbin(str(xclbin.path)))
             return partial(pyxrt.kernel, pyxrt.hw_context(device, uuid))
         uuid = device.load_xclbin(str(xclbin.path))
@@ -97,7 +98,7 @@ def _loaded(pyxrt: Any, device: Any, xclbin: Xclbin) -> Callable[[str], Any]:
 
 
 class PyxrtBinding:
-    """The calls by which the native core works a card.
+    """The calls through which the native core uses a card.
 
     Args:
         card: Card to open.
@@ -105,9 +106,9 @@ class PyxrtBinding:
         num_cards: Number of cards on this machine's PCI bus.
 
     Raises:
-        DeviceError: It is not certain that pyxrt opens this card.
+        DeviceError: pyxrt opened another card, or does not report which of several cards it opened.
         ImportError: pyxrt is not installed.
-        RuntimeError: XRT refuses.
+        RuntimeError: A call to XRT fails.
     """
 
     def __init__(self, card: Card, xclbin: Xclbin, *, num_cards: int) -> None:
@@ -118,7 +119,7 @@ class PyxrtBinding:
         self._open_kernel = _loaded(pyxrt, self._device, xclbin)
 
     def kernel(self, name: str) -> Any:
-        """Open one of the xclbin's kernels, which other processes may use as well."""
+        """Open one of the xclbin's kernels, shared with other processes."""
         return self._open_kernel(name)
 
     def group(self, kernel: Any, argument: int) -> int:
@@ -131,7 +132,7 @@ class PyxrtBinding:
         return _Buffer(self._pyxrt.bo(self._device, nbytes, flags, group))
 
     def part(self, buffer: _Buffer, nbytes: int, offset: int) -> _Buffer:
-        """Make a part of a buffer a buffer of its own."""
+        """Return a part of a buffer as a separate buffer."""
         return _Buffer(self._pyxrt.bo(buffer.handle, nbytes, offset))
 
     def address(self, buffer: _Buffer) -> int:
@@ -161,7 +162,7 @@ class PyxrtBinding:
         run.start()
 
     def wait(self, run: Any, timeout_ms: int) -> int:
-        """Wait until the run has ended or that many milliseconds have passed; return the run's state."""
+        """Wait until the run has ended or ``timeout_ms`` milliseconds have passed; return the run's state."""
         end = time.monotonic() + timeout_ms / 1000
         pause = _POLL_SECONDS
         while (state := self.state(run)) not in _ENDED and time.monotonic() < end:
@@ -170,5 +171,5 @@ class PyxrtBinding:
         return state
 
     def state(self, run: Any) -> int:
-        """Return ERT's number of the state; RUNNING, which pyxrt's enumeration lacks, has not ended."""
+        """Return ERT's number of the state. pyxrt's enumeration lacks RUNNING, so compare numbers."""
         return int(run.state())

@@ -33,12 +33,12 @@ class CardRing:
         """Return the bytes of a buffer's parts, in whole blocks: state, gradient and parameters.
 
         Args:
-            extent_bytes: Bytes of the largest extent. A page of status takes the place of its trailer's page.
+            extent_bytes: Bytes of the largest extent. The page of its trailer holds the status of a run.
         """
         return whole_blocks(extent_bytes), whole_blocks(self.gradient_bytes), whole_blocks(self.parameter_bytes)
 
     def nbytes(self, extent_bytes: int) -> int:
-        """Return the bytes of all buffers; ``extent_bytes`` is that of :meth:`parts`."""
+        """Return the bytes of all buffers; ``extent_bytes`` is as in :meth:`parts`."""
         return self.num_buffers * sum(self.parts(extent_bytes))
 
 
@@ -46,7 +46,7 @@ def share_of_memory(setup: CardSetup) -> int | None:
     """Return the bytes of a card's memory that this process may use; ``None`` means all.
 
     Raises:
-        DeviceError: The card is shared, and the xclbin does not tell how much memory it has.
+        DeviceError: The card is shared, and the xclbin does not state the size of its memory.
     """
     if setup.sharers == 1:
         return None
@@ -60,15 +60,17 @@ def share_of_memory(setup: CardSetup) -> int | None:
 
 
 def ring_within(setup: CardSetup, wanted: CardRing, *, extent_bytes: int) -> CardRing:
-    """Reduce the wanted buffers to this process's share of the card, but not below two, which may then be refused.
+    """Reduce the ring to this process's share of the card, but to no fewer than two buffers.
+
+    Two buffers may still exceed the share; :func:`require_memory` then raises.
 
     Args:
-        setup: How many processes share a card.
+        setup: The setup, which states how many processes share a card.
         wanted: Ring to reduce.
         extent_bytes: Size of the largest extent, as for ``CardRing.parts``.
 
     Raises:
-        DeviceError: The card is shared, and the xclbin does not tell how much memory it has.
+        DeviceError: The card is shared, and the xclbin does not state the size of its memory.
     """
     share = share_of_memory(setup)
     if share is None:
@@ -78,10 +80,10 @@ def ring_within(setup: CardSetup, wanted: CardRing, *, extent_bytes: int) -> Car
 
 
 def gradient_file_bytes(setup: CardSetup, ring: CardRing) -> int:
-    """Return the size of the gradient file on each card's SSD: a place for each buffer, or 0 if there is no such file.
+    """Return the size of the gradient file on each card's SSD: one gradient for each buffer; 0 without such a file.
 
     Args:
-        setup: The settings, which name the gradients' route.
+        setup: The setup, which states the gradients' route.
         ring: The ring that :func:`ring_within` returned.
     """
     if setup.settings.gradient_route != "storage":

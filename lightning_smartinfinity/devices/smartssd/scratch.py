@@ -1,4 +1,4 @@
-"""The self-test's files beside a storage folder, and errors that name the card and the folder."""
+"""The self-test's files near a storage folder, and errors that name the card and the folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Scratch:
     Args:
         card: Card that is tested.
         storage: The storage folder, which need not exist yet.
-        path: The temporary folder. It is gone when a user reads an error, so errors name the card and ``storage``.
+        path: The temporary folder. It is removed before a user reads an error, so errors name the card and ``storage``.
     """
 
     def __init__(self, card: Card, storage: Path, path: Path) -> None:
@@ -37,7 +37,7 @@ class Scratch:
         self._path = path
 
     def fill(self, name: str, content: NDArray[np.uint8]) -> None:
-        """Create a file, and return when it is on storage."""
+        """Create a file, and wait until it is on storage."""
         with self._errors("writing a file in"):
             path = self._path / name
             path.write_bytes(content.tobytes())
@@ -55,7 +55,7 @@ class Scratch:
             return (self._path / name).read_bytes()
 
     def error_of(self, failure: native.Failure) -> DeviceError | StorageError:
-        """Turn a failure of the native core into one of the package's errors."""
+        """Convert a failure of the native core to one of the package's errors."""
         problem = f"Self-test of the {self.card.label} in {str(self._storage)!r}: {self.shortened(failure.message)}."
         if failure.kind in ("io", "short"):
             return storage_error(failure.errno, problem=problem)
@@ -78,7 +78,7 @@ def scratch_folder(card: Card, storage: Path) -> Iterator[Scratch]:
         storage: The storage folder, absolute; it need not exist yet.
 
     Raises:
-        StorageError: A file stands where a folder should be, or no folder can be created.
+        StorageError: A file exists in place of a folder, or no folder can be created.
     """
     with storage_errors(f"Self-test of the {card.label}: making a folder in", storage):
         present = next(path for path in (storage, *storage.parents) if path.exists())

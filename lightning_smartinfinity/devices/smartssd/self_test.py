@@ -1,4 +1,4 @@
-"""Tests a card before it gets state: P2P in both directions, and every kernel bit for bit against the host."""
+"""Tests a card before it receives state: P2P in both directions, and every kernel bit for bit against the host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_smartinfinity.storage.io.os_errors import in_milliseconds
 
 __all__ = ["Bandwidth", "check_kernel", "check_p2p", "self_test"]
 
-# Neither the first nor the last element is on the border of a beat, a group or a block.
+# Neither the first nor the last updated element is at the border of a beat, a group or a block.
 _NUMEL = 5_003
 _FIRST, _LAST = 37, 4_801
 _P2P_BYTES = 1 << 20
@@ -48,7 +48,7 @@ class Bandwidth(NamedTuple):
 
 
 def self_test(setup: CardSetup, folders: Sequence[Path], kernels: Sequence[Kernel]) -> None:
-    """Check every card of a setup with the folder on its SSD; leave no files there.
+    """Check every card of a setup with the folder on its SSD, and leave no files there.
 
     Args:
         setup: The cards.
@@ -56,8 +56,8 @@ def self_test(setup: CardSetup, folders: Sequence[Path], kernels: Sequence[Kerne
         kernels: Kernels that will be used.
 
     Raises:
-        DeviceError: A card does not do what it must.
-        StorageError: The SSD of a card does not do what it must.
+        DeviceError: A check of a card fails.
+        StorageError: A file on a card's SSD cannot be created, read or written.
     """
     for card, folder in zip(setup.cards, folders, strict=True):
         with scratch_folder(card, folder) as scratch:
@@ -67,16 +67,16 @@ def self_test(setup: CardSetup, folders: Sequence[Path], kernels: Sequence[Kerne
 
 
 def check_p2p(setup: CardSetup, card: Card, scratch: Scratch, *, nbytes: int = _P2P_BYTES) -> Bandwidth:
-    """Read a file into the card's memory and write it from there into another file.
+    """Read a file into the card's memory and write it from there to another file.
 
     Args:
-        setup: How cards are opened.
+        setup: The setup, which describes how cards are opened.
         card: Card to check.
-        scratch: A folder on its SSD.
+        scratch: A folder on the card's SSD.
         nbytes: Bytes to move, a multiple of 4096.
 
     Raises:
-        DeviceError: The card refuses, or other bytes come back.
+        DeviceError: The card fails, or the bytes written differ from those read.
         StorageError: A file cannot be created.
     """
     pattern = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
@@ -121,10 +121,10 @@ def check_kernel(setup: CardSetup, card: Card, kernel: Kernel, scratch: Scratch)
     """Update a tasklet of each type on the card and on the host, and compare state and parameters bit for bit.
 
     Args:
-        setup: How cards are opened.
+        setup: The setup, which describes how cards are opened.
         card: Card to check.
         kernel: Kernel to run.
-        scratch: A folder on its SSD.
+        scratch: A folder on the card's SSD.
 
     Raises:
         DeviceError: The card fails, or its result differs from the host's.
@@ -157,7 +157,7 @@ def check_kernel(setup: CardSetup, card: Card, kernel: Kernel, scratch: Scratch)
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Return bfloat16 bits of the values, truncated; any rounding serves the test."""
+    """Return bfloat16 bits of the values, truncated; the test does not depend on the rounding."""
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
@@ -172,7 +172,7 @@ _MOST_ITEM_BYTES = 4
 
 
 class _Tile:
-    """A tasklet with reproducible first state and gradient, which contain subnormal numbers.
+    """A tasklet with reproducible initial state and gradient; the state contains subnormal numbers.
 
     Args:
         kernel: Kernel that updates it.
@@ -215,7 +215,7 @@ class _Tile:
         return scratch.read(name)[self._nbytes :], parameters.tobytes()
 
     def _tasklet(self, segments: list[native.Segment]) -> native.Tasklet:
-        """Make a tasklet that an update moves from the first place to the second; a plain write goes to the first."""
+        """Make a tasklet: an update reads the first place and writes the second; a plain write goes to the first."""
         writes_alone = bool(segments[0].arrays)
         return native.Tasklet(
             index=0,

@@ -1,7 +1,7 @@
-"""Keeps pipelines and queues with calls that have not returned, and closes them once these return.
+"""Keeps pipelines and queues whose abandoned calls have not returned, and closes them once the calls return.
 
-Until then a run may write into the card's memory, and a transfer into that memory or its file. XRT would abort the
-process if it still held a kernel when the process ends.
+Until then a run may write to the card's memory, and a transfer to that memory or its file. XRT would abort the process
+if a kernel were still open when the process ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _owner = os.getpid()
 
 
 def close_or_keep(worker: native.Pipeline | native.FileQueue, card: Card) -> None:
-    """Close a pipeline or queue if it is idle; otherwise keep it until its calls have returned.
+    """Close a pipeline or queue if it is idle; otherwise keep it open until its calls have returned.
 
     Args:
         worker: Pipeline or queue to close.
@@ -41,10 +41,10 @@ def close_or_keep(worker: native.Pipeline | native.FileQueue, card: Card) -> Non
 
 
 def close_returned() -> bool:
-    """Close everything whose calls have returned, and make the calls of :func:`when_written` that are now due.
+    """Close pipelines and queues whose calls have returned, and make the due calls of :func:`when_written`.
 
     Returns:
-        Whether nothing is left to close.
+        Whether no pipeline or queue is left.
     """
     for kept in tuple(_kept):
         worker, _ = kept
@@ -61,7 +61,7 @@ def close_returned() -> bool:
 
 
 def when_written(pipelines: Iterable[native.Pipeline], then: Callable[[], object]) -> None:
-    """Call something once no abandoned write of these pipelines is in progress: now, or in :func:`close_returned`.
+    """Call ``then`` once no abandoned write of these pipelines is in progress: now, or in :func:`close_returned`.
 
     Args:
         pipelines: Pipelines that were given to :func:`close_or_keep`.
@@ -72,10 +72,10 @@ def when_written(pipelines: Iterable[native.Pipeline], then: Callable[[], object
 
 
 def require_returned(card: Card) -> None:
-    """Raise if a call of an earlier pipeline has not returned from this card.
+    """Raise if a call of an earlier pipeline or queue has not returned from this card.
 
     Raises:
-        DeviceError: Such a call is in progress; until it returns, the card does nothing else.
+        DeviceError: Such a call is in progress; this process must not use the card until it returns.
     """
     close_returned()
     if any(kept.address == card.address for _, kept in _kept):

@@ -1,4 +1,4 @@
-"""One card at work: its part of a batch, and what it leaves unfinished when it fails."""
+"""One card's part of a batch, and the tasklets that the card leaves unfinished if it fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 _MOST_FAILURES = 3
 # Seconds. Linux resets an NVMe controller that has not answered for this long (nvme_core.io_timeout) and then repeats
-# the request, so a write is not expected to return later than this.
+# the request, so a write should not return later than this.
 _RECOVERY = 30.0
 _POLL = 0.01
 
@@ -29,7 +29,7 @@ class Terms(NamedTuple):
     Args:
         steps: Update steps, to which their segments refer by index.
         codec: Codec that compresses their gradients; ``None`` if they are not compressed.
-        residual_scale: Factor that residuals are multiplied by when they are added to gradients.
+        residual_scale: Factor of residuals when they are added to gradients.
     """
 
     steps: Sequence[UpdateStep]
@@ -62,8 +62,8 @@ class CardWorker:
 
     Args:
         card: The card.
-        file: Index of its state file among the device's.
-        pipeline: The card's pipeline, with that one file.
+        file: Index of the card's state file among the device's files.
+        pipeline: The card's pipeline, with only that file.
     """
 
     def __init__(self, card: Card, file: int, pipeline: native.Pipeline) -> None:
@@ -84,7 +84,7 @@ class CardWorker:
 
     @property
     def ending(self) -> bool:
-        """Whether :meth:`finish` was called but not yet :meth:`forget`, because an interrupt came between."""
+        """Whether :meth:`finish` was called but :meth:`forget` was not, because an interrupt came in between."""
         return self._ending
 
     @property
@@ -93,13 +93,13 @@ class CardWorker:
         return self._failure.message if self._failure is not None else "an interrupt came before it could be told why"
 
     def holds(self, tasklet: native.Tasklet) -> bool:
-        """Return whether a tasklet's extents lie on the card's SSD."""
+        """Return whether a tasklet's extents are on the card's SSD."""
         return tasklet.read_file == tasklet.write_file == self.file
 
     def usable(self) -> bool:
         """Return whether the card can be given work.
 
-        It cannot while an abandoned call has not returned, nor after several failures in a row.
+        The answer is False until all abandoned calls have returned, and after several failures in a row.
         """
         if self._num_failures >= _MOST_FAILURES:
             return False
@@ -114,7 +114,7 @@ class CardWorker:
         return not busy
 
     def add(self, work: Sequence[Work]) -> None:
-        """Start tasklets behind those that the card already has; return at once.
+        """Start tasklets after those that the card already has; return at once.
 
         Args:
             work: Works of one batch.
@@ -128,14 +128,14 @@ class CardWorker:
             self.pipeline.extend(batch)
 
     def positions(self, wanted: set[int] | None) -> list[int]:
-        """Return those of these positions (``None`` means all) that the card works, as positions in its own batch."""
+        """Return the wanted positions (``None``: all) that the card processes, as positions in its own batch."""
         return [index for index, one in enumerate(self._work) if wanted is None or one.position in wanted]
 
     def prefer(self, positions: Sequence[int]) -> None:
-        """Move these tasklets, in this order, ahead of the others that have not started.
+        """Move these tasklets, in this order, before all others that have not started.
 
         Args:
-            positions: Positions in the whole batch; those that others work are skipped.
+            positions: Positions in the whole batch; those of other cards and the host are skipped.
         """
         own = {one.position: index for index, one in enumerate(self._work)}
         mine = [own[position] for position in positions if position in own]
@@ -143,10 +143,10 @@ class CardWorker:
             self.pipeline.prefer(mine)
 
     def wait(self, wanted: set[int] | None) -> bool:
-        """Wait until the card's tasklets among these positions have delivered their parameters.
+        """Wait until the parameters of the card's tasklets among these positions are in memory.
 
         Returns:
-            Whether nothing has failed.
+            Whether no failure has occurred.
         """
         own = self.positions(wanted)
         if own:
@@ -154,11 +154,11 @@ class CardWorker:
         return self._failure is None
 
     def finish(self) -> bool:
-        """Wait until nothing is in progress.
+        """Wait until no work is in progress.
 
         Returns:
-            Whether all work is on storage; if not, :meth:`unfinished` tells what is missing. Until :meth:`forget` the
-            answer stays the same, although the pipeline reports a failure only once.
+            Whether all work is on storage; if not, :meth:`unfinished` lists the missing works. Until :meth:`forget`,
+            the answer stays the same, although the pipeline reports a failure only once.
         """
         self._ending = True
         self._failure = self.pipeline.finish() or self._failure
@@ -169,7 +169,7 @@ class CardWorker:
         self._num_failures = 0
 
     def count_failure(self) -> None:
-        """Record that the batch has failed; after several failures in a row the card gets no more."""
+        """Record that the batch has failed; after several failures in a row the card is no longer used."""
         self._num_failures += 1
         if self._num_failures == _MOST_FAILURES:
             _log.warning(
@@ -179,14 +179,14 @@ class CardWorker:
             )
 
     def unfinished(self) -> list[Work]:
-        """Return, after :meth:`finish`, the works that are not wholly on storage."""
+        """Return, after :meth:`finish`, the works that are not completely on storage."""
         finished = set(self.pipeline.finished())
         return [one for index, one in enumerate(self._work) if index not in finished]
 
     def may_still_write(self, tasklets: Iterable[native.Tasklet]) -> str | None:
         """Describe a destination of these tasklets with an unfinished write; ``None`` if there is none.
 
-        That write was abandoned after a timeout and may overwrite whatever is written there in the meantime.
+        That write was abandoned after a timeout, and may overwrite data written there in the meantime.
         """
         ranges = self.pipeline.writes_out()
         for tasklet in tasklets:
@@ -197,7 +197,7 @@ class CardWorker:
         return None
 
     def await_writes(self, tasklets: Sequence[native.Tasklet]) -> str | None:
-        """Wait until :meth:`may_still_write` finds nothing, or an SSD has had time to recover; return its answer."""
+        """Wait until :meth:`may_still_write` finds no write, or an SSD has had time to recover; return its result."""
         until = time.monotonic() + _RECOVERY
         while (late := self.may_still_write(tasklets)) is not None and time.monotonic() < until:
             time.sleep(_POLL)
@@ -209,13 +209,13 @@ class CardWorker:
         self._failure, self._ending = None, False
 
     def stop(self) -> None:
-        """End the batch; return when nothing of it is in progress."""
+        """End the batch, and wait until none of its work is in progress."""
         if self._work:
             self.pipeline.stop()
         self.forget()
 
     def close(self) -> None:
-        """Release the card now, or once calls that are in progress have returned; idempotent."""
+        """Release the card now, or once the calls in progress have returned; idempotent."""
         if not self._closed:
             self.stop()
             self._closed = True

@@ -1,1 +1,1 @@
-"""Finds what a machine has of SmartSSDs: cards, the SSDs beside them, XRT and the xclbin. Opens no card."""
+"""Finds a machine's SmartSSD components: cards, their SSDs, XRT and the xclbin. Opens no card."""

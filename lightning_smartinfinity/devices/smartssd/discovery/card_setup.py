@@ -1,4 +1,4 @@
-"""Finds the card of each storage folder, or the reason why there is none."""
+"""Finds the card of each storage folder, or raises an error that explains why there is none."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def find_cards(folders: Sequence[Path], settings: SmartSSDConfig, system: System
 
 
 def paired_cards(folders: Sequence[Path], settings: SmartSSDConfig, system: System) -> list[Card]:
-    """Return the card of each folder, whether it is usable or not.
+    """Return the card of each folder, even if it is not usable.
 
     Raises:
         ConfigError: A card cannot reach a folder, or the pairing is not one to one.
@@ -94,7 +94,7 @@ def paired_cards(folders: Sequence[Path], settings: SmartSSDConfig, system: Syst
 
 
 def _emulated(folders: Sequence[Path], names: Sequence[str | int] | None) -> list[Card]:
-    """Return emulated cards, which have numbers but no PCI path, so that any may stand beside any folder."""
+    """Return emulated cards. They have numbers but no PCI path, so any card can be paired with any folder."""
     numbers = range(len(folders)) if names is None else names
     cards = []
     for number in numbers:
@@ -123,7 +123,7 @@ def _require_usable(system: System, card: Card) -> None:
         raise DeviceError(
             f"The {card.label} cannot be opened: {reason}.", "Give this user access to it and log in again."
         )
-    # If the driver does not tell, the self-test finds out.
+    # If the driver does not report the state, the self-test finds out.
     if card.p2p.state not in (P2PState.ENABLED, P2PState.UNKNOWN):
         raise DeviceError(
             f"P2P of the {card.label} is {card.p2p.state.value}: its SSD cannot reach its memory.",

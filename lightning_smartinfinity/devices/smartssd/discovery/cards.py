@@ -1,4 +1,4 @@
-"""The FPGA cards of a machine."""
+"""Finds the FPGA cards of a machine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _DRIVER = "bus/pci/drivers/xocl"
 
 
 class Card(NamedTuple):
-    """A card as the driver shows it.
+    """A card as reported by the driver.
 
     Args:
         number: Position among the cards, ordered by address.
         path: PCI path of its user function; ``None`` for an emulated card.
-        shell: Name of the platform it was flashed with; ``None`` if the driver does not tell.
-        node: Its device node; ``None`` if the driver does not tell.
+        shell: Name of the platform flashed onto it; ``None`` if the driver does not report it.
+        node: Its device node; ``None`` if the driver does not report it.
         p2p: State of its P2P memory window, through which the SSD reaches its memory.
     """
 
@@ -45,7 +45,7 @@ class Card(NamedTuple):
 
 
 def cards_of(system: System) -> list[Card]:
-    """Return all cards that XRT's driver holds, ordered by address."""
+    """Return all cards bound to XRT's driver, ordered by address."""
     found = []
     for function in entries_of(system.sysfs / _DRIVER):
         path = path_of(function)
@@ -59,18 +59,18 @@ def cards_of(system: System) -> list[Card]:
 
 
 def driver_version(system: System) -> str | None:
-    """Return the version of XRT's driver xocl, empty if it does not tell; ``None`` if it is not loaded."""
+    """Return the version of XRT's driver xocl, empty if unknown; ``None`` if the driver is not loaded."""
     driver = system.sysfs / _DRIVER
     return text_of(driver / "module/version") or "" if driver.is_dir() else None
 
 
 def emulated_card(number: int) -> Card:
-    """Return a card that XRT emulates, of which sysfs knows nothing."""
+    """Return a card that XRT emulates, and that sysfs does not list."""
     return Card(number, None, None, None, P2P(P2PState.UNKNOWN, None, None))
 
 
 def without_driver(system: System) -> list[str]:
-    """Return the addresses of Xilinx accelerators that no driver of XRT holds."""
+    """Return the addresses of Xilinx accelerators without a driver."""
     return [
         function.name
         for function in functions_of_class(system, _ACCELERATOR_CLASS)
@@ -79,7 +79,7 @@ def without_driver(system: System) -> list[str]:
 
 
 def unusable_node(system: System, card: Card) -> str | None:
-    """Return why this user cannot open a card's device node; ``None`` if they can, or if the node is unknown."""
+    """Return the reason why this user cannot open a card's device node; ``None`` if usable or unknown."""
     if card.node is None or system.may_use(card.node):
         return None
     if not card.node.exists():

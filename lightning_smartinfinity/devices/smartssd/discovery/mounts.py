@@ -1,4 +1,4 @@
-"""Finds the mount that a folder lies on."""
+"""Finds the mount that contains a folder."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Mount(NamedTuple):
     """A line of mountinfo.
 
     Args:
-        point: Folder where it is mounted.
-        kind: Type of its file system.
-        device: Its block device as ``"major:minor"``; the major number is 0 if it has none of its own.
-        source: What was mounted, for messages.
+        point: Folder of the mount point.
+        kind: Type of the file system.
+        device: Block device as ``"major:minor"``; the major number is 0 if the file system has no device of its own.
+        source: Mounted device or file system, for messages.
     """
 
     point: Path
@@ -29,12 +29,12 @@ class Mount(NamedTuple):
 
 
 def mount_of(system: System, folder: Path) -> Mount | None:
-    """Return the mount of a folder, which need not exist yet; ``None`` if mountinfo does not tell."""
+    """Return the mount of a folder, which need not exist yet; ``None`` if mountinfo lists none."""
     path = Path(os.path.realpath(folder))
     found = None
     for mount in _mounts(system):
         covers = mount.point == path or mount.point in path.parents
-        # The later of two mounts at one point covers the earlier.
+        # The later of two mounts at one point hides the earlier one.
         if covers and (found is None or len(mount.point.parts) >= len(found.point.parts)):
             found = mount
     return found
@@ -43,7 +43,7 @@ def mount_of(system: System, folder: Path) -> Mount | None:
 def _mounts(system: System) -> list[Mount]:
     mounts = []
     for line in (text_of(system.mountinfo, errors="surrogateescape") or "").splitlines():
-        # Any number of optional fields stands between the fixed fields and the separator.
+        # There may be any number of optional fields between the fixed fields and the separator.
         fixed, separator, rest = line.partition(" - ")
         fields, described = fixed.split(" "), rest.split(" ")
         if separator and len(fields) >= 5 and len(described) >= 2:
@@ -52,5 +52,5 @@ def _mounts(system: System) -> list[Mount]:
 
 
 def _plain(escaped: str) -> str:
-    """Decode the octal escapes by which the kernel writes blanks, tabs, newlines and backslashes."""
+    """Decode the kernel's octal escapes of blanks, tabs, newlines and backslashes."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), escaped)

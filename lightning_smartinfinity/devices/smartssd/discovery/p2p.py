@@ -23,12 +23,12 @@ class P2PState(enum.Enum):
 
 
 class P2P(NamedTuple):
-    """The P2P memory window as the driver describes it.
+    """The P2P memory window as reported by the driver.
 
     Args:
         state: State of the window.
-        bar_bytes: Present size of the window; ``None`` if the driver does not tell.
-        expected_bytes: Size of a window over all of the card's memory; ``None`` if the driver does not tell.
+        bar_bytes: Present size of the window; ``None`` if the driver does not report it.
+        expected_bytes: Size of a window over all of the card's memory; ``None`` if the driver does not report it.
     """
 
     state: P2PState
@@ -36,7 +36,7 @@ class P2P(NamedTuple):
     expected_bytes: int | None
 
     def remedy(self, card: str) -> str:
-        """Return what the user must do to enable it.
+        """Return advice for enabling the window.
 
         Args:
             card: PCI address of the card.
@@ -75,12 +75,12 @@ def _numbers(content: str) -> dict[str, int]:
         try:
             numbers[name.strip()] = int(value, 0)
         except ValueError:
-            continue  # a later driver may write values that are no numbers
+            continue  # a later driver may report values that are not numbers
     return numbers
 
 
 def _state(numbers: dict[str, int]) -> P2PState:
-    """Apply the rules of XRT's own tools, in the same order."""
+    """Apply the rules of XRT's own tools in the same order."""
     bar = numbers.get("bar", -1)
     remap = numbers.get("remap", -1)
     if bar == -1:

@@ -1,4 +1,4 @@
-"""Pairs SSDs and cards one to one: those that share the nearest PCI ancestor."""
+"""Pairs SSDs and cards one to one, by their nearest common PCI ancestor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REMEDY = "Name the card of each storage folder: SmartSSDConfig(devices=['0000:3
 
 
 def pair(ssds: Sequence[Ssd], cards: Sequence[Card], controllers: Sequence[PciPath]) -> list[Card]:
-    """Return the card beside each SSD, but take none that is nearest to another of the machine's ``controllers``.
+    """Return the card nearest to each SSD, except cards nearest to another one of the machine's ``controllers``.
 
     Raises:
         ConfigError: A card is nearest to several SSDs, or an SSD to several cards or none; the tree is shown.
@@ -48,7 +48,7 @@ def named_cards(ssds: Sequence[Ssd], cards: Sequence[Card], names: Sequence[str 
 
 
 def require_each_once(used: Sequence[tuple[str, Path]], *, what: str) -> None:
-    """Refuse two folders on one device: an ``"SSD"`` or a ``"card"``, given by address and folder of each use."""
+    """Raise if two folders use one device, an ``"SSD"`` or a ``"card"``; ``used`` lists addresses and folders."""
     seen: dict[str, Path] = {}
     for address, folder in used:
         other = seen.setdefault(address, folder)
@@ -75,7 +75,7 @@ def _card_beside(ssd: Ssd, ssds: Sequence[Ssd], cards: Sequence[Card], controlle
 
 
 def _nearest(path: PciPath, others: Sequence[PciPath]) -> list[PciPath]:
-    """Return the paths that share most ancestors; none if nothing is shared."""
+    """Return the paths that share the most ancestors with ``path``; none if no ancestor is shared."""
     shared = [common_ancestors(path, other) for other in others]
     most = max(shared, default=0)
     return [other for other, number in zip(others, shared, strict=True) if number == most and most]

@@ -1,4 +1,4 @@
-"""PCI functions and their paths, read from sysfs."""
+"""Reads PCI functions and their paths from sysfs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PciPath:
 
 
 def path_of(device: Path) -> PciPath | None:
-    """Return the path of the last PCI function above or at a device; ``None`` if there is no PCI function.
+    """Return the path of a device's PCI function, or of its nearest ancestor's; ``None`` if there is none.
 
     Args:
         device: Path below ``sysfs/devices``, or a link to one.
@@ -56,7 +56,7 @@ def functions_of_class(system: System, prefix: str) -> list[Path]:
 
 
 def common_ancestors(one: PciPath, other: PciPath) -> int:
-    """Count the steps that two functions share, starting at the root; a root complex alone counts as none."""
+    """Count the common ancestors of two functions, from the root on; return 0 if only the root complex is shared."""
     shared = 0
     for mine, theirs in zip(one.steps[:-1], other.steps[:-1], strict=False):
         if mine != theirs:
@@ -69,7 +69,7 @@ def drawn(labels: Mapping[PciPath, str]) -> str:
     """Draw a tree of functions, one line for each step.
 
     Args:
-        labels: Text to show behind each function's address.
+        labels: Text to show after each function's address.
     """
     named = {path.steps: label for path, label in labels.items()}
     return "\n".join(_branches(sorted(named), named, depth=0))

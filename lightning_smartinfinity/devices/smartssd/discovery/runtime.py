@@ -1,4 +1,4 @@
-"""Finds XRT on this machine: where it is installed, which version it has, and how it can be called."""
+"""Finds XRT on this machine: its folder, its version, and the bindings that can call it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _NO_PYXRT = (
 
 
 class Runtime(NamedTuple):
-    """The installation of XRT that was found.
+    """The installation of XRT.
 
     Args:
         root: XILINX_XRT; ``None`` if it is not set, in which case XRT finds no driver.
-        version: Version of the installation; ``None`` if it does not tell.
-        library: Name or path by which the C library can be loaded; ``None`` if it cannot.
+        version: Version of the installation; ``None`` if unknown.
+        library: Name or path that loads the C library; ``None`` if it cannot be loaded.
         pyxrt: Whether the Python module is installed.
     """
 
@@ -44,7 +44,7 @@ class Runtime(NamedTuple):
 
 
 def runtime_of(system: System) -> Runtime:
-    """Look for XRT."""
+    """Return this machine's installation of XRT."""
     named = system.environment.get("XILINX_XRT")
     root = Path(named) if named else None
     library = _loadable(root)
@@ -53,7 +53,7 @@ def runtime_of(system: System) -> Runtime:
 
 
 def require_runtime(runtime: Runtime) -> Path:
-    """Return XRT's folder; refuse a machine on which XRT can find no card.
+    """Return XRT's folder; raise if XRT cannot find cards on this machine.
 
     Raises:
         DeviceError: XILINX_XRT is not set or is not a folder.
@@ -66,7 +66,7 @@ def require_runtime(runtime: Runtime) -> Path:
 
 
 def choose_binding(wanted: str, runtime: Runtime) -> str:
-    """Choose how XRT is called: ``"native"`` or ``"pyxrt"``.
+    """Choose the binding that calls XRT: ``"native"`` or ``"pyxrt"``.
 
     Args:
         wanted: ``SmartSSDConfig.binding``.
@@ -99,7 +99,7 @@ def _version_told_by(root: Path | None) -> str | None:
 
 
 def _version_loaded(system: System) -> str | None:
-    """Return the version in the name of the loaded library's file: Debian's package has no version.json."""
+    """Return the version from the file name of the loaded library, because Debian's package has no version.json."""
     found = re.search(r"/libxrt_coreutil\.so\.(\d+\.[\d.]+)$", text_of(system.maps) or "", re.MULTILINE)
     return found[1] if found else None
 

@@ -1,4 +1,4 @@
-"""Finds the NVMe SSD directly below a storage folder, or refuses the folder and names what lies between."""
+"""Finds the NVMe SSD of a storage folder, or raises an error that names the layer between folder and SSD."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _REMEDY = "Put the folder on ext4 or XFS right on a SmartSSD's NVMe (or a partit
 
 
 class Ssd(NamedTuple):
-    """The SSD below a storage folder.
+    """The SSD that holds a storage folder.
 
     Args:
         folder: The folder.
         name: Name of the whole disk's block device, such as ``"nvme0n1"``.
         path: PCI path of its controller.
-        file_system: Type of its file system.
+        file_system: Type of the folder's file system.
     """
 
     folder: Path
@@ -43,10 +43,10 @@ class Ssd(NamedTuple):
 
 
 def ssd_of(system: System, folder: Path) -> Ssd:
-    """Return the SSD that a folder lies on.
+    """Return the SSD that holds a folder.
 
     Raises:
-        ConfigError: The file system is neither ext4 nor XFS, or does not lie directly on a PCIe NVMe SSD.
+        ConfigError: The file system is neither ext4 nor XFS, or is not directly on a PCIe NVMe SSD.
     """
     mount = mount_of(system, folder)
     if mount is None:
@@ -83,7 +83,7 @@ def _require_file_system(folder: Path, mount: Mount) -> None:
 
 
 def _between(disk: Path) -> str | None:
-    """Describe what lies between the file system and the SSD; ``None`` if nothing does."""
+    """Describe the layer between the file system and an NVMe SSD, or the other device; ``None`` if there is none."""
     if disk.name.startswith("dm-"):
         uuid = text_of(disk / "dm/uuid") or ""
         kind = next((name for prefix, name in _MAPPED.items() if uuid.startswith(prefix)), "a device-mapper target")
@@ -110,7 +110,7 @@ def _controller_of(system: System, folder: Path, disk: Path) -> PciPath:
 
 
 def _controllers(disk: Path) -> list[Path]:
-    """Return the controllers of a disk: its parent or, with native multipath, the links of its virtual subsystem."""
+    """Return the controllers of a disk: its parent or, with native multipath, the links in its virtual subsystem."""
     if disk.parent.parent.name == "nvme-subsystem":
         return [entry for entry in entries_of(disk.parent) if re.fullmatch(r"nvme\d+", entry.name)]
     return [disk.parent]

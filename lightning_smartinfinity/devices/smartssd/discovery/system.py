@@ -1,4 +1,4 @@
-"""Files in which a machine describes itself; tests replace them by trees of their own."""
+"""The files in which a machine describes itself; tests substitute their own trees of files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _may_use(path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """The files and settings from which cards and SSDs are found.
+    """The files and settings used to find cards and SSDs.
 
     Args:
         sysfs: Folder of the kernel's devices.
@@ -24,7 +24,7 @@ class System:
         maps: File that lists the libraries that this process has loaded.
         dev: Folder of device nodes.
         environment: Environment variables of this process.
-        may_use: Function that tells whether this user may read and write a device node.
+        may_use: Function that returns whether this user may read and write a device node.
     """
 
     sysfs: Path = Path("/sys")
@@ -36,7 +36,7 @@ class System:
 
     @property
     def emulated(self) -> bool:
-        """Whether XRT emulates its devices, which sysfs then does not list."""
+        """Whether XRT emulates its devices; sysfs does not list emulated devices."""
         return bool(self.environment.get("XCL_EMULATION_MODE"))
 
 
@@ -45,7 +45,7 @@ def text_of(path: Path, *, errors: str = "replace") -> str | None:
 
     Args:
         path: Path of the file.
-        errors: What becomes of bytes that are no text, as in :func:`open`.
+        errors: Handling of bytes that are not text, as in :func:`open`.
     """
     try:
         return path.read_text(errors=errors).strip()

@@ -1,4 +1,4 @@
-"""Finds the xclbin that holds the kernels and reads its header."""
+"""Finds the xclbin with the kernels, and reads its header."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _HEADER = struct.Struct("<8s296xQ40x64s16s16xI4x")
 _SECTION = struct.Struct("<I20xQQ")
 _COUNT = struct.Struct("<i4x")
 _BANK = struct.Struct("<BB6xQ24x")
-# Of struct ip_layout, which begins like mem_topology, and ip_data.
+# struct ip_data, the entries of ip_layout, which begins like mem_topology.
 _UNIT = struct.Struct("<I12x64s")
 _KERNEL = 1
 _MEM_TOPOLOGY = 6
@@ -57,9 +57,9 @@ class Xclbin(NamedTuple):
 
     Args:
         path: Absolute path.
-        uuid: Identifier of this build, on which all processes that use one card must agree.
-        platform: Platform that it was built for.
-        memory_bytes: Size of the card's largest memory bank; ``None`` if the header does not tell.
+        uuid: Identifier of this build, which must be equal in all processes that use one card.
+        platform: Target platform of the build.
+        memory_bytes: Size of the card's largest memory bank; ``None`` if the header does not state it.
         kernels: Names of its kernels.
     """
 
@@ -71,7 +71,7 @@ class Xclbin(NamedTuple):
 
 
 class NamedXclbin(NamedTuple):
-    """The absolute path of what should be an xclbin, and the setting that names it, as a user writes it."""
+    """The absolute path of a supposed xclbin, and the setting that names it, in the user's notation."""
 
     path: Path
     setting: str
@@ -84,7 +84,7 @@ def is_xclbin_named(settings: SmartSSDConfig | None, system: System) -> bool:
 
 
 def _name_and_setting(settings: SmartSSDConfig | None, system: System) -> tuple[str | Path | None, str]:
-    """Return the file's name, and the setting that names it, with a place for the name."""
+    """Return the file's name, and a format string of the setting that names it."""
     if settings is not None and settings.xclbin:
         return settings.xclbin, "SmartSSDConfig(xclbin={!r})"
     return system.environment.get(XCLBIN_VARIABLE), f"{XCLBIN_VARIABLE}={{!r}}"
@@ -95,7 +95,7 @@ def read_xclbin(settings: SmartSSDConfig | None, system: System) -> Xclbin:
 
     Raises:
         ConfigError: No file is named, or the file cannot be read.
-        DeviceError: The file is no xclbin, or is truncated.
+        DeviceError: The file is not an xclbin, or is truncated.
     """
     named = require_xclbin_named(settings, system)
     try:
@@ -106,7 +106,7 @@ def read_xclbin(settings: SmartSSDConfig | None, system: System) -> Xclbin:
 
 
 def _open_regular(path: str, flags: int) -> int:
-    """Open a regular file, but refuse a pipe: training would wait forever for someone to write to it."""
+    """Open a regular file; raise ValueError for others, because reading from a pipe could block forever."""
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -122,7 +122,7 @@ def _read(file: BinaryIO, named: NamedXclbin) -> Xclbin:
     try:
         _, length, platform, build, num_sections = _HEADER.unpack(header)
         sections = _sections(file, num_sections)
-        # XRT follows these offsets without checking them.
+        # XRT uses these offsets without checking them.
         if length > nbytes or any(section.offset + section.nbytes > nbytes for section in sections):
             raise struct.error("an offset behind the end")
         banks = [1024 * kib for _, used, kib in _entries(file, sections, _MEM_TOPOLOGY, _BANK) if used]
@@ -131,7 +131,7 @@ def _read(file: BinaryIO, named: NamedXclbin) -> Xclbin:
         problem = f"The xclbin {named.setting} is torn: its header tells of more than its {nbytes} bytes."
         raise DeviceError(problem, BUILD_REMEDY) from error
     kernels = tuple(dict.fromkeys(unit.split(":")[0] for unit in units))  # a unit is called <kernel>:<instance>
-    memory = max(banks, default=None)  # of the largest bank
+    memory = max(banks, default=None)
     return Xclbin(named.path, str(uuid.UUID(bytes=build)), _text(platform), memory, kernels)
 
 
@@ -158,7 +158,7 @@ def require_xclbin_named(settings: SmartSSDConfig | None, system: System | None 
 
 
 def _sections(file: BinaryIO, count: int) -> list[_Section]:
-    """Read the section headers from a file that is positioned behind the header."""
+    """Read the section headers from a file that is positioned after the header."""
     if count > _MOST_SECTIONS:
         raise struct.error(f"{count} sections")
     return [_Section(*_SECTION.unpack(file.read(_SECTION.size))) for _ in range(count)]
@@ -167,7 +167,7 @@ def _sections(file: BinaryIO, count: int) -> list[_Section]:
 def _entries(
     file: BinaryIO, sections: Sequence[_Section], kind: int, entry: struct.Struct
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield the entries of each section of this kind; their number stands before them."""
+    """Yield the entries of each section of this kind; a section begins with its number of entries."""
     for section in sections:
         if section.kind == kind:
             file.seek(section.offset)
