@@ -9,9 +9,16 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.activations.changes import shares_changes
 from lightning_smartinfinity.activations.cuda.copies import DeviceCopies, Loaded, Points
-from lightning_smartinfinity.activations.geometry import Geometry, distinct, geometry_of, overlaps, spread_out, view_of
+from lightning_smartinfinity.activations.geometry import (
+    Geometry,
+    distinct,
+    geometry_of,
+    overlaps,
+    shares_changes,
+    spread_out,
+    view_of,
+)
 from lightning_smartinfinity.errors import CudaError, SmartInfinityError, StorageError
 from lightning_smartinfinity.storage.tensors.tensor_store import StoredTensor
 

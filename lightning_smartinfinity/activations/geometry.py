@@ -1,4 +1,7 @@
-"""How tensors lie in their storages."""
+"""How tensors are arranged in their storages, and autograd's counts of in-place changes.
+
+Autograd checks the counts of saved tensors itself, but not where hooks packed them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,18 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Geometry", "distinct", "geometry_of", "overlaps", "spread_out", "stored_bytes", "view_of"]
+__all__ = [
+    "Geometry",
+    "change_error",
+    "changes_of",
+    "distinct",
+    "geometry_of",
+    "overlaps",
+    "shares_changes",
+    "spread_out",
+    "stored_bytes",
+    "view_of",
+]
 
 
 class Geometry(NamedTuple):
@@ -69,3 +83,39 @@ def spread_out(data: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     least = distinct(tensor)
     least.copy_(data.view(geometry.dtype).view(least.shape))
     return tensor
+
+
+def changes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without storage whose ``_version`` counts the changes of ``tensor``."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
+
+
+def shares_changes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether changes of two tensors are counted together, as those of a tensor and its views are."""
+    version = one._version
+    if other._version != version:
+        return False
+    set_versions = torch._C._autograd._unsafe_set_version_counter
+    try:
+        set_versions((one,), (version + 1,))  # an interrupt may come right behind it
+        return other._version == version + 1
+    finally:
+        set_versions((one,), (version,))
+
+
+def change_error(what: torch.Tensor | Geometry, counter: torch.Tensor, version: int) -> RuntimeError:
+    """Return the error of autograd for a tensor that was changed.
+
+    Args:
+        what: The tensor, or how it lay in its storage.
+        counter: What counts its changes.
+        version: Their number when it was saved.
+    """
+    dtype, size = (what.dtype, tuple(what.shape)) if isinstance(what, torch.Tensor) else (what.dtype, what.size)
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"a tensor of dtype {dtype} and shape {list(size)} is at version {counter._version}; expected version "
+        f"{version} instead. Hint: change a copy, or change it after backward."
+    )

@@ -13,14 +13,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_smartinfinity.activations.choice import Choice
 from lightning_smartinfinity.activations.forwards import Forward
-from lightning_smartinfinity.activations.hook_costs import HookCosts
-from lightning_smartinfinity.activations.lessons import Lessons
 from lightning_smartinfinity.activations.packing import Packing, tensors_in
-from lightning_smartinfinity.activations.small_forwards import SmallForwards
 from lightning_smartinfinity.activations.store import ActivationStore
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
+from lightning_smartinfinity.activations.tuning.choice import Choice
+from lightning_smartinfinity.activations.tuning.hook_costs import HookCosts, SmallForwards
+from lightning_smartinfinity.activations.tuning.learning import Lessons
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.settings import (
     ActivationOffload,

@@ -12,10 +12,16 @@ import torch
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
-from lightning_smartinfinity.activations.changes import change_error, changes_of, shares_changes
 from lightning_smartinfinity.activations.entries import Entry, Source
 from lightning_smartinfinity.activations.forwards import Forward
-from lightning_smartinfinity.activations.geometry import Geometry, geometry_of, stored_bytes
+from lightning_smartinfinity.activations.geometry import (
+    Geometry,
+    change_error,
+    changes_of,
+    geometry_of,
+    shares_changes,
+    stored_bytes,
+)
 from lightning_smartinfinity.activations.store import ActivationStore
 from lightning_smartinfinity.errors import CudaError, StorageError
 

@@ -20,8 +20,7 @@ from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import require_xclbin_named
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.pipeline.rules import rule_for
-from lightning_smartinfinity.planning.automatic_strategy import Planned, Surroundings, plan_training
-from lightning_smartinfinity.planning.gain_warning import warn_of_no_gain
+from lightning_smartinfinity.planning.automatic_strategy import Planned, Surroundings, plan_training, warn_of_no_gain
 from lightning_smartinfinity.resume.record import Recording
 from lightning_smartinfinity.settings import resolved_folder
 from lightning_smartinfinity.settings.rules import check, instance, optional

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -19,20 +21,31 @@ from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, serves
 from lightning_smartinfinity.planning.automatic import Open, choose, plan_in_words
 from lightning_smartinfinity.planning.choice import Resources
+from lightning_smartinfinity.planning.cost import CompressionResources, gain_of
 from lightning_smartinfinity.planning.model import ModelFigures
 from lightning_smartinfinity.planning.needs import needs
 from lightning_smartinfinity.planning.needs_table import what_breaks
 from lightning_smartinfinity.planning.pace import assumed_rates
+from lightning_smartinfinity.planning.simulator.gradients import Dense
+from lightning_smartinfinity.planning.simulator.handler import Route
+from lightning_smartinfinity.planning.simulator.workload import Workload
 from lightning_smartinfinity.planning.survey.models import find_source, survey_model
 from lightning_smartinfinity.planning.survey.modules import is_built, survey_module
 from lightning_smartinfinity.planning.survey.resources import survey_resources
 from lightning_smartinfinity.planning.training import BLOCK_SCALED, OPTIMIZERS, Training
 from lightning_smartinfinity.settings import PlanConfig, TopK
 from lightning_smartinfinity.settings.strategy import StrategySettings
+from lightning_smartinfinity.zero3 import OffloadSettings
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.setup.deepspeed_config import FOLLOWS_FROM_BUDGET
 
-__all__ = ["Planned", "Surroundings", "plan_training"]
+__all__ = [
+    "Planned",
+    "Surroundings",
+    "plan_training",
+    "warn_of_no_gain",
+]
+
 
 _USED = 0.9  # share of the available resources that a plan uses
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -320,3 +333,34 @@ def _with(
         zero=zero or None,
         transfer=replace(settings.transfer, **transfer),
     )
+
+
+def warn_of_no_gain(offload: OffloadSettings, *, num_arrays: int, num_processes: int, on_gpu: bool) -> None:
+    """Warn on rank 0 if compression, which costs accuracy or at least memory, is predicted to gain nothing.
+
+    Args:
+        offload: Settings, with the cards of this process.
+        num_arrays: Number of arrays of the optimizer's state.
+        num_processes: Number of processes on this machine.
+        on_gpu: Whether gradients come from a GPU.
+    """
+    if offload.compression is None or torch.distributed.get_rank() != 0:
+        return
+    dense = Workload(
+        numel=1,
+        gradients=Dense(offload.gradient_itemsize),
+        num_arrays=num_arrays,
+        parameter_bytes=offload.parameter_itemsize,
+    )
+    through_storage = offload.smartssd is not None and offload.smartssd.gradient_route == "storage"
+    plan = offload.cards
+    resources = CompressionResources(
+        num_cards=0 if plan is None else max(1, num_processes * len(plan.cards) // plan.sharers),
+        num_cores=len(os.sched_getaffinity(0)),
+        num_threads=num_processes * offload.feed_back_threads,
+        num_gpus=num_processes if on_gpu else 0,
+        route=Route.STORAGE if through_storage else Route.HOST,
+    )
+    gain = gain_of(offload.compression, dense, resources)
+    if not gain.gains:
+        warnings.warn(f"compression={offload.compression} is predicted to bring no gain. {gain.reason}", stacklevel=2)

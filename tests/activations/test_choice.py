@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from lightning_smartinfinity.activations.choice import Copies, Profile, choose, peak_of, stall_of
+from lightning_smartinfinity.activations.tuning.choice import Copies, Profile, choose, peak_of, stall_of
 
 MOST_RATIO = 1e-9
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from lightning_smartinfinity import ActivationOffload
-from lightning_smartinfinity.activations import lessons, slowdown
-from lightning_smartinfinity.activations.choice import Choice, Profile
 from lightning_smartinfinity.activations.forwards import Forward, Plan
 from lightning_smartinfinity.activations.rates import Rates
+from lightning_smartinfinity.activations.tuning import learning as lessons
+from lightning_smartinfinity.activations.tuning.choice import Choice, Profile
 from lightning_smartinfinity.pipeline.layout.free_memory import MemoryLimit, MemoryReport
 from tests.activations.models import COMPILED, MODELS, everything, gradients, opened
 from tests.helpers.long_cases import long_but
@@ -145,7 +145,7 @@ def offloaded_by_step(
     """
     nothing = {"offloaded_bytes": 0, "kept_bytes": 0, "seconds": 0.0, "stall_seconds": 0.0, "peak_bytes": 0}
     if seconds is not None:
-        monkeypatch.setattr(slowdown, "_LEAST_SECONDS", 0.1)
+        monkeypatch.setattr(lessons, "_LEAST_SECONDS", 0.1)
     x, offloaded = torch.randn(1024, requires_grad=True), list[int]()
 
     def choose(profile: Profile, *, most_bytes: int | None, **_: Any) -> Choice:
@@ -223,7 +223,7 @@ def test_steps_that_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyP
     total = 1 << 42  # of which a quarter stays free
     limits = {"machine": MemoryLimit(total, total), "group": MemoryLimit(total, total // 4 + free)}
     report = MemoryReport(machine="", limits=limits, reserved=0)
-    monkeypatch.setattr(slowdown, "measure_memory", lambda *, reserved: report)
+    monkeypatch.setattr(lessons, "measure_memory", lambda *, reserved: report)
     offloaded = offloaded_by_step(
         tmp_path, monkeypatch, pays=12, steps=8, seconds=lambda planned: factor * seconds_on_a_busy_processor(planned)
     )

@@ -15,10 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_smartinfinity.activations import OffloadedActivations
-from lightning_smartinfinity.activations.changes import shares_changes
-from lightning_smartinfinity.activations.cuda.under_way import UnderWay
+from lightning_smartinfinity.activations.cuda.copies import UnderWay
 from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.activations.forwards import Plan
+from lightning_smartinfinity.activations.geometry import shares_changes
 from lightning_smartinfinity.errors import StorageError
 from tests.activations.chains import BLOCK, activations, assert_nothing_is_left, chain, expected, inject_now, saved
 from tests.activations.models import everything, opened

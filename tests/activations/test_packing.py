@@ -16,9 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_smartinfinity.activations import OffloadedActivations, paused
-from lightning_smartinfinity.activations.changes import changes_of, shares_changes
 from lightning_smartinfinity.activations.entries import Source
-from lightning_smartinfinity.activations.geometry import geometry_of
+from lightning_smartinfinity.activations.geometry import changes_of, geometry_of, shares_changes
 from lightning_smartinfinity.errors import StorageError, UnsupportedError
 from tests.activations.models import everything, opened
 from tests.helpers.waiting import join

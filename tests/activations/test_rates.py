@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lightning_smartinfinity import ActivationOffload
-from lightning_smartinfinity.activations import lessons
-from lightning_smartinfinity.activations.choice import Choice, Profile
 from lightning_smartinfinity.activations.rates import Rates
+from lightning_smartinfinity.activations.tuning import learning as lessons
+from lightning_smartinfinity.activations.tuning.choice import Choice, Profile
 from tests.activations.models import drop_memory, everything, finish_writes, opened
 from tests.helpers.native_testing import Throttle
 

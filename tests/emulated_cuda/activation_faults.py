@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from lightning_smartinfinity import ActivationOffload
-from lightning_smartinfinity.activations import OffloadedActivations, lessons
-from lightning_smartinfinity.activations.choice import Choice, Profile
+from lightning_smartinfinity.activations import OffloadedActivations
 from lightning_smartinfinity.activations.cuda.copies import DeviceCopies, _Direction, _streams
+from lightning_smartinfinity.activations.tuning import learning as lessons
+from lightning_smartinfinity.activations.tuning.choice import Choice, Profile
 from lightning_smartinfinity.errors import CudaError
 from lightning_smartinfinity.native import CudaEvent
 from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink, link_to

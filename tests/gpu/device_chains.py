@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD, OffloadedActivations, lessons
-from lightning_smartinfinity.activations.choice import Choice, Profile
+from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD, OffloadedActivations
+from lightning_smartinfinity.activations.tuning import learning as lessons
+from lightning_smartinfinity.activations.tuning.choice import Choice, Profile
 from tests.activations.chains import chain
 
 __all__ = [

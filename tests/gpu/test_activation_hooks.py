@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD
-from lightning_smartinfinity.activations.cuda import steps
+from lightning_smartinfinity.activations.tuning import hook_costs
 from tests.activations.models import everything, opened
 from tests.gpu.device_chains import profiles_of, run, tiny_chain
 from tests.helpers.runif import RunIf
@@ -37,7 +37,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock by which steps are compared."""
     clock = Clock()
-    monkeypatch.setattr(steps, "time", clock)
+    monkeypatch.setattr(hook_costs, "time", clock)
     return clock
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD, lessons
-from lightning_smartinfinity.activations.choice import Profile
+from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD
+from lightning_smartinfinity.activations.tuning import learning as lessons
+from lightning_smartinfinity.activations.tuning.choice import Profile
 from tests.activations.chains import chain
 from tests.activations.models import everything, opened
 from tests.gpu.device_chains import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity import TopK
-from lightning_smartinfinity.pipeline.gradients.torch_selection import top_k_payload, with_residual
+from lightning_smartinfinity.pipeline.gradients.device_selection import top_k_payload, with_residual
 from tests.helpers.models import Recipe
 from tests.helpers.runif import RunIf
 from tests.training.worker import Run, launch

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.pipeline.gradients.torch_selection import top_k_payload, with_residual
+from lightning_smartinfinity.pipeline.gradients.device_selection import top_k_payload, with_residual
 from tests.helpers.native_testing import encode_gradient
 
 DTYPES = {

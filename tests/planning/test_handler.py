@@ -23,12 +23,12 @@ from lightning_smartinfinity.planning.simulator.gradients import (
 )
 from lightning_smartinfinity.planning.simulator.handler import (
     Route,
+    SimulatedBatch,
     tasklets_of_device,
     update_on_cards,
     update_on_host,
 )
 from lightning_smartinfinity.planning.simulator.hardware import Channel, Device, Gpu, Host, Machine
-from lightning_smartinfinity.planning.simulator.simulated_batch import SimulatedBatch
 from lightning_smartinfinity.planning.simulator.step import Overlap, System, simulate_step
 from lightning_smartinfinity.planning.simulator.virtual_time import Process, Simulation
 from lightning_smartinfinity.planning.simulator.wiring import connect
@@ -85,7 +85,7 @@ def test_actions_start_in_the_order_of_the_machine(
         def finished(self) -> bool:
             return self.schedule.finished
 
-    monkeypatch.setattr("lightning_smartinfinity.planning.simulator.simulated_batch.TransferSchedule", Watched)
+    monkeypatch.setattr("lightning_smartinfinity.planning.simulator.handler.TransferSchedule", Watched)
     simulation = Simulation()
     batch = on_cards(simulation, workload(num_buffers=num_buffers), route)
     simulation.run()
@@ -288,7 +288,7 @@ def test_large_models_have_larger_tasklets(monkeypatch: pytest.MonkeyPatch, syst
     monkeypatch.setattr(Simulation, "work", counting)
     of = workload(numel=6 * 10**9, tasklet_bytes=None)
     exact, cut = simulate_step(machine(num_devices=1), of, system).step, begun
-    for module in ("workload", "published"):
+    for module in ("workload", "systems"):
         monkeypatch.setattr(f"lightning_smartinfinity.planning.simulator.{module}.ENOUGH_TASKLETS", 50)
     for numel in (6 * 10**9, 10**12):
         begun = 0

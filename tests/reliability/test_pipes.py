@@ -14,7 +14,7 @@ from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.export.models import described_by
-from lightning_smartinfinity.export.original_weights import OriginalWeights
+from lightning_smartinfinity.export.pretrained import OriginalWeights
 from lightning_smartinfinity.integrations.transformers.resume import checkpoint_to_resume
 from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import TensorFile
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import load_file

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_smartinfinity.storage.io.disk_activity import completed_requests, counters_of
+from lightning_smartinfinity.storage.io.deadlines import completed_requests, counters_of
 
 # As Linux writes it since 5.5: reads, merges, sectors, time; writes, merges, sectors, time; in flight, times;
 # discards, merges, sectors, time; flushes, time.

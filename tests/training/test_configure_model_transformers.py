@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_smartinfinity import SmartInfinityStrategy
 from lightning_smartinfinity.native import MemoryPool
-from lightning_smartinfinity.zero3.parameters import mapped_files, param_swapper
+from lightning_smartinfinity.zero3.parameters import param_swapper, pretrained
 from tests.helpers.processes import run_module
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
@@ -94,7 +94,7 @@ def test_weights_are_never_all_in_memory(tmp_path: Path, monkeypatch: pytest.Mon
     import transformers
 
     most, batch = {"files": 0, "parameters": 0}, 1 << 20
-    monkeypatch.setattr(mapped_files, "_BATCH_BYTES", batch)
+    monkeypatch.setattr(pretrained, "_BATCH_BYTES", batch)
     original_load, original_lend = nn.Module._load_from_state_dict, param_swapper.lent_tensor
 
     def load_one(module: nn.Module, *args: Any) -> None:

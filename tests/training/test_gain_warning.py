@@ -14,7 +14,7 @@ import torch
 from lightning_smartinfinity import TopK, TransferConfig
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.planning import cost
-from lightning_smartinfinity.planning.gain_warning import warn_of_no_gain
+from lightning_smartinfinity.planning.automatic_strategy import warn_of_no_gain
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from tests.helpers.card_runs import setup_of
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_smartinfinity.zero3.parameters.module_trace import ModuleTrace
+from lightning_smartinfinity.zero3.parameters.deepspeed_patches import ModuleTrace
 from tests.helpers.trainers import fit
 
 NUM_MODULES = 500

@@ -18,8 +18,8 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import Strategy
 
 from lightning_smartinfinity.zero3.engine.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.parameters.deepspeed_patches import GATHER_PARAMS
 from lightning_smartinfinity.zero3.parameters.live_parameters import RELEASE_PARAM
-from lightning_smartinfinity.zero3.parameters.prefetch import GATHER_PARAMS
 from tests.zero3.test_contract import undecorated
 
 CONVERT = inspect.getsource(Init._convert_to_deepspeed_param)

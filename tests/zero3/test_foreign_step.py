@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from lightning_smartinfinity import UnsupportedError
-from lightning_smartinfinity.zero3.optimizer import foreign_step
+from lightning_smartinfinity.zero3.optimizer import taken_optimizer
 
 
 def test_parameters_are_looked_at_once_for_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters are checked again only when there are more of them or an engine may have partitioned them."""
-    look, looks = foreign_step._refuse_partitioned, []
-    monkeypatch.setattr(foreign_step, "_refuse_partitioned", lambda optimizer: (looks.append(1), look(optimizer)))
-    foreign_step.refuse_foreign_steps()
+    look, looks = taken_optimizer._refuse_partitioned, []
+    monkeypatch.setattr(taken_optimizer, "_refuse_partitioned", lambda optimizer: (looks.append(1), look(optimizer)))
+    taken_optimizer.refuse_foreign_steps()
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
     optimizer = torch.optim.SGD(params[:2], lr=0.1)
 
@@ -26,7 +26,7 @@ def test_parameters_are_looked_at_once_for_each_engine(monkeypatch: pytest.Monke
     assert looks_in_steps(3) == 1
     optimizer.add_param_group({"params": params[2:]})
     assert looks_in_steps(3) == 1
-    foreign_step.refuse_foreign_steps()
+    taken_optimizer.refuse_foreign_steps()
     params[2].ds_status, params[2].ds_shape = None, (2,)  # type: ignore[attr-defined]
     for _ in range(2):
         with pytest.raises(UnsupportedError, match="ZeRO-3"):

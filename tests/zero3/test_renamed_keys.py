@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity import CheckpointError
-from lightning_smartinfinity.zero3.checkpoints.load.renamed_keys import saved_names
+from lightning_smartinfinity.zero3.checkpoints.load.weight_loading import saved_names
 
 
 class Renamed(torch.nn.Module):

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.formats import trust
-from lightning_smartinfinity.zero3.checkpoints.formats.loss_scale import loss_scaler_of, numbers_of
+from lightning_smartinfinity.zero3.checkpoints.formats.client_state import loss_scaler_of, numbers_of
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import DAMAGE
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import door, load_file, load_without_memory, warn_of_types
 from tests.helpers.hostile import Hostile, executed

@@ -1,15 +1,15 @@
-"""This package's transfer handler in virtual time, on accelerators and on the host."""
+"""This package's transfer handler in virtual time. The native core's schedule of real steps orders its transfers, too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 import numpy as np
 
+from lightning_smartinfinity.native import TransferSchedule
 from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout, TaskletSlice
-from lightning_smartinfinity.planning.simulator.simulated_batch import SimulatedBatch
-from lightning_smartinfinity.planning.simulator.virtual_time import Path, Pool, Process, Simulation
+from lightning_smartinfinity.planning.simulator.virtual_time import Event, Path, Pool, Process, Simulation
 from lightning_smartinfinity.planning.simulator.wiring import HostPaths, Lane
 from lightning_smartinfinity.planning.simulator.workload import Workload
 
@@ -17,10 +17,54 @@ __all__ = [
     "CARD_COMPUTE_THREADS",
     "MOST_FEED_BACK_THREADS",
     "Route",
+    "SimulatedBatch",
     "tasklets_of_device",
     "update_on_cards",
     "update_on_host",
 ]
+
+
+Work = Callable[[int], Process]
+
+
+class SimulatedBatch:
+    """A batch that runs as in ``native.Pipeline``: whenever an action ends, all ready actions start.
+
+    Args:
+        simulation: The simulation.
+        num_tasklets: Number of tasklets in the batch.
+        num_buffers: Number of buffers in the ring.
+        works: For each action (``"read"``, ``"compute"``, ``"write"``), the function that makes its process from a
+            tasklet's number. An action without a function is skipped.
+    """
+
+    def __init__(
+        self, simulation: Simulation, *, num_tasklets: int, num_buffers: int, works: Mapping[str, Work]
+    ) -> None:
+        self._simulation = simulation
+        self._schedule = TransferSchedule(num_tasklets, num_buffers, reads="read" in works, writes="write" in works)
+        self._works = works
+        self.started: list[tuple[str, int]] = []
+        """Actions and their tasklets, in the order in which they started."""
+        self.parameters_out = [simulation.event() for _ in range(num_tasklets)]
+        """Event of each tasklet, which is set when the tasklet has been computed."""
+        self.finished: Event = simulation.event()
+        simulation.soon(self._start_ready)
+
+    def _start_ready(self) -> None:
+        for action, tasklet, _ in self._schedule.next():
+            self.started.append((action, tasklet))
+            self._simulation.start(self._work(action, tasklet))
+        if self._schedule.finished:
+            self.finished.set()
+
+    def _work(self, action: str, tasklet: int) -> Process:
+        yield from self._works[action](tasklet)
+        self._schedule.done(action, tasklet)
+        if action == "compute":
+            self.parameters_out[tasklet].set()
+        self._start_ready()
+
 
 CARD_COMPUTE_THREADS = 2
 """Threads that wait for a card, as in devices/smartssd/device.py; a card has one I/O thread for each buffer."""

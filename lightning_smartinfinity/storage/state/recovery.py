@@ -1,7 +1,8 @@
-"""Finds the newest generation that an earlier process left complete."""
+"""Finds the newest generation that an earlier process left complete, by the trailer at the end of every extent."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,10 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
+from lightning_smartinfinity.native import TRAILER_BYTES
+from lightning_smartinfinity.storage.extents import ExtentMap
 from lightning_smartinfinity.storage.folders.manifest import Manifest, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
-from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME
+from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, STATE_NAME
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.records.residual_file import damaged_parts, was_cut_short
 from lightning_smartinfinity.storage.records.training_record import (
     TrainingRecord,
@@ -21,7 +26,6 @@ from lightning_smartinfinity.storage.records.training_record import (
     residual_of,
 )
 from lightning_smartinfinity.storage.state.commit_record import CommitRecord, Records, erase_record, read_records
-from lightning_smartinfinity.storage.state.trailer import first_mismatch
 
 __all__ = [
     "BEGIN_ANEW",
@@ -29,13 +33,65 @@ __all__ = [
     "common_manifest",
     "complete_generations",
     "contradiction",
+    "first_mismatch",
     "newest_complete",
     "records_of",
-    "require_resumable",
     "require_recoverable",
+    "require_resumable",
     "with_whole_residuals",
     "written_records",
 ]
+
+
+def first_mismatch(
+    folders: Sequence[OpenFolder], extents: ExtentMap, record: CommitRecord, identity: native.Identity
+) -> str | None:
+    """Compare the trailer of every extent that a record names with the expected one.
+
+    Args:
+        folders: The rank's folder of each device.
+        extents: The extents of the tasklets.
+        record: The generation to verify.
+        identity: The identity that every extent carries.
+
+    Returns:
+        A sentence about the first extent that does not match, with its path and offset; None if all match.
+
+    Raises:
+        StorageError: A file cannot be read.
+    """
+    problems = (_mismatch_in_file(folder, device, extents, record, identity) for device, folder in enumerate(folders))
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _mismatch_in_file(
+    folder: OpenFolder, device: int, extents: ExtentMap, record: CommitRecord, identity: native.Identity
+) -> str | None:
+    path = folder.path / STATE_NAME
+    with storage_errors("Reading", path), folder.reader(STATE_NAME) as file:
+        size = os.fstat(file.fileno()).st_size
+        for tasklet, extent in enumerate(extents.extents):
+            if record.placement.devices[tasklet] != device:
+                continue
+            generation = int(record.tasklet_generations[tasklet])
+            place = extents.place_offset(int(record.placement.positions[tasklet]))
+            offset = place + extent.nbytes - TRAILER_BYTES
+            # A damaged position may exceed the largest offset of a system call.
+            trailer = os.pread(file.fileno(), TRAILER_BYTES, offset) if offset < size else b""
+            if not native.is_trailer_of(
+                trailer,
+                identity,
+                index=tasklet,
+                generation=generation,
+                numel=extent.numel,
+                num_arrays=extents.num_arrays,
+                extent_bytes=extent.nbytes,
+            ):
+                return (
+                    f"{str(path)!r} does not hold generation {generation} of tasklet {tasklet} "
+                    f"(trailer at offset {offset})."
+                )
+    return None
 
 
 BEGIN_ANEW = "Begin anew, without resuming from storage (leave ckpt_path out), or pass a checkpoint."

@@ -43,11 +43,14 @@ from lightning_smartinfinity.zero3.checkpoints.save.background_saves import Back
 from lightning_smartinfinity.zero3.checkpoints.save.checkpoint_engine import SmartInfinityCheckpointEngine
 from lightning_smartinfinity.zero3.engine.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.optimizer.clipping import clip_norm
-from lightning_smartinfinity.zero3.optimizer.foreign_step import refuse_foreign_steps
 from lightning_smartinfinity.zero3.optimizer.release import release_module
+from lightning_smartinfinity.zero3.optimizer.taken_optimizer import refuse_foreign_steps
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.parameters.callers import unanswered
-from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
+from lightning_smartinfinity.zero3.parameters.deepspeed_patches import (
+    read_trace_lazily,
+    retrace_for_external_parameters,
+)
 from lightning_smartinfinity.zero3.parameters.foreign_errors import naming_dtypes, naming_partitions
 from lightning_smartinfinity.zero3.parameters.gathering import engine_has_turn, in_forward
 from lightning_smartinfinity.zero3.parameters.live_parameters import keep_within_budget
@@ -57,7 +60,6 @@ from lightning_smartinfinity.zero3.parameters.module_guard import (
     naming_late_parameters,
     refuse_late_parameters,
 )
-from lightning_smartinfinity.zero3.parameters.module_trace import read_trace_lazily
 from lightning_smartinfinity.zero3.parameters.module_values import accept_any_output, answer_values
 from lightning_smartinfinity.zero3.parameters.norm_statistics import keep_statistics
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter

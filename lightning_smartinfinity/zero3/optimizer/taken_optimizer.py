@@ -1,7 +1,8 @@
 """The user's torch optimizer while a training has its state on storage.
 
 It stays the object that the user has made, and every door returns it: schedulers, hooks and references keep working.
-Each method of ``torch.optim.Optimizer`` does here what it does in memory, or raises an error.
+Each method of ``torch.optim.Optimizer`` does here what it does in memory, or raises an error. So do steps of other
+torch optimizers on parameters that ZeRO-3 has partitioned: their update would be lost.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR
 from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.untyped import ParamGroup
@@ -20,7 +23,15 @@ from lightning_smartinfinity.zero3.untyped import ParamGroup
 if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 
-__all__ = ["TakenOptimizer", "has_step_hooks", "check_takeable", "take_over", "with_step_hooks"]
+__all__ = [
+    "TakenOptimizer",
+    "check_takeable",
+    "has_step_hooks",
+    "refuse_foreign_steps",
+    "take_over",
+    "with_step_hooks",
+]
+
 
 _STATE_HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 _SAVE = (
@@ -72,7 +83,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks) or any(others)
 
 
-_OURS = frozenset({"lightning_smartinfinity.zero3.optimizer.foreign_step"})
+_OURS = frozenset({"lightning_smartinfinity.zero3.optimizer.taken_optimizer"})
 
 
 def with_step_hooks(optimizer: torch.optim.Optimizer, update: Callable[[], None]) -> None:
@@ -215,3 +226,47 @@ def _without_state_dict(what: str) -> UnsupportedError:
         "storage.",
         _SAVE,
     )
+
+
+# Number of engines, and of the optimizer's parameters, when none of these was partitioned.
+_ACCEPTED: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+_num_engines = 0
+
+
+def refuse_foreign_steps() -> None:
+    """Make ``step`` of every optimizer in this process raise on partitioned parameters, except ours.
+
+    Every engine calls this before it partitions parameters, as other optimizers may hold some of them.
+    """
+    global _num_engines
+    _num_engines += 1
+    _register()
+
+
+@functools.cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_refuse)
+
+
+def _refuse(optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    if isinstance(optimizer, TakenOptimizer):
+        return
+    looks = (_num_engines, sum(len(group["params"]) for group in optimizer.param_groups))
+    if _ACCEPTED.get(optimizer) != looks:
+        _refuse_partitioned(optimizer)
+        if not any(hasattr(param, "ds_status") for group in optimizer.param_groups for param in group["params"]):
+            _ACCEPTED[optimizer] = looks
+
+
+def _refuse_partitioned(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            # A parameter that happens to be gathered loses its update when it is partitioned again. The flat partitions
+            # that stock DeepSpeed steps have an id, but no status.
+            if hasattr(param, "ds_status") and not getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0):
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__}.step() found a parameter of shape {tuple(param.ds_shape)} that ZeRO-3 "
+                    "has partitioned: its module was set up by a smart_infinity strategy before, or is a copy of one "
+                    "that was.",
+                    "Go on with such a strategy, or build the module anew and load a checkpoint's weights.",
+                )

@@ -23,9 +23,9 @@ from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
 from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
+from lightning_smartinfinity.zero3.parameters.deepspeed_patches import skip_in_prefetch
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
 from lightning_smartinfinity.zero3.parameters.partitioned_parameter import wait_before_gather
-from lightning_smartinfinity.zero3.parameters.prefetch import skip_in_prefetch
 from lightning_smartinfinity.zero3.ranks.collectives import failing_together, sum_over_ranks
 from lightning_smartinfinity.zero3.untyped import ZeroCoordinator, ZeroParameter
 

@@ -15,8 +15,8 @@ from deepspeed.utils import z3_leaf_module
 
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
+from lightning_smartinfinity.zero3.parameters.deepspeed_patches import skip_in_prefetch
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, least_budget
-from lightning_smartinfinity.zero3.parameters.prefetch import skip_in_prefetch
 from lightning_smartinfinity.zero3.settings import ParameterSettings
 from lightning_smartinfinity.zero3.untyped import ZeroModule, ZeroOffload, ZeroParameter
 

@@ -1,26 +1,71 @@
 """Tells Hugging Face's transformers about ZeRO-3 while a model is built, so that it loads pretrained weights correctly.
 
-By default ``from_pretrained`` builds on the meta device, from which nothing can be partitioned.
+By default ``from_pretrained`` builds on the meta device, from which nothing can be partitioned. The files that it maps
+leave memory again as they are read.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
 
 from lightning_smartinfinity.common.patches import wrapped
-from lightning_smartinfinity.zero3.parameters.mapped_files import MappedFiles
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
-__all__ = ["loading_pretrained", "releasing_pages"]
+__all__ = [
+    "MappedFiles",
+    "loading_pretrained",
+    "releasing_pages",
+]
+
+
+# Linux writes what was changed to swap, if there is any, and drops what can be read again: no content is lost.
+_MADV_PAGEOUT = 21
+_BATCH_BYTES = 64 * 1024 * 1024
+
+
+class MappedFiles:
+    """Mapped files whose pages leave memory whenever this many bytes more have been read: 64 MiB."""
+
+    def __init__(self) -> None:
+        self._paths: set[str] = set()
+        self._nbytes = 0
+
+    def add(self, path: str | os.PathLike[str]) -> None:
+        """Report that a file may be mapped."""
+        self._paths.add(os.path.realpath(path))
+
+    def count(self, nbytes: int) -> None:
+        """Report that this number of bytes was read, and is not needed any more."""
+        self._nbytes += nbytes
+        if self._nbytes >= _BATCH_BYTES:
+            self._nbytes = 0
+            self._page_out()
+
+    def _page_out(self) -> None:
+        with suppress(OSError, AttributeError):  # no /proc, or a C library without madvise
+            madvise = ctypes.CDLL(None).madvise
+            for begin, end in self._mappings():
+                madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_PAGEOUT)
+
+    def _mappings(self) -> Iterator[tuple[int, int]]:
+        for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
+            addresses, *_, path = line.split(maxsplit=5)
+            if path in self._paths:
+                begin, end = addresses.split("-")
+                yield int(begin, 16), int(end, 16)
+
 
 _MODELING = "transformers.modeling_utils"
 

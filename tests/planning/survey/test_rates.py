@@ -10,10 +10,9 @@ import torch
 
 from lightning_smartinfinity.errors import ConfigError, StorageError
 from lightning_smartinfinity.planning.pace import assumed_rates, pace
-from lightning_smartinfinity.planning.survey import drive
-from lightning_smartinfinity.planning.survey.drive import measure_drive
+from lightning_smartinfinity.planning.survey import rates
 from lightning_smartinfinity.planning.survey.models import find_source, survey_model
-from lightning_smartinfinity.planning.survey.rates import measure_rates, require_device
+from lightning_smartinfinity.planning.survey.rates import measure_drive, measure_rates, require_device
 from lightning_smartinfinity.planning.survey.resources import survey_resources
 from lightning_smartinfinity.planning.training import Training
 from lightning_smartinfinity.storage.jobs.jobs import Job, find_jobs
@@ -51,7 +50,7 @@ def test_measuring_leaves_only_figures(tmp_path: Path, small_drive: None) -> Non
 def test_a_measurement_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed measurement leaves a job, which can be listed and removed."""
     left: list[Job] = []
-    monkeypatch.setattr(drive, "_measured", lambda *_: left.extend(find_jobs(tmp_path)))
+    monkeypatch.setattr(rates, "_measured", lambda *_: left.extend(find_jobs(tmp_path)))
     measure_drive(tmp_path, numel=100_000)
     (job,) = left
     assert job.name.startswith("measure-") and job.in_use

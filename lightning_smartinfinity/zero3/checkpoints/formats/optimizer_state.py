@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
-from lightning_smartinfinity.zero3.checkpoints.formats.loss_scale import loss_scaler_of, numbers_of
+from lightning_smartinfinity.zero3.checkpoints.formats.client_state import loss_scaler_of, numbers_of
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_residual import (
     SavedResidual,
     describe_residual,

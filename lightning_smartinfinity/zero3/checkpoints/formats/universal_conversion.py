@@ -42,7 +42,7 @@ from lightning_smartinfinity.zero3.checkpoints.formats.block_checksums import (
     BlockChecksums,
 )
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint, tagged_folder
-from lightning_smartinfinity.zero3.checkpoints.formats.loss_scale import loss_scaler_of, numbers_of
+from lightning_smartinfinity.zero3.checkpoints.formats.client_state import loss_scaler_of, numbers_of
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import WINDOW_NUMEL, SavedSlice, slices_of, windows
 from lightning_smartinfinity.zero3.checkpoints.formats.stock_checkpoint import STEP
 from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import (

@@ -18,8 +18,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, LOSS_SCALER
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
-from lightning_smartinfinity.zero3.checkpoints.formats.client_state import user_state
-from lightning_smartinfinity.zero3.checkpoints.formats.loss_scale import loss_scaler_of
+from lightning_smartinfinity.zero3.checkpoints.formats.client_state import loss_scaler_of, user_state
 from lightning_smartinfinity.zero3.checkpoints.formats.optimizer_state import check_extra, loading_state, restore_groups
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_residual import begin_residual
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_training import MASTERS, SavedTraining

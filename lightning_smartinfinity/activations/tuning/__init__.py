@@ -1,0 +1,1 @@
+"""Decides, from measured steps, which tensors of which forwards are offloaded."""

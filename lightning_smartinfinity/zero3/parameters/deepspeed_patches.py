@@ -1,0 +1,124 @@
+"""Changes three habits of DeepSpeed's gathers.
+
+- Prefetching does not wait for updates that nothing needs yet.
+- When a module begins to use another module's parameter, after the order of gathers was recorded, the parameter is
+  gathered with that module, too. Prefetching would follow the earlier order and raise a tracing error.
+- The trace of modules is not copied whenever a module releases its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+from deepspeed.utils import z3_leaf_module
+
+from lightning_smartinfinity.zero3.setup.environment import having_local_rank
+from lightning_smartinfinity.zero3.untyped import ZeroCoordinator, ZeroModule, ZeroOffload, ZeroParameter
+
+__all__ = [
+    "GATHER_PARAMS",
+    "ModuleTrace",
+    "read_trace_lazily",
+    "retrace_for_external_parameters",
+    "skip_in_prefetch",
+]
+
+
+GATHER_PARAMS = "_PartitionedParameterCoordinator__all_gather_params"
+"""The coordinator's method that gathers the parameters of a module and, ahead of use, those of later modules."""
+
+
+def skip_in_prefetch(
+    coordinator: ZeroCoordinator,
+    skipped: Callable[[ZeroParameter], bool],
+    *,
+    before_use: Callable[[Iterable[ZeroParameter]], None],
+) -> None:
+    """Make a coordinator gather some parameters only when their own module is about to run.
+
+    Its record of what comes next stays unchanged: a parameter that was not gathered ahead is gathered then.
+
+    Args:
+        coordinator: DeepSpeed's ``PartitionedParameterCoordinator``.
+        skipped: Returns whether a parameter must not be gathered ahead; the same on all ranks.
+        before_use: Called with the parameters of a module that is about to run, whether gathered already or not.
+    """
+    fetch, gather = coordinator.fetch_sub_module, getattr(coordinator, GATHER_PARAMS)
+    needed: set[ZeroParameter] = set()
+
+    def fetch_noting(current_submodule: torch.nn.Module, forward: bool) -> None:
+        needed.clear()
+        needed.update(iter_params(current_submodule, recurse=z3_leaf_module(current_submodule)))
+        before_use(needed)
+        fetch(current_submodule, forward)
+
+    def gather_some(params: Iterable[ZeroParameter], forward: bool) -> None:
+        # Sets have another order on each rank. Parameters are numbered in the order in which they were made.
+        in_order = sorted(params, key=lambda param: int(param.ds_id), reverse=not forward)
+        gather({param for param in in_order if param in needed or not skipped(param)}, forward)
+
+    coordinator.fetch_sub_module = fetch_noting
+    setattr(coordinator, GATHER_PARAMS, gather_some)
+
+
+def retrace_for_external_parameters(offload: ZeroOffload) -> None:
+    """Make ZeRO-3 record its order anew when a module has begun to use further parameters.
+
+    Args:
+        offload: DeepSpeed's ``DeepSpeedZeRoOffload``, whose module hooks gather.
+    """
+    num_known: dict[int, int] = {}
+
+    def learning(gather: Callable[[ZeroModule], None]) -> Callable[[ZeroModule], None]:
+        def gathering(sub_module: ZeroModule) -> None:
+            num_external = len(getattr(sub_module, "_external_params", ()))
+            coordinator = offload.get_param_coordinator()
+            if num_external > num_known.get(sub_module.ds_id, 0):
+                num_known[sub_module.ds_id] = num_external
+                if coordinator.is_complete_trace():
+                    coordinator._invalidate_trace()
+            gather(sub_module)
+
+        return gathering
+
+    for name in ("pre_sub_module_forward_function", "pre_sub_module_backward_function"):
+        setattr(offload, name, learning(getattr(offload, name)))
+
+
+# The attribute of DeepSpeed's coordinator that holds the modules in the order in which they are used.
+_TRACE = "_PartitionedParameterCoordinator__submodule_order"
+
+
+class ModuleTrace(tuple[Any, ...]):
+    """The modules in the order of their use; a slice is an iterator, of which the first few are read at most.
+
+    DeepSpeed slices the trace for every module and looks as far as ``stage3_max_reuse_distance`` allows. Copies would
+    make the time of a step grow with the square of the number of modules.
+    """
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            return map(super().__getitem__, range(*key.indices(len(self))))
+        return super().__getitem__(key)
+
+
+def read_trace_lazily(offload: ZeroOffload) -> None:
+    """Let the coordinator of parameters keep every complete trace as a :class:`ModuleTrace`.
+
+    Args:
+        offload: DeepSpeed's ``DeepSpeedZeRoOffload``.
+    """
+    coordinator = offload.get_param_coordinator()
+    reset = coordinator.reset_step
+
+    def reset_step() -> None:
+        with having_local_rank():
+            reset()
+        trace = getattr(coordinator, _TRACE)
+        if type(trace) is tuple:
+            setattr(coordinator, _TRACE, ModuleTrace(trace))
+
+    coordinator.reset_step = reset_step
