@@ -1,4 +1,4 @@
-"""This package's transfer handler in virtual time. The native core's schedule of real steps orders its transfers, too."""
+"""This package's transfer handler in virtual time; the native core's schedule of real steps orders its transfers."""
 
 from __future__ import annotations
 
