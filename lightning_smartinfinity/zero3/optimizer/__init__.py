@@ -1,1 +1,1 @@
-"""The stage-3 optimizer whose state is on storage: a gradient's way, the step, and writes from outside a step."""
+"""The stage-3 optimizer with its state on storage: the gradient path, the step, and writes made outside a step."""

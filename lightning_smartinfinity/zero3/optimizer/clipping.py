@@ -1,4 +1,4 @@
-"""Clips the gradients that have arrived, in place in the arena, as torch clips them after backward."""
+"""Clips gradients in place in the arena, as torch clips them after backward."""
 
 from __future__ import annotations
 

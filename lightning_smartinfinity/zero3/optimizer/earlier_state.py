@@ -1,8 +1,8 @@
-"""Takes over what was there before a training: an optimizer's state, and the masters of a module's earlier trainings.
+"""Carries earlier state into a new training: an optimizer's state, and the masters of a module's earlier trainings.
 
-In Lightning's mixed precisions parameters are fp32 in memory, and a second fit goes on from them. Here they are in 16
-bit, and the fp32 values are the masters of the first fit on storage, which the second one removes. It copies them to a
-file without a name first.
+In Lightning's mixed precisions, parameters are fp32 in memory, and a second fit continues from them. Here they are
+16-bit, and the fp32 values are the masters of the first fit on storage, which the second fit removes. The second fit
+therefore copies them to an unnamed temporary file first.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _FP32_BYTES = 4
 
 
 class KeptMasters:
-    """This rank's masters of a module's earlier trainings, in files that are gone when this is."""
+    """This rank's masters of a module's earlier trainings, in files that exist as long as this object."""
 
     def __init__(self) -> None:
-        # By ds_id: the file, and the byte at which the slice begins.
+        # By ds_id: the file, and the offset of the slice in it, in bytes.
         self._places: dict[int, tuple[IO[bytes], int]] = {}
 
     def keep(self, owner: StorageOptimizer) -> None:
@@ -49,7 +49,7 @@ class KeptMasters:
             owner: The optimizer of that training, whose storage is open.
 
         Raises:
-            OSError, SmartInfinityError: They could not be read or written.
+            OSError, SmartInfinityError: The masters could not be read or written.
         """
         partition, state = owner.partition, owner.rank_state.handler.state
         file = tempfile.TemporaryFile(dir=owner.storage_folder)  # noqa: SIM115  (it lives as long as this object)
@@ -60,7 +60,7 @@ class KeptMasters:
             self._places[param.ds_id] = file, own.offset * _FP32_BYTES
 
     def bring_into(self, optimizer: StorageOptimizer) -> None:
-        """Bring them into the masters of a new training, where its parameters hold the same, rounded. Collective.
+        """Copy the kept masters to a new training where its parameters hold the same values, rounded. Collective.
 
         Args:
             optimizer: Optimizer of this strategy.
@@ -82,16 +82,16 @@ class KeptMasters:
 
 
 def keep_masters(owners: Sequence[StorageOptimizer], *, of: str) -> KeptMasters | None:
-    """Copy the masters of a module's earlier trainings, before the storage of these is closed. Collective.
+    """Copy the masters of a module's earlier trainings, before those trainings' storage is closed. Collective.
 
-    If they are not there any more, this warns.
+    Warns if the masters are no longer available or cannot be copied.
 
     Args:
         owners: The optimizers of these trainings, the same on all ranks.
         of: Name of the module.
 
     Returns:
-        The masters; None if there are none, or no such training had parameters in 16 bit.
+        The masters; None if they cannot be copied, or no earlier training had 16-bit parameters.
     """
     owners = [owner for owner in owners if is_rounded(owner.dtype)]
     if not owners:
@@ -121,22 +121,22 @@ def keep_masters(owners: Sequence[StorageOptimizer], *, of: str) -> KeptMasters 
 
 
 def _anywhere(failure: str | None) -> str | None:
-    """Return the failure of this rank, or of another one."""
+    """Return the first failure among all ranks, or None if there is none. Collective."""
     return next(filter(None, gather(failure, None)), None) if sum_over_ranks(failure is not None, None) else None
 
 
 def earlier_state(optimizer: torch.optim.Optimizer) -> _State:
-    """Return what torch keeps of each parameter that the optimizer has updated; empty for a new optimizer.
+    """Return torch's optimizer state of each parameter that the optimizer has updated; empty for a new optimizer.
 
     Raises:
-        UnsupportedError: The state is not that of such an optimizer, or has another shape than the parameter.
+        UnsupportedError: A state has an unknown name for this kind of optimizer, or not the shape of its parameter.
     """
     name, arrays = type(optimizer).__name__, rule_for(optimizer).arrays[1:]
     found = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             state = {key: value for key, value in optimizer.state.get(param, {}).items() if value is not None}
-            if not state or float(state.get("step", 1)) == 0:  # Adagrad has a first state
+            if not state or float(state.get("step", 1)) == 0:  # Adagrad creates state in its constructor
                 continue
             for key, value in state.items():
                 shape = tuple(getattr(param, "ds_shape", param.shape))
@@ -151,10 +151,10 @@ def earlier_state(optimizer: torch.optim.Optimizer) -> _State:
 
 
 def write_earlier_state(optimizer: StorageOptimizer, earlier: _State) -> None:
-    """Write such a state to storage. Collective.
+    """Write the result of :func:`earlier_state` to storage. Collective.
 
     Args:
-        optimizer: Optimizer of this strategy, whose masters stay as they are.
+        optimizer: Optimizer of this strategy; its masters become the values of its parameters.
         earlier: The state, the same on all ranks.
     """
     layout, rank = optimizer.partition.layout, dist.get_rank(optimizer.dp_process_group)

@@ -31,7 +31,7 @@ __all__ = [
 
 
 class RetainedGraphs:
-    """Keeps parameters gathered from the first backward that retains its graph to the end of the one that does not.
+    """Keeps parameters gathered from the first backward that retains its graph to the end of the first that does not.
 
     Args:
         offload: DeepSpeed's ``DeepSpeedZeRoOffload``, whose module hooks gather and release.
@@ -58,13 +58,13 @@ class RetainedGraphs:
         self._in_engine = True
 
     def backward_ended(self) -> None:
-        """Release what was kept when a backward ends, the engine's or the user's, unless its graph is used again."""
+        """Release the kept parameters after the engine's or the user's backward, unless its graph is retained."""
         self._in_engine = False
         if self._is_last_use:
             self.release()
 
     def release(self) -> None:
-        """Release what was kept gathered."""
+        """Release the parameters that were kept gathered."""
         if self._any_retained:
             self._any_retained = False
             self._offload.partition_all_parameters()
@@ -75,7 +75,7 @@ class RetainedGraphs:
             is_retained = _graph_is_retained()
             self._any_retained = self._any_retained or is_retained
             if not self._in_engine:
-                # DeepSpeed takes torch.autograd.grad of what its engine returns for a backward, which ends.
+                # DeepSpeed treats torch.autograd.grad on the engine's output as a backward, and ends it.
                 self._is_last_use = not is_retained
             gather(sub_module)
 
@@ -90,7 +90,7 @@ class RetainedGraphs:
 
 
 def _graph_is_retained() -> bool:
-    """Return whether the current backward pass keeps its graph; autograd tells it only within the pass."""
+    """Return whether the current backward pass retains its graph; autograd reports it only within the pass."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
@@ -98,7 +98,7 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
     """A ZeRO-3 optimizer whose reduced gradients go into a :class:`GradientArena`.
 
     Args:
-        rank_state: State that the rank holds open.
+        rank_state: The rank's open state.
         *args: Arguments, as ``DeepSpeedEngine`` passes them.
         **kwargs: Further arguments, as ``DeepSpeedEngine`` passes them.
 
@@ -108,8 +108,8 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
 
     def __init__(self, *args: object, rank_state: RankState, **kwargs: object) -> None:
         self.rank_state = rank_state
-        # Parameters, by ds_id, whose gradient waits in a bucket. Where buckets are bypassed, only gradients that came
-        # outside of the engine's backward wait, in ``param.grad``.
+        # Parameters, by ds_id, whose gradient waits in a bucket. If buckets are bypassed, only gradients from outside
+        # the engine's backward wait, in ``param.grad``.
         self._waiting: dict[int, ZeroParameter] = {}
         self._in_backward = False
         super().__init__(*args, **kwargs)
@@ -118,9 +118,9 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
 
     @cached_property
     def bypasses_buckets(self) -> bool:
-        """Whether gradients enter the arena one by one: there is nothing to reduce and no device to batch copies for.
+        """Whether gradients enter the arena one by one: nothing is reduced, and no copies to a device are batched.
 
-        A bucket of another dtype is kept, because it rounds gradients.
+        Buckets of another dtype are not bypassed, because they round gradients.
         """
         return (
             dist.get_world_size(self.dp_process_group) == 1
@@ -135,14 +135,14 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
 
     @property
     def arena(self) -> GradientArena:
-        """The arena that gradients go into."""
+        """The gradient arena."""
         return self.rank_state.arena
 
     def reduce_ready_partitions_and_remove_grads(self, param: ZeroParameter) -> None:
-        """Call the base class, but let a parameter arrive again while it waits, and refuse sparse gradients.
+        """Call the base class, except for a parameter that already waits in a bucket; refuse sparse gradients.
 
-        Under reentrant checkpointing a shared weight arrives once per segment. As its ``grad`` is a view of the bucket,
-        autograd has already added the later arrivals to the first.
+        Under reentrant checkpointing, a shared weight's gradient arrives once per segment. As its ``grad`` is a view of
+        the bucket, autograd has already added the later gradients to the first.
         """
         gradient = GET_GRAD(param)
         if gradient is not None and gradient.layout is not torch.strided:
@@ -182,8 +182,8 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
     ) -> None:
         """Write or add reduced gradient slices to the arena and release the full gradients.
 
-        The first slice to arrive in a window replaces earlier values: DeepSpeed's micro_step_id, which would tell the
-        first, is wrong under reentrant checkpointing.
+        The first slice of a window replaces earlier values. The arena keeps track of it, because DeepSpeed's
+        micro_step_id is wrong under reentrant checkpointing.
         """
         index = self.partition.index
         self.arena.arrive_all([index[param.ds_id] for param in params_to_release], grad_partitions)
@@ -193,24 +193,24 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
                 self._waiting.pop(param.ds_id, None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard this window's gradients, those in the arena too."""
-        # The base class would record a stream on them, which a CPU does not have.
+        """Discard this window's gradients, including those in the arena."""
+        # Not by the base class: it would record a stream on them, which a CPU does not have.
         with torch._C.DisableTorchFunctionSubclass():  # for speed, as below
             for param in self.partition.params():
                 _drop_gradient(param)
-        with replaced(self, "fp16_groups", []):  # it would look at each parameter again
+        with replaced(self, "fp16_groups", []):  # saves the base class's loop over all parameters
             super().zero_grad(set_to_none)
         self.arena.reset()
         if self.rank_state.activations is not None:
             self.rank_state.activations.gradients_are_gone()
-        # Discard what an interrupted backward left waiting.
+        # Discard gradients that an interrupted backward left in the buckets.
         for bucket in self.ipg_buckets.values():
             bucket.params.clear()
             bucket.elements = 0
         self._waiting.clear()
 
     def backward_epilogue(self) -> None:
-        """Call the base class, and release what a retained graph kept gathered once no graph is retained."""
+        """Call the base class, and release parameters kept gathered for retained graphs once no graph is retained."""
         if self.bypasses_buckets and self._waiting:
             waiting = list(self._waiting.values())
             self.partition_grads(waiting, [GET_GRAD(param) for param in waiting])
@@ -218,8 +218,8 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         super().backward_epilogue()
 
     def _order_after_bucket_copies(self) -> None:
-        # With overlap_comm gradients are copied into the bucket on a separate stream. What autograd adds to such a
-        # gradient later, on its own stream, must come after that copy.
+        # With overlap_comm, gradients are copied into the bucket on a separate stream. Autograd may add to such a
+        # gradient later, on its own stream: it must wait for the copy.
         accelerator = get_accelerator()
         if accelerator.resolves_data_dependency() or self.reduce_and_partition_stream == accelerator.default_stream():
             return

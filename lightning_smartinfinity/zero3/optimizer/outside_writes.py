@@ -1,4 +1,4 @@
-"""Brings what is written to parameters outside of steps into the masters on storage."""
+"""Updates the masters on storage after parameters are written outside of steps."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from lightning_smartinfinity.zero3.untyped import ZeroParameter
 __all__ = ["OutsideWrites", "Precise", "windows_of"]
 
 Precise: TypeAlias = Callable[[ParameterSlice, int, int], torch.Tensor | None]
-"""Takes a slice, its first element and their number; returns these values (fp32, on the CPU), or None if unknown."""
+"""Function of a slice, a first element and a count; returns these values (fp32, on the CPU), or None if unknown."""
 
 # Number of elements whose masters are compared at once.
 _WINDOW_NUMEL = 1 << 22
 
 
 class OutsideWrites:
-    """Brings writes that bypass the optimizer into the masters on storage.
+    """Updates the masters on storage after writes that bypass the optimizer.
 
-    Each of them ends in ``param.partition``, which calls what :meth:`watch` sets. Where the partition still holds the
-    rounded value of a master, the master keeps every bit, so gathering without writing changes nothing.
+    Every such write ends in ``param.partition``, which calls the callback set by :meth:`watch`. Where the partition
+    still holds the rounded value of a master, the master keeps every bit, so gathering without writing changes nothing.
 
-    Every method is collective, and commits equally often on every rank.
+    Every method is collective, and makes the same number of commits on every rank.
 
     Args:
         rank_state: The partition and its handler.
-        update: The update in flight, which is drained first.
+        update: The update in flight, which is drained before masters are read or written.
 
     Attributes:
-        unrecorded: What has changed that training records do not hold, as half a sentence; None if nothing has.
+        unrecorded: Half a sentence naming a change that training records do not hold; None if there is none.
     """
 
     def __init__(self, rank_state: RankState, update: UpdateInFlight) -> None:
@@ -55,16 +55,16 @@ class OutsideWrites:
         self.unrecorded: str | None = None
 
     def watch(self, parameters: Iterable[ZeroParameter]) -> None:
-        """Watch for writes to these parameters; those to parameters that are not trained have no effect here."""
+        """Watch for writes to these parameters. Storage holds no masters of parameters that are not trained."""
         for param in parameters:
             notify_of_writes(param, self._note_writes)
 
     @contextmanager
     def precisely(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Defer the writes of the body, then bring them all into the masters, each element as precise as it is given.
+        """Defer writes made in the body, then apply all of them to the masters at the precision of ``values``.
 
         Args:
-            values: Full parameters by name. Where the partition holds their value, rounded to its dtype, the master
+            values: Full parameters by name. Where the partition holds their value rounded to its dtype, the master
                 becomes the unrounded value.
         """
         self._deferred = set()
@@ -82,7 +82,7 @@ class OutsideWrites:
             self._modify(begin, self._partition.read(begin, end).float().numpy())
 
     def bring_in(self, parameters: Iterable[ZeroParameter]) -> None:
-        """Bring what was written in fp32 to parameters in 16 bit before the training into new masters."""
+        """Set new masters to fp32 values that were written to 16-bit parameters before the training."""
         layout = self._partition.layout
         for param in parameters:
             if param.ds_id in self._partition.index and (full := take_full(param)) is not None:
@@ -90,11 +90,11 @@ class OutsideWrites:
                 self._refresh([index], self._in_full({layout.parameters[index].name: full}))
 
     def bring_in_slices(self, written: Iterable[int], precise: Precise) -> None:
-        """Bring values of this rank's slices into the masters, where the parameters hold them rounded.
+        """Set masters of this rank's slices to given values, where the parameters hold these values rounded.
 
         Args:
             written: Indices of the parameters, the same on all ranks.
-            precise: Returns the values.
+            precise: Function that returns the values.
         """
         self._refresh(written, precise)
 
@@ -104,7 +104,7 @@ class OutsideWrites:
         return self._in_full({layout.parameters[index[key]].name: full for key, full in given.items() if key in index})
 
     def _in_full(self, values: Mapping[str, torch.Tensor]) -> Precise:
-        """Return access to this rank's slices of full parameters."""
+        """Return a function that reads this rank's slices of the full parameters."""
         rank = dist.get_rank(self._partition.group)
 
         def precise(own: ParameterSlice, begin: int, numel: int) -> torch.Tensor | None:
@@ -134,7 +134,7 @@ class OutsideWrites:
         try:
             self._refresh_windows(windows, precise)
         except SmartInfinityError:
-            # Set parameters back to their masters: they must not differ when the caller continues.
+            # Parameters must not differ from their masters when the caller continues.
             with suppress(SmartInfinityError):
                 self._restore_from_masters(windows)
             raise
@@ -157,7 +157,7 @@ class OutsideWrites:
                 self._modify(begin, masters)
 
     def _merge(self, begin: int, masters: torch.Tensor, precise: Precise) -> bool:
-        """Bring masters up to date in place; return whether any bit changed."""
+        """Update masters in place from the parameters and ``precise``; return whether any bit changed."""
         current = self._partition.read(begin, begin + len(masters))
         before = masters.clone()
         masters.copy_(torch.where(masters.to(current.dtype) == current, masters, current.float()))
@@ -176,7 +176,7 @@ class OutsideWrites:
 
 
 def windows_of(layout: PartitionLayout, tasklets: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield runs of these tasklets, given in order, as ranges of elements of the flat partition."""
+    """Yield runs of consecutive tasklets, given in order, as element ranges of the flat partition."""
     numel = layout.extents.tasklet_numel
     per_window = max(1, _WINDOW_NUMEL // numel)
     # In a run of consecutive tasklets, number minus count is constant.

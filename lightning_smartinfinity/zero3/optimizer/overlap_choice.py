@@ -1,6 +1,6 @@
-"""Chooses the overlap of a training: the one that the user set, or the fastest in the first steps.
+"""Chooses the overlap of a training: the user's setting, or the one that is fastest in the first steps.
 
-All of them compute the same bits, so a choice by time changes nothing but time.
+All overlaps compute the same bits, so choosing by time changes no results.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ __all__ = ["OverlapChoice"]
 
 _log = logging.getLogger(__name__)
 
-# Steps with each candidate: first one affected by cold caches and the previous candidate, then those that count.
+# Steps with each candidate: first one affected by cold caches and the previous candidate, then the measured ones.
 _WARM_UP = 1
 _MEASURED = 3
-# A less simple candidate must take less than this part of the time.
+# A candidate replaces a simpler one only if it takes less than this fraction of the simpler one's time.
 _GAIN = 0.97
-# The candidates of "auto", the simplest first. "none" is not among them: measured from 6 % slower than "forward" to 4 %
-# faster (docs/performance.md, 124M), it seldom repays the steps in which it would be tried.
+# The candidates of "auto", the simplest first. "none" is left out: it measured between 6 % slower and 4 % faster than
+# "forward" (docs/performance.md, 124M), so it seldom repays the steps needed to try it.
 _CANDIDATES = ("forward", "backward")
-# After so many steps of which nobody has told, nobody is expected to. One alone says nothing: the loop that tells calls
-# no backward for the last micro-batch of a window if it has no loss.
+# After this many steps without an announcement before their backward, none is expected. One such step proves nothing: a
+# loop that announces steps calls no backward for the last micro-batch of a window if it has no loss.
 _PATIENCE = 2
 _NOBODY_TELLS = (
     "nobody tells before a backward that a step follows it. In manual optimization nobody can; in Fabric call "
@@ -36,9 +36,9 @@ class OverlapChoice:
     Args:
         setting: ``"none"``, ``"forward"``, ``"backward"`` or ``"auto"``.
         obstacle: Why no update may begin in backward; None if it may. With an obstacle, ``"backward"`` becomes
-            ``"forward"``, and ``"auto"`` does not try it. If nobody tells in the first steps that a step follows a
-            backward, that is an obstacle, too.
-        unmeasured: Number of the first steps that are not measured, as something else is being chosen in them.
+            ``"forward"``, and ``"auto"`` does not try ``"backward"``. The first steps also reveal an obstacle if no
+            caller announces that a step follows a backward.
+        unmeasured: Number of first steps that are not measured, because another setting is being chosen in them.
 
     Attributes:
         mode: The overlap of the next step.
@@ -48,7 +48,8 @@ class OverlapChoice:
         self._setting = setting
         self._unmeasured = unmeasured
         self._candidates: tuple[str, ...] = _CANDIDATES if setting == "auto" else (setting,)
-        # Whether somebody has told that a step follows. Until then it is None in windows without a backward.
+        # Whether a caller has ever announced that a step follows. Until then: False in a window with a backward, None
+        # in a window without one.
         self._told: bool | None = None
         self._num_untold = 0
         self._tried = 0
@@ -63,7 +64,7 @@ class OverlapChoice:
         """Record that a backward begins, and return whether the update of a step may begin within it.
 
         Args:
-            step_follows: Whether somebody has told that a step follows this backward; the same on all ranks.
+            step_follows: Whether the caller announced that a step follows this backward; the same on all ranks.
         """
         self._told = self._told or step_follows
         return step_follows and self.mode == "backward"
@@ -90,7 +91,7 @@ class OverlapChoice:
         self._last = now
         if len(self._seconds) < _WARM_UP + _MEASURED:
             return
-        # The shortest, since whatever comes between two steps, such as a validation, makes them longer.
+        # The shortest, because other work between two steps, such as a validation, makes them longer.
         self._shortest.append(sum_over_ranks(min(self._seconds[_WARM_UP:])))
         self._seconds.clear()
         self._tried += 1

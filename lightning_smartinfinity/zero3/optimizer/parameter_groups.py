@@ -1,4 +1,4 @@
-"""Parameter groups of the user's optimizer. DeepSpeed removes the empty ones; here they stay, as torch keeps them."""
+"""Parameter groups of the user's optimizer. DeepSpeed removes empty groups; here they are kept, as in torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_parameters", "find_changed", "restore_groups", "saved_numbers"
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """Check that an optimizer holds parameters to train, and that all of them are the model's.
+    """Check that an optimizer holds parameters to train, and that all of these belong to the model.
 
     Raises:
         UnsupportedError: The optimizer has no parameters to train, or it holds one that the model does not have.
@@ -38,16 +38,16 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -
 
 
 def restore_groups(optimizer: ZeroOptimizer, groups: Sequence[ParamGroup]) -> tuple[int, ...]:
-    """Put the user's empty groups back, from which DeepSpeed has removed them.
+    """Restore the user's empty groups, which DeepSpeed has removed.
 
-    Schedulers count groups, and so do checkpoints.
+    Schedulers and checkpoints refer to groups by number.
 
     Args:
-        optimizer: DeepSpeed's optimizer with its sub-groups made, which number the groups that are left.
+        optimizer: DeepSpeed's optimizer, with sub-groups whose group numbers do not count empty groups.
         groups: All groups of the user's optimizer, in their order, with their parameters.
 
     Returns:
-        The indices of the groups that DeepSpeed left.
+        The indices of the groups that DeepSpeed kept.
     """
     left = tuple(number for number, group in enumerate(groups) if group["params"])
     numbers = optimizer.sub_group_to_group_id
@@ -57,7 +57,7 @@ def restore_groups(optimizer: ZeroOptimizer, groups: Sequence[ParamGroup]) -> tu
 
 
 def find_changed(groups: Sequence[ParamGroup], given: Sequence[Sequence[ZeroParameter]]) -> UnsupportedError | None:
-    """Return an error if groups do not have the parameters that they had when the training began.
+    """Return an error if the groups' parameters have changed since the training began.
 
     Args:
         groups: The groups of the user's optimizer.
@@ -87,7 +87,7 @@ def saved_numbers(optimizer: ZeroOptimizer, saved: Sequence[SavedState]) -> Sequ
         saved: The checkpoint's groups. Stock DeepSpeed saves no empty ones.
 
     Raises:
-        CheckpointError: There are more groups or fewer, or others are empty.
+        CheckpointError: The number of groups differs, or different groups have trained parameters.
     """
     groups, left = optimizer.optimizer.param_groups, optimizer.groups_left
     numbers = left if len(saved) == len(left) else range(len(groups))

@@ -1,4 +1,4 @@
-"""The state that one rank holds open during a fit: optimizer state on storage, and memory that gradients arrive in."""
+"""A rank's open state during a fit: optimizer state on storage, and memory for gradients."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Keeping:
 
     Args:
         setting: ``TransferConfig.keep``.
-        resumable: Whether a training can resume from it: all ranks have written a training record after a step, as far
-            as this rank knows. :meth:`agree` settles it.
-        failed: Whether this rank could not write its last record, which the other ranks do not know yet.
-        off: Why this rank writes no more records, which the other ranks may not know yet; None: it does.
-        suspended: Whether some rank has failed to write a record, and they have not agreed since that all have one.
-        completed: Whether the training has ended as it should.
-        says_end: Whether somebody says when the training has ended as it should. Otherwise a process that ends without
-            an error does, and so does one that drops the training.
+        resumable: Whether a training can resume from the state: as far as this rank knows, all ranks have written a
+            training record after a step. :meth:`agree` makes sure of it.
+        failed: Whether this rank could not write its last record. The other ranks do not know yet.
+        off: Why this rank writes no more records, None if it does. The other ranks may not know yet.
+        suspended: Whether some rank failed to write a record, and the ranks have not agreed since that all have one.
+        completed: Whether the training has ended normally.
+        says_end: Whether the caller sets ``completed`` at the end. If not, the training counts as completed when the
+            process ends without an error or drops the training.
         saved: Whether a checkpoint or an export was made since the last step.
-        told: Function to call after the state was left for another training to resume from.
+        told: Function to call after the state was kept for another training to resume from.
     """
 
     setting: bool | str
@@ -56,17 +56,17 @@ class Keeping:
 
     @property
     def stays(self) -> bool:
-        """Whether the state stays, as things are."""
+        """Whether the state would stay on storage if it were closed now."""
         on_failure = self.setting == "on-failure" and self.resumable and not self.completed
         return self.setting is True or on_failure
 
     def recorded(self, *, has_steps: bool) -> None:
-        """Note that this rank has written a record, after a step or not."""
+        """Note that this rank has written a record; ``has_steps``: after at least one step."""
         self.failed = False
         self.resumable = has_steps and not self.suspended
 
     def agree(self, *, has_record: bool, num_failed: float, num_off: float) -> None:
-        """Let all ranks agree whether their state stays: either the last record is on all of them, or it is of no use.
+        """Decide from all ranks' reports whether a training can resume: every rank must have the last record.
 
         Args:
             has_record: Whether this rank has written a record after a step.
@@ -92,9 +92,9 @@ class RankState:
 
     Attributes:
         compressed: Compressed gradients; None: gradients are not compressed.
-        activations: The offloading of what forward saves for backward; None: it stays in memory.
+        activations: The offloaded activations; None: they stay in memory.
         in_fit: Whether a Trainer's fit with this state is in progress.
-        background: Jobs that read the state beside the training; it is closed when they have ended.
+        background: Jobs that read the state during the training; closing the state waits for them.
         keeping: Whether the state stays on storage.
     """
 
@@ -126,12 +126,12 @@ class RankState:
     @property
     def is_open(self) -> bool:
         """Whether there is state on storage that belongs to this rank's training."""
-        # What closes it when a strategy is collected knows the handler only.
+        # The exit handler of a collected strategy closes only the handler.
         return self._handler is not None and not self._handler.is_closed
 
     @property
     def is_usable(self) -> bool:
-        """Whether that state can be read and written; false after a step that could not be rolled back."""
+        """Whether the state is open and can be read and written; false after a step that could not be rolled back."""
         return self.is_open and self._unusable_reason is None
 
     @property
@@ -174,12 +174,12 @@ class RankState:
         )
 
     def complete_record(self) -> None:
-        """Return when what the training record names is on storage, as far as it can be; see ``TransferHandler``."""
+        """Wait until all data that the training record refers to is on storage; see ``TransferHandler``."""
         if self._handler is not None:
             self._handler.complete_record()
 
     def record_faults(self) -> tuple[bool, bool]:
-        """Return whether this rank could not write its last training record, and whether it writes no more of them."""
+        """Return whether this rank failed to write its last training record, and whether it has stopped writing any."""
         if self._handler is not None and self._handler.residual_failure is not None and self.keeping.off is None:
             self.keeping.off = f"a part of a training record could not be written. {self._handler.residual_failure}"
         return self.keeping.failed, self.keeping.off is not None
@@ -187,11 +187,11 @@ class RankState:
     def agree_on_records(self, num_failed: float, num_off: float, *, group: ProcessGroup | None) -> None:
         """Agree with all ranks whether a training can resume from their records. Collective.
 
-        If one rank writes no more records, none does, and the records say why.
+        If one rank has stopped writing records, all ranks stop, and the records state why.
 
         Args:
-            num_failed: Sum over the ranks of what :meth:`record_faults` returns first.
-            num_off: The same of what it returns second.
+            num_failed: Sum over the ranks of the first result of :meth:`record_faults`.
+            num_off: Sum over the ranks of its second result.
             group: Process group of all ranks.
         """
         record = None if self._handler is None else self._handler.training
@@ -200,13 +200,13 @@ class RankState:
         if num_off and self._handler is not None and not self._records_ended:
             self._records_ended = True
             self.keeping.off = next(filter(None, gather(self.keeping.off, group)))
-            with suppress(StorageError):  # then what it holds says less
+            with suppress(StorageError):  # the reason is then missing from the records
                 self._handler.end_records(self.keeping.off)
 
     def roll_back(self, error: BaseException) -> None:
         """Roll back the step in flight, if there is one, or record that it cannot be rolled back.
 
-        Ctrl-C leaves it in flight, to be rolled back later.
+        After Ctrl-C the step is still in flight, and can be rolled back later.
 
         Args:
             error: Why the step is rolled back.
@@ -226,12 +226,12 @@ class RankState:
 
     @property
     def residual(self) -> torch.Tensor | None:
-        """The part of the gradients that compression did not send, kept for the next step; None if nothing is kept."""
+        """The part of the gradients that compression dropped, kept for the next step; None if nothing is kept."""
         return None if self.compressed is None else self.compressed.residual
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes of all places on storage; once closed, as many as at the start."""
+        """Bytes of all places on storage; once closed, their initial size."""
         if self._handler is not None:
             return self._handler.storage_bytes
         extents = self.partition.layout.extents
@@ -265,11 +265,11 @@ class RankState:
     def close(self, *, since: str = "") -> None:
         """Close the handler and the arena, and remove the state on storage unless it stays. Idempotent.
 
-        A step that is still in flight is committed first, if this rank can, so that the parameters in memory are whole.
-        Not collective: no rank resumes from a step that another rank could not commit.
+        A step that is still in flight is committed first, if this rank can, so that all parameters in memory belong to
+        one step. Not collective: no rank resumes from a step that another rank could not commit.
 
         Args:
-            since: Half a sentence that says why, for the errors of later uses.
+            since: Half a sentence giving the reason, for the errors of later uses.
         """
         if since and self._handler is not None:
             self._closed_since = f", since {since}"
@@ -289,7 +289,7 @@ class RankState:
         self.close_activations()
 
     def close_activations(self) -> None:
-        """Remove what forward has saved from storage; idempotent. The backward of a living graph raises afterwards."""
+        """Remove offloaded activations from storage. Idempotent. A later backward through an existing graph raises."""
         if self.activations is not None:
             self.activations.close()
             self.activations = None
@@ -297,8 +297,8 @@ class RankState:
     def closer(self) -> Callable[[], None]:
         """Return a function for an exit handler; it closes the store and holds no reference to arena or optimizer.
 
-        The garbage collector may call it in any thread. In a daemon, such as those that closing waits for, a thread
-        of its own closes the store.
+        The garbage collector may call it in any thread. In a daemon thread it starts a new thread that closes the
+        store, because closing may wait for that daemon thread.
         """
         handler, keeping, background, owner = self.handler, self.keeping, self.background, os.getpid()
 
@@ -308,7 +308,7 @@ class RankState:
             if not keeping.says_end:
                 keeping.completed = not failed
             elif failed and not keeping.saved:
-                keeping.completed = False  # the result of a whole training would be lost
+                keeping.completed = False  # keep the state: nothing else holds the training's result
             if keeping.stays and handler.in_flight and handler.step.is_complete:
                 with suppress(SmartInfinityError):  # the previous generation stays current
                     handler.commit()

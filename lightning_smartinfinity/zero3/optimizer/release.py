@@ -1,4 +1,4 @@
-"""Releases a module from the engines that trained or evaluated it, whether finished, failed or interrupted."""
+"""Releases a module from engines that trained or evaluated it, whether they finished, failed or were interrupted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def end_training_of(module: torch.nn.Module, *, since: str) -> None:
 
     Args:
         module: The module.
-        since: Half a sentence that says why, for the errors of later uses.
+        since: Half a sentence giving the reason, for the errors of later uses.
     """
     for owner in trainings_of(module):
         owner.close_storage(since=since)
@@ -41,13 +41,14 @@ def end_training_of(module: torch.nn.Module, *, since: str) -> None:
 
 
 def release_module(module: torch.nn.Module) -> None:
-    """Remove what earlier engines left on a module, except its partitioned parameters, so that another can take it.
+    """Remove earlier engines' hooks and unfinished gathers from a module, so that another engine can take it.
 
-    The user's hooks stay. State that an earlier training of the module keeps on storage stays readable.
+    Parameters stay partitioned, and the user's hooks stay. State that an earlier training of the module keeps on
+    storage stays readable.
     """
     for child in module.modules():
         _remove_hooks(child)
-        # An interrupted forward pass leaves this set, and then every read of a parameter gathers it.
+        # An interrupted forward pass leaves this set; every read of a parameter would then gather it.
         if isinstance(child._parameters, parameter_offload.ZeROOrderedDict):
             child._parameters._in_forward = False
     children = set(module.modules())

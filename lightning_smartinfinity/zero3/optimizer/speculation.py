@@ -1,11 +1,14 @@
-"""Speculative updates: they begin within backward, before it is known that the step will be taken.
+"""Speculative updates: they begin within backward, before it is known whether the step will be taken.
 
 With ``overlap="backward"`` a tasklet is updated as soon as the gradients of all its parameters have arrived and no
-module uses the parameters any more. The step may still change: it is skipped if any gradient is not finite, clipping
-scales all gradients once the norm is known, another backward may follow. Then the update is discarded: it is rolled
-back, bit for bit, from the places of the current generation, and the step is taken as without overlap.
+module uses the parameters any more. The update is discarded if
 
-All ranks adopt an update, or all discard it.
+- the step is skipped, because a gradient is not finite;
+- clipping scales the gradients, once the norm is known;
+- another backward follows.
+
+A discarded update is rolled back, bit for bit, from the places of the current generation. The step is then taken as
+without overlap. All ranks adopt an update, or all discard it.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ __all__ = ["Hysteresis", "Speculation", "gradients_given_up"]
 
 
 class Hysteresis:
-    """Decides whether to speculate: it pauses if that has not paid, and for longer each time.
+    """Decides whether to speculate: if too many updates are discarded, it pauses, and for longer each time.
 
-    An adopted update hides at most one update within backward; a discarded one costs at least another. So speculation
-    does not pay if more than half of the updates are discarded. The surplus (discarded updates minus
-    adopted ones, never below zero) grows in the long run in exactly that case, in whatever order they come.
+    An adopted update hides at most one update within backward; a discarded one costs at least one more. So speculation
+    does not pay if more than half of the updates are discarded. In exactly that case the surplus (discarded updates
+    minus adopted ones, never below zero) grows in the long run, in whatever order the two occur.
 
     Args:
         patience: Surplus at which a pause begins.
@@ -66,7 +69,7 @@ class Hysteresis:
             self._windows_left, self._pause = self._pause, min(2 * self._pause, self._longest_pause)
 
 
-_RELIABLE = 2  # updates in a row that were adopted, after which a binding one may begin
+_RELIABLE = 2  # updates adopted in a row, after which a binding one may begin
 
 
 class Speculation:
@@ -116,8 +119,7 @@ class Speculation:
 
         Args:
             plan: The step as it will be if the update is adopted, with every parameter active.
-            binds: Whether the update may be binding: gradients are given up as they are used. It is only after several
-                updates in a row were adopted.
+            binds: Whether the update may be binding. It then binds once several updates in a row have been adopted.
         """
         self._binds = binds and self._num_in_a_row >= _RELIABLE
         self._arrived, self._complete, self._failed, self.used_again = {}, set(), False, None
@@ -126,7 +128,7 @@ class Speculation:
         try:
             self._rank_state.handler.begin_incremental(plan, binds=self._binds)
         except SmartInfinityError:
-            # The other ranks continue this backward. The step tries again, and tells all of them if it fails, too.
+            # The other ranks continue this backward. The step tries again, and reports a failure to all ranks.
             self._failed = True
 
     def arrived(self, params: Iterable[ZeroParameter]) -> None:
@@ -149,7 +151,7 @@ class Speculation:
         return self._on and self._partition.index.get(param.ds_id) in self._complete
 
     def begin_ready(self) -> None:
-        """Begin the tasklets that can begin; call this when modules have released parameters."""
+        """Begin the tasklets that are ready; call this after modules have released parameters."""
         if self._on:
             self._begin_ready(self._arrived)
 
@@ -173,7 +175,7 @@ class Speculation:
                 self._failed = True
 
     def wait(self, parameters: Iterable[int]) -> None:
-        """Return when the update, if any, has updated these parameters (indices), as far as it can, or has failed."""
+        """Wait until the update, if there is one, has updated these parameters (indices) where ready, or has failed."""
         if self._on and not self._failed:
             try:
                 self._rank_state.handler.step.wait(parameters)
@@ -214,7 +216,7 @@ class Speculation:
             self.discard()
             raise
         except SmartInfinityError:
-            # The update has failed. Waiting for it raises, and so does its commit, on all ranks.
+            # The update has failed. Waiting for it or committing it raises the error on all ranks.
             agrees = True
         if not agrees:
             binds = self._binds
@@ -231,16 +233,16 @@ class Speculation:
 
 
 def _detach_from_partition(param: ZeroParameter) -> None:
-    # A parameter that ZeRO-3 keeps gathered may be read until the step, and must keep the values before it.
+    # A parameter that ZeRO-3 keeps gathered may be read until the step, and must keep its values from before the step.
     if param.ds_status is ZeroParamStatus.AVAILABLE and param.data_ptr() == param.ds_tensor.data_ptr():
         param.data = param.data.clone()
 
 
 def gradients_given_up(reason: str) -> UnsupportedError:
-    """Return the error of a step whose gradients are gone before it could be taken.
+    """Return the error of a step whose gradients were given up before it could be taken.
 
     Args:
-        reason: Half a sentence that says what came between backward and step.
+        reason: Half a sentence naming the event between backward and step.
     """
     return UnsupportedError(
         f"The step was not taken, since {reason} after its update had begun within backward. With "

@@ -19,16 +19,16 @@ from lightning_smartinfinity.zero3.untyped import ZeroParameter
 __all__ = ["StateByParameter"]
 
 _MASTER = "master"
-# The state of an empty parameter, which DeepSpeed leaves out of the partition.
+# The state of an empty or frozen parameter, which the partition does not hold.
 _NO_STATE = torch.empty(0)
 
 
 class StateByParameter(StorageOptimizer):
-    """The optimizer with this API, whose names are DeepSpeed's.
+    """The optimizer with DeepSpeed's API for single parameters.
 
-    All methods are collective, the local ones too: a write is one commit on every rank, and an error on one rank raises
-    on all. Like DeepSpeed, they skip parameters that are not trained and empty ones. Gradients are those of the window
-    so far, in fp16 multiplied by the loss scale; a parameter without one has None.
+    All methods are collective, including the local ones: a write is one commit on every rank, and an error on one rank
+    raises on all. Like DeepSpeed, they skip parameters that are empty or not trained. Gradients are those of the window
+    so far, in fp16 multiplied by the loss scale; None for a parameter without one.
     """
 
     # ---- masters and optimizer state
@@ -43,7 +43,7 @@ class StateByParameter(StorageOptimizer):
         return self._own_values(param, optim_state_key), self._slice_of(param).sub_group
 
     def has_master(self, param: ZeroParameter) -> bool:
-        """Return whether storage has a master of the parameter now, frozen or not."""
+        """Return whether storage holds a master of the parameter now, whether or not the parameter is frozen."""
         return self.rank_state.is_open and param.ds_id in self.partition.index
 
     def full_master(self, param: ZeroParameter) -> torch.Tensor:
@@ -83,7 +83,7 @@ class StateByParameter(StorageOptimizer):
         self._set(param, values, optim_state_key)
 
     def set_local_hp_param(self, value: torch.Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
-        """Act as :meth:`set_full_hp_param`, but with this rank's slice and its padding as ``value``."""
+        """Do the same as :meth:`set_full_hp_param`, with this rank's slice and its padding as ``value``."""
         if not self._has_state(param):
             return
         values = None
@@ -110,7 +110,7 @@ class StateByParameter(StorageOptimizer):
         with raising_together(self.dp_process_group):
             self.partition.write(own.offset, values)
         if param.ds_status is ZeroParamStatus.AVAILABLE:
-            # The parameter is gathered, like the small ones that ZeRO-3 keeps gathered between steps.
+            # The gathered copy needs the new values, too. ZeRO-3 keeps small parameters gathered between steps.
             padded = torch.zeros(own.numel, dtype=torch.float32, device=param.device)
             padded[: own.real_numel].copy_(values)
             param.data.copy_(self._fp32_state_allgather(param, padded))
@@ -155,7 +155,7 @@ class StateByParameter(StorageOptimizer):
         return gradient.to(param.device, torch.float32, copy=True)
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: ZeroParameter) -> None:
-        """Replace the full gradient; a parameter without one in this window then has one.
+        """Replace the full gradient, or set it if the parameter has none in this window.
 
         Raises:
             ConfigError: The value does not fit.
@@ -167,7 +167,7 @@ class StateByParameter(StorageOptimizer):
             self._write_gradient(param, self._own_slice(param, _checked(value, param.ds_numel)))
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: ZeroParameter) -> None:
-        """Act as :meth:`set_fp32_grad_for_param`, but with this rank's slice and its padding as ``value``."""
+        """Do the same as :meth:`set_fp32_grad_for_param`, with this rank's slice and its padding as ``value``."""
         if not self._has_state(param):
             return
         self._drain_for_residual()
@@ -184,15 +184,15 @@ class StateByParameter(StorageOptimizer):
                 self.set_fp32_grad_for_param(update_func(gradient, param), param)
 
     def has_reduced_gradient(self, param: ZeroParameter) -> bool:
-        """Return whether backward has left a gradient of the parameter for the next step.
+        """Return whether the arena has a gradient of the parameter for the next step.
 
-        Within backward only a gradient that goes into the arena at once is there, which a hook of the user may read.
+        Within backward this holds only if gradients bypass buckets; a user's hook may then read them.
         """
         ready = self.bypasses_buckets or not self._in_backward
         return self.rank_state.is_open and ready and self._has_gradient(param)
 
     def has_used_gradient(self, param: ZeroParameter) -> bool:
-        """Return whether a step has used up the gradient of a parameter that torch would hold until ``zero_grad``."""
+        """Return whether a step has used up the parameter's gradient, which torch would keep until ``zero_grad``."""
         return self.takes_gradient(param) and bool(self._had_gradient[self.partition.index[param.ds_id]])
 
     def gradient_is_reset(self, param: ZeroParameter) -> None:
@@ -201,7 +201,7 @@ class StateByParameter(StorageOptimizer):
             self._used[self.partition.index[param.ds_id]] = False
 
     def takes_gradient(self, param: ZeroParameter) -> bool:
-        """Return whether the parameter is trained, and its training goes on."""
+        """Return whether the parameter is trained, and its training is still open."""
         return self.rank_state.is_open and self._has_state(param)
 
     def _has_gradient(self, param: ZeroParameter) -> bool:
@@ -209,7 +209,7 @@ class StateByParameter(StorageOptimizer):
         return self._has_state(param) and bool(self.arena.active[self.partition.index[param.ds_id]])
 
     def drop_gradient(self, param: ZeroParameter) -> None:
-        """Forget the gradient of a parameter, as ``param.grad = None`` does; the step then leaves it as it is."""
+        """Discard a parameter's gradient, as ``param.grad = None`` does; the step then skips the parameter."""
         self.speculation.discard()
         self.update.require([param])
         self.arena.active[self.partition.index[param.ds_id]] = False
@@ -233,7 +233,7 @@ class StateByParameter(StorageOptimizer):
 
 
 def _checked(value: object, numel: int) -> torch.Tensor:
-    """Return ``value`` flattened, if it fits."""
+    """Return ``value`` flattened; raise ConfigError if it is no float tensor of ``numel`` elements."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         raise ConfigError(f"A parameter's state cannot be set to a {kind}.", "Pass a tensor of floats.")

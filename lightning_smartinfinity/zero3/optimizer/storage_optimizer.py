@@ -1,8 +1,8 @@
 """DeepSpeed's stage-3 optimizer with its state on storage: set-up and step.
 
-The base class does the rest of ZeRO-3: gathers, hooks, buckets, reduce-scatter, loss scale. Our subclasses replace all
-that touches optimizer state: ``gradient_path.py`` stores reduced gradients, this file takes the step,
-``state_by_parameter.py`` gives access to single parameters, ``optimizer.py`` handles checkpoints. The tests of
+DeepSpeed's class does the rest of ZeRO-3: gathers, hooks, buckets, reduce-scatter, loss scale. Our subclasses replace
+everything that touches optimizer state: ``gradient_path.py`` stores reduced gradients, this file takes the step,
+``state_by_parameter.py`` gives access to single parameters, ``engine/optimizer.py`` handles checkpoints. The tests of
 docs/seams.md check every override against the installed DeepSpeed.
 """
 
@@ -73,25 +73,25 @@ class StorageOptimizer(GradientPath):
 
     Args:
         *args: Arguments, as ``DeepSpeedEngine`` passes them.
-        offload: Where optimizer state lives and how it moves.
+        offload: Where optimizer state is stored and how it is transferred.
         groups: All parameter groups of the user's optimizer, empty ones included.
         **kwargs: Further arguments, as ``DeepSpeedEngine`` passes them.
 
     Attributes:
         rule: The update rule of the user's optimizer.
-        groups_left: Numbers of the user's parameter groups that DeepSpeed takes: those with parameters.
+        groups_left: Numbers of the user's parameter groups that DeepSpeed uses: those with parameters.
         first_values: Initial values of the arrays other than the master.
-        save_id: Id of the checkpoint last saved or loaded, which all files of one save carry.
+        save_id: Id of the checkpoint last saved or loaded; all files of one save contain it.
         saves_weights_only: Whether the checkpoint being saved omits the moments.
-        step_follows: Whether the next backward is the last of its window, as far as its caller knows.
-        may_bind: Whether nothing but the step follows that backward: no clipping, and no code of the user's that
-            could read or change gradients or hyperparameters.
-        is_clipped: Whether the gradients of the next step were clipped before it, so that it clips none.
+        step_follows: Whether the caller announced that the next backward is the last of its window.
+        may_bind: Whether only the step follows that backward: no clipping, and no user code that could read or change
+            gradients or hyperparameters.
+        is_clipped: Whether the gradients of the next step are already clipped, so that the step does not clip them.
         update: The update of the step in flight.
-        speculation: The speculative update, which backward begins before the step does.
-        outside_writes: Brings what is written to parameters outside of steps into the masters.
-        expects_zero_grad: Whether the caller's loop resets gradients by itself, as it does in memory.
-        idle: What closes the storage when it is collected, once the training is over.
+        speculation: The speculative update, which begins within backward.
+        outside_writes: Updates the masters after parameters are written outside of steps.
+        expects_zero_grad: Whether the caller's loop resets gradients, as it does for training in memory.
+        idle: Object that closes the storage when it is garbage-collected, once the training is over.
     """
 
     rule: UpdateRule
@@ -112,7 +112,7 @@ class StorageOptimizer(GradientPath):
         except BaseException:
             rank_state.close()
             raise
-        # Steps are compared when it is chosen what of the activations leaves.
+        # Measure steps only after the activations to offload have been chosen.
         is_chosen = offload.activations is not None and offload.activations.keep == "auto"
         unmeasured = FIRST_SETTLED_FORWARD if is_chosen else 0
         obstacle = self._obstacle_to_speculation()
@@ -125,8 +125,8 @@ class StorageOptimizer(GradientPath):
         if not offload.resumes:
             self.outside_writes.bring_in(self.partition.params())
         self._watch_releases()
-        # bool[num_parameters]: those whose gradient torch would hold, and those whose gradient it would hold as zeros.
-        # Also those whose gradient a step has used, and which nothing has reset since.
+        # Each bool[num_parameters]: whether torch would hold a gradient, whether it would hold it as zeros, and whether
+        # a step has used the gradient and nothing has reset it since.
         self._had_gradient, self._zeros, self._used = np.zeros((3, len(self.partition.layout.parameters)), np.bool_)
         self._kept_gathered: list[ZeroParameter] = self.persistent_parameters
         self._choose_kept_gathered()
@@ -145,10 +145,10 @@ class StorageOptimizer(GradientPath):
             return "parameters that the update device cannot reach are not updated within backward"
         return None
 
-    # ---- construction: what the base class calls from its constructor
+    # ---- construction: methods that the base class calls from its constructor
 
     def _setup_for_real_optimizer(self) -> None:
-        return_freed_memory()  # of partitions that the base class has copied together
+        return_freed_memory()  # of partitions that the base class has merged by copying
         self._create_fp32_partitions()
         self._create_buckets()
         self.grad_partitions_flat_buffer = None
@@ -194,7 +194,7 @@ class StorageOptimizer(GradientPath):
             self._read_parameters()
 
     def _gradient_memory(self, layout: PartitionLayout) -> GradientWindows | None:
-        """Return memory with a budget for gradients; None if all may be in memory."""
+        """Return gradient memory with a budget; None if all gradients may be in memory."""
         budget = self._offload.gradient_budget
         if budget is None:
             return None
@@ -234,13 +234,13 @@ class StorageOptimizer(GradientPath):
         return self.partition.outputs(by_cuda=self._offload.cards is None)
 
     def _create_fp32_partitions(self) -> None:
-        # Empty placeholders: the base class and DeepSpeed's tools index this list, which must hold no state.
+        # Empty placeholders: the base class and DeepSpeed's tools index this list, but the state is on storage.
         for _ in self.fp16_groups:
             self.fp32_partitioned_groups_flat.append(torch.empty(0, dtype=torch.float32))
         self.groups_left = restore_groups(self, self._groups)
         self._given = [list(group["params"]) for group in self._groups]
         self._frozen += [param for group in self._given for param in group if not param.requires_grad]
-        self.optimizer.state.clear()  # Adagrad's constructor puts a whole array there
+        self.optimizer.state.clear()  # Adagrad's constructor creates full arrays there
 
     def _create_buckets(self) -> None:
         if self.bypasses_buckets:
@@ -250,7 +250,7 @@ class StorageOptimizer(GradientPath):
             try:
                 for dtype, bucket in self.ipg_buckets.items():
                     bucket.buffer = torch.empty(numel, dtype=dtype, device=device)
-            except RuntimeError as error:  # torch raises it when memory is short
+            except RuntimeError as error:  # torch raises it when out of memory
                 raise ConfigError(
                     f"zero={{'reduce_bucket_size': {numel}}}: there is no memory for a bucket on {device}.",
                     "Lower it: as many elements as the largest parameter has are enough.",
@@ -260,17 +260,17 @@ class StorageOptimizer(GradientPath):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> None:
-        """Update this rank's partition from the arena, or skip it if a gradient anywhere is not finite.
+        """Update this rank's partition from the arena, or skip the update if a gradient on any rank is not finite.
 
-        Unless ``overlap`` is ``"none"``, the update may still be in progress on return. The next step, or whatever
-        drains the update earlier, then raises the storage errors below.
+        Unless ``overlap`` is ``"none"``, the update may still be in progress on return. The next call that drains the
+        update, at the latest the next step, then raises the storage errors below.
 
         Raises:
             UnsupportedError: A closure was passed, or on some rank a parameter was unfrozen or has a gradient that the
                 step would ignore.
             StorageError, DeviceError, CudaError: Reading, checking, updating or writing state failed on some rank, and
-                all ranks rolled the step back. The parameters are those before the step, unless they could not be read
-                back: then saving raises, too.
+                all ranks rolled the step back. The parameters have their values from before the step. If these could
+                not be read back, saving raises, too.
             CheckpointError: A checkpoint that was being saved in the background could not be written on some rank.
         """
         if closure is not None:
@@ -295,12 +295,12 @@ class StorageOptimizer(GradientPath):
         if not self.speculation.on:
             self.update.drain()
         self.rank_state.complete_record()  # on all ranks, before they enter the sum over gradients
-        # This is the scale that backward used; below, the loss scaler may raise it for the next window.
+        # The scale that backward used; below, the loss scaler may change it for the next window.
         loss_scale = float(self.loss_scale)
         for index in np.flatnonzero(self._zeros & ~self.arena.active).tolist():
             self.arena.replace(index, torch.empty(0))
         squares = math.nan if refused is not None else self.arena.sum_of_squares()
-        refused = refused or self._failure_of_gradients()  # some may have been read from storage for the sum
+        refused = refused or self._failure_of_gradients()  # the sum may have read gradients from storage
         norm = self._scaled_gradient_norm(math.nan if refused is not None else squares)
         if not math.isfinite(norm):
             self.speculation.discard()
@@ -308,13 +308,13 @@ class StorageOptimizer(GradientPath):
         self.overflow = not math.isfinite(norm)
         if self._loss_scale_update_and_overflow_cleanup():
             self._warn_of_skipped_step()
-            # The end of a step gathers the small parameters that DeepSpeed keeps gathered; so must a skipped step.
+            # Gather the small parameters that DeepSpeed keeps gathered, as at the end of a step that is taken.
             self.checkpoint_event_epilogue()
             return
         self._global_grad_norm = norm / loss_scale
         clip_factor = _clip_factor(self._global_grad_norm, limit)
         with_step_hooks(self.optimizer, partial(self._update, loss_scale=loss_scale, clip_factor=clip_factor))
-        # torch's schedulers warn unless the optimizer they wrap has stepped; its step() never runs here.
+        # torch's schedulers warn unless their optimizer has stepped; its own step() never runs here.
         self.optimizer._opt_called = True
         self._post_step(set())
 
@@ -342,8 +342,8 @@ class StorageOptimizer(GradientPath):
         return None if activations is None else activations.take_failure()
 
     def _choose_kept_gathered(self) -> None:
-        # At the end of a step the base class gathers the small parameters of the whole model. If the update runs beside
-        # what follows, they are gathered when first used instead, and stay gathered until the next step.
+        # At the end of a step the base class gathers the small parameters of the whole model. If the update may still
+        # run then, they are gathered when first used instead, and stay gathered until the next step.
         self.persistent_parameters = self._kept_gathered if self.overlap.mode == "none" else []
 
     def _warn_of_skipped_step(self) -> None:
@@ -356,10 +356,10 @@ class StorageOptimizer(GradientPath):
             )
 
     def _scaled_gradient_norm(self, squares: float) -> float:
-        """Return the norm over all ranks, given the sum of this one's squares; NaN if one of them is not valid."""
+        """Return the norm over all ranks, given this rank's sum of squares; NaN if that of any rank is not finite."""
         # Each rank enters this sum only after it has committed the previous step. So the sum is also the barrier that
         # keeps extents of a new generation from being written before all ranks have committed the previous one.
-        # They agree in it, too, whether they can resume from what they have recorded.
+        # The same collective carries whether the ranks can resume from their training records.
         faults = self.rank_state.record_faults()
         total, *num_faults = sums_over_ranks([squares, *map(float, faults)], self.dp_process_group)
         self.rank_state.agree_on_records(*num_faults, group=self.dp_process_group)
@@ -395,10 +395,10 @@ class StorageOptimizer(GradientPath):
         self.arena.reset()
 
     def _partition_all_parameters(self) -> None:
-        """Call the base class, and again without the gathers in flight if an interrupt broke one off."""
+        """Call the base class; if an interrupt broke off a gather, end all gathers in flight and call it again."""
         try:
             super()._partition_all_parameters()
-        except (AssertionError, RuntimeError):  # raised for a parameter whose gather was broken off
+        except (AssertionError, RuntimeError):  # raised for a parameter whose gather was interrupted
             end_gathers(self.parameter_offload.module)
             super()._partition_all_parameters()
 
@@ -408,7 +408,7 @@ class StorageOptimizer(GradientPath):
     def partition_grads(
         self, params_to_release: Sequence[ZeroParameter], grad_partitions: Sequence[torch.Tensor]
     ) -> None:
-        """Call the base class once the step in flight has used the gradients that these will replace."""
+        """Call the base class after the step in flight has used the gradients that these replace."""
         if not self._in_backward:
             self._drain_for_residual()
         self.update.require(params_to_release)
@@ -416,10 +416,10 @@ class StorageOptimizer(GradientPath):
         self.speculation.arrived(params_to_release)
 
     def backward_begins(self, *, retain_graph: bool) -> None:
-        """Prepare for the engine's backward: begin a speculative update if only the step is to follow it."""
+        """Prepare for the engine's backward: begin a speculative update if a step is announced to follow it."""
         self._drain_for_residual()
         follows, self.step_follows = self.step_follows, False
-        # A speculative update begins from the masters, which lack what was written to parameters that are whole.
+        # A speculative update starts from the masters, which lack pending writes to gathered parameters.
         if (
             self.overlap.backward_begins(step_follows=follows)
             and not retain_graph
@@ -439,7 +439,7 @@ class StorageOptimizer(GradientPath):
             self.update.drain()
 
     def backward_epilogue(self) -> None:
-        """Call the base class, which releases what no hook released, and update what no module uses any more."""
+        """Call the base class, which releases leftover parameters; begin the tasklets that this makes ready."""
         super().backward_epilogue()
         self.speculation.begin_ready()
 
@@ -449,9 +449,9 @@ class StorageOptimizer(GradientPath):
         super().zero_grad(set_to_none)
 
     def zero_grad_as_torch(self, set_to_none: bool) -> None:
-        """Do :meth:`zero_grad`; unless ``set_to_none``, the next steps update what had a gradient as if it were zero.
+        """Call :meth:`zero_grad`; unless ``set_to_none``, parameters that had a gradient count as having a zero one.
 
-        DeepSpeed's engine calls :meth:`zero_grad` by itself, and users call this one.
+        Users call this method; DeepSpeed's engine calls :meth:`zero_grad` on its own.
         """
         had = self._had_gradient | self.arena.active
         self._had_gradient = had & (not set_to_none)
@@ -469,16 +469,16 @@ class StorageOptimizer(GradientPath):
 
         offload.post_sub_module_backward_function = releasing
 
-    # ---- access to what the rank holds open
+    # ---- the end of the training
 
     def close_storage(self, *, since: str = "") -> None:
-        """Drain the step in flight, on which all ranks agree, and close its storage. Collective.
+        """Drain the step in flight together with all ranks, and close the training's storage. Collective.
 
-        While an error is handled, or after one has ended the training, ranks do not agree, since the error may be this
-        rank's alone. Each then commits what it can; a kept store continues from the newest generation that all have.
+        While an error is handled, or after one has ended the training, ranks do not agree, because only this rank may
+        have failed. Each then commits what it can; a kept store continues from the newest generation that all have.
 
         Args:
-            since: Half a sentence that says why, for the errors of later uses.
+            since: Half a sentence giving the reason, for the errors of later uses.
         """
         if dist.is_initialized() and sys.exc_info()[0] is None and not self.update.is_in_doubt:
             try:

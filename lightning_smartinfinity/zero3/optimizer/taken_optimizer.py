@@ -43,7 +43,7 @@ _SAVE = (
 def take_over(optimizer: torch.optim.Optimizer, engine: SmartInfinityEngine) -> None:
     """Turn the user's optimizer into a :class:`TakenOptimizer` of the same name, whose steps the engine takes."""
     own = vars(optimizer)
-    own.pop("step", None)  # torch's schedulers put a wrapper there
+    own.pop("step", None)  # a wrapper set by torch's schedulers
     del own["state"]
     own["_engine"] = weakref.ref(engine)
     own["state_on_storage"] = _StateOnStorage(type(optimizer).__name__, own["_engine"])
@@ -52,11 +52,11 @@ def take_over(optimizer: torch.optim.Optimizer, engine: SmartInfinityEngine) -> 
 
 
 def check_takeable(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that another training has, or whose user has changed what the engine does in its place.
+    """Refuse an optimizer that another training uses, or whose replaced methods or hooks the engine would not call.
 
     Raises:
-        UnsupportedError: It was taken over before, a method was replaced on the object, or has hooks that would never
-            be called.
+        UnsupportedError: The optimizer was taken over before, has a method replaced on the object, or has hooks of its
+            state dict.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, TakenOptimizer):
@@ -66,7 +66,7 @@ def check_takeable(optimizer: torch.optim.Optimizer) -> None:
         )
     for method, own in vars(optimizer).items():
         original = getattr(type(optimizer), method, None)
-        # torch's schedulers wrap the step to note that it was called; the wrapper has the original as __wrapped__.
+        # Allow the wrapper that torch's schedulers put around step; it has the original as __wrapped__.
         if callable(original) and getattr(own, "__wrapped__", own) is not original:
             raise UnsupportedError(
                 f"{name}.{method} was replaced on the object; with the smart_infinity strategy it would not be called.",
@@ -78,7 +78,7 @@ def check_takeable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a hook is called before the optimizer's step, which may change what the step does."""
+    """Return whether a user's hook runs before the optimizer's step, and could change the step."""
     others = (hook for hook in torch_optimizer._global_optimizer_pre_hooks.values() if hook.__module__ not in _OURS)
     return bool(optimizer._optimizer_step_pre_hooks) or any(others)
 
@@ -87,14 +87,14 @@ _OURS = frozenset({"lightning_smartinfinity.zero3.optimizer.taken_optimizer"})
 
 
 def with_step_hooks(optimizer: torch.optim.Optimizer, update: Callable[[], None]) -> None:
-    """Call ``update`` between the hooks of the step, the optimizer's own and torch's global ones, as torch does."""
+    """Call ``update`` between the step's pre-hooks and post-hooks (the optimizer's and torch's global ones)."""
     torch.optim.Optimizer.profile_hook_step(lambda _: update())(optimizer)
 
 
 class TakenOptimizer(torch.optim.Optimizer):
-    """The user's optimizer after :func:`take_over`. Attributes that torch does not know are those of DeepSpeed's."""
+    """The user's optimizer after :func:`take_over`; unknown attributes are looked up on DeepSpeed's optimizer."""
 
-    # Wrappers of Lightning's and Fabric's derive from this class, and find only instance attributes on the optimizer.
+    # Wrappers of Lightning and Fabric derive from this class, and get only instance attributes from the optimizer.
 
     @property
     def engine(self) -> SmartInfinityEngine:
@@ -109,7 +109,7 @@ class TakenOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """Stands for the optimizer state; see :class:`_StateOnStorage`."""
+        """A placeholder for the optimizer state; see :class:`_StateOnStorage`."""
         return self.state_on_storage
 
     @state.setter
@@ -126,7 +126,7 @@ class TakenOptimizer(torch.optim.Optimizer):
         """Update the parameters from the gradients of every backward since the last step or ``zero_grad``.
 
         Args:
-            closure: Runs forward and backward first, and returns the loss.
+            closure: Function called first; it runs forward and backward and returns the loss.
         """
         loss = None
         if closure is not None:
@@ -135,7 +135,7 @@ class TakenOptimizer(torch.optim.Optimizer):
         self.engine.step()
         return loss
 
-    # A scheduler would wrap the step to note that it was called, which the engine notes; without it, it would warn.
+    # Keeps schedulers from wrapping the step, and from warning that it is not wrapped; the engine records the calls.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -228,7 +228,7 @@ def _without_state_dict(what: str) -> UnsupportedError:
     )
 
 
-# Number of engines, and of the optimizer's parameters, when none of these was partitioned.
+# For each optimizer found without partitioned parameters: the numbers of engines and of its parameters at that time.
 _ACCEPTED: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 _num_engines = 0
 

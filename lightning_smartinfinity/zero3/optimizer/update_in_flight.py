@@ -1,11 +1,11 @@
-"""The update of a step, which may run beside what follows the step.
+"""The update of a step, which may still run after the step has returned.
 
 With ``overlap="forward"``, ``step()`` returns when the update has begun. A parameter is gathered, and its gradient in
-the arena replaced, only after its own tasklets are done; whatever else reads or writes parameters or state drains the
-update first. So every value is that of ``overlap="none"``, bit for bit.
+the arena replaced, only after its own tasklets are done. Any other read or write of parameters or state drains the
+update first. So every value equals that of ``overlap="none"``, bit for bit.
 
-All ranks agree on which parameters have been asked for since the step. How far the update has come differs between
-ranks, and decides nothing.
+All ranks agree on which parameters have been requested since the step. The progress of the update differs between
+ranks, so no decision depends on it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class UpdateInFlight:
     """A rank's update, from :meth:`begin` to :meth:`drain`.
 
     All ranks agree on a failure in :meth:`drain`, which rolls the step back on each of them and raises. A rank that
-    meets it earlier, while it waits for a parameter, continues with what is in memory until then: the others are about
-    to gather the parameter too, and would wait for this rank for ever. A single process raises at once.
+    detects a failure earlier, while it waits for a parameter, continues until then with the values in memory: the other
+    ranks are about to gather the parameter too, and would wait for this rank forever. A single process raises at once.
 
     Args:
         rank_state: The partition and its handler.
@@ -45,8 +45,8 @@ class UpdateInFlight:
         release_gathered: Function that partitions every gathered parameter.
 
     Attributes:
-        lost: Why the update of a step was rolled back after the step had returned, if that has happened: the loop
-            counts a step that the state does not have.
+        lost: Why an update was rolled back after its step had returned; None if none was. The loop then counts a step
+            that the state does not have.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class UpdateInFlight:
         self._step_returned = False
         self._training_over = False
         self._failure: SmartInfinityError | None = None
-        # Why the step in flight is being rolled back, until that is complete.
+        # Why the step in flight is being rolled back; None once the rollback is complete.
         self._roll_back_reason: BaseException | None = None
-        # Indices of the parameters that have not been asked for, and of those that still have to be waited for.
+        # Indices of the parameters that have not been requested, and of those that still have to be waited for.
         self._untouched: set[int] = set()
         self._awaited: set[int] = set()
         self._waits_once = True
@@ -83,7 +83,7 @@ class UpdateInFlight:
     def watch(self, parameters: Iterable[ZeroParameter], coordinator: ZeroCoordinator) -> None:
         """From now on, gather each of these parameters, or read it from storage, only after it is updated.
 
-        Parameters that DeepSpeed would gather or read ahead are skipped as long as they are untouched.
+        DeepSpeed's prefetch skips parameters that are untouched.
         """
         for param in parameters:
             wait_before_gather(param, self.require)
@@ -98,7 +98,7 @@ class UpdateInFlight:
 
         Args:
             plan: The step as it will be if the update is adopted, with every parameter active.
-            binds: Whether the caller promises that it will be adopted or skipped, so that gradients may be given up.
+            binds: Whether the caller promises to adopt or skip the update, so that gradients may be given up.
 
         Raises:
             ConfigError, StorageError, DeviceError, CudaError: As raised by :meth:`drain`.
@@ -112,7 +112,7 @@ class UpdateInFlight:
             self._speculation.begin(plan, binds=binds)
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step and return at once; only a speculative update of it may be in flight.
+        """Begin a step and return at once. Only a speculative update of this step may be in flight.
 
         Raises:
             SmartInfinityError: The step could not begin, in a training of one process.
@@ -128,30 +128,30 @@ class UpdateInFlight:
         self._begun, self._training_over = True, False
         self._untouched = set(range(len(self._partition.layout.parameters)))
         self._awaited = set(self._untouched)
-        # When a wait returns, copies to a device may only have started: every stream that gathers waits for them.
+        # After a wait, copies to a device may only have started, so every stream that gathers must wait for them.
         self._waits_once = not plan.outputs.waits_per_stream
         self._uses.clear()
         if self._failure is not None:
             self._drain_if_alone()
 
     def step_returns(self) -> None:
-        """Record that the loop goes on: from now on it counts the step, though its update may be in flight."""
+        """Record that the step returns: the loop then counts it, though its update may still be in flight."""
         self._step_returned = self._begun
 
     def is_untouched(self, param: ZeroParameter) -> bool:
-        """Return whether the parameter is in the step in flight and has not been asked for; the same on all ranks."""
+        """Return whether the parameter is in the step in flight and was not requested since; the same on all ranks."""
         if self._speculation.holds(param):
             return True
         return self._begun and self._partition.index.get(param.ds_id) in self._untouched
 
     def first_uses(self) -> NDArray[np.int64]:
-        """Return int64[num_parameters]: the order in which parameters were asked for since :meth:`begin`."""
+        """Return the order in which parameters were requested since :meth:`begin`: int64[num_parameters]."""
         uses = np.full(len(self._partition.layout.parameters), len(self._uses), np.int64)
         uses[list(self._uses)] = np.arange(len(self._uses))
         return uses
 
     def require(self, parameters: Iterable[ZeroParameter]) -> None:
-        """Return when the step begun last has updated these parameters and used their gradients.
+        """Wait until the step begun last has updated these parameters and used their gradients.
 
         Raises:
             StorageError, DeviceError, CudaError: The step failed, in a training of one process, and was rolled back.
@@ -170,9 +170,9 @@ class UpdateInFlight:
                 self._wait_for(wanted)
 
     def await_gradients(self, parameters: Sequence[int]) -> None:
-        """Return when the update in flight, if any, has used the gradients of these parameters (indices) or has failed.
+        """Wait until an update in flight has used the gradients of these parameters (indices), or has failed.
 
-        Unlike :meth:`require` it does not count as a use of the parameters, so that ranks may differ in calling it.
+        Unlike :meth:`require`, this does not count as a use of the parameters, so ranks may differ in calling it.
         """
         with self._lock:
             if not self._begun:
@@ -185,9 +185,8 @@ class UpdateInFlight:
     def drain(self) -> None:
         """Wait for the step in flight, if there is one, and commit it on all ranks. Collective.
 
-        A speculative update that no step has adopted is discarded.
-
-        Ctrl-C leaves the step in flight, to be drained later.
+        A speculative update that no step has adopted is discarded. After Ctrl-C the step is still in flight, and can be
+        drained later.
 
         Raises:
             ConfigError: A hyperparameter was out of range on some rank; no rank took the step.
@@ -206,7 +205,7 @@ class UpdateInFlight:
             self._end()
 
     def drained_handler(self) -> TransferHandler:
-        """Return the handler once the step in flight is committed. Collective.
+        """Commit the step in flight, if there is one, and return the handler. Collective.
 
         Raises:
             ConfigError, StorageError, DeviceError, CudaError: As raised by :meth:`drain`.
@@ -217,7 +216,7 @@ class UpdateInFlight:
         return self._rank_state.handler
 
     def wait(self) -> None:
-        """Return when nothing of the step in flight is in progress. Not collective; never raises StorageError."""
+        """Wait until no work of the step in flight is in progress. Not collective; never raises StorageError."""
         with self._lock:
             self._speculation.discard()
             self._complete_roll_back()
@@ -235,9 +234,9 @@ class UpdateInFlight:
         """
         self._roll_back_reason = error  # after Ctrl-C, the next call completes the rollback
         if self._step_returned:
-            self.lost = str(error)  # the error itself would keep the memory of the step alive by its traceback
+            self.lost = str(error)  # the error's traceback would keep the step's memory alive
         self._end()
-        # Parameters that are gathered or read ahead may have the step's values.
+        # Parameters that are gathered or prefetched may have the step's values.
         self._release_gathered()
         self._partition.release_prefetched()
         self._rank_state.roll_back(error)
@@ -258,10 +257,10 @@ class UpdateInFlight:
             self.drain()
 
     def _commit(self) -> None:
-        """Commit on all ranks. If one cannot, those that have written their record erase it, and all ranks raise."""
+        """Commit on all ranks. If one fails, ranks that have written their record erase it, and all ranks raise."""
         together = partial(failing_together, self._partition.group)
         if self._failure is None:
-            # An interrupt may have come between an earlier commit and the record of it here.
+            # An interrupt may have hit between an earlier commit and the call of _end.
             if self._rank_state.handler.in_flight:
                 self._rank_state.handler.commit(together=together)
             return
