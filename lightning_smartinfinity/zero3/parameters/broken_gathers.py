@@ -1,4 +1,4 @@
-"""Ends gathers of parameters that an interrupt broke off."""
+"""Ends gathers of parameters that were interrupted."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ __all__ = ["end_gathers"]
 
 
 def end_gathers(module: torch.nn.Module) -> None:
-    """Wait for the gathers in flight, and reset parameters that cannot be waited for.
+    """Wait for the gathers in flight, and reset parameters whose gather cannot be waited for.
 
-    DeepSpeed marks parameters before it records what to wait for, and removes that record before it waits. Ctrl-C in
-    between leaves some marked parameters without a record, and others whose wait fails, as one gather brings several.
+    DeepSpeed marks parameters as in flight before it records their wait handles, and removes a handle before it waits.
+    Ctrl-C in between leaves some marked parameters without a handle. As several parameters share a gather, it leaves
+    others whose wait fails.
     """
     params = [param for param in cast(Iterator[ZeroParameter], module.parameters()) if "_classes" in param.__dict__]
-    restore_classes(params)  # Ctrl-C may have come within restore_classes itself
+    restore_classes(params)  # Ctrl-C may have interrupted restore_classes itself
     awaited = getattr(module, "ds_inflight_param_registry", {})
     handles = list(awaited.values())
     awaited.clear()
     for handle in handles:
-        with suppress(AssertionError):  # some of its parameters have arrived already
+        with suppress(AssertionError):  # some of its parameters are already gathered
             handle.wait()
     for param in cast(Iterator[ZeroParameter], module.parameters()):
         if getattr(param, "ds_status", None) is ZeroParamStatus.INFLIGHT:

@@ -1,4 +1,4 @@
-"""Tells user code, for which a partitioned parameter answers, from DeepSpeed's and this package's, which see it empty.
+"""Distinguishes user code, which sees whole parameters, from DeepSpeed and this package, which see the empty tensors.
 
 The module of the calling frame decides.
 """
@@ -13,8 +13,7 @@ import torch
 
 __all__ = ["building", "is_building", "is_ours", "is_vmap", "moves_module", "unanswered"]
 
-# Modules of callers that see ZeRO-3's empty tensors, as user code does not; and modules that user code calls, so that
-# the caller of their functions decides.
+# Modules whose code sees ZeRO-3's empty tensors; and library modules for which their own caller decides.
 _OURS = ("deepspeed.", "lightning_smartinfinity.", "torch._dynamo.", "torch._subclasses.", "torch._functorch._")
 _BETWEEN = (
     *("torch.", "deepspeed.runtime.zero.linear.", "copy.", "contextlib.", "functools."),
@@ -22,17 +21,17 @@ _BETWEEN = (
     "lightning_smartinfinity.zero3.parameters.torch_functions.",
 )
 
-# Functions within Module.to, Module.cpu and their like.
+# Functions within Module.to, Module.cpu and similar methods.
 _MOVING = ("<lambda>", "convert", "compute_should_use_set_data")
 
-# Not empty while a model is built, and while all code sees the empty tensors.
+# Not empty while a model is being built.
 _BUILDING: list[bool] = []
 _UNANSWERED: list[bool] = []
 
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Leave gathered parameters as torch has them within this context, which knows what is written to them."""
+    """Give gathered parameters torch's own ``data`` and ``set_`` within this context, which tracks writes itself."""
     _BUILDING.append(True)
     try:
         yield
@@ -47,9 +46,9 @@ def is_building() -> bool:
 
 @contextmanager
 def unanswered() -> Iterator[None]:
-    """Show all code the empty tensors within this context: a module's own ``state_dict`` or ``load_state_dict``, too.
+    """Show all code the empty tensors within this context, even a module's own ``state_dict`` or ``load_state_dict``.
 
-    The engine saves and loads partitions beside them.
+    The engine saves and loads the partitions separately.
     """
     _UNANSWERED.append(True)
     try:
@@ -59,17 +58,17 @@ def unanswered() -> Iterator[None]:
 
 
 def is_vmap(frame: Any) -> bool:
-    """Return whether ``torch.vmap`` asks."""
+    """Return whether the frame is ``torch.vmap``'s."""
     return bool(frame.f_globals.get("__name__") == "torch._functorch.vmap")
 
 
 def moves_module(frame: Any) -> bool:
-    """Return whether ``Module.to`` or its like asks: they move the empty tensor, and the partition stays."""
+    """Return whether the frame is of ``Module.to`` or a similar method, which moves the empty tensor only."""
     return frame.f_code.co_name in _MOVING and frame.f_globals.get("__name__") == torch.nn.Module._apply.__module__
 
 
 class _Callers(dict[str, bool | None]):
-    """Says of each module that has used a parameter whether it is ours; None where its own caller decides."""
+    """A cache: for each module that used a parameter, whether it sees empty tensors; None if its caller decides."""
 
     def __missing__(self, module: str) -> bool | None:
         name = module + "."
@@ -82,7 +81,7 @@ _CALLERS = _Callers()
 
 
 def is_ours(frame: Any) -> bool:
-    """Return whether DeepSpeed, this package or a compiler runs the operation, rather than user code."""
+    """Return whether DeepSpeed, this package or a compiler runs the operation, not user code."""
     if _UNANSWERED:
         return True
     while frame is not None:

@@ -39,12 +39,12 @@ def skip_in_prefetch(
 ) -> None:
     """Make a coordinator gather some parameters only when their own module is about to run.
 
-    Its record of what comes next stays unchanged: a parameter that was not gathered ahead is gathered then.
+    Its recorded order of parameters stays unchanged: a skipped parameter is gathered when its module runs.
 
     Args:
         coordinator: DeepSpeed's ``PartitionedParameterCoordinator``.
-        skipped: Returns whether a parameter must not be gathered ahead; the same on all ranks.
-        before_use: Called with the parameters of a module that is about to run, whether gathered already or not.
+        skipped: Function that returns whether a parameter must not be prefetched; the same on all ranks.
+        before_use: Function called with the parameters of a module about to run, whether already gathered or not.
     """
     fetch, gather = coordinator.fetch_sub_module, getattr(coordinator, GATHER_PARAMS)
     needed: set[ZeroParameter] = set()
@@ -56,7 +56,7 @@ def skip_in_prefetch(
         fetch(current_submodule, forward)
 
     def gather_some(params: Iterable[ZeroParameter], forward: bool) -> None:
-        # Sets have another order on each rank. Parameters are numbered in the order in which they were made.
+        # The order of sets differs between ranks. Parameters are numbered in their order of creation.
         in_order = sorted(params, key=lambda param: int(param.ds_id), reverse=not forward)
         gather({param for param in in_order if param in needed or not skipped(param)}, forward)
 
@@ -65,7 +65,7 @@ def skip_in_prefetch(
 
 
 def retrace_for_external_parameters(offload: ZeroOffload) -> None:
-    """Make ZeRO-3 record its order anew when a module has begun to use further parameters.
+    """Make ZeRO-3 record its order again when a module begins to use further parameters.
 
     Args:
         offload: DeepSpeed's ``DeepSpeedZeRoOffload``, whose module hooks gather.
@@ -93,10 +93,10 @@ _TRACE = "_PartitionedParameterCoordinator__submodule_order"
 
 
 class ModuleTrace(tuple[Any, ...]):
-    """The modules in the order of their use; a slice is an iterator, of which the first few are read at most.
+    """The modules in the order of their use; a slice is an iterator, not a copy.
 
-    DeepSpeed slices the trace for every module and looks as far as ``stage3_max_reuse_distance`` allows. Copies would
-    make the time of a step grow with the square of the number of modules.
+    DeepSpeed slices the trace for every module, and reads only as far as ``stage3_max_reuse_distance`` allows. With
+    copies, the time of a step would grow with the square of the number of modules.
     """
 
     def __getitem__(self, key: Any) -> Any:
@@ -106,7 +106,7 @@ class ModuleTrace(tuple[Any, ...]):
 
 
 def read_trace_lazily(offload: ZeroOffload) -> None:
-    """Let the coordinator of parameters keep every complete trace as a :class:`ModuleTrace`.
+    """Make the parameter coordinator store every complete trace as a :class:`ModuleTrace`.
 
     Args:
         offload: DeepSpeed's ``DeepSpeedZeRoOffload``.

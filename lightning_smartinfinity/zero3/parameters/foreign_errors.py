@@ -1,4 +1,4 @@
-"""Says in our words what torch's errors mean where ZeRO-3 has caused them."""
+"""Replaces torch's errors that ZeRO-3 causes by errors that name the cause."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _EMPTY = re.compile(r"\(0\)|\[0\]|must be a matrix")
 
 @contextmanager
 def naming_dtypes(*, in_16_bit: bool) -> Iterator[None]:
-    """Turn torch's errors about dtypes within this context into ours: autocast, which hides them in memory, is off.
+    """Turn torch's errors about dtypes in this context into ours; with autocast, which is off here, they do not occur.
 
     Args:
-        in_16_bit: Whether the training is in 16 bit.
+        in_16_bit: Whether the training's precision is 16-bit.
     """
     try:
         yield
@@ -38,7 +38,7 @@ def naming_dtypes(*, in_16_bit: bool) -> Iterator[None]:
 
 @contextmanager
 def naming_partitions() -> Iterator[None]:
-    """Turn torch's errors about tensors without elements within this context, which is backward, into ours."""
+    """Turn torch's errors about tensors without elements into ours, within this context around backward."""
     try:
         yield
     except RuntimeError as error:

@@ -1,6 +1,6 @@
 """Replaces ``param.all_gather`` and ``param.partition``: gathers wait for updates, and writes are kept.
 
-It warns of what 16 bit rounds, and raises if ranks may have written differently.
+Warns if a write was rounded to 16 bit, and raises if ranks may have written different values.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from lightning_smartinfinity.zero3.untyped import ZeroParameter
 __all__ = ["Gather", "GatherNow", "PartitionKeepingWrites", "bring_in_writes"]
 
 
-# What every gather and partition uses: to look it up in its module or enum takes a while.
+# Bound here for speed: every gather and partition uses them.
 _AVAILABLE, _INFLIGHT = ZeroParamStatus.AVAILABLE, ZeroParamStatus.INFLIGHT
 _without_functions = torch._C.DisableTorchFunctionSubclass
 
 
 class Gather:
-    """DeepSpeed's ``param.all_gather`` or ``all_gather_coalesced``, which first waits for what its parameters need."""
+    """DeepSpeed's ``param.all_gather`` or ``all_gather_coalesced``, after waiting for updates of its parameters."""
 
     def __init__(self, param: ZeroParameter, original: Callable[..., object]) -> None:
         self._param, self.original = param, original
@@ -54,14 +54,14 @@ class Gather:
                 wait(params)
         with _without_functions():
             try:
-                forget_classes(params)  # an interrupt may come within it
+                forget_classes(params)  # inside try: an interrupt may hit within it
                 return self.original(params, *args, **kwargs)
             finally:
                 restore_classes(params)
 
 
 class GatherNow(Gather):
-    """DeepSpeed's ``param.all_gather``, of parameters that may be on their way already."""
+    """DeepSpeed's ``param.all_gather``, for parameters whose gather may already be in flight."""
 
     def __call__(self, param_list: Iterable[ZeroParameter] | None = None, *args: Any, **kwargs: Any) -> object:
         refuse_beside_engine()
@@ -73,14 +73,14 @@ class GatherNow(Gather):
 
 
 def _await_gather(param: ZeroParameter) -> None:
-    """Complete a gather that DeepSpeed has begun ahead of a forward that did not come."""
+    """Complete a gather that DeepSpeed has prefetched for a forward that was not run."""
     registry = param.__dict__.get("_in_flight_registry")
     if registry is not None and param in registry:
         registry.pop(param).wait()
 
 
 class PartitionKeepingWrites:
-    """DeepSpeed's ``param.partition``, which keeps what user code has written to gathered parameters."""
+    """DeepSpeed's ``param.partition``, which also keeps user code's writes to gathered parameters."""
 
     def __init__(self, param: ZeroParameter, original: Callable[..., None]) -> None:
         self._param, self.original = param, original
@@ -120,26 +120,26 @@ class PartitionKeepingWrites:
 
 
 def _discard_updates_of(written: Sequence[ZeroParameter]) -> None:
-    """Discard an update that has begun within backward: to roll it back later would undo what is written."""
+    """Discard an update that has begun within backward: rolling it back later would undo the writes."""
     for owner in dict.fromkeys(param.__dict__.get("_z3_optimizer") for param in written):
         if hasattr(owner, "speculation"):
             owner.speculation.before_use(written)
 
 
 def _forget_modules(param: ZeroParameter) -> None:
-    """Forget modules that a backward of a part left active: ``torch.autograd.grad`` may end before their own."""
+    """Clear modules that a partial backward left active: ``torch.autograd.grad`` may end before reaching them."""
     if torch._C._current_graph_task_id() == NO_GRAPH_TASK and not is_in_forward():
         param.ds_active_sub_modules.clear()
 
 
 def bring_in_writes(params: Iterable[ZeroParameter]) -> bool:
-    """Partition the whole parameters that were written, which brings what was written into masters. Collective.
+    """Partition gathered parameters that were written, which updates their masters. Collective.
 
     Args:
         params: The parameters, in the same order on all ranks.
 
     Returns:
-        Whether none is left, because a module uses it.
+        Whether all of them were partitioned; False if a module still uses one.
     """
     with _without_functions():
         written = [param for param in params if param.ds_status is _AVAILABLE and _has_changed(param)]
@@ -155,7 +155,10 @@ def _has_changed(param: ZeroParameter) -> bool:
 
 
 def _is_written_alike(param: ZeroParameter) -> bool:
-    """Return whether user code has changed a gathered parameter, in the same way on all ranks."""
+    """Return True for a changed gathered parameter, after making all ranks agree on its values.
+
+    Returns False for a parameter without a partition.
+    """
     if param.ds_tensor is None:
         return False
     attributes = param.__dict__

@@ -1,11 +1,11 @@
-"""Builds models while ZeRO-3 partitions them: code that uses a partitioned parameter finds it gathered.
+"""Builds models while ZeRO-3 partitions them: a partitioned parameter is gathered when code uses it.
 
-``deepspeed.zero.Init`` empties a parameter as soon as its module's constructor ends. Whatever a parent's constructor or
-an initialisation function then writes to it would silently be lost. Within :func:`gathering_on_use` the parameter is
+``deepspeed.zero.Init`` empties a parameter as soon as its module's constructor ends. Later writes to it, by a parent's
+constructor or an initialisation function, would silently be lost. Within :func:`gathering_on_use` the parameter is
 gathered first and partitioned again later, with the values of rank 0.
 
-While a model is built, its parameters have the dtype that they have in plain Lightning: torch's default, or what the
-model asks for. Only the partition has the dtype of the Trainer's precision.
+While a model is built, its parameters have the same dtype as in plain Lightning: torch's default, or the one that the
+model requests. Only the partition has the dtype of the Trainer's precision.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = ["gathering_on_use"]
 
 # Bytes of parameters that may stay gathered at once, beyond those that a single operation needs.
 _GATHERED_BYTES = 64 * 1024 * 1024
-# A partition of 2 bytes per element and the parameter of 4 that it is gathered into: how many times the former.
+# Bytes of a 2-byte partition and the 4-byte parameter that it is gathered into, as a multiple of the partition's.
 _WITH_A_COPY = 3
-# References to the storage of a parameter that nothing else uses: the parameter, and the storage object that counts.
+# References to an otherwise unused parameter's storage: the parameter, and the storage object that reads the count.
 _OWN_REFERENCES = 2
 
 Tensor = torch.Tensor
@@ -49,10 +49,10 @@ _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 @contextmanager
 def gathering_on_use(module: torch.nn.Module | None = None) -> Iterator[None]:
-    """Let torch operations work on partitioned parameters within a ``zero.Init``, in the same way on all ranks.
+    """Make torch operations work on partitioned parameters within a ``zero.Init``, in the same way on all ranks.
 
-    Gathered memory is bounded, except that a parameter stays gathered for as long as something else (a view, its
-    ``data``) refers to its memory.
+    Gathered memory is bounded, except that a parameter stays gathered as long as another object (a view, its ``data``)
+    refers to its memory.
 
     Args:
         module: Module that is being built, for the names in errors.
@@ -68,12 +68,12 @@ def gathering_on_use(module: torch.nn.Module | None = None) -> Iterator[None]:
         patches.enter_context(wrapped(Init, "_all_gather", pool.around_all_gather))
         patches.enter_context(wrapped(Init, "_partition", pool.around_partition))
         patches.enter_context(wrapped(Init, "_post_init_method", pool.around_post_init))
-        # These are the two ways to a parameter's memory that torch shows to no mode.
+        # torch does not pass these two functions to a TorchFunctionMode.
         patches.enter_context(wrapped(torch.nn.Parameter, "__new__", pool.around_new))
         patches.enter_context(wrapped(Tensor, "set_", pool.around_call))
         with _GatherOnUse(pool):
             yield
-        # An error skips this: the other ranks may not get here.
+        # Skipped after an error, because the other ranks may not get here.
         pool.partition_all()
 
 
@@ -108,7 +108,7 @@ class _GatherOnUse(TorchFunctionMode):
 
 
 class _Pool:
-    """The parameters that are gathered because something used them, in the order of their last use."""
+    """The parameters that are gathered on use, in the order of their last use."""
 
     def __init__(self, module: torch.nn.Module | None) -> None:
         self._module = module
@@ -135,7 +135,7 @@ class _Pool:
             self._held[param.ds_id] = param
 
     def partition_all(self) -> None:
-        """Partition all parameters again, whatever else refers to their memory."""
+        """Partition all parameters again, even if other objects refer to their memory."""
         for param in list(self._held.values()):
             self._partition(param)
 
@@ -165,7 +165,7 @@ class _Pool:
         *args: object,
         **kw: object,
     ) -> object:
-        """Let others (GatheredParameters, apply) partition, except for parameters in use here: these follow later."""
+        """Partition for other callers (GatheredParameters, apply), except the parameters in this pool."""
         with torch._C.DisableTorchFunction():
             others = [param for param in param_list if param.ds_id not in self._held]
             for param in others:
@@ -194,7 +194,7 @@ class _Pool:
         return original(*args, **kwargs)
 
     def around_new(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """Gather what a new parameter is made of, and pass its memory: Parameter() takes torch's own classes only."""
+        """Gather parameters that a new parameter is made of, and pass their memory, a tensor of torch's own class."""
         self.hold(list(_zero_params((args, kwargs))))
         return original(*(whole_data(arg) if is_zero_param(arg) else arg for arg in args), **kwargs)
 
@@ -209,7 +209,7 @@ class _Pool:
         self._partition_unused(oldest)
 
     def _partition_unused(self, params: list[ZeroParameter]) -> None:
-        """Partition the parameters whose memory nothing else refers to on any rank."""
+        """Partition those of the parameters whose memory no other object refers to on any rank."""
         if not params:
             return
         unused = torch.tensor([_is_unused(param) for param in params], dtype=torch.int32)
@@ -240,15 +240,15 @@ class _Pool:
 
 
 def _keep_dtypes() -> None:
-    # zero.Init casts every new tensor to the precision of the Trainer, even if the model asks for another dtype:
-    # positions beyond 256 would collapse in bf16. It is enough to cast parameters when they are partitioned.
+    # zero.Init casts every new tensor to the precision of the Trainer, even if the model requests another dtype:
+    # positions beyond 256 would collapse in bf16. Casting parameters when they are partitioned is enough.
     init = partition_parameters.top_level_context
     init.tensor_overrides = {DeepSpeedTensorOverride.device}
     init._add_tensor_creation_wrappers()
 
 
 def _zero_params(value: object) -> Iterator[ZeroParameter]:
-    """Yield the parameters among these arguments that ZeRO-3 has taken over."""
+    """Yield ZeRO-3's parameters among these arguments, including those in lists, tuples and dictionaries."""
     if isinstance(value, Tensor):
         if "ds_id" in value.__dict__:
             yield value

@@ -1,4 +1,4 @@
-"""Gathers parameters for a moment, and writes to them on all ranks alike."""
+"""Gathers parameters temporarily, and makes writes to them the same on all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "whole_data",
 ]
 
-# Of torch's task id outside of backward, and of modules between a line of user code and an operation.
+# torch's graph task id outside of backward.
 NO_GRAPH_TASK = -1
 _LIBRARIES = ("torch.", "contextlib", "copy", "functools", "deepspeed.", "lightning_smartinfinity.")
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ _FORWARDS: list[bool] = []
 
 @contextmanager
 def in_forward() -> Iterator[None]:
-    """Mark an engine's forward: activations are in 16 bit there, and parameters are read as they are."""
+    """Mark an engine's forward: activations are 16-bit there, and parameters are read in their own dtype."""
     _FORWARDS.append(True)
     try:
         yield
@@ -55,7 +55,7 @@ def is_in_forward() -> bool:
     return bool(_FORWARDS)
 
 
-# Held while an engine runs, and while user code has gathered parameters; the threads of the engines that hold it.
+# Held while an engine runs, and while user code has gathered parameters.
 _TURN = threading.RLock()
 _ENGINES: list[int] = []
 
@@ -69,7 +69,7 @@ def engine_has_turn() -> Iterator[None]:
             _ENGINES.append(threading.get_ident())
             yield
         finally:
-            del _ENGINES[depth:]  # Ctrl-C may have come before it was appended
+            del _ENGINES[depth:]  # nothing to remove if Ctrl-C hit before the append
 
 
 def refuse_beside_engine() -> None:
@@ -85,7 +85,7 @@ def refuse_beside_engine() -> None:
 
 @contextmanager
 def _turn() -> Iterator[None]:
-    if _in_backward():  # autograd has threads of its own, which work for the one that has the turn
+    if _in_backward():  # autograd's own threads work for the thread that holds the lock
         yield
         return
     while not _TURN.acquire(timeout=0.01):
@@ -106,7 +106,7 @@ def is_in_context(param: ZeroParameter) -> bool:
 
 
 def whole_data(param: ZeroParameter) -> torch.Tensor:
-    """Return the memory of a parameter that is gathered."""
+    """Return the memory of a gathered parameter."""
     with torch._C.DisableTorchFunctionSubclass():
         data: torch.Tensor = _DATA(param)
         return data
@@ -118,7 +118,7 @@ def gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter] =
 
     Args:
         params: The parameters.
-        written: Those of them that the context changes. All ranks then get the values of rank 0.
+        written: The parameters that the context changes. All ranks then get the values of rank 0.
 
     Raises:
         UnsupportedError: Another thread runs forward, backward or a step.
@@ -130,7 +130,7 @@ def gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter] =
 @contextmanager
 def _gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter]) -> Iterator[None]:
     missing = [param for param in params if param.ds_status is not ZeroParamStatus.AVAILABLE]
-    # Those that are written are sent from rank to rank though they are whole.
+    # Written parameters are broadcast even if they were already gathered.
     shared = missing + [param for param in written if all(param is not each for each in missing)]
     if shared and dist.get_world_size() > 1 and torch._C._current_graph_task_id() == NO_GRAPH_TASK:
         agree_to_gather([param.ds_id for param in shared], partial(describe, shared, sys._getframe()))
@@ -140,13 +140,13 @@ def _gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter])
     try:
         yield
         for param in written:
-            if all(param is not each for each in missing):  # those are broadcast as they are partitioned
+            if all(param is not each for each in missing):  # missing ones are broadcast when partitioned
                 broadcast(param)
         changed = {param.ds_id for param in written}
     finally:
         for param in params:
             param.was_written = param.was_written or param.ds_id in changed
-        # Partitioning brings what was written into masters, at once where nothing needs the parameter whole.
+        # Partitioning updates the masters. A written parameter that is idle is partitioned now, others later.
         leaving = [
             param
             for param in params
@@ -157,14 +157,14 @@ def _gathered(params: Sequence[ZeroParameter], written: Sequence[ZeroParameter])
 
 
 def _is_idle(param: ZeroParameter) -> bool:
-    """Return whether a whole parameter may be partitioned: no forward, backward or GatheredParameters uses it."""
+    """Return whether a gathered parameter may be partitioned: no forward, backward or GatheredParameters uses it."""
     if param.ds_active_sub_modules or is_in_forward() or torch._C._current_graph_task_id() != NO_GRAPH_TASK:
         return False
     return not is_in_context(param)
 
 
 def describe(params: Sequence[ZeroParameter], frame: Any) -> tuple[list[str], str]:
-    """Return the names of parameters, and the line of user code that uses them."""
+    """Return the names of parameters, and the file and line of the user code that uses them."""
     owner = params[0].__dict__.get("_z3_optimizer")
     known = getattr(owner, "param_names", {})
     names = [str(known.get(param, f"a parameter of shape {tuple(param.ds_shape)}")) for param in params]
@@ -178,7 +178,7 @@ def broadcast(param: ZeroParameter, values: torch.Tensor | None = None) -> None:
 
     Args:
         param: The parameter.
-        values: Its values, if others are meant than those that it holds.
+        values: Tensor to broadcast instead of the parameter's memory.
     """
     if dist.get_world_size(param.ds_process_group) > 1:
         values = whole_data(param) if values is None else values

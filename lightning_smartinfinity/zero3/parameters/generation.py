@@ -1,4 +1,4 @@
-"""Lets transformers generate text on several ranks under ZeRO-3, of which it does not know in Lightning and Fabric."""
+"""Makes transformers generate text on several ranks under ZeRO-3, which it does not detect in Lightning and Fabric."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ _MARK = "_is_fsdp_managed_module"
 def sync_generation(module: torch.nn.Module) -> None:
     """Make ``generate`` of a module that ZeRO-3 has partitioned run on each rank until all ranks are done.
 
-    Each step gathers parameters, for which all ranks have to take it. transformers calls this ``synced_gpus``, and does
-    so by itself where it knows of ZeRO-3, and for models that are marked as divided by FSDP. What a caller passes
-    stays.
+    Each step gathers parameters, so all ranks must take it. transformers calls this ``synced_gpus``. It does so by
+    itself if it knows of ZeRO-3, and for models marked as managed by FSDP. A caller's ``synced_gpus`` still wins.
 
     Args:
-        module: A module; nothing happens to one that generates no text, or that is not partitioned.
+        module: A module. One that generates no text, or that is not partitioned, is not marked.
     """
     generation = sys.modules.get(_GENERATION)
     if generation is not None and isinstance(module, generation.GenerationMixin):

@@ -1,4 +1,4 @@
-"""Answers ``param.grad`` of parameters that ZeRO-3 has taken over, whose gradients leave for the optimizer."""
+"""Gets and sets ``param.grad`` of ZeRO-3's parameters, whose gradients are moved to the optimizer."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ GET_GRAD, SET_GRAD = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__  # typ
 
 
 def _owner_of_gradient(param: ZeroParameter) -> Any:
-    """Return the optimizer that has the reduced gradient of a parameter, between backward and step."""
+    """Return the optimizer that holds a parameter's reduced gradient between backward and step; None if none does."""
     owner = param.__dict__.get("_z3_optimizer")
     has_gradient = getattr(owner, "has_reduced_gradient", None)
     return owner if has_gradient is not None and has_gradient(param) else None
 
 
 def gradient_of(param: ZeroParameter) -> torch.Tensor | None:
-    """Return what ``param.grad`` is in memory; between backward and step, the gradient reduced over the ranks."""
+    """Return ``param.grad`` as for training in memory; between backward and step, the gradient reduced over ranks."""
     own: torch.Tensor | None = GET_GRAD(param)
     if own is not None:
         return own
@@ -46,7 +46,7 @@ def gradient_of(param: ZeroParameter) -> torch.Tensor | None:
 
 
 def set_gradient(param: ZeroParameter, value: torch.Tensor | None) -> None:
-    """Do what ``param.grad = value`` does in memory: the next step uses the value, or no gradient at all.
+    """Do what ``param.grad = value`` does for training in memory: the next step uses the value, or no gradient.
 
     Raises:
         UnsupportedError: The value has another shape, or the parameter is not trained.

@@ -1,8 +1,8 @@
 """Keeps the parameters that are in memory at once within ``TransferConfig(parameter_bytes=...)``.
 
-A parameter is *live* from the moment it begins to be gathered until it is partitioned again. Live parameters are
-measured by their partitions on storage: if these fit into the swapper's limit, so do the gathered parameters, of which
-``world_size`` times as many bytes may be in memory.
+A parameter is *live* from the start of its gather until it is partitioned again. Live parameters are measured by their
+partitions on storage: if these fit into the swapper's limit, so do the gathered parameters, which take up to
+``world_size`` times as many bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_smartinfinity.zero3.untyped import ZeroModule, ZeroOffload, ZeroP
 __all__ = ["RELEASE_PARAM", "keep_within_budget", "require_budget_for", "require_parameter_budget"]
 
 RELEASE_PARAM = "_PartitionedParameterCoordinator__release_param"
-"""The coordinator's method that partitions a parameter, unless a module computes with it."""
+"""The coordinator's method that partitions a parameter, unless a module is using it."""
 
 
 def require_budget_for(settings: ParameterSettings, name: str, numel: int, itemsize: int) -> None:
@@ -31,12 +31,12 @@ def require_budget_for(settings: ParameterSettings, name: str, numel: int, items
 
     Args:
         settings: Settings of parameters on storage.
-        name: Its name, for the error.
+        name: The parameter's name, for the error.
         numel: Number of its elements.
-        itemsize: Bytes of an element.
+        itemsize: Bytes per element.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: The parameter does not fit.
     """
     least = least_budget([(numel, itemsize)])
     if settings.budget is not None and least > settings.budget:
@@ -44,7 +44,7 @@ def require_budget_for(settings: ParameterSettings, name: str, numel: int, items
 
 
 def require_parameter_budget(settings: ParameterSettings, model: torch.nn.Module, *, in_16_bit: bool) -> None:
-    """Check that what is gathered at once fits into the budget, if there is one: each module's own parameters.
+    """Check that parameters gathered at once (a module's and its parents') fit into the budget, if there is one.
 
     Args:
         settings: Settings of parameters on storage.
@@ -52,7 +52,7 @@ def require_parameter_budget(settings: ParameterSettings, model: torch.nn.Module
         in_16_bit: Whether parameters will be bf16 or fp16.
 
     Raises:
-        ConfigError: A parameter or the parameters of a module need more; the message says how much all of them need.
+        ConfigError: A parameter, or parameters used together, need more. The message names the least sufficient budget.
     """
     if settings.budget is None:
         return
@@ -94,7 +94,7 @@ def _held_together(
 
 
 def keep_within_budget(offload: ZeroOffload) -> None:
-    """Let live parameters take no more than the budget, if parameters on storage have one.
+    """Keep live parameters within the budget, if parameters on storage have one.
 
     Args:
         offload: DeepSpeed's ``DeepSpeedZeRoOffload``, whose coordinator gathers.
@@ -118,12 +118,12 @@ class _LiveParameters:
         self._is_full = False
 
     def make_room(self, needed: Iterable[ZeroParameter]) -> None:
-        """Partition what is gathered for later, as far as the parameters of the next module need its room."""
+        """Partition prefetched parameters until the parameters of the next module fit."""
         wanted = dict.fromkeys(sorted(needed, key=_number))
         self._live = {param: None for param in self._live if param.ds_status is not ZeroParamStatus.NOT_AVAILABLE}
         missing = [param for param in wanted if param not in self._live]
         surplus = sum(map(_nbytes, (*self._live, *missing))) - self._swapper.limit_bytes
-        # What was gathered last is used last, as a rule.
+        # Parameters gathered last are usually used last.
         for param in list(reversed(self._live)):
             if surplus <= 0:
                 break
@@ -134,7 +134,7 @@ class _LiveParameters:
         self._is_full = False
 
     def does_not_fit(self, param: ZeroParameter) -> bool:
-        """Return whether there is no room to gather a parameter ahead; then there is none for those after it."""
+        """Return whether there is no room to prefetch a parameter; true for all parameters after the first misfit."""
         if param in self._live:
             return False
         used = sum(map(_nbytes, self._live))

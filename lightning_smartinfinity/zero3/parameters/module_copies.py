@@ -1,7 +1,7 @@
-"""Copies modules that an engine has taken over: ``copy.deepcopy``, as averages and reference models use it.
+"""Copies an engine's modules by ``copy.deepcopy``, as weight averages and reference models do.
 
-The copy has parameters of its own, partitioned over the same ranks, and none of ZeRO-3's hooks: an operation on one of
-its parameters gathers it. Within GatheredParameters the copy has whole parameters in memory.
+The copy has its own parameters, partitioned over the same ranks, and none of ZeRO-3's hooks: an operation on one of its
+parameters gathers it. Within GatheredParameters the copy has whole parameters in memory.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["copy_without_hooks", "is_of_deepspeed"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _METHODS = ("__deepcopy__", "__reduce_ex__", "__prepare_scriptable__")
-# What an engine leaves on its modules.
+# Attributes that an engine sets on its modules.
 _LEFT = ("ds_id", "ds_inflight_param_registry", "_original_parameters", "_external_params", "pre_bwd_fn", "post_bwd_fn")
 
 
 def copy_without_hooks(module: torch.nn.Module) -> None:
-    """Make ``copy.deepcopy`` of a module and of its children leave out what the engine has put there.
+    """Make ``copy.deepcopy`` of a module and its children leave out the engine's attributes and hooks.
 
     Args:
         module: The engine's module. Classes with a ``__deepcopy__`` of their own keep it.
@@ -45,7 +45,7 @@ def is_of_deepspeed(hook: object) -> bool:
 
 
 def _reduced(module: torch.nn.Module, protocol: Any) -> Any:
-    """Return what ``copy.copy`` makes a copy of, and refuse to pickle."""
+    """Return the reduced module for ``copy.copy``, and refuse to pickle."""
     if sys._getframe(1).f_globals.get("__name__") == copy.__name__:
         reduced: Any = type(module).__reduce_ex__(module, protocol)
         if not _has_state(reduced):
@@ -64,7 +64,7 @@ def _refuse_script(module: torch.nn.Module) -> NoReturn:
 
 
 def _has_state(reduced: Any) -> bool:
-    """Return whether a reduced module has its attributes as its state: a class may define pickling of its own."""
+    """Return whether a reduced module has its attributes as its state; a class may define its own pickling."""
     return isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict)
 
 

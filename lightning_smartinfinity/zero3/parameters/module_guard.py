@@ -1,6 +1,6 @@
-"""Refuses, when a module runs, what ZeRO-3's hooks cannot handle: late parameters, torch.func, tracing.
+"""Raises when a module runs with something that ZeRO-3's hooks cannot handle: late parameters, torch.func, tracing.
 
-DeepSpeed would raise an error of its own without a name, or end the process.
+DeepSpeed would raise an error that names no module, or crash the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BY_FUNCTIONS = (
 
 @contextmanager
 def checking_layers() -> Iterator[None]:
-    """Check every module that ``zero.Init`` is about to partition in this context, as :func:`check_layers` does."""
+    """Call :func:`check_layers` on every module that ``zero.Init`` is about to partition in this context."""
 
     def check(original: Callable[..., None], init: ZeroInit, module: torch.nn.Module) -> None:
         check_layers(module)
@@ -81,7 +81,7 @@ def refuse_tracing(what: str) -> NoReturn:
     """Raise UnsupportedError: a module is traced, scripted or exported.
 
     Args:
-        what: The module.
+        what: Name of the module.
     """
     raise UnsupportedError(
         f"{what} was traced, scripted or exported, and ZeRO-3 has partitioned its parameters.",
@@ -91,10 +91,10 @@ def refuse_tracing(what: str) -> NoReturn:
 
 
 def refuse_late_parameters(model: torch.nn.Module) -> None:
-    """Check that every parameter was there when the training was set up.
+    """Check that the model had every parameter when the training was set up.
 
     Raises:
-        UnsupportedError: A module, or a parameter of it, has come since, or was replaced.
+        UnsupportedError: A module or a parameter was added or replaced since.
     """
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -105,7 +105,7 @@ def refuse_late_parameters(model: torch.nn.Module) -> None:
 
 @contextmanager
 def naming_late_parameters(model: torch.nn.Module) -> Iterator[None]:
-    """Raise :func:`refuse_late_parameters`'s error where DeepSpeed misses what it gives parameters in this context."""
+    """Raise :func:`refuse_late_parameters`'s error if a parameter lacks DeepSpeed's attributes in this context."""
     try:
         yield
     except AttributeError:

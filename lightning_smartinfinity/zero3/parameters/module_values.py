@@ -1,7 +1,7 @@
-"""Lets modules take parameters and return anything.
+"""Allows modules to take parameters as inputs, and to return values of any type.
 
-DeepSpeed's hooks see the inputs and outputs of each module: they hand on the empty tensors of partitioned parameters,
-and look for parameters in outputs of certain types only.
+DeepSpeed's hooks process the inputs and outputs of each module: they pass on the empty tensors of partitioned
+parameters, and search outputs of certain types only for parameters.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _accepting(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 def _searchable(output: object) -> object:
-    """Return a list or an object with attributes that holds the parameters which the hook finds in the output."""
-    if isinstance(output, (torch.Tensor, list, tuple)):  # asked first, since most are one of these
+    """Return the output in a form that the hook can search: a tensor, list, tuple, or object with attributes."""
+    if isinstance(output, (torch.Tensor, list, tuple)):  # the common case, so it is checked first
         return output
     if isinstance(output, dict):
         return list(output.values())
@@ -52,7 +52,7 @@ def _searchable(output: object) -> object:
 
 
 def answer_values(module: torch.nn.Module) -> None:
-    """Make partitioned parameters answer that a module, or one within it, is passed or returns.
+    """Replace partitioned parameters that a module or its children take or return by tensors that stand for them.
 
     Args:
         module: The engine's module, which has DeepSpeed's hooks.
@@ -66,10 +66,10 @@ def answer_values(module: torch.nn.Module) -> None:
 
 
 class _OfValues:
-    """DeepSpeed's function of each tensor that a module returns, which adds a hook for backward.
+    """DeepSpeed's function that adds a backward hook to each tensor that a module returns.
 
     Args:
-        original: That function.
+        original: DeepSpeed's function.
         param: A parameter of the module, if it has one.
     """
 
@@ -78,19 +78,19 @@ class _OfValues:
 
     def apply(self, value: torch.Tensor) -> Any:
         """Return the tensor with the hook."""
-        is_other = type(value) is not torch.Tensor  # asked first, since most values are ordinary tensors
+        is_other = type(value) is not torch.Tensor  # checked first for speed: most values are ordinary tensors
         if is_other and isinstance(value, PartitionedParameter) and not torch_computes(value):
             value = PartitionedTensor.of(value)
         return self._original.apply(value)
 
 
 class _OfInputs(_OfValues):
-    """DeepSpeed's function of each tensor that a module is passed."""
+    """DeepSpeed's function that adds a backward hook to each tensor that a module is passed."""
 
     def apply(self, value: torch.Tensor) -> Any:
-        """Return the tensor as the module gets it."""
+        """Return the tensor with the hook, cast to the module's dtype if user code passed it in fp32."""
         if value.dtype is torch.float32 and not is_engine_at_work() and self._takes_16_bit():
-            # User code in a hook knows the module in fp32, as it is in memory; an engine's inputs are cast before.
+            # User code in a hook expects an fp32 module, as in memory. The engine casts its own inputs earlier.
             value = value.to(self._param.dtype)  # type: ignore[union-attr]
         return super().apply(value)
 

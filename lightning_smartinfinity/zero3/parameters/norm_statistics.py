@@ -1,9 +1,9 @@
-"""Keeps the running statistics of norms in fp32 while ZeRO-3 holds the norms' weights in 16 bits.
+"""Keeps the running statistics of norms in fp32 while ZeRO-3 holds the norms' weights in 16 bit.
 
-Lightning's mixed precisions keep both in fp32. In 16 bits statistics stop moving: with momentum 0.01 a step is smaller
-than the distance to the next number. torch's kernels take a 16-bit input with fp32 weights and statistics, but not
-weights and statistics of two dtypes, so the weights are cast for each forward of their module. What forward writes to
-them is written to the parameters behind it.
+Lightning's mixed precisions keep both in fp32. In 16 bit, statistics stop changing: with momentum 0.01 a change is
+smaller than the distance to the next number. torch's kernels accept a 16-bit input with fp32 weights and statistics,
+but not weights and statistics of different dtypes. So the weights are cast for each forward of their module. If forward
+writes to the cast weights, the writes are copied to the parameters afterwards.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def keep_statistics(model: torch.nn.Module) -> None:
-    """Let modules with running statistics compute in the dtype of these, and return the dtype of their input.
+    """Make modules with running statistics compute in the statistics' dtype, and return the dtype of their input.
 
-    These are torch's batch and instance norms, their subclasses, and the frozen batch norms of other libraries.
+    These modules are torch's batch and instance norms, their subclasses, and the frozen batch norms of other libraries.
     ``release_module`` removes the hooks.
 
     Args:
@@ -35,12 +35,12 @@ def keep_statistics(model: torch.nn.Module) -> None:
 
 
 def keeps_statistics(hook: object) -> bool:
-    """Return whether a module's hook is one of :func:`keep_statistics`."""
+    """Return whether a module's hook was registered by :func:`keep_statistics`."""
     return hook in (_widen_weights, _narrow_output)
 
 
 class _Copy(torch.Tensor):
-    """A copy of a parameter, which counts writes to its ``data``, too."""
+    """A copy of a parameter whose version also counts writes to its ``data``."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -56,7 +56,7 @@ class _Copy(torch.Tensor):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _widen_weights(norm: torch.nn.Module, inputs: object) -> None:
-    """Hide the norm's parameters by copies of the statistics' dtype, which its forward finds under their names."""
+    """Shadow the norm's parameters with copies in the statistics' dtype, which its forward finds under their names."""
     dtype = norm.get_buffer(_STATISTICS[0]).dtype
     for name, param in norm._parameters.items():
         if param is not None and param.dtype != dtype:
@@ -65,7 +65,10 @@ def _widen_weights(norm: torch.nn.Module, inputs: object) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _narrow_output(norm: torch.nn.Module, inputs: Sequence[object], output: object) -> object:
-    """Remove the copies. Frozen batch norms multiply by fp32 buffers, and the next module's weights have 16 bits."""
+    """Remove the copies, keep writes to them, and cast the output to the input's dtype.
+
+    Frozen batch norms multiply by fp32 buffers, but the next module's weights are 16-bit.
+    """
     for name, param in norm._parameters.items():
         copied = vars(norm).pop(name, None)
         if isinstance(copied, _Copy) and not copied.is_inference() and copied._version > 0:
@@ -77,7 +80,7 @@ def _narrow_output(norm: torch.nn.Module, inputs: Sequence[object], output: obje
 
 
 def _write(param: torch.nn.Parameter | None, values: torch.Tensor) -> None:
-    """Write to a parameter's masters those of the values, of its shape, that are not its own, rounded."""
+    """Write the values, of the parameter's shape, to the parameter and its masters where they differ from it."""
     data = PartitionedTensor.data_of(param)
     changed = values != data.clone()
     data[changed] = values[changed]

@@ -1,6 +1,7 @@
-"""Runs an operation on tensors that stand for partitioned parameters: on gathered ones, whose changes are kept.
+"""Runs operations on tensors that stand for partitioned parameters: gathers these, and keeps changes to them.
 
-In a mixed precision parameters are fp32 in memory and 16 bit here: what an operation takes in fp32 is decided here.
+In a mixed precision, parameters are fp32 for training in memory, and 16-bit here. This module also decides which
+arguments an operation gets in fp32.
 """
 
 from __future__ import annotations
@@ -34,8 +35,7 @@ from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["StandIn", "View", "computed", "is_narrow", "may_be_widened", "name_of", "one_by_one", "replayed"]
 
-# How a tensor follows from the one before: an operation that returns a view, its further arguments, and which of
-# several results it is.
+# One step from a tensor to its view: the operation, its further arguments, and the index among several results.
 View = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
 
 
@@ -44,11 +44,11 @@ class StandIn(torch.Tensor):
 
     Attributes:
         param: The parameter, partitioned or whole.
-        views: How the tensor follows from it.
-        in_graph: Whether it stands for the parameter as a leaf of a graph, which nothing may change in place.
-        is_gradient: Whether it stands for the parameter's gradient instead, which ranks have in parts.
-        is_data: Whether it came from ``param.data``, by which autograd sees no change.
-        kept: Its elements, if ``param.data`` was assigned since: in memory such a tensor keeps the old memory.
+        views: The view operations that lead from the parameter to this tensor.
+        in_graph: Whether it stands for the parameter as a leaf of a graph, which must not be changed in place.
+        is_gradient: Whether it stands for the parameter's gradient, of which each rank has a slice.
+        is_data: Whether it came from ``param.data``, whose changes autograd does not see.
+        kept: Its elements, if ``param.data`` was assigned since: in plain torch, such a tensor keeps the old memory.
     """
 
     param: ZeroParameter
@@ -68,7 +68,7 @@ def computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if tensor.in_graph and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     precise = _taken_in_fp32(func, leaves, changed)
-    # Most operations ask for one dtype.
+    # Most operations require a single dtype.
     narrow = any(map(_is_plain_narrow, leaves))
     if precise and narrow:
         leaves = [leaf.float() if _is_plain_narrow(leaf) else leaf for leaf in leaves]
@@ -77,15 +77,15 @@ def computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = {id(value): tensors[key] for key, value in real.items()}
         args, kwargs = tree_unflatten([real.get(id(leaf), leaf) for leaf in leaves], spec)
         result = func(*args, **kwargs)
-        # An operation in place returns what it was given.
+        # An in-place operation returns its argument: return the stand-in, not the gathered tensor.
         return tree_map(lambda leaf: given.get(id(leaf), leaf), result)
 
 
 def _taken_in_fp32(func: Any, leaves: Sequence[Any], changed: Sequence[StandIn]) -> Mapping[int, StandIn]:
-    """Return, by id, those arguments in 16 bit that an operation takes in fp32, as parameters are in memory.
+    """Return, by id, the 16-bit arguments that an operation gets in fp32, as for training in memory.
 
-    What is written is written in fp32, and what meets wider tensors becomes as wide. Other reads give fp32 where the
-    same parameter is fp32 in memory, except within forward: activations are in 16 bit there.
+    Writes, and operations with wider tensors, are done in fp32, except for leaves of a graph. Other reads give fp32 if
+    the parameter is fp32 for training in memory, but 16 bit in forward, in backward and next to plain 16-bit tensors.
     """
     rounded = {
         id(leaf): leaf for leaf in leaves if isinstance(leaf, StandIn) and is_narrow(leaf) and not leaf.is_gradient
@@ -104,13 +104,13 @@ def _taken_in_fp32(func: Any, leaves: Sequence[Any], changed: Sequence[StandIn])
 
 
 def _is_wide(leaf: Any, *, scalars: bool) -> bool:
-    # A tensor without dimensions does not widen the others, except where it takes the result.
+    # A tensor without dimensions does not widen the others, unless the operation may write to it.
     dtype = leaf.dtype if isinstance(leaf, torch.Tensor) and (scalars or leaf.dim() > 0) else leaf
     return dtype in (torch.float32, torch.float64)
 
 
 def is_narrow(leaf: Any) -> bool:
-    """Return whether an argument is a tensor of 16 bit."""
+    """Return whether an argument is a 16-bit tensor."""
     return isinstance(leaf, torch.Tensor) and is_rounded(leaf.dtype)
 
 
@@ -119,7 +119,7 @@ def _is_plain_narrow(leaf: Any) -> bool:
 
 
 def may_be_widened(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Return whether a function changes none of its arguments, of which one is a tensor of this kind in 16 bit."""
+    """Return whether a function changes no argument, and one of its arguments is a 16-bit stand-in."""
     changes = name_of(func).endswith("_")
     return not changes and any(isinstance(leaf, StandIn) and is_narrow(leaf) for leaf in tree_leaves(args))
 
@@ -132,14 +132,15 @@ def _opened(
     *,
     puts_back: bool,
 ) -> dict[int, torch.Tensor]:
-    """Return the elements of each tensor by its id, until the stack is closed; then write what was changed.
+    """Return the elements of each tensor by its id. They are valid until the stack is closed, which writes changes.
 
     Args:
         tensors: The tensors.
-        changed: Those of them that the operation changes.
-        in_fp32: Those of them, by id, that it takes in fp32.
+        changed: The tensors that the operation changes.
+        in_fp32: The tensors, by id, that it gets in fp32.
         opened: The stack.
-        puts_back: Whether the operation has values in 16 bit, which may have been read here and are put back.
+        puts_back: Whether the operation has plain 16-bit arguments. These may be values read earlier; writing them back
+            must not replace the unrounded values.
     """
     own = [tensor for tensor in tensors if not tensor.is_gradient and tensor.kept is None]
     params = dict.fromkeys(tensor.param for tensor in own)
@@ -147,7 +148,7 @@ def _opened(
     opened.enter_context(gathered(list(params), list(written)))
     for param in dict.fromkeys(tensor.param for tensor in changed if not tensor.is_data):
         if param in written and not param.is_inference():
-            torch.autograd.graph.increment_version(param)  # a graph that has kept it is told so
+            torch.autograd.graph.increment_version(param)  # graphs that saved it detect the change
     precise = dict.fromkeys(tensor.param for tensor in own if id(tensor) in in_fp32)
     values = {param: opened.enter_context(_unrounded(param, param in written, puts_back)) for param in precise}
     written = dict.fromkeys(tensor.param for tensor in changed if tensor.is_gradient)
@@ -168,7 +169,7 @@ def _opened(
 
 @contextmanager
 def _unrounded(param: ZeroParameter, written: bool, puts_back: bool) -> Iterator[torch.Tensor]:
-    # Within backward a read must not wait for an update, and may be of another parameter than it is about.
+    # A read within backward must not wait for an update, and may read any parameter.
     in_backward = torch._C._current_graph_task_id() != NO_GRAPH_TASK
     values = whole_data(param).float() if in_backward and not written else unrounded(param)
     before = values.clone() if written and puts_back else None
@@ -209,7 +210,7 @@ def replayed(result: Any, tensor: StandIn) -> torch.Tensor:
     """Return the view of a whole parameter that a tensor stands for.
 
     Args:
-        result: The parameter's elements, in its shape.
+        result: The parameter's (or gradient's) elements, in its shape.
         tensor: The tensor.
     """
     for func, rest, kwargs, index in tensor.views:
@@ -220,7 +221,7 @@ def replayed(result: Any, tensor: StandIn) -> torch.Tensor:
 
 
 def one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation over lists element by element, so that one parameter at a time is gathered."""
+    """Run an operation over lists element by element, so that only one parameter is gathered at a time."""
     lists = [each.name for each in func._schema.arguments if "List" in str(each.type) or "[]" in str(each.type)]
     named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
     lists = [name for name in lists if isinstance(named.get(name), (list, tuple))]
@@ -232,5 +233,5 @@ def one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """Return the name of a function of torch."""
+    """Return the name of a torch function."""
     return str(getattr(func, "__name__", func))

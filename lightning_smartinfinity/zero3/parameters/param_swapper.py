@@ -1,7 +1,7 @@
-"""Implements DeepSpeed's parameter swapper: partitions lie on storage while nothing computes with them.
+"""Implements DeepSpeed's parameter swapper: partitions are on storage while they are not in use.
 
 DeepSpeed's own (``AsyncPartitionedParameterSwapper``) compiles an op when it is built, loses short writes and keeps its
-files forever. The public names here are DeepSpeed's; tests/zero3/test_contract_swapper.py lists all that it calls.
+files forever. The public names here are DeepSpeed's; tests/zero3/test_contract_swapper.py lists all those it uses.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ __all__ = ["ParameterSwapper", "least_budget", "stored_parameter", "swapper_for"
 # A partition that does not fill a block in any precision stays in memory.
 _LEAST_NUMEL = BLOCK_BYTES // 2
 _STORED = "smart_infinity_stored"
-# One over the share of the budget that reading ahead leaves free. Memory that parameters have left can then wait for
-# others that fit there. Without it, most of it would go back to the system, and be cleared when it is taken again.
+# Reading ahead leaves one part in this many of the budget free. The pool can then keep released memory for reuse.
+# Otherwise most of it would return to the system, which clears it when it is allocated again.
 _SHARE_LEFT_FREE = 4
 
 
 def stored_parameter(param: ZeroParameter) -> StoredTensor | None:
-    """Return the place of this rank's partition of a parameter on storage; None if it stays in memory."""
+    """Return where this rank's partition of a parameter is stored; None if it stays in memory."""
     stored: StoredTensor | None = getattr(param, _STORED, None)
     return stored
 
 
 def least_budget(sizes: Iterable[tuple[int, int]]) -> int:
-    """Return the least budget with which parameters can be gathered together.
+    """Return the least budget with which parameters can be gathered together, in bytes.
 
     Args:
-        sizes: Each parameter's number of elements, and the bytes of an element.
+        sizes: Each parameter's number of elements, and bytes per element.
     """
     world_size = dist.get_world_size()
     return _holders() * sum(whole_blocks(-(-numel // world_size) * itemsize) for numel, itemsize in sizes)
 
 
 def _holders() -> int:
-    """Return how many times a partition's bytes are in the memory that a budget is for, when it is gathered.
+    """Return how many times a gathered partition's bytes count against the budget.
 
-    On a GPU the budget is for the memory of either side. A CPU has the partition beside the gathered parameter, but for
-    a single rank they are the same memory.
+    With a GPU, the budget applies to host memory and GPU memory separately. A CPU holds the partition and the gathered
+    parameter, which share memory if there is a single rank.
     """
     world_size = dist.get_world_size()
     on_cpu = torch.device(get_accelerator().current_device_name()).type == "cpu"
@@ -83,8 +83,8 @@ class _Held:
 class ParameterSwapper:
     """Keeps this rank's parameters on storage, and the host memory that they are read into.
 
-    Parameters refer to it. It lives, with its files, as long as a parameter or a strategy refers to it, or until its
-    last user calls :meth:`leave`, or until the interpreter's exit.
+    The swapper and its files exist until no parameter and no strategy refers to it, its last user calls :meth:`leave`,
+    or the interpreter exits.
 
     All ranks make the same calls in the same order. A failure on one rank raises on all.
 
@@ -107,7 +107,7 @@ class ParameterSwapper:
         self._itemsize = 0
         self._warned = False
         self.closed = False
-        # The first is called with parameters that are about to be read; the second tells which must not be read ahead.
+        # The first is called with parameters that are about to be read; the second forbids reading a parameter ahead.
         self.before_reading: Callable[[Sequence[ZeroParameter]], None] | None = None
         self.leaves_for_later: Callable[[ZeroParameter], bool] | None = None
 
@@ -141,7 +141,7 @@ class ParameterSwapper:
 
     @property
     def parts_of_update(self) -> PartTransfers:
-        """As :attr:`parts`, for the thread that moves the parameters of an update."""
+        """The same as :attr:`parts`, for the thread that transfers an update's parameters."""
         store = self.store
         if self._parts_of_update is None:
             self._parts_of_update = PartTransfers(store)
@@ -154,14 +154,14 @@ class ParameterSwapper:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of all buffers."""
+        """Host memory of all buffers, in bytes."""
         return self._memory.nbytes + sum(
             parts.nbytes for parts in (self._parts, self._parts_of_update) if parts is not None
         )
 
     @property
     def limit_bytes(self) -> int:
-        """Largest number of bytes of partitions in host memory, unless more are in use at once."""
+        """Limit of partitions in host memory, in bytes; exceeded only if more are in use at once."""
         if self.settings.budget is not None:
             return self.settings.budget // _holders()
         numel = self.settings.buffer_numel
@@ -172,7 +172,7 @@ class ParameterSwapper:
         return Traffic() if self._store is None else Traffic.over_shared_channel(self._store.counters())
 
     def release_prefetched(self) -> None:
-        """Discard partitions that were read ahead but not used, because parameters on storage are about to change."""
+        """Discard partitions that were read ahead but not used: parameters on storage are about to change."""
         waiting = [h.param for h in self._held.values() if h.param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
         self.remove_partition_and_release_buffers(waiting)
 
@@ -196,7 +196,7 @@ class ParameterSwapper:
             self.parts.synchronize()
 
     def leave(self, user: object) -> None:
-        """End a strategy's use. The last one's end removes the parameters: later uses of them raise an error."""
+        """End a strategy's use. The end of the last use removes the parameters; using them then raises an error."""
         self.users.discard(user)
         if self.users:
             return
@@ -209,9 +209,9 @@ class ParameterSwapper:
     # ---- DeepSpeed's calls while a model is built
 
     def swappable_tensor(self, param: ZeroParameter = None, numel: int | None = None) -> bool:
-        """Return whether a partition of this many elements lies on storage; false if DeepSpeed keeps the parameter."""
+        """Return whether a partition of this many elements is on storage; false if DeepSpeed keeps the parameter."""
         count = int(param.ds_tensor.ds_numel if numel is None else numel)
-        # All partitions together may have up to world_size - 1 elements more than the parameter.
+        # All partitions together may have up to world_size - 1 more elements than the parameter.
         fewest = (count - 1) * dist.get_world_size() + 1
         return count >= _LEAST_NUMEL and fewest > self.settings.persistence_numel
 
@@ -231,7 +231,7 @@ class ParameterSwapper:
         """Reserve nothing: updated parameters pass through the handler's staging buffer."""
 
     def swap_into_buffer(self, param: ZeroParameter, dest_buffer: torch.Tensor) -> None:
-        """Read a partition that stays in memory from now on."""
+        """Read a partition that will stay in memory from now on."""
         stored = stored_parameter(param)
         assert stored is not None
         dest_buffer.copy_(self.read_partition(param))
@@ -249,7 +249,7 @@ class ParameterSwapper:
                 try:
                     for param in params:
                         tickets.append(self._start_write(param))
-                finally:  # also if one cannot be started, as on a full disk
+                finally:  # also if a write cannot be started, such as on a full disk
                     self._finish(tickets)
         finally:
             self.remove_partition_and_release_buffers(params)
@@ -259,7 +259,7 @@ class ParameterSwapper:
     def available_swap_in_buffers(self) -> int:
         """Return how many partitions may be read ahead; the number is the same on all ranks."""
         if self.settings.budget is not None:
-            return max(0, self._free_to_read_ahead() // BLOCK_BYTES)  # what fits is chosen by bytes
+            return max(0, self._free_to_read_ahead() // BLOCK_BYTES)  # an upper bound: swap_in selects by bytes
         return max(0, self._free_bytes() // self._largest_bytes) if self._largest_bytes else 0
 
     def swap_in(
@@ -270,7 +270,7 @@ class ParameterSwapper:
     ) -> None:
         """Read partitions, or start reading them."""
         assert swap_in_buffers is None, "nobody reads into other buffers"
-        # DeepSpeed reads ahead along its trace, which names a parameter once for each use.
+        # DeepSpeed reads ahead along its trace, which lists a parameter once for each use.
         params = list(dict.fromkeys(params))
         if async_op:
             later = self.leaves_for_later
@@ -283,22 +283,22 @@ class ParameterSwapper:
             self._finish_reads()
 
     def synchronize_reads(self) -> None:
-        """Return when everything that is being read is in memory."""
+        """Wait until all reads have finished."""
         with self._together():
             self._finish_reads()
 
     def remove_partition_and_release_buffers(self, params: Iterable[ZeroParameter]) -> None:
-        """Release the memory of partitions, which then are on storage only."""
+        """Release the memory of partitions, which are then on storage only."""
         for param in params:
             if param.ds_status is ZeroParamStatus.INFLIGHT:
-                # DeepSpeed keeps it gathered, but it may be written. Its memory is freed when it is partitioned.
+                # DeepSpeed is gathering it. Its memory is freed when it is partitioned again.
                 continue
             held = self._held.pop(param.ds_id, None)
             if held is not None and held.ticket is not None:
-                self.store.cancel(held.ticket)  # nobody wants what has not been read yet
+                self.store.cancel(held.ticket)  # the data is no longer needed
                 with suppress(StorageError):
                     self.store.finish(held.ticket)
-            # An empty tensor makes using it by mistake raise.
+            # With an empty tensor, accidental use raises.
             param.ds_tensor.data = torch.empty(0, dtype=param.dtype)
             param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
 
@@ -330,7 +330,7 @@ class ParameterSwapper:
         return self._free_bytes() - self.limit_bytes // _SHARE_LEFT_FREE
 
     def _fitting(self, params: Sequence[ZeroParameter]) -> list[ZeroParameter]:
-        """Return the first of these parameters, as many as there is room for."""
+        """Return as many of the first parameters as there is room for."""
         ends = accumulate(whole_blocks(_nbytes(param)) for param in params)
         free = self._free_to_read_ahead()
         return [param for param, end in zip(params, ends, strict=True) if end <= free]
@@ -350,7 +350,7 @@ class ParameterSwapper:
         self._memory.limit = self.limit_bytes
 
     def _named_limit(self) -> tuple[str, str]:
-        """Return the setting from which the limit comes, and what to do if that is too little."""
+        """Return the setting that the limit comes from, and the remedy if it is too low."""
         settings = self.settings
         if settings.budget is not None:
             return f"TransferConfig(parameter_bytes={settings.budget})", "raise it"
@@ -383,7 +383,7 @@ class ParameterSwapper:
             stored = stored_parameter(param)
             assert stored is not None and param.ds_id not in self._held, param.ds_summary()
             held = _Held(param, lent_tensor(self._memory, stored.nbytes))
-            # What was read ahead becomes more urgent when it is waited for.
+            # Waiting for a read raises its urgency.
             held.ticket = self.store.read(stored, held.memory, io_class=native.IoClass.GATHER)
             self._held[param.ds_id] = held
             param.ds_tensor.status = PartitionedParamStatus.INFLIGHT
@@ -416,12 +416,12 @@ def _close_in(process: int, store: TensorStore) -> None:
         store.close()
 
 
-# There is one swapper for each set of folders and job, since a model outlives the strategy that it was built with.
+# One swapper for each set of folders and job, because a model outlives the strategy that it was built with.
 _SWAPPERS: weakref.WeakValueDictionary[tuple[tuple[Path, ...], str], ParameterSwapper] = weakref.WeakValueDictionary()
 
 
 def swapper_for(settings: ParameterSettings, user: object) -> ParameterSwapper:
-    """Return the process's swapper for these folders and this job, and create it if there is none.
+    """Return the process's swapper for the settings' folders and job; create it if there is none.
 
     Args:
         settings: Folders and buffers.
@@ -438,7 +438,7 @@ def swapper_for(settings: ParameterSettings, user: object) -> ParameterSwapper:
 
 @contextmanager
 def swapping_with(swapper: ParameterSwapper) -> Iterator[None]:
-    """Let every ``deepspeed.zero.Init`` that begins in this context use ``swapper``."""
+    """Make every ``deepspeed.zero.Init`` created in this context use ``swapper``."""
     original = partition_parameters.AsyncPartitionedParameterSwapper
     partition_parameters.AsyncPartitionedParameterSwapper = lambda ds_config, model_dtype: swapper
     try:

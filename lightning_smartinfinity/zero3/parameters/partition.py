@@ -27,16 +27,17 @@ __all__ = [
 
 
 class StoredPartition(StagedPartition):
-    """A partition whose sub-groups lie in memory and on storage.
+    """A partition whose sub-groups are in memory and on storage.
 
-    DeepSpeed keeps a flat tensor for the sub-groups that fit into ``max_in_cpu``. In the others each parameter lies by
-    itself: on storage, or in memory if it is small. No parameter that is written here is being read, or read ahead.
+    DeepSpeed keeps a flat tensor for the sub-groups that fit into ``max_in_cpu``. In the others, each parameter is
+    stored separately: on storage, or in memory if it is small. Parameters written here must not be read at the same
+    time, nor have been read ahead.
 
     Args:
         flats: Each sub-group's flat tensor, or None if it has none.
         params: Each sub-group's parameters.
         dtype: The parameters' dtype.
-        parts: Access to parts of the parameters on storage, which the same thread uses.
+        parts: Access to parts of the parameters on storage, for the thread that uses this object.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class StoredPartition(StagedPartition):
     def _split(
         self, sub_group: int, offset: int, values: torch.Tensor
     ) -> Iterator[tuple[ZeroParameter | None, int, torch.Tensor]]:
-        """Yield parts of values, each with its parameter (None: the flat tensor) and the offset where it begins."""
+        """Yield parts of values: the parameter (None: the flat tensor), the offset in it, and the part."""
         if self._flats[sub_group] is not None:
             yield None, offset, values
             return
@@ -135,10 +136,10 @@ def make_contiguous(model: torch.nn.Module) -> None:
 class Partition:
     """This rank's slices of the parameters, wherever DeepSpeed keeps them: in memory, on a device or on storage.
 
-    DeepSpeed keeps one flat tensor for each sub-group, unless parameters of the sub-group lie on storage.
+    DeepSpeed keeps one flat tensor for each sub-group, unless parameters of the sub-group are on storage.
 
     Args:
-        optimizer: DeepSpeed's optimizer, with its sub-groups made and every parameter partitioned.
+        optimizer: DeepSpeed's optimizer, with its sub-groups created and every parameter partitioned.
         layout: The order of the slices, from :func:`describe_partition`.
 
     Attributes:
@@ -161,16 +162,16 @@ class Partition:
         return chain.from_iterable(self._params)
 
     def indices_of(self, params: Iterable[ZeroParameter]) -> set[int]:
-        """Return the indices of those of these parameters that are trained."""
+        """Return the indices of the trained parameters among these."""
         return {self.index[param.ds_id] for param in params if param.ds_id in self.index}
 
     @property
     def lies_in_host_memory(self) -> bool:
-        """Whether all slices lie in host memory."""
+        """Whether all slices are in host memory."""
         return all(flat is not None and flat.device.type == "cpu" for flat in self._flats)
 
     def outputs(self, *, by_cuda: bool) -> ParameterMemory:
-        """Return where updated parameters go: host memory, a CUDA device, or staged towards storage or elsewhere.
+        """Return the destination of updated parameters: host memory, a CUDA device, or a staging buffer.
 
         Args:
             by_cuda: Whether the storage device itself can copy to a CUDA device.
@@ -193,7 +194,7 @@ class Partition:
         """Replace elements of the flat partition from ``begin`` on, rounding masters to the parameters' dtype.
 
         Raises:
-            StorageError: Parameters lie on storage, and writing them failed.
+            StorageError: Parameters are on storage, and writing them failed.
         """
         staged, rounded = self._staged(), values.to(self.dtype)
         for sub_group, offset, where in self._in_sub_groups(begin, begin + len(values)):
@@ -203,7 +204,7 @@ class Partition:
     def zero_padding(self) -> None:
         """Zero the padding, which DeepSpeed leaves uninitialised.
 
-        Padding is updated like everything else; if it starts as zero it stays zero, and two runs store the same bytes.
+        Padding is updated like other elements. If it starts as zero it stays zero, so two runs store the same bytes.
         """
         for own, param in zip(self.layout.parameters, self.params(), strict=True):
             flat = self._flats[own.sub_group]
@@ -214,13 +215,13 @@ class Partition:
                 param.ds_tensor.detach()[own.real_numel :].zero_()
 
     def release_prefetched(self) -> None:
-        """Discard parameters that were read ahead from storage, if there are any: they are about to change there."""
+        """Discard parameters that were read ahead: those on storage are about to change."""
         swapper = self._swapper()
         if swapper is not None:
             swapper.release_prefetched()
 
     def _staged(self, *, of_update: bool = False) -> StagedPartition:
-        """Return access to the parameters: for the thread of an update, or for the caller's."""
+        """Return access to the parameters, for an update's thread (``of_update``) or for the calling thread."""
         flats, swapper = self._whole_flats(), self._swapper()
         if flats is not None:
             return TensorPartition(flats)
@@ -230,7 +231,7 @@ class Partition:
         return StoredPartition(self._flats, self._params, dtype=self.dtype, parts=parts)
 
     def _whole_flats(self) -> list[torch.Tensor] | None:
-        """Return the flat tensors; None if a sub-group has none, since parameters of it lie on storage."""
+        """Return the flat tensors; None if a sub-group has none because its parameters are on storage."""
         flats = [flat for flat in self._flats if flat is not None]
         return flats if len(flats) == len(self._flats) else None
 
@@ -240,7 +241,7 @@ class Partition:
         return next((params[0].nvme_swapper for params in stored), None)
 
     def _in_sub_groups(self, begin: int, end: int) -> Iterator[tuple[int, int, slice]]:
-        """Yield the sub-groups of a range, with the offset in each and the part of the range that lies there."""
+        """Yield the sub-groups of a range, each with the offset in it and the part of the range that it covers."""
         for sub_group in self.layout.sub_groups:
             first, last = max(begin, sub_group.offset), min(end, sub_group.offset + sub_group.numel)
             if first < last:

@@ -1,9 +1,9 @@
-"""Parameters that answer as in memory while ZeRO-3 has partitioned them.
+"""Parameters that behave in user code like whole parameters while ZeRO-3 has partitioned them.
 
 ZeRO-3 marks a parameter by ``ds_status`` and leaves its tensor empty while it is partitioned. Here that attribute also
-switches the parameter's class: :class:`WholeParameter` while the values are there and an engine runs forward or
-backward, which costs nothing, and :class:`PartitionedParameter` otherwise, which answers for the whole parameter.
-DeepSpeed and this package see the empty tensor as before (see callers.py).
+switches the parameter's class: :class:`WholeParameter`, without overhead, while it is gathered and an engine runs
+forward or backward; at other times :class:`PartitionedParameter`, which answers for the whole parameter. DeepSpeed and
+this package still see the empty tensor (see callers.py).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ ANSWERS: dict[object, Callable[..., object]] = {
     torch.numel: lambda param: param.ds_numel,
     Tensor.nbytes.__get__: lambda param: param.ds_numel * param.element_size(),  # type: ignore[attr-defined]
 }
-"""A partitioned parameter answers these functions of torch without its values."""
+"""Torch functions that a partitioned parameter answers without its values."""
 
 UNAFFECTED: set[object] = {
     getattr(Tensor, name).__get__
@@ -82,10 +82,10 @@ UNAFFECTED: set[object] = {
     *(Tensor.element_size, Tensor.get_device, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
     *(Tensor.is_inference, Tensor.retain_grad, Tensor.__hash__, Tensor.is_signed),
 }  # fmt: skip
-"""Functions of torch that return the same whether or not a parameter is partitioned."""
+"""Torch functions whose result does not depend on whether a parameter is partitioned."""
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-# Functions that find parameters in a graph.
+# Functions that search a graph for parameters.
 _DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 _DETACHING = {Tensor.detach, torch.detach}
 _ABOUT_ONE = {*ANSWERS, *_DETACHING}
@@ -95,10 +95,13 @@ _APPLY = torch.nn.Module._apply
 
 
 class _ZeroParameter(torch.nn.Parameter):
-    """A parameter that ZeRO-3 has taken over; its class follows its status (see status.py)."""
+    """One of ZeRO-3's parameters; its class follows its status (see status.py)."""
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Do what torch's ``set_`` does; for user code, take the values of another tensor. torch asks no class here."""
+        """Do what torch's ``set_`` does; for user code, copy the values of another tensor.
+
+        A method, because torch does not call ``__torch_function__`` for ``set_``.
+        """
         if is_building() or is_in_context(self) or is_ours(sys._getframe(1)) or not isinstance(source, torch.Tensor):
             return super().set_(source, *args, **kwargs)
         _write(self, source)
@@ -128,7 +131,7 @@ class _ZeroParameter(torch.nn.Parameter):
 
 
 class _HiddenParameter(_ZeroParameter):
-    """A parameter that DeepSpeed is gathering or partitioning. Functions on it are answered, in another thread."""
+    """A parameter that DeepSpeed is gathering or partitioning; it answers functions that another thread calls."""
 
     @classmethod
     def __torch_function__(
@@ -171,7 +174,7 @@ class _HiddenParameter(_ZeroParameter):
             if not stand_ins:
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        # An operation in place, and one that changes nothing, returns the parameter itself.
+        # An operation that works in place or changes nothing returns its argument: the parameter itself.
         back = {id(tensor): param for tensor, param in stand_ins.values()}
         return back.get(id(result), result) if isinstance(result, PartitionedTensor) else result
 
@@ -195,7 +198,7 @@ class _WatchedParameter(torch.nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """The memory; for user code outside of GatheredParameters, a tensor that stays right when this is released."""
+        """The memory; for user code outside of GatheredParameters, a tensor that stays valid after partitioning."""
         if is_building() or _memory_is_the_users(self) or is_ours(sys._getframe(1)):
             return sendable(whole_data(self), sys._getframe(1))
         return PartitionedTensor.data_of(self)
@@ -210,7 +213,7 @@ class _WatchedParameter(torch.nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """Autograd's gradient; for user code between backward and step, the one reduced over the ranks."""
+        """Autograd's gradient; for user code between backward and step, the gradient reduced over the ranks."""
         with torch._C.DisableTorchFunctionSubclass():
             return GET_GRAD(self) if is_ours(sys._getframe(1)) else gradient_of(self)
 
@@ -224,23 +227,23 @@ class _WatchedParameter(torch.nn.Parameter):
 
 
 class PartitionedParameter(_WatchedParameter, _HiddenParameter):
-    """A parameter whose values are not here, or may soon be gone: it answers for the whole parameter, or gathers it."""
+    """A parameter that is partitioned, or may be soon: it answers for the whole parameter, or gathers it."""
 
 
 class WholeParameter(_WatchedParameter, _ZeroParameter):
-    """A gathered parameter while an engine runs. Operations on it are torch's own."""
+    """A gathered parameter while an engine runs; operations on it are torch's own."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def _memory_is_the_users(param: ZeroParameter) -> bool:
-    """Return whether a parameter is whole, and user code may take or replace its memory."""
+    """Return whether a parameter is gathered, and user code may use or replace its memory."""
     is_whole: bool = param.__dict__["ds_status"] is ZeroParamStatus.AVAILABLE
     return is_whole and (is_building() or is_in_context(param))
 
 
 def torch_computes(param: ZeroParameter) -> bool:
-    """Return whether operations on a parameter are torch's own: it is whole, and will be until they have run."""
+    """Return whether operations on a parameter are torch's own: it is gathered, and stays so until they have run."""
     return _memory_is_the_users(param) or (
         param.__dict__["ds_status"] is ZeroParamStatus.AVAILABLE
         and (
@@ -253,7 +256,7 @@ def torch_computes(param: ZeroParameter) -> bool:
 
 @cache
 def _classes_of(own: type[torch.nn.Parameter]) -> Classes:
-    """Return the classes of a parameter, which keep what a class of the user's own adds."""
+    """Return the classes for parameters of class ``own``; they inherit from a user's subclass."""
     classes = (PartitionedParameter, WholeParameter, _HiddenParameter)
     if own is torch.nn.Parameter:
         return Classes(*classes)
@@ -261,16 +264,16 @@ def _classes_of(own: type[torch.nn.Parameter]) -> Classes:
 
 
 def answer(params: Iterable[torch.nn.Parameter]) -> None:
-    """Make parameters that ZeRO-3 has taken over answer as in memory, from now on.
+    """Make ZeRO-3's parameters behave like whole parameters in user code from now on.
 
     Args:
-        params: The parameters; others among them stay as they are.
+        params: The parameters; those that ZeRO-3 has not taken over stay unchanged.
     """
     for param in params:
         if is_zero_param(param) and not isinstance(param, _ZeroParameter):
             zero: ZeroParameter = param
             status = zero.__dict__.pop("ds_status")
-            zero.__dict__.pop("item", None)  # DeepSpeed's own leaves the parameter gathered
+            zero.__dict__.pop("item", None)  # DeepSpeed's item() would leave the parameter gathered
             zero.__dict__.update(_classes=_classes_of(type(param)), _self=weakref.ref(param))
             zero.__class__ = WholeParameter
             zero.partition = PartitionKeepingWrites(zero, zero.partition)
@@ -281,7 +284,7 @@ def answer(params: Iterable[torch.nn.Parameter]) -> None:
 
 
 def answer_in(module: torch.nn.Module) -> None:
-    """Make the parameters of a module answer as in memory that an engine has taken over.
+    """Call :func:`answer` for all parameters of an engine's module.
 
     Args:
         module: The engine's module.
@@ -293,7 +296,7 @@ def answer_in(module: torch.nn.Module) -> None:
 
 
 def answering() -> AbstractContextManager[None]:
-    """Make every parameter answer as in memory that ZeRO-3 takes over within this context."""
+    """Call :func:`answer` for every parameter that ZeRO-3 takes over within this context."""
 
     def convert(original: Callable[..., None], init: ZeroInit, param: ZeroParameter) -> None:
         original(init, param)
@@ -303,19 +306,19 @@ def answering() -> AbstractContextManager[None]:
 
 
 def notify_of_writes(param: ZeroParameter, note: Callable[[Iterable[ZeroParameter]], None] | None) -> None:
-    """Set the function that is called after a write outside of a step, with the parameters; None for no function."""
+    """Set the function to call with the parameters after a write outside of a step; None for no function."""
     answer([param])
     param.__dict__["_note_writes"] = note
 
 
 def wait_before_gather(param: ZeroParameter, wait: Callable[[Iterable[ZeroParameter]], None] | None) -> None:
-    """Set what every gather of the parameter calls first, with all parameters that it gathers; None for nothing."""
+    """Set the function that a gather of the parameter calls first, with all parameters it gathers; None for none."""
     answer([param])
     param.__dict__["_before_gather"] = wait
 
 
 def _write(param: ZeroParameter, value: torch.Tensor) -> None:
-    """Do what ``param.data = value`` does in memory, as far as ZeRO-3 can."""
+    """Do what ``param.data = value`` does for a whole parameter, as far as ZeRO-3 allows."""
     if value is param or (isinstance(value, PartitionedTensor) and value.stands_for(param)):
         return
     moved = sys._getframe(2).f_code is _APPLY.__code__

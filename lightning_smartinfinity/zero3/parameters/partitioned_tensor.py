@@ -4,12 +4,12 @@ User code that touches a partitioned parameter outside a module's forward comput
 has the parameter's shape, dtype and device, and no memory. torch calls :meth:`PartitionedTensor.__torch_dispatch__` for
 each operation on it:
 
-- a view (``weight[0]``, ``weight.T``) is another such tensor, which remembers how it follows from the parameter;
-- an operation in place changes the gathered parameter, which is then partitioned with its new values;
+- a view (``weight[0]``, ``weight.T``) returns another such tensor, which records its view operations;
+- an in-place operation changes the gathered parameter, which is then partitioned with its new values;
 - every other operation returns an ordinary tensor.
 
-Within a graph autograd keeps the tensor without memory and calls it again in backward, so that one parameter at a time
-is gathered there, too. Every operation that gathers is collective.
+Within a graph, autograd saves the tensor without memory and uses it again in backward. So backward, too, gathers one
+parameter at a time. Every operation that gathers is collective.
 """
 
 from __future__ import annotations
@@ -76,17 +76,17 @@ class PartitionedTensor(StandIn):
 
     @staticmethod
     def gradient(param: ZeroParameter) -> PartitionedTensor:
-        """Return a tensor (fp32) for the gradient that has arrived of a parameter in this accumulation window."""
+        """Return a tensor (fp32) for a parameter's gradient accumulated in this window."""
         tensor = _whole_view(param, torch.float32)
         tensor.is_gradient = True
         return tensor
 
     def stands_for(self, param: ZeroParameter) -> bool:
-        """Return whether this is the whole parameter as it is now."""
+        """Return whether this tensor stands for the whole parameter with its present values."""
         return self.param is param and not self.views and self.kept is None and not self.is_gradient
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise UnsupportedError. torch asks no class about this function."""
+        """Raise UnsupportedError. A method, because torch does not call ``__torch_function__`` for ``set_``."""
         _refuse_shape(self.param, "set_")
 
     @classmethod
@@ -114,7 +114,7 @@ class PartitionedTensor(StandIn):
             except RuntimeError as error:
                 if isinstance(error, (SmartInfinityError, torch.OutOfMemoryError)) or not may_be_widened(func, args):
                     raise
-                # torch has no such operation in 16 bit, or not with fp32 beside it; in memory the parameter is fp32.
+                # torch lacks the operation in 16 bit or with mixed dtypes; in memory, the parameter would be fp32.
                 wider = tree_map(lambda leaf: leaf.float() if is_narrow(leaf) else leaf, (tuple(args), kwargs))
                 return func(*wider[0], **wider[1])
 
@@ -150,7 +150,7 @@ class PartitionedTensor(StandIn):
 
     @property
     def data(self) -> torch.Tensor:
-        """Such a tensor outside any graph."""
+        """The same tensor outside any graph."""
         return self.detach()
 
     @data.setter
@@ -160,11 +160,11 @@ class PartitionedTensor(StandIn):
 
 
 def refuse_use_of_memory(param: ZeroParameter, what: str) -> NoReturn:
-    """Raise UnsupportedError: something saves, pickles or shares the memory of a partitioned parameter.
+    """Raise UnsupportedError: the memory of a partitioned parameter cannot be saved, pickled or shared.
 
     Args:
         param: The parameter.
-        what: What was called.
+        what: Name of the function that was called.
     """
     raise UnsupportedError(
         f"{what} needs the memory of a parameter of shape {tuple(param.ds_shape)}, which ZeRO-3 has partitioned: it "
@@ -184,7 +184,7 @@ def _refuse_shape(param: ZeroParameter, what: str) -> NoReturn:
 
 
 class _AsLeaf(torch.autograd.Function):
-    """Puts a partitioned parameter into a graph; its gradient joins the others before the reduction."""
+    """Puts a partitioned parameter into a graph; its gradient is accumulated with others before the reduction."""
 
     @staticmethod
     def forward(ctx: Any, param: ZeroParameter) -> PartitionedTensor:
@@ -212,9 +212,9 @@ class _AsLeaf(torch.autograd.Function):
 
 
 def _take_shape(param: ZeroParameter) -> bool:
-    """Give a partitioned parameter its shape without memory: autograd compares the shape of its gradient with it.
+    """Give a partitioned parameter its shape without memory, because autograd compares its gradient's shape with it.
 
-    All strides are 0, so that nothing takes the element for values. A parameter of one element is gathered.
+    All strides are 0, so that the element is not mistaken for values. A parameter of one element is gathered instead.
 
     Returns:
         Whether the parameter was partitioned.
@@ -261,19 +261,19 @@ def _made(param: ZeroParameter, views: tuple[View, ...], like: torch.Tensor, off
     known.append(weakref.ref(tensor))
     if len(known) > param.__dict__.get("_many_stand_ins", _MANY_STAND_INS):
         known[:] = [each for each in known if each() is not None]
-        param.__dict__["_many_stand_ins"] = max(_MANY_STAND_INS, 2 * len(known))  # so that many cost no more each
+        param.__dict__["_many_stand_ins"] = max(_MANY_STAND_INS, 2 * len(known))  # amortised O(1)
     return tensor
 
 
 @cache
 def _autocast_of(kind: str) -> torch._C.DispatchKeySet:
-    """Return the key by which torch's autocast casts tensors of a kind of device, if it has one."""
+    """Return the dispatch key of torch's autocast for a kind of device; an empty set if it has none."""
     key = getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}", torch._C.DispatchKey.Undefined)
     return torch._C.DispatchKeySet(key)
 
 
 def keep_values(param: ZeroParameter) -> None:
-    """Give the tensors that stand for a parameter outside of graphs elements of their own, before it gets others."""
+    """Copy a parameter's values into the tensors that stand for it outside of graphs, before new data is assigned."""
     known = [tensor for ref in param.__dict__.pop("_stand_ins", []) if (tensor := ref()) is not None]
     kept = [tensor for tensor in known if not tensor.in_graph and not tensor.is_gradient and tensor.kept is None]
     if kept:
@@ -285,7 +285,7 @@ def keep_values(param: ZeroParameter) -> None:
 
 
 def _view(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the views of a tensor that an operation makes: their geometry comes from a tensor without data."""
+    """Return the views of a tensor that an operation makes; their geometry is computed on a meta tensor."""
     source, rest = args[0], tuple(args[1:])
     model = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="meta")
     results = func(model, *rest, **kwargs)
@@ -311,7 +311,7 @@ def _copied(leaf: Any) -> Any:
 def _kept_for_backward(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Copy constants of a graph that are trained: an update within backward may change them before they are used."""
+    """Copy trained parameters that are constants of a graph: an update in backward may change them before their use."""
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if getattr(func, "__name__", "").rstrip("_") != getattr(func, "__name__", "") or not any(
         leaf.requires_grad for leaf in leaves
@@ -344,7 +344,7 @@ def _array(tensor: PartitionedTensor, dtype: Any = None) -> Any:
 
 
 Tensor = torch.Tensor
-# Functions that hand the elements out in another form.
+# Functions that return the elements in another form, or properties of the tensor.
 _FORMS: dict[object, Callable[..., Any]] = {
     Tensor.numpy: _numpy,
     Tensor.__array__: _array,
@@ -367,7 +367,7 @@ _REFUSED: set[object] = {
     Tensor.set_,
     Tensor.resize_,
 }
-# Operations that join tensors: each is copied, one at a time, since many may not be gathered at once.
+# Operations that join tensors: each tensor is copied, one at a time, because all gathered at once may not fit.
 _JOINING = {"aten::cat", "aten::stack", "aten::block_diag"}
 _REFUSED_OPERATIONS = {
     *("aten::set_", "aten::resize_", "aten::resize_as_", "aten::as_strided_", "aten::t_", "aten::transpose_"),

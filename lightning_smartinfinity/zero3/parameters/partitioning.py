@@ -1,4 +1,4 @@
-"""Casts and partitions models parameter by parameter, shows the progress, and frees each parameter's memory at once."""
+"""Casts and partitions models parameter by parameter, shows progress, and returns freed memory to the system."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def partitioning(what: str, total_bytes: int | None) -> Iterator[None]:
     """Show the progress of ``zero.Init``, on rank 0, as it partitions parameters within this context.
 
     Args:
-        what: What is being done, for users.
-        total_bytes: Bytes of the parameters that will be partitioned; None if they are unknown.
+        what: Description of the work, for users.
+        total_bytes: Bytes of the parameters that will be partitioned; None if unknown.
     """
     freed, left = FreedMemory(_FREED_TOGETHER), total_bytes
     with ExitStack() as shown:
@@ -60,7 +60,7 @@ def partitioning(what: str, total_bytes: int | None) -> Iterator[None]:
             if left is not None:
                 left -= nbytes
                 if left == 0:
-                    shown.close()  # what follows within the context has a bar of its own
+                    shown.close()  # later work in this context has its own progress bar
 
         with wrapped(Init, "_zero_init_param", zero_init_param):
             yield
@@ -68,7 +68,7 @@ def partitioning(what: str, total_bytes: int | None) -> Iterator[None]:
 
 @contextmanager
 def having_a_parameter(module: torch.nn.Module) -> Iterator[None]:
-    """Give a module without parameters one for this context: DeepSpeed takes its dtype from the first parameter."""
+    """Give a module without parameters one for this context: DeepSpeed reads its dtype from the first parameter."""
     if next(module.parameters(), None) is not None:
         yield
         return

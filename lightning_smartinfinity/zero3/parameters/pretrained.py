@@ -1,4 +1,4 @@
-"""Tells Hugging Face's transformers about ZeRO-3 while a model is built, so that it loads pretrained weights correctly.
+"""Enables ZeRO-3 in Hugging Face's transformers while a model is built, so that it loads pretrained weights correctly.
 
 By default ``from_pretrained`` builds on the meta device, from which nothing can be partitioned. The files that it maps
 leave memory again as they are read.
@@ -30,24 +30,24 @@ __all__ = [
 ]
 
 
-# Linux writes what was changed to swap, if there is any, and drops what can be read again: no content is lost.
+# Linux writes changed pages to swap, if there is any, and drops pages that it can read again: no content is lost.
 _MADV_PAGEOUT = 21
 _BATCH_BYTES = 64 * 1024 * 1024
 
 
 class MappedFiles:
-    """Mapped files whose pages leave memory whenever this many bytes more have been read: 64 MiB."""
+    """Mapped files whose pages are paged out after every 64 MiB read."""
 
     def __init__(self) -> None:
         self._paths: set[str] = set()
         self._nbytes = 0
 
     def add(self, path: str | os.PathLike[str]) -> None:
-        """Report that a file may be mapped."""
+        """Record that a file may be mapped."""
         self._paths.add(os.path.realpath(path))
 
     def count(self, nbytes: int) -> None:
-        """Report that this number of bytes was read, and is not needed any more."""
+        """Record that this number of bytes was read, and is no longer needed."""
         self._nbytes += nbytes
         if self._nbytes >= _BATCH_BYTES:
             self._nbytes = 0
@@ -75,7 +75,7 @@ _ModelClass: TypeAlias = Any
 
 @contextmanager
 def loading_pretrained(config: DeepSpeedConfig) -> Iterator[None]:
-    """Tell transformers about ZeRO-3, whether it is imported already or within this context.
+    """Enable ZeRO-3 in transformers within this context, whether it is imported already or later in the context.
 
     Args:
         config: DeepSpeed's configuration.
@@ -97,7 +97,7 @@ def _zero3_enabled(config: DeepSpeedConfig) -> Iterator[None]:
     zero3 = _Zero3(config)  # transformers keeps a weak reference
     integration.set_hf_deepspeed_config(zero3)
     try:
-        # zero.Init has been entered: the model must be built in it, not in another one.
+        # zero.Init is entered already: transformers must not enter another one.
         with (
             modeling_utils.set_zero3_state(),
             _without_needless_initialisation(modeling_utils.PreTrainedModel),
@@ -121,7 +121,7 @@ class _Zero3:
 
 @contextmanager
 def _without_needless_initialisation(model_class: _ModelClass) -> Iterator[None]:
-    """Skip drawing weights that are then loaded, as transformers does if it enters zero.Init itself."""
+    """Skip random initialisation of weights that are loaded later, as transformers does under its own zero.Init."""
     original = model_class.__dict__.get("get_init_context")
     initialization = sys.modules.get("transformers.initialization")
     if original is None or initialization is None:  # before version 5
@@ -141,9 +141,9 @@ def _without_needless_initialisation(model_class: _ModelClass) -> Iterator[None]
 
 @contextmanager
 def _with_empty_state_dicts(model_class: _ModelClass) -> Iterator[None]:
-    """Within ``from_pretrained``, which needs only names, let state dicts hold ZeRO-3's empty parameters.
+    """Make state dicts within ``from_pretrained``, which needs only names, hold ZeRO-3's empty parameters.
 
-    Otherwise a state dict would gather the whole model.
+    Without this, a state dict would gather the whole model.
     """
     original = model_class.__dict__["from_pretrained"]
 
@@ -169,7 +169,7 @@ def _with_empty_state_dicts(model_class: _ModelClass) -> Iterator[None]:
 
 @contextmanager
 def releasing_pages() -> Iterator[None]:
-    """Let no more than a part of the files be in memory that weights are loaded from: they are mapped as a whole."""
+    """Page out weight files while weights are loaded from them: transformers maps each file as a whole."""
     files = MappedFiles()
     modeling_utils = import_module(_MODELING)
 
@@ -192,7 +192,7 @@ def releasing_pages() -> Iterator[None]:
 
 
 class _Once:
-    """Calls a function at the first call only."""
+    """Calls a function on the first call only."""
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._function: Callable[[], object] | None = function
@@ -205,7 +205,7 @@ class _Once:
 
 @contextmanager
 def _calling_after_import(function: Callable[[], None]) -> Iterator[None]:
-    """Call a function as soon as transformers' models have been imported."""
+    """Call a function as soon as ``transformers.modeling_utils`` has been imported within this context."""
     finder = _Finder(function)
     sys.meta_path.insert(0, finder)
     try:

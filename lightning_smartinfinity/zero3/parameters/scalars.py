@@ -1,7 +1,7 @@
-"""Lets DeepSpeed send parameters without a dimension, such as CLIP's ``logit_scale``, from rank to rank.
+"""Allows DeepSpeed to send parameters without a dimension, such as CLIP's ``logit_scale``, between ranks.
 
 DeepSpeed sends a parameter as ``param.data.view(torch.uint8)``, which torch refuses for a tensor without a dimension.
-Everything else in ZeRO-3 takes such a parameter as one element of shape ``[]``.
+The rest of ZeRO-3 handles such a parameter as one element of shape ``[]``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["ScalarsAsBytes", "sendable"]
 
 
 class ScalarsAsBytes(TorchFunctionMode):
-    """Within this context, ``view(torch.uint8)`` returns the bytes of a tensor without a dimension, too."""
+    """Makes ``view(torch.uint8)`` also return the bytes of a tensor without a dimension, within this context."""
 
     def __torch_function__(
         self,
@@ -31,7 +31,7 @@ class ScalarsAsBytes(TorchFunctionMode):
 
 
 class _Sendable(torch.Tensor):
-    """A tensor without a dimension, of which ``view(torch.uint8)`` returns the bytes."""
+    """A tensor without a dimension whose ``view(torch.uint8)`` returns its bytes."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -42,11 +42,11 @@ class _Sendable(torch.Tensor):
 
 
 def sendable(data: torch.Tensor, frame: Any) -> torch.Tensor:
-    """Return the memory of a parameter, for DeepSpeed in a form that it can send.
+    """Return the memory of a parameter; if DeepSpeed is the caller, in a form that it can send.
 
     Args:
         data: The memory.
-        frame: The frame of code that asks for it.
+        frame: The caller's frame.
     """
     if data.dim() == 0 and str(frame.f_globals.get("__name__")).startswith("deepspeed."):
         return data.as_subclass(_Sendable)

@@ -14,19 +14,19 @@ from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["Classes", "Status", "engine_at_work", "forget_classes", "is_engine_at_work", "restore_classes", "version"]
 
-_AVAILABLE = ZeroParamStatus.AVAILABLE  # an attribute of an enum takes a while to look up
-# Parameters that are whole, by id.
+_AVAILABLE = ZeroParamStatus.AVAILABLE  # bound here for speed: looking up an enum's attribute is slow
+# Gathered parameters, by id.
 _WHOLE: dict[int, weakref.ref[ZeroParameter]] = {}
-# An entry for each engine that runs forward or backward, one within another.
+# One entry for each engine that runs forward or backward; engines may be nested.
 _AT_WORK: list[bool] = []
 
 
 class Classes(NamedTuple):
-    """The classes that a parameter takes in turn.
+    """The classes that a parameter switches between.
 
     Attributes:
-        answering: While its values are not here, or user code runs and they may soon be gone.
-        whole: While its values are here and an engine runs.
+        answering: While it is partitioned, or user code runs and it may be partitioned soon.
+        whole: While it is gathered and an engine runs.
         hidden: While DeepSpeed gathers or partitions it: ``data``, ``grad`` and ``ds_status`` are plain attributes.
     """
 
@@ -36,7 +36,7 @@ class Classes(NamedTuple):
 
 
 class Status:
-    """Switches the class of a parameter with its status. Without ``__get__`` reads stay those of an attribute."""
+    """Switches a parameter's class with its status; without ``__get__``, reads are plain attribute reads."""
 
     def __set__(self, param: ZeroParameter, status: ZeroParamStatus) -> None:
         attributes = param.__dict__
@@ -49,7 +49,7 @@ class Status:
 
 
 def forget_classes(params: Iterable[ZeroParameter]) -> None:
-    """Give parameters the class with plain attributes until :func:`restore_classes`, so that DeepSpeed uses them fast.
+    """Give parameters the class with plain attributes until :func:`restore_classes`, so that DeepSpeed runs fast.
 
     No user code may run in this thread in between.
     """
@@ -72,7 +72,7 @@ def restore_classes(params: Iterable[ZeroParameter]) -> None:
 
 def _become_whole(param: ZeroParameter) -> None:
     attributes = param.__dict__
-    param.__class__ = attributes["_classes"].whole  # on which torch calls no __torch_function__
+    param.__class__ = attributes["_classes"].whole  # torch calls no __torch_function__ on this class
     attributes["_version_when_gathered"] = version(param)
     _WHOLE[id(param)] = attributes["_self"]
     if not _AT_WORK:
@@ -81,9 +81,9 @@ def _become_whole(param: ZeroParameter) -> None:
 
 @contextmanager
 def engine_at_work() -> Iterator[None]:
-    """Leave operations on whole parameters to torch within this context, for speed: an engine runs forward or backward.
+    """Leave operations on gathered parameters to torch within this context, in which an engine runs, for speed.
 
-    At other times user code runs, and a parameter may be whole because it is small or was validated with.
+    At other times user code runs, and parameters are gathered only by chance: small ones, or after a validation.
     """
     _AT_WORK.append(True)
     try:
@@ -112,7 +112,7 @@ def _switch_classes() -> None:
 
 
 def version(param: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 for one that was gathered in inference mode."""
+    """Return how often a tensor was changed in place; 0 for a tensor gathered in inference mode."""
     try:
         return param._version
     except RuntimeError:  # faster than is_inference() at each gather

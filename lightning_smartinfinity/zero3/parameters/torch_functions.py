@@ -1,7 +1,7 @@
-"""Puts back what DeepSpeed replaces in torch: other models of the process are traced and exported as without it.
+"""Restores torch functions that DeepSpeed replaces, so that other models of the process can be traced and exported.
 
-``zero.Init`` replaces ``torch.nn.functional.linear`` for good by a function that keeps a layer's weight partitioned
-between forward and backward. Here only an engine's own forward and backward see that function.
+``zero.Init`` permanently replaces ``torch.nn.functional.linear`` by a function that keeps a layer's weight partitioned
+between forward and backward. Here only an engine's own forward and backward use that function.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LINEAR = torch.nn.functional.linear
 
 
 class _Linear(LinearFunctionForZeroStage3):
-    """DeepSpeed's linear, which gathers the weight again in backward, with the bits of torch's own in forward."""
+    """DeepSpeed's linear, which gathers the weight again in backward; its forward is torch's own, bit for bit."""
 
     @staticmethod
     def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return _LINEAR(input, weight, bias)  # DeepSpeed adds the bias separately, which rounds twice in 16 bit
 
 
-# Where zero.Init keeps originals, and what it leaves of its own.
+# Attributes that zero.Init leaves on torch's classes: its replacements, and the originals that it saved.
 _LEFT = {
     torch.nn.Module: ("__init_subclass__", "_old_init_subclass", "_old_apply"),
     torch.Tensor: ("__new__", "__old_new__"),
@@ -39,9 +39,9 @@ _LEFT = {
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if input.dtype is torch.float32 and weight.dtype in (torch.bfloat16, torch.float16) and is_zero_param(weight):
-        input = input.to(weight.dtype)  # as autocast does in memory, which is off here
+        input = input.to(weight.dtype)  # as autocast would, which is off here
     if not torch.compiler.is_compiling() and any(map(_is_partitioned, (input, weight, bias))):
-        return _LINEAR(input, weight, bias)  # user code passed a parameter whose module does not run
+        return _LINEAR(input, weight, bias)  # user code passed a parameter of a module that is not running
     result: torch.Tensor = _Linear.apply(input, weight, bias)
     return result
 
@@ -51,26 +51,26 @@ def _is_partitioned(tensor: torch.Tensor | None) -> bool:
 
 
 def linear_of_partitions(*, wanted: bool) -> AbstractContextManager[None]:
-    """Let linear layers keep no gathered weight for backward in this context, unless someone else replaced it.
+    """Make linear layers save no gathered weight for backward in this context, unless user code replaced ``linear``.
 
     Args:
         wanted: The key ``memory_efficient_linear`` of ``zero``.
     """
-    if wanted and torch.nn.functional.linear in (_LINEAR, zero3_linear_wrap):  # stock DeepSpeed leaves its own
+    if wanted and torch.nn.functional.linear in (_LINEAR, zero3_linear_wrap):  # stock DeepSpeed leaves its own there
         return replaced(torch.nn.functional, "linear", _linear)
     return nullcontext()
 
 
 def autocast_of_caller() -> AbstractContextManager[None]:
-    """Let an engine's forward in this context run under the ``torch.autocast`` of its caller, which DeepSpeed ends."""
-    if torch.is_autocast_enabled():  # of CUDA, as DeepSpeed asks
+    """Make an engine's forward in this context keep its caller's ``torch.autocast``, which DeepSpeed would turn off."""
+    if torch.is_autocast_enabled():  # for CUDA, the same check as DeepSpeed's
         return replaced(engine, "autocast_if_enabled", lambda _: nullcontext())
     return nullcontext()
 
 
 @contextmanager
 def putting_torch_back() -> Iterator[None]:
-    """Undo at the end of this context what ``zero.Init`` has changed in torch within it, unless another one goes on."""
+    """On exit, undo the changes to torch that ``zero.Init`` made within this context, unless another one is active."""
     linear = torch.nn.functional.linear
     before = {owner: {name for name in names if name in vars(owner)} for owner, names in _LEFT.items()}
     try:

@@ -1,8 +1,8 @@
-"""Keeps fp32 values of parameters in 16 bit, so that small changes in place are not lost to rounding.
+"""Keeps fp32 values of 16-bit parameters, so that small in-place changes are not lost to rounding.
 
-In Lightning's mixed precisions parameters are fp32, and a moving average with a decay near 1 moves. Here a parameter of
-16 bit is computed with, and fp32 values stand behind it. Those of a trained parameter are its masters on storage. A
-parameter that is not trained, such as a teacher's, gets an fp32 copy of this rank's slice with the first write.
+In Lightning's mixed precisions parameters are fp32, so a moving average with a decay near 1 changes. Here parameters
+are 16-bit, and their fp32 values are kept separately. For a trained parameter these are its masters on storage. A
+parameter that is not trained, such as a teacher's, gets an fp32 copy of this rank's slice on the first write.
 """
 
 from __future__ import annotations
@@ -28,31 +28,32 @@ __all__ = [
     "write_unrounded",
 ]
 
-# Full values that wait until the parameter is partitioned, and the slice of one that is not trained.
+# Full values until the parameter is partitioned, and this rank's slice of a parameter that is not trained.
 _WAITING, _SLICE = "_unrounded", "_unrounded_slice"
 _FP32_IN_MEMORY = "_is_fp32_in_memory"
 
 
 def note_fp32_in_memory(params: Iterable[torch.nn.Parameter]) -> None:
-    """Note that the same training has these parameters in fp32 in memory, as in a mixed precision."""
+    """Mark parameters that would be fp32 if they were trained in memory, as in a mixed precision."""
     for param in params:
         param.__dict__[_FP32_IN_MEMORY] = True
 
 
 def is_fp32_in_memory(param: ZeroParameter) -> bool:
-    """Return whether :func:`note_fp32_in_memory` was told of a parameter."""
+    """Return whether :func:`note_fp32_in_memory` has marked a parameter."""
     return _FP32_IN_MEMORY in param.__dict__
 
 
 def is_rounded(dtype: torch.dtype) -> bool:
-    """Return whether numbers of this dtype have 16 bits."""
+    """Return whether this is a 16-bit floating-point dtype."""
     return dtype in (torch.bfloat16, torch.float16)
 
 
 def unrounded(param: ZeroParameter) -> torch.Tensor:
-    """Return the fp32 values of a parameter in 16 bit, in its shape. Collective.
+    """Return the fp32 values of a 16-bit parameter, in its shape. Collective.
 
-    Where the parameter holds something else than these values, rounded, it was written since: the result has that.
+    Where the parameter differs from these values rounded, it was written since: there the result has the parameter's
+    values.
 
     Args:
         param: The parameter, gathered.
@@ -76,8 +77,8 @@ def write_unrounded(param: ZeroParameter, values: torch.Tensor) -> None:
     """Give a gathered parameter new values; all ranks get those of rank 0. Collective.
 
     Args:
-        param: The parameter. Partitioning it brings its values into masters.
-        values: Its values (fp32, of its shape), which the function keeps.
+        param: The parameter. Partitioning it updates its masters.
+        values: Its values (fp32, of its shape). The function keeps a reference to them.
     """
     broadcast(param, values)
     whole_data(param).copy_(values)
@@ -85,13 +86,13 @@ def write_unrounded(param: ZeroParameter, values: torch.Tensor) -> None:
 
 
 def waiting(param: ZeroParameter) -> torch.Tensor | None:
-    """Return the fp32 values that a parameter was given and that no master has yet."""
+    """Return fp32 values that were written to a parameter but not to its masters yet; None if there are none."""
     values: torch.Tensor | None = param.__dict__.get(_WAITING)
     return values
 
 
 def settle(param: ZeroParameter) -> None:
-    """Keep this rank's slice of what was written, once the parameter is partitioned, unless a master has it.
+    """After partitioning a parameter, keep this rank's slice of written fp32 values, unless it has a master.
 
     Args:
         param: The parameter.
@@ -110,7 +111,7 @@ def settle(param: ZeroParameter) -> None:
 
 
 def unrounded_slice(param: ZeroParameter, partition: torch.Tensor) -> torch.Tensor:
-    """Return this rank's slice of a parameter, in fp32 where more than its partition in 16 bit is known.
+    """Return this rank's slice of a parameter, in fp32 if fp32 values of its 16-bit partition are known.
 
     Args:
         param: The parameter, which is not trained.
@@ -124,11 +125,11 @@ def unrounded_slice(param: ZeroParameter, partition: torch.Tensor) -> torch.Tens
 
 
 def keep_slice(param: ZeroParameter, values: torch.Tensor) -> None:
-    """Set this rank's slice of a parameter that is not trained, as a checkpoint has it.
+    """Keep this rank's slice of a parameter that is not trained, from a checkpoint.
 
     Args:
         param: The parameter.
-        values: Its slice (flat, padded); kept only in fp32 where the parameter is in 16 bit.
+        values: Its slice (flat, padded); kept only if it is fp32 and the parameter is 16-bit.
     """
     param.__dict__.pop(_SLICE, None)
     if is_rounded(param.dtype) and values.dtype is torch.float32:
@@ -136,7 +137,7 @@ def keep_slice(param: ZeroParameter, values: torch.Tensor) -> None:
 
 
 def take_full(param: ZeroParameter) -> torch.Tensor | None:
-    """Return the fp32 values that were written to a parameter before its training, and forget them. Collective."""
+    """Remove and return fp32 values written to a parameter before its training; None if there are none. Collective."""
     if _SLICE not in param.__dict__:
         return None
     full = _gathered_slices(param)
