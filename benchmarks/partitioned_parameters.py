@@ -75,14 +75,18 @@ def trained(net: torch.nn.Module, devices: int, threshold: int) -> tuple[L.Fabri
 
 def classes(net: torch.nn.Sequential, rows: int, threshold: int, rounds: int) -> None:
     """Print a row: a step with the classes beside one without them."""
-    from lightning_smartinfinity.zero3.engine import training as engine
+    from lightning_smartinfinity.zero3.engine import portable, training
 
     width = net[0].in_features
     fabric, model, optimizer = trained(net, 1, threshold)
     batch, params = torch.randn(rows, width), list(net.parameters())
     answering = {param: [param.__dict__[name] for name in METHODS] for param in params}
-    parts = {"engine_at_work": nullcontext, "refuse_late_parameters": ignore}
-    functions = {name: getattr(engine, name) for name in parts}
+    parts = {
+        (portable, "engine_at_work"): nullcontext,
+        (training, "engine_at_work"): nullcontext,
+        (training, "refuse_late_parameters"): ignore,
+    }
+    functions = {part: getattr(*part) for part in parts}
 
     def step() -> float:
         start = time.process_time()
@@ -92,8 +96,8 @@ def classes(net: torch.nn.Sequential, rows: int, threshold: int, rounds: int) ->
         return time.process_time() - start
 
     def switch(*, on: bool) -> None:
-        for name, function in (functions if on else parts).items():
-            setattr(engine, name, function)
+        for (module, name), function in (functions if on else parts).items():
+            setattr(module, name, function)
         for param, methods in answering.items():
             param.__dict__.update(
                 (name, method if on else method.original) for name, method in zip(METHODS, methods, strict=True)

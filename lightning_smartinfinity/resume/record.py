@@ -37,7 +37,7 @@ class TrainingRecorder:
     """
 
     def __init__(self, engine: SmartInfinityEngine, *, gap: str) -> None:
-        from lightning_smartinfinity.zero3.checkpoints.formats.engine_record import frozen_checksum
+        from lightning_smartinfinity.zero3.engine.record import frozen_checksum
 
         self._engine, self._gap = engine, gap
         self._frozen = frozen_checksum(engine.module)
@@ -54,7 +54,7 @@ class TrainingRecorder:
             loop: What the loop needs to go on.
             step: Optimizer steps of the training so far.
         """
-        from lightning_smartinfinity.zero3.checkpoints.formats.engine_record import describe_engine
+        from lightning_smartinfinity.zero3.engine.record import describe_engine
 
         optimizer = self._engine.optimizer
         if not self._is_on:
@@ -225,7 +225,7 @@ class Recording:
             StorageCorruptError: The record, or its residual, cannot be read; raised on every rank.
             CheckpointError: It belongs to another model; raised on every rank.
         """
-        from lightning_smartinfinity.zero3.checkpoints.formats.engine_record import frozen_checksum
+        from lightning_smartinfinity.zero3.engine.record import frozen_checksum
         from lightning_smartinfinity.zero3.ranks.collectives import raising_together
 
         loop: ClientState = {}
@@ -240,7 +240,7 @@ class Recording:
 
 
 def _restore(engine: SmartInfinityEngine, *, frozen: int) -> ClientState:
-    from lightning_smartinfinity.zero3.checkpoints.formats.engine_record import restore_engine
+    from lightning_smartinfinity.zero3.engine.record import restore_engine
 
     record = engine.optimizer.rank_state.handler.training
     assert record is not None

@@ -17,12 +17,16 @@ __all__ = [
     "Pickled",
     "SavedState",
     "ZeroCoordinator",
+    "ZeroEngine",
     "ZeroInit",
     "ZeroModule",
     "ZeroOffload",
     "ZeroOptimizer",
     "ZeroParameter",
 ]
+
+ZeroEngine: TypeAlias = Any
+"""A ``DeepSpeedEngine``, of which only DeepSpeed's own attributes and methods are used."""
 
 ZeroOptimizer: TypeAlias = Any
 """A ``DeepSpeedZeroOptimizer_Stage3``, of which only DeepSpeed's own attributes are read."""

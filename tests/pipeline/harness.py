@@ -22,8 +22,7 @@ from lightning_smartinfinity.pipeline.layout.partition_layout import (
     with_residents,
 )
 from lightning_smartinfinity.pipeline.layout.tensors import flat_of
-from lightning_smartinfinity.pipeline.parameters.partitions import HostPartition, ParameterMemory
-from lightning_smartinfinity.pipeline.parameters.staging_buffer import TensorPartition
+from lightning_smartinfinity.pipeline.parameters.partitions import HostPartition, ParameterMemory, TensorPartition
 from lightning_smartinfinity.pipeline.rules import UpdateRule, rule_for
 from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.pipeline.step_plan import StepPlan

@@ -13,13 +13,21 @@ import torch
 from lightning_smartinfinity import StorageError, TopK
 from lightning_smartinfinity.pipeline import handler, step, step_batches
 from lightning_smartinfinity.pipeline.gradients import compressed_gradients
-from lightning_smartinfinity.pipeline.parameters import staged_submission, submissions
-from lightning_smartinfinity.pipeline.parameters import staging_buffer as staging
+from lightning_smartinfinity.pipeline.parameters import partitions, staged_submission, staging_buffer, submissions
 from tests.helpers.interrupts import Interrupt
 from tests.helpers.long_cases import long_but
 from tests.pipeline.harness import Case, Run, assert_equal, running
 
-MODULES = (compressed_gradients, handler, submissions, staged_submission, staging, step, step_batches)
+MODULES = (
+    compressed_gradients,
+    handler,
+    partitions,
+    staged_submission,
+    staging_buffer,
+    step,
+    step_batches,
+    submissions,
+)
 CASE = Case(
     num_buffers=2,
     shapes=((9_000, 0, 0, 0), (6_000, 3, 1, 0), (7_000, 0, 0, 1)),

@@ -16,8 +16,9 @@ import torch
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.native import Batch
 from lightning_smartinfinity.pipeline.layout.tensors import native_dtype
+from lightning_smartinfinity.pipeline.parameters.partitions import TensorPartition
 from lightning_smartinfinity.pipeline.parameters.staged_submission import StagedSubmission
-from lightning_smartinfinity.pipeline.parameters.staging_buffer import StagingBuffer, TensorPartition
+from lightning_smartinfinity.pipeline.parameters.staging_buffer import StagingBuffer
 from lightning_smartinfinity.pipeline.parameters.submissions import Assignment
 from tests.helpers.native_testing import inject
 from tests.helpers.waiting import LIMIT, await_that, lenient

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity.pipeline.parameters.staging_buffer import TensorPartition
+from lightning_smartinfinity.pipeline.parameters.partitions import TensorPartition
 from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
 from tests.helpers.waiting import LIMIT, await_that
 from tests.pipeline.harness import Case, Run

@@ -121,7 +121,7 @@ def test_rank_of_a_partition_is_asked_of_the_optimizer() -> None:
 def test_engine_asks_the_accelerator_about_fp16_in_its_sanity_check_only(
     supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check that zero3/engine/training.py widens on a CPU refuses fp16 if, and only if, the accelerator does."""
+    """The check that zero3/engine/portable.py widens on a CPU refuses fp16 if, and only if, the accelerator does."""
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: supported)
     engine = mock.create_autospec(DeepSpeedEngine, instance=True, client_optimizer=None, client_lr_scheduler=None)
     engine.fp16_enabled.return_value, engine.bfloat16_enabled.return_value = True, False

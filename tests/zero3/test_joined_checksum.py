@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.zero3.checkpoints.formats.engine_record import crc32c_of_both
+from lightning_smartinfinity.zero3.engine.record import crc32c_of_both
 
 
 def crc32c(data: bytes) -> int:

@@ -10,7 +10,7 @@ from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
 from lightning_smartinfinity.zero3.untyped import ClientState, Pickled, SavedState
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.engine.training import PortableEngine
+    from lightning_smartinfinity.zero3.engine.portable import PortableEngine
 
 __all__ = ["move_into", "read_state_dict", "refuse_options", "refuse_optimizer", "split_state", "weights_in"]
 
@@ -58,7 +58,7 @@ def split_state(state: Mapping[str, object]) -> tuple[PortableEngine, ClientStat
     Raises:
         UnsupportedError: The state has no model, or several, or the optimizer of another one.
     """
-    from lightning_smartinfinity.zero3.engine.training import PortableEngine
+    from lightning_smartinfinity.zero3.engine.portable import PortableEngine
     from lightning_smartinfinity.zero3.optimizer.taken_optimizer import TakenOptimizer
 
     engines = [value for value in state.values() if isinstance(value, PortableEngine)]

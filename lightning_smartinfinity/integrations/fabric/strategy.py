@@ -57,7 +57,8 @@ from lightning_smartinfinity.zero3.ranks.watchdog import awaiting_ranks
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.engine.training import PortableEngine, SmartInfinityEngine
+    from lightning_smartinfinity.zero3.engine.portable import PortableEngine
+    from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 
 __all__ = ["SmartInfinityFabricStrategy"]
 
@@ -376,7 +377,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         from lightning_smartinfinity.zero3.checkpoints.formats.client_state import refuse_reserved
-        from lightning_smartinfinity.zero3.checkpoints.load.load_save import save_engine
+        from lightning_smartinfinity.zero3.engine.load_save import save_engine
 
         refuse_options(storage_options=storage_options, filter=filter)
         check_save_path(path)
@@ -410,7 +411,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         from lightning_smartinfinity.zero3.checkpoints.formats.trust import door
-        from lightning_smartinfinity.zero3.checkpoints.load.load_save import load_engine
+        from lightning_smartinfinity.zero3.engine.load_save import load_engine
 
         if isinstance(state, Module):  # fabric.load_raw
             engine, _ = split_state({"model": state})
@@ -454,7 +455,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         return contents
 
     def _load_weights(self, weights: SavedState, engine: PortableEngine, *, strict: bool) -> None:
-        from lightning_smartinfinity.zero3.checkpoints.load.load_save import load_weights
+        from lightning_smartinfinity.zero3.engine.load_save import load_weights
 
         load_weights(weights, engine, trained=engine is self._training_engine, strict=strict)
 

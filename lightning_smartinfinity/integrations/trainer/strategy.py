@@ -372,8 +372,8 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import await_seen
         from lightning_smartinfinity.zero3.checkpoints.formats.trust import door, load_by
         from lightning_smartinfinity.zero3.checkpoints.load.full_weights import full_state_dict
-        from lightning_smartinfinity.zero3.checkpoints.load.load_save import load_engine
-        from lightning_smartinfinity.zero3.engine.training import PortableEngine
+        from lightning_smartinfinity.zero3.engine.load_save import load_engine
+        from lightning_smartinfinity.zero3.engine.portable import PortableEngine
         from lightning_smartinfinity.zero3.ranks.collectives import raising_together
 
         assert self.lightning_module is not None

@@ -6,19 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.pipeline.layout.batches import FlatMemory, Link
-from lightning_smartinfinity.pipeline.layout.tensors import Flat
+from lightning_smartinfinity.pipeline.layout.tensors import Flat, native_dtype
+from lightning_smartinfinity.pipeline.parameters.staged_submission import StagedMemory, StagedSubmission
+from lightning_smartinfinity.pipeline.parameters.staging_buffer import StagingBuffer
 from lightning_smartinfinity.pipeline.parameters.submissions import Assignment, DirectSubmission, Submission
 
-if TYPE_CHECKING:
-    from lightning_smartinfinity.pipeline.parameters.staging_buffer import StagingBuffer
+__all__ = ["CudaPartition", "HostPartition", "ParameterMemory", "StagedPartition", "StagingMaker", "TensorPartition"]
 
-__all__ = ["CudaPartition", "HostPartition", "ParameterMemory", "StagingMaker"]
-
-StagingMaker = Callable[[native.DType], "StagingBuffer"]
+StagingMaker = Callable[[native.DType], StagingBuffer]
 """Returns the staging buffer of a store for parameters of this dtype."""
 
 
@@ -77,3 +78,47 @@ class CudaPartition(ParameterMemory):
         memory = FlatMemory(assignment.layout, self.flats, link=self.link)
         make_parts = partial(assignment.make_batch, memory)
         return DirectSubmission(assignment.device, make_parts, assignment.tasklets, link=self.link)
+
+
+class StagedPartition(StagedMemory, ParameterMemory):
+    """Parameters that are copied through a small host buffer.
+
+    :class:`TensorPartition` holds torch tensors on any device; ``zero3.parameters.partition`` holds parameters on
+    storage, and its methods may raise a StorageError.
+    """
+
+    def submission(self, assignment: Assignment, staging: StagingMaker) -> StagedSubmission:
+        return StagedSubmission(assignment, self, staging(self.dtype))
+
+
+class TensorPartition(StagedPartition):
+    """One flat tensor per sub-group. Copies block: use it only for memory without a faster path.
+
+    Copies to a CUDA device run on the stream that is current when this object is created.
+
+    Args:
+        tensors: At least one flat, contiguous tensor on any device, in sub-group order; all of one dtype.
+    """
+
+    allows_incremental: ClassVar[bool] = False  # within backward, a device may still use the old parameters
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        assert len({tensor.dtype for tensor in tensors}) == 1, "one dtype"
+        self.dtype = native_dtype(tensors[0].dtype)
+        self._tensors = [tensor.detach() for tensor in tensors]
+        device = tensors[0].device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def put(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            self._range(sub_group, offset, values).copy_(values)
+
+    def get(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            values.copy_(self._range(sub_group, offset, values))
+
+    def synchronize(self) -> None:
+        """Return at once: every copy has completed."""
+
+    def _range(self, sub_group: int, offset: int, values: torch.Tensor) -> torch.Tensor:
+        return self._tensors[sub_group][offset : offset + values.numel()]

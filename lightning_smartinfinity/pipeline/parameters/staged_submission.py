@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.pipeline.layout.batches import Piece, pieces_within
+from lightning_smartinfinity.pipeline.parameters.staging_buffer import StagingBuffer
 from lightning_smartinfinity.pipeline.parameters.submissions import Assignment, Direction, DirectSubmission, Submission
 
-if TYPE_CHECKING:
-    from lightning_smartinfinity.pipeline.parameters.staging_buffer import StagedPartition, StagingBuffer
-
-__all__ = ["StagedSubmission"]
+__all__ = ["StagedMemory", "StagedSubmission"]
 
 _PATIENCE = 1.0  # seconds between checks that the answering thread is still alive
+
+
+class StagedMemory(ABC):
+    """Parameters that only their owner can reach.
+
+    One thread, other than the training's, calls all of these methods.
+
+    Attributes:
+        dtype: The parameters' dtype.
+    """
+
+    dtype: native.DType
+
+    @abstractmethod
+    def put(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
+        """Start copying ``values``, which may change on return, to elements from ``offset`` on of a sub-group."""
+
+    @abstractmethod
+    def get(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
+        """Start copying these elements of a sub-group into ``values``, which is filled after :meth:`synchronize`."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until every copy started so far has completed."""
 
 
 class _Rows:
@@ -35,7 +58,7 @@ class _Rows:
         staging: The buffer.
     """
 
-    def __init__(self, assignment: Assignment, partition: StagedPartition, staging: StagingBuffer) -> None:
+    def __init__(self, assignment: Assignment, partition: StagedMemory, staging: StagingBuffer) -> None:
         self.dtype = staging.dtype
         self.stream = None
         self.keeps_parameters = False
@@ -95,7 +118,7 @@ class StagedSubmission(Submission):
         staging: The buffer.
     """
 
-    def __init__(self, assignment: Assignment, partition: StagedPartition, staging: StagingBuffer) -> None:
+    def __init__(self, assignment: Assignment, partition: StagedMemory, staging: StagingBuffer) -> None:
         self._tasklets = assignment.tasklets
         self._mover = _Mover(assignment, partition, staging)
 
@@ -173,7 +196,7 @@ class _Mover:
         inbox: The messages to the thread.
     """
 
-    def __init__(self, assignment: Assignment, partition: StagedPartition, staging: StagingBuffer) -> None:
+    def __init__(self, assignment: Assignment, partition: StagedMemory, staging: StagingBuffer) -> None:
         self._thread = Thread(target=self._run, name="smart-infinity-staging", daemon=True)
         self.inbox: SimpleQueue[_Message] = SimpleQueue()
         self._partition = partition

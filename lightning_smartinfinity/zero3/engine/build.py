@@ -20,7 +20,8 @@ from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 
 from lightning_smartinfinity.common.patches import replaced, wrapped
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.zero3.engine.training import EvaluationEngine, PortableEngine, SmartInfinityEngine
+from lightning_smartinfinity.zero3.engine.portable import EvaluationEngine, PortableEngine
+from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 from lightning_smartinfinity.zero3.optimizer.release import has_engine, release_module, trainings_of
 from lightning_smartinfinity.zero3.parameters.generation import sync_generation
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, swapping_with

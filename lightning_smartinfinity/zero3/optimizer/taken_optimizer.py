@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR
@@ -18,10 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.zero3.untyped import ParamGroup
-
-if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
+from lightning_smartinfinity.zero3.untyped import ParamGroup, ZeroEngine
 
 __all__ = [
     "TakenOptimizer",
@@ -40,7 +37,7 @@ _SAVE = (
 )
 
 
-def take_over(optimizer: torch.optim.Optimizer, engine: SmartInfinityEngine) -> None:
+def take_over(optimizer: torch.optim.Optimizer, engine: ZeroEngine) -> None:
     """Turn the user's optimizer into a :class:`TakenOptimizer` of the same name, whose steps the engine takes."""
     own = vars(optimizer)
     own.pop("step", None)  # a wrapper set by torch's schedulers
@@ -97,9 +94,9 @@ class TakenOptimizer(torch.optim.Optimizer):
     # Wrappers of Lightning and Fabric derive from this class, and get only instance attributes from the optimizer.
 
     @property
-    def engine(self) -> SmartInfinityEngine:
+    def engine(self) -> ZeroEngine:
         """The engine that takes the steps."""
-        engine: SmartInfinityEngine | None = self._engine()
+        engine: ZeroEngine | None = self._engine()
         if engine is None:
             raise UnsupportedError(
                 f"The training of this {type(self).__name__} is over, and its engine no longer exists.",
@@ -177,7 +174,7 @@ class TakenOptimizer(torch.optim.Optimizer):
 class _StateOnStorage(MutableMapping[torch.Tensor, Any]):
     """``optimizer.state``: empty before the first step; afterwards, every access raises UnsupportedError."""
 
-    def __init__(self, name: str, engine: weakref.ref[SmartInfinityEngine]) -> None:
+    def __init__(self, name: str, engine: weakref.ref[ZeroEngine]) -> None:
         self._name, self._engine = name, engine
 
     def _require_none(self) -> None:

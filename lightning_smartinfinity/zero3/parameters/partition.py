@@ -12,8 +12,12 @@ from torch.distributed import ProcessGroup
 from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, PartitionLayout
 from lightning_smartinfinity.pipeline.layout.tensors import flat_of, native_dtype
 from lightning_smartinfinity.pipeline.parameters.cuda import link_to
-from lightning_smartinfinity.pipeline.parameters.partitions import HostPartition, ParameterMemory
-from lightning_smartinfinity.pipeline.parameters.staging_buffer import StagedPartition, TensorPartition
+from lightning_smartinfinity.pipeline.parameters.partitions import (
+    HostPartition,
+    ParameterMemory,
+    StagedPartition,
+    TensorPartition,
+)
 from lightning_smartinfinity.pipeline.state.part_transfers import PartTransfers
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 from lightning_smartinfinity.zero3.untyped import ZeroOptimizer, ZeroParameter

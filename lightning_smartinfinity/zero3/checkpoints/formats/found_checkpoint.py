@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -25,9 +25,6 @@ from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import 
 )
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.ranks.file_systems import first_seen, places_of
-
-if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.engine.training import PortableEngine
 
 __all__ = ["FoundCheckpoint", "await_seen", "find_checkpoint"]
 
@@ -69,27 +66,27 @@ class _Seen(NamedTuple):
     saved_at: float
 
 
-def find_checkpoint(path: str | Path, *, engine: PortableEngine, latest: bool = False) -> FoundCheckpoint:
+def find_checkpoint(path: str | Path, *, bf16: bool, latest: bool = False) -> FoundCheckpoint:
     """Find the folder with the processes' files in a checkpoint that an engine is to load.
 
     This is a collective: if one rank finds a fault, every rank raises.
 
     Args:
         path: The folder that Lightning or DeepSpeed saved, or the folder in it that holds the files.
-        engine: DeepSpeed engine that will load the checkpoint.
+        bf16: Whether the engine that will load it trains in bf16.
         latest: Whether the file ``latest``, which is written last, has to be there.
 
     Raises:
         CheckpointError: There is none, it is not whole, or it was saved in another precision.
     """
-    found = _found_by_all(path, engine)
+    found = _found_by_all(path, bf16)
     rank = dist.get_rank()
     with raising_together():
         _require_one_tag(path, found)
     if len({each.save_id for each in found}) > 1:
         folder = found[rank].folder
         put_one_in_place(folder.parent, folder.name)
-        found = _found_by_all(folder, engine)
+        found = _found_by_all(folder, bf16)
         with raising_together():
             _require_one_save(found)
     with raising_together():
@@ -104,13 +101,13 @@ def find_checkpoint(path: str | Path, *, engine: PortableEngine, latest: bool = 
     return FoundCheckpoint(found[rank].folder, len(saved), in_parts)
 
 
-def _found_by_all(path: str | Path, engine: PortableEngine) -> list[_Seen]:
+def _found_by_all(path: str | Path, bf16: bool) -> list[_Seen]:
     """Return what each rank sees of a checkpoint; if one sees nothing of it, every rank raises."""
-    found, problem = _look_together(path, engine)
+    found, problem = _look_together(path, bf16)
     if None in found and any(found):
         _await(path, [None if each is None else each.folder for each in found])
         tag = next(each.folder.name for each in found if each is not None)
-        found, problem = _look_together(path, engine, tag)
+        found, problem = _look_together(path, bf16, tag)
     with raising_together():
         if problem is not None:
             raise _with_others(problem, found)
@@ -118,17 +115,17 @@ def _found_by_all(path: str | Path, engine: PortableEngine) -> list[_Seen]:
 
 
 def _look_together(
-    path: str | Path, engine: PortableEngine, tag: str | None = None
+    path: str | Path, bf16: bool, tag: str | None = None
 ) -> tuple[list[_Seen | None], CheckpointError | None]:
     """Return what each rank sees of a checkpoint, and why this one sees nothing."""
     seen: _Seen | None = None
     problem: CheckpointError | None = None
     with raising_together():
-        seen, problem = _look(path, engine, tag)
+        seen, problem = _look(path, bf16, tag)
     return gather(seen, None), problem
 
 
-def _look(path: str | Path, engine: PortableEngine, tag: str | None) -> tuple[_Seen | None, CheckpointError | None]:
+def _look(path: str | Path, bf16: bool, tag: str | None) -> tuple[_Seen | None, CheckpointError | None]:
     """Return what this rank sees of a checkpoint, or why it sees none."""
 
     def look() -> _Seen:
@@ -136,7 +133,7 @@ def _look(path: str | Path, engine: PortableEngine, tag: str | None) -> tuple[_S
         files = optimizer_files(folder)
         if not files:
             raise CheckpointError(f"{folder} holds no ZeRO-3 optimizer states.", "Pass a ZeRO-3 checkpoint.")
-        _check_precision(files, engine)
+        _check_precision(files, bf16)
         models = frozenset(map(saved_by, model_files(folder)))
         return _Seen(
             folder=folder,
@@ -231,8 +228,8 @@ def _listed(ranks: frozenset[int]) -> str:
     return ", ".join(map(str, sorted(ranks))) or "nobody"
 
 
-def _check_precision(files: list[Path], engine: PortableEngine) -> None:
-    saved, wanted = files[0].name.startswith("bf16_"), bool(engine.bfloat16_enabled())
+def _check_precision(files: list[Path], bf16: bool) -> None:
+    saved, wanted = files[0].name.startswith("bf16_"), bf16
     if saved != wanted:
         raise CheckpointError(
             f"{files[0].parent} was saved {'in' if saved else 'without'} bf16, this run is "

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Collection
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,10 +24,7 @@ from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import RANK
 from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import check_records
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import check_plain, load_file
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
-from lightning_smartinfinity.zero3.untyped import SavedState
-
-if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.engine.training import PortableEngine, SmartInfinityEngine
+from lightning_smartinfinity.zero3.untyped import SavedState, ZeroEngine
 
 __all__ = [
     "check_checkpoint",
@@ -40,7 +36,7 @@ __all__ = [
 
 
 def check_checkpoint(
-    found: FoundCheckpoint, *, engine: PortableEngine, strict: bool = True, needed: Collection[str] = ()
+    found: FoundCheckpoint, *, engine: ZeroEngine, strict: bool = True, needed: Collection[str] = ()
 ) -> None:
     """Check that an engine can resume from what as many processes saved, each from its own files.
 
@@ -66,12 +62,12 @@ def check_checkpoint(
             check_frozen(engine.module, states, folder)
 
 
-def check_weights(path: str | Path, *, engine: PortableEngine) -> FoundCheckpoint:
+def check_weights(path: str | Path, *, engine: ZeroEngine) -> FoundCheckpoint:
     """Check that a folder is an undamaged ZeRO-3 checkpoint of this precision.
 
     This is for weights alone, which any number of processes may have saved.
     """
-    found = find_checkpoint(path, engine=engine)
+    found = find_checkpoint(path, bf16=engine.bfloat16_enabled())
     with raising_together(), reading_checkpoint(path):
         _check_own_share(found.folder, in_parts=found.in_parts)
     return found
@@ -117,7 +113,7 @@ def check_frozen(module: torch.nn.Module, states: SavedState, path: str | Path) 
         )
 
 
-def check_same_save(engine: SmartInfinityEngine, client_state: SavedState) -> None:
+def check_same_save(save_id: str | None, client_state: SavedState) -> None:
     """Check after loading that one and the same save wrote every file that any rank read.
 
     A folder can hold files of two saves if they were copied by hand.
@@ -125,7 +121,7 @@ def check_same_save(engine: SmartInfinityEngine, client_state: SavedState) -> No
     Raises:
         CheckpointError: The files come from different saves; raised on every rank.
     """
-    saves = {str(save) for save in (client_state.get(SAVE_ID), engine.optimizer.save_id)}
+    saves = {str(save) for save in (client_state.get(SAVE_ID), save_id)}
     if len({save for rank_saves in gather(saves, None) for save in rank_saves}) > 1:
         raise CheckpointError(
             "The checkpoint's files come from different saves.",
@@ -152,7 +148,7 @@ def _check_own_share(folder: Path, *, in_parts: bool) -> None:
         check_plain(file)
 
 
-def _own_model_states(folder: Path, engine: PortableEngine) -> SavedState:
+def _own_model_states(folder: Path, engine: ZeroEngine) -> SavedState:
     path = engine._get_ckpt_name(str(folder.parent), folder.name)
     with reading_checkpoint(path):
         states: SavedState = load_file(path, map_location="cpu", mmap=True)
@@ -160,7 +156,7 @@ def _own_model_states(folder: Path, engine: PortableEngine) -> SavedState:
     return states
 
 
-def _check_parameters(states: SavedState, engine: PortableEngine) -> None:
+def _check_parameters(states: SavedState, engine: ZeroEngine) -> None:
     """Compare names and shapes in the order in which the optimizer's state holds the parameters."""
     saved, expected = (
         [(name, tuple(shape)) for group in groups for name, shape in group.items()]

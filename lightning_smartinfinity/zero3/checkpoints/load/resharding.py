@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,16 +27,13 @@ from lightning_smartinfinity.zero3.checkpoints.load.weight_loading import check_
 from lightning_smartinfinity.zero3.optimizer.parameter_groups import saved_numbers
 from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
-from lightning_smartinfinity.zero3.untyped import ClientState, SavedState, ZeroParameter
-
-if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
+from lightning_smartinfinity.zero3.untyped import ClientState, SavedState, ZeroEngine, ZeroParameter
 
 __all__ = ["load_resharded"]
 
 
 def load_resharded(
-    engine: SmartInfinityEngine, saved: SavedTraining, *, strict: bool, needed: Collection[str] = ()
+    engine: ZeroEngine, saved: SavedTraining, *, strict: bool, needed: Collection[str] = ()
 ) -> ClientState:
     """Load a checkpoint into an engine that trains, to resume from it.
 
@@ -122,7 +118,7 @@ class _FrozenSlices:
         saved: The checkpoint.
     """
 
-    def __init__(self, engine: SmartInfinityEngine, saved: SavedTraining) -> None:
+    def __init__(self, engine: ZeroEngine, saved: SavedTraining) -> None:
         self._saved = saved
         self._params: dict[str, ZeroParameter] = {name: param for param, name in engine.param_names.items()}
 
@@ -140,7 +136,7 @@ def _restore_optimizer(optimizer: StorageOptimizer, saved: SavedTraining) -> Non
     optimizer.overflow = states["overflow"]
 
 
-def _restore_counters(engine: SmartInfinityEngine, states: SavedState) -> None:
+def _restore_counters(engine: ZeroEngine, states: SavedState) -> None:
     engine.global_steps = states["global_steps"]
     engine.global_samples = states.get("global_samples", engine.global_steps * engine.train_batch_size())
     engine.skipped_steps = states["skipped_steps"]
@@ -149,7 +145,7 @@ def _restore_counters(engine: SmartInfinityEngine, states: SavedState) -> None:
 # ---- checks of model and optimizer
 
 
-def _check(engine: SmartInfinityEngine, saved: SavedTraining, *, strict: bool, needed: Collection[str]) -> None:
+def _check(engine: ZeroEngine, saved: SavedTraining, *, strict: bool, needed: Collection[str]) -> None:
     saved.check_states()
     check_needed(saved.model_states, needed, saved.path)
     _check_model(engine, saved)
@@ -160,7 +156,7 @@ def _check(engine: SmartInfinityEngine, saved: SavedTraining, *, strict: bool, n
     _check_numbers(saved)
 
 
-def _check_model(engine: SmartInfinityEngine, saved: SavedTraining) -> None:
+def _check_model(engine: ZeroEngine, saved: SavedTraining) -> None:
     present = {name: shape for group in engine._get_zero_param_shapes() for name, shape in group.items()}
     check_names(present, saved.shapes, saved.path)
     frozen = saved.frozen_shapes()

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,7 @@ from lightning_smartinfinity.zero3.optimizer.release import trainings_of
 from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together, show_on_rank_zero
-from lightning_smartinfinity.zero3.untyped import ClientState, SavedState, ZeroParameter
-
-if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.engine.training import PortableEngine
+from lightning_smartinfinity.zero3.untyped import ClientState, SavedState, ZeroEngine, ZeroParameter
 
 __all__ = [
     "check_names",
@@ -42,7 +39,7 @@ Shapes: TypeAlias = Mapping[str, torch.Size | torch.Tensor]
 """Shapes of parameters by name, or tensors that have these shapes."""
 
 
-def load_saved_weights(engine: PortableEngine, path: str | Path, *, strict: bool) -> ClientState:
+def load_saved_weights(engine: ZeroEngine, path: str | Path, *, strict: bool) -> ClientState:
     """Load the weights of an ordinary or universal checkpoint, which any number of processes saved.
 
     Every rank reads what its slices need, a window at a time. If the module is being trained, or its training is over
@@ -115,7 +112,7 @@ def _shape(shapes: Shapes, name: str) -> str:
     return f"of shape {tuple(getattr(shapes[name], 'shape', shapes[name]))}"
 
 
-def _opened(engine: PortableEngine, path: str | Path) -> SavedWeights:
+def _opened(engine: ZeroEngine, path: str | Path) -> SavedWeights:
     if is_universal(path):
         return UniversalFolder(Path(path), rank=dist.get_rank(), world_size=dist.get_world_size())
     return ZeroFolder.of(check_weights(path, engine=engine))
@@ -201,7 +198,7 @@ def _idle_trainings(module: torch.nn.Module) -> list[StorageOptimizer]:
 
 
 @contextmanager
-def _restored_on_failure(trainings: Iterable[StorageOptimizer], engine: PortableEngine) -> Iterator[None]:
+def _restored_on_failure(trainings: Iterable[StorageOptimizer], engine: ZeroEngine) -> Iterator[None]:
     """If loading fails, restore trained parameters from their masters, which the load has not changed."""
     try:
         yield

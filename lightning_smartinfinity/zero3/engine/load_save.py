@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -14,10 +13,9 @@ from lightning_smartinfinity.zero3.checkpoints.formats.universal_folder import U
 from lightning_smartinfinity.zero3.checkpoints.load.full_weights import load_full_weights
 from lightning_smartinfinity.zero3.checkpoints.load.resharding import load_resharded
 from lightning_smartinfinity.zero3.checkpoints.load.weight_loading import load_saved_weights
+from lightning_smartinfinity.zero3.engine.portable import PortableEngine
+from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
-
-if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.engine.training import PortableEngine, SmartInfinityEngine
 
 __all__ = ["load_engine", "load_weights", "save_engine"]
 

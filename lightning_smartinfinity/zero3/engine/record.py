@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,14 +13,12 @@ from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.formats.client_state import loss_scaler_of, numbers_of
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_residual import begin_residual
 from lightning_smartinfinity.zero3.checkpoints.formats.weight_source import persistent_buffers
+from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.parameters.module_guard import refuse_late_parameters
 from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.ranks.collectives import gather
 from lightning_smartinfinity.zero3.untyped import SavedState, ZeroParameter
-
-if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 
 __all__ = [
     "crc32c_of_both",
