@@ -1,1 +1,1 @@
-"""The three doors: Lightning's Trainer, Fabric and transformers' Trainer, and what they share."""
+"""The three entry points, Lightning's Trainer, Fabric and transformers' Trainer, and the code that they share."""

@@ -18,7 +18,7 @@ __all__ = ["SharedOptions", "checked_options", "indexed_device", "swapped_precis
 
 
 class SharedOptions(TypedDict, total=False):
-    """Settings that the strategies of Trainer and Fabric both take from Lightning's."""
+    """Settings of Lightning's strategies that both the Trainer's and Fabric's strategy accept."""
 
     parallel_devices: list[torch.device] | None
     process_group_backend: str | None
@@ -59,14 +59,14 @@ _RULES = {
 def take_options(strategy: Any, options: Mapping[str, Any], *, known: type, answers: Mapping[str, str]) -> None:
     """Set the attributes that ``DeepSpeedStrategy.__init__`` would have set.
 
-    Our strategies skip that constructor, since it imports deepspeed, which chooses an accelerator once and for all,
-    before the Trainer has chosen one.
+    Our strategies skip that constructor. It imports deepspeed, which fixes the accelerator before the Trainer has
+    chosen one.
 
     Args:
         strategy: The strategy.
         options: Options that the user passed in addition to our own settings.
-        known: TypedDict of the options that Lightning takes.
-        answers: What to write instead of other options, where that depends on the strategy.
+        known: TypedDict of the options that Lightning's strategy accepts.
+        answers: Messages for options whose remedy depends on the strategy.
 
     Raises:
         ConfigError: Options are unknown, or one is out of range; the message names them.
@@ -89,10 +89,10 @@ def checked_options(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]
 
     Args:
         strategy: Class name, for the message.
-        options: Options that the user passed in addition to our own settings, and that Lightning takes.
+        options: Options of Lightning that the user passed in addition to our own settings.
 
     Raises:
-        ConfigError: One is out of range; the message names it.
+        ConfigError: An option is out of range; the message names it.
     """
     return {
         name: check(strategy, name, value, _RULES[name]) if name in _RULES else value for name, value in options.items()
@@ -100,7 +100,7 @@ def checked_options(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]
 
 
 def indexed_device(device: torch.device, local_rank: int) -> torch.device:
-    """Return the device with an index, which DeepSpeed needs for a CPU, too."""
+    """Return the device with an index. DeepSpeed needs one for a CPU, too."""
     return torch.device("cpu", local_rank) if device.type == "cpu" else device
 
 
@@ -108,9 +108,9 @@ def swapped_precision(plugin: Any, *, stock: type, own: Callable[[Any], Any], en
     """Return our precision plugin instead of the stock one, which Lightning builds for every ``DeepSpeedStrategy``.
 
     Args:
-        plugin: Plugin that Lightning's connector or the user passes; None if it is not chosen yet.
+        plugin: Plugin from Lightning's connector or from the user; None if none is chosen yet.
         stock: Class that the connector builds.
-        own: Function that builds ours from the precision's name.
+        own: Function that builds our plugin from the precision's name.
         entry: ``"Trainer"`` or ``"Fabric"``, for the message.
 
     Raises:

@@ -31,15 +31,15 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
     """Precision of models trained by :class:`~lightning_smartinfinity.SmartInfinityStrategy`.
 
     It supports ``32-true``, ``bf16-true``, ``bf16-mixed``, ``16-true`` and ``16-mixed``. In every 16-bit precision the
-    parameters have 16 bits, and the fp32 master weights, which start from them, lie on storage. The mixed precisions
-    build the model in fp32 and cast it when ZeRO-3 takes it over; the true ones build it in 16 bits. fp16 scales the
+    parameters have 16 bits; the fp32 master weights, initialised from them, are kept on storage. The mixed precisions
+    build the model in fp32 and cast it when ZeRO-3 partitions it; the true ones build it in 16 bits. fp16 scales the
     loss.
 
-    ``Trainer(precision=...)`` is checked by Lightning's own plugin first, whose message for another precision names
+    Lightning's own plugin checks ``Trainer(precision=...)`` first. Its message for another precision names
     ``strategy='deepspeed'``.
 
     Args:
-        precision: One of these names.
+        precision: One of the names above.
 
     Raises:
         ConfigError: The name is unknown.
@@ -58,7 +58,7 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        # Lightning's own 32-true leaves batches as they are, its own 16-bit true precisions cast them.
+        # Lightning's own 32-true does not cast batches; its own 16-bit true precisions do.
         if "true" in self.precision:
             return data if self._desired_dtype is torch.float else super().convert_input(data)
         if not self._saw_a_batch:
@@ -79,7 +79,7 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        # As Lightning's own 16-bit true precisions: new tensors of a step have the dtype of the parameters.
+        # As in Lightning's own 16-bit true precisions, new tensors of a step have the parameters' dtype.
         with self.tensor_init_context():
             yield
 
@@ -88,8 +88,8 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         optimizer.engine.optimizer.clip_grad = 0.0
-        # DeepSpeedPrecision's own version refuses a training_step that returns None. Without backward, parameters have
-        # no gradients, and the step changes nothing.
+        # DeepSpeedPrecision's own version refuses a training_step that returns None. Without a backward, parameters
+        # have no gradients, and the step changes nothing.
         result = closure()
         self._after_closure(model, optimizer)
         model.trainer.model.step(**kwargs)
@@ -104,7 +104,7 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
             engine.backward(tensor, *args, **kwargs)
             return
 
-        # DeepSpeedPrecision's own version leaves the user's method out.
+        # DeepSpeedPrecision's own version never calls the module's overridden method.
         def backward(
             original: Callable[..., None],
             loss: torch.Tensor,
@@ -122,8 +122,8 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
 
     @override
     def _clip_gradients(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        # Lightning calls this in automatic optimization only, when nothing but the step follows: not even a module's
-        # own configure_gradient_clipping, which may look at what it has clipped.
+        # Lightning calls this only in automatic optimization. If the module overrides configure_gradient_clipping, that
+        # method may read the clipped gradients before the step.
         self._step_follows = not is_overridden("configure_gradient_clipping", model)
         try:
             super()._clip_gradients(model, *args, **kwargs)
@@ -146,14 +146,14 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             clip_values(optimizer, float(clip_val))
         elif self._step_follows:
-            # The step scales the gradients anyway and knows their norm.
+            # The step scales the gradients anyway and knows their norm, so it can clip in the same pass.
             optimizer.clip_grad = float(clip_val)
         else:
             clip_norm(optimizer, float(clip_val))
 
 
 class SmartInfinityFabricPrecision(FabricDeepSpeedPrecision):
-    """:class:`SmartInfinityPrecision` for Fabric, where ``Fabric(precision=...)`` chooses it by name.
+    """:class:`SmartInfinityPrecision` for Fabric. ``Fabric(precision=...)`` chooses it by name.
 
     Args:
         precision: One of the names of :class:`SmartInfinityPrecision`.
@@ -173,7 +173,8 @@ class SmartInfinityFabricPrecision(FabricDeepSpeedPrecision):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        # Fabric's own 32-true leaves inputs and outputs as they are: doubles, and 16 bits of an autocast.
+        # Fabric's own 32-true casts neither inputs nor outputs, such as float64 tensors and 16-bit results of an
+        # autocast.
         return data if self._desired_dtype is torch.float else super().convert_input(data)
 
     @override
@@ -184,7 +185,7 @@ class SmartInfinityFabricPrecision(FabricDeepSpeedPrecision):
     def backward(self, tensor: torch.Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         super().backward(tensor, model, *args, **kwargs)
 
-    # Where a precision overrides backward, Fabric lets torch.autograd.grad fail. It takes the wrapped one for ours.
+    # If a precision overrides backward, Fabric makes torch.autograd.grad raise. Its check unwraps ours, and finds none.
     backward.__wrapped__ = Precision.backward  # type: ignore[attr-defined]
 
 
@@ -192,9 +193,9 @@ class SmartInfinityFabricPrecision(FabricDeepSpeedPrecision):
 def _converting(module: Module, precision: str, dtype: torch.dtype) -> Iterator[None]:
     """Prepare a module for ``module.to(dtype)``, which a true precision calls within this context.
 
-    Lightning's modules are told the dtype that their parameters have in the training. Parameters get it one by one. A
-    mixed precision leaves that to DeepSpeed. Complex buffers keep their dtype: torch would drop their imaginary parts.
-    So do double buffers in fp32, as in Lightning's own 32-true.
+    Sets the training's dtype as the dtype of Lightning modules. Casts parameters one by one in a true precision; in a
+    mixed precision DeepSpeed casts them. Complex buffers keep their dtype, since torch would drop their imaginary
+    parts. float64 buffers keep theirs in fp32, as in Lightning's own 32-true.
 
     Raises:
         UnsupportedError: The module has a complex parameter.
@@ -227,10 +228,10 @@ def _converting(module: Module, precision: str, dtype: torch.dtype) -> Iterator[
 
 
 def _in_16_bit(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of a batch as a mixed precision takes it; torch's autocast leaves doubles alone, too."""
+    """Return a batch's tensor cast as mixed precisions do. float64 stays, as with torch's autocast."""
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not torch.double else tensor
 
 
 def _changes(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether :func:`_in_16_bit` changes a value."""
+    """Return whether :func:`_in_16_bit` changes any value, NaNs aside."""
     return bool((_in_16_bit(tensor, dtype) != tensor)[~tensor.isnan()].any())

@@ -1,4 +1,4 @@
-"""The training engine and its storage, as the three doors (Trainer, Fabric and transformers) share them."""
+"""The training engine and its storage, shared by the three entry points: Trainer, Fabric and transformers."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ T = TypeVar("T")
 
 
 class NearStorage(ABC):
-    """Base of what a user opens a training with. It knows neither Lightning nor transformers.
+    """Base class of the three entry points. It depends on neither Lightning nor transformers.
 
-    It precedes one of Lightning's two ``DeepSpeedStrategy`` classes among the bases of a strategy, and calls none of
-    their methods.
+    In a strategy's bases it precedes one of Lightning's two ``DeepSpeedStrategy`` classes. It calls none of their
+    methods.
 
     Attributes:
-        config: DeepSpeed's configuration, under the name that Lightning gives it.
+        config: DeepSpeed's configuration, under Lightning's name for it.
     """
 
     config: Any
-    _recording: Recording | None = None  # where nothing is recorded
+    _recording: Recording | None = None  # None: nothing is recorded
 
     def _take_settings(self, settings: StrategySettings) -> None:
-        """Keep what the user passed, and build DeepSpeed's configuration from it."""
+        """Store the user's settings, and build DeepSpeed's configuration from them."""
         if settings.update_device == "smartssd":
             require_xclbin_named(settings.smartssd)
         if settings.update_device == "host" and settings.smartssd is not None:
@@ -73,12 +73,12 @@ class NearStorage(ABC):
         # The engine of the last training. Later runs may replace the strategy's engine, but only this one can save.
         self._training_engine: SmartInfinityEngine | None = None
         self._watch = 0
-        # The swapper of parameters that lie on storage.
+        # The swapper of parameters on storage.
         self._parameters: ParameterSwapper | None = None
         owner = type(self).__name__
         self._nvme_path = nvme_path_of(settings.zero, owner=owner)
-        # DeepSpeed's configuration; precision and accumulation are filled in before the training is set up.
-        # A plan puts parameters with a budget on storage, unless the user says where they lie.
+        # DeepSpeed's configuration; precision and accumulation are filled in before the training is set up. A plan puts
+        # parameters on storage, with a byte budget, unless the user chose another place.
         is_planned = settings.plan is not None and not (settings.zero or {}).get("offload_param")
         self._engine_config: DeepSpeedConfig = build_deepspeed_config(
             settings.zero,
@@ -89,13 +89,13 @@ class NearStorage(ABC):
     def close(self) -> None:
         """Release the ring and remove parameters and, unless ``transfer.keep`` is set, optimizer state from storage.
 
-        After training the state stays readable (``save_checkpoint``) until this is called, the next training on the
-        same storage begins, or the interpreter exits. Parameters on storage (``offload_param``) stay until this is
-        called, or neither their model nor the strategy exists any more; what another strategy of this process still
-        uses on the same storage stays until that one is closed. Calling it again does nothing.
+        After training, the state stays readable (``save_checkpoint``) until this call, the next training on the same
+        storage, or the interpreter's exit. Parameters on storage (``offload_param``) stay until this call, or until
+        neither their model nor the strategy exists. Parameters that another strategy of this process uses stay until
+        that strategy is closed. A second call does nothing.
 
-        A step in progress is completed first. ``overlap`` may leave one, so every rank has to call this if there are
-        several processes.
+        A step in progress is completed first. With ``overlap`` a step may be in progress, so with several processes
+        every rank must call this.
         """
         self._close_state(since="close() was called")
         if self._parameters is not None:
@@ -104,9 +104,9 @@ class NearStorage(ABC):
         end_watch(self._watch)
 
     def drain(self) -> None:
-        """Wait until the last step is done and committed on every rank; with ``overlap`` its update may still run.
+        """Wait until every rank has committed the last step; with ``overlap`` its update may still be running.
 
-        This is a collective: every rank calls it. Everything that reads or writes parameters or state drains by itself.
+        This is a collective: every rank calls it. Everything that reads or writes parameters or state drains first.
 
         Raises:
             ConfigError, StorageError, DeviceError, CudaError: The step failed on some rank, and was rolled back on all.
@@ -123,21 +123,21 @@ class NearStorage(ABC):
         dtype: torch.dtype | None = None,
         max_shard_size: int | str | None = None,
     ) -> None:
-        """Save a model of transformers for ``from_pretrained``, without a checkpoint in between.
+        """Save a model of transformers for ``from_pretrained``, without an intermediate checkpoint.
 
-        This is a collective: every rank calls it, in a fit, after it, or when the model is only evaluated. The first
-        rank writes, with bounded memory; ``folder`` is complete, or as it was before.
+        This is a collective: every rank calls it, during a fit, after it, or when the model is only evaluated. The
+        first rank writes, with bounded memory. ``folder`` ends up complete or unchanged.
 
         Args:
             folder: Path of the folder. If it exists, its older weights are replaced and its other files stay.
-            module: The model, or a module with one inside. Default: the whole module, which is saved by its own names
-                if no model of transformers is inside.
-            dtype: Dtype of trained weights. Default: that of the training, whose bits they then have;
-                ``torch.float32`` saves the masters as they are.
+            module: The model, or a module that contains it. Default: the whole module; if it contains no model of
+                transformers, it is saved under its own parameter names.
+            dtype: Dtype of trained weights. Default: the training's dtype, with bits equal to the training's weights;
+                ``torch.float32`` saves the master weights unchanged.
             max_shard_size: Largest size of a file in bytes, or as ``"5GB"``. Default: that of transformers.
 
         Raises:
-            SmartInfinityError: An argument is wrong, or the model cannot be saved, or ``folder`` is a file or cannot be
+            SmartInfinityError: An argument is wrong, the model cannot be saved, or ``folder`` is a file or cannot be
                 written; raised on every rank.
         """
         from lightning_smartinfinity.export.from_training import save_module
@@ -150,7 +150,7 @@ class NearStorage(ABC):
 
     @abstractmethod
     def _module_to_save(self, module: torch.nn.Module | None) -> torch.nn.Module:
-        """Return the module of :meth:`save_pretrained` without the wrappers of Lightning and DeepSpeed."""
+        """Return the module that :meth:`save_pretrained` saves, without the wrappers of Lightning and DeepSpeed."""
 
     def _close_state(self, *, since: str) -> None:
         optimizer = self._near_storage_optimizer
@@ -160,31 +160,31 @@ class NearStorage(ABC):
     def traffic(self) -> Traffic:
         """Return this rank's counters since its storage was opened; all zero before training and after :meth:`close`.
 
-        Transfers of parameters on storage are counted, too, from the building of the model on.
+        Transfers of parameters on storage are included, from the building of the model on.
         """
         state = self._rank_state
         traffic = Traffic() if state is None else state.traffic()
         return traffic if self._parameters is None else traffic + self._parameters.traffic()
 
     def io_waits(self) -> list[IoWait]:
-        """Return who waited for whom on this process's devices: a row for each device and pair of classes."""
+        """Return how long I/O classes waited for each other on this process's devices, a row per device and pair."""
         return io_waits()
 
     @property
     def state_numel(self) -> int:
-        """Elements of this rank's partition that the optimizer updates; 0 before training."""
+        """Number of elements in this rank's partition that the optimizer updates; 0 before training."""
         state = self._rank_state
         return 0 if state is None else state.partition.layout.numel
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of this rank's optimizer state on storage, in all places; 0 before training."""
+        """Bytes of this rank's optimizer state on storage, over all places of a tasklet; 0 before training."""
         state = self._rank_state
         return 0 if state is None else state.storage_bytes
 
     @property
     def host_bytes(self) -> dict[str, int]:
-        """Host memory that the update holds on this rank, in bytes by purpose; empty before training."""
+        """Bytes of host memory that the update holds on this rank, by purpose; empty before training."""
         state = self._rank_state
         held = {} if state is None else state.host_bytes
         return held if self._parameters is None else {**held, "parameter_buffers": self._parameters.host_bytes}
@@ -204,7 +204,7 @@ class NearStorage(ABC):
         return None if self._training_engine is None else self._training_engine.optimizer
 
     def _prepare_environment(self, device: torch.device, *, local_world_size: int) -> None:
-        """Prepare the environment before DeepSpeed is first imported, and check settings that only it can check."""
+        """Prepare the environment before the first import of DeepSpeed, and check settings that depend on it."""
         self._local_world_size, self._on_cuda = local_world_size, device.type == "cuda"
         require_descriptors(num_processes=local_world_size, num_folders=len(self._settings.storage or ("",)))
         share_devices(local_world_size)
@@ -216,12 +216,12 @@ class NearStorage(ABC):
     def _build_engine(
         self, model: torch.nn.Module, optimizer: Optimizer, initialize: Callable[[], tuple[SmartInfinityEngine, T]]
     ) -> tuple[SmartInfinityEngine, T]:
-        """Run a call of ``deepspeed.initialize`` so that the engine it returns trains near storage.
+        """Call ``deepspeed.initialize`` so that the returned engine trains near storage.
 
         Args:
             model: Module to train.
             optimizer: Optimizer of torch over the model's parameters.
-            initialize: Function that returns the engine and something else.
+            initialize: Function that returns the engine and the other results.
         """
         from lightning_smartinfinity.zero3.engine.build import engine_with, refuse_in_fit
         from lightning_smartinfinity.zero3.optimizer.earlier_state import (
@@ -266,7 +266,7 @@ class NearStorage(ABC):
         offload = self._offload_for(optimizer)
         with self._parameters_on_storage(model), engine_with(offload):
             if self._parameters is not None:
-                self._parameters.users -= idle  # close() of this one removes what it has taken
+                self._parameters.users -= idle  # our close() now removes the parameters
                 require_parameter_space(
                     self._parameters.settings, offload, model, optimizer, in_16_bit=is_16_bit(self._engine_config)
                 )
@@ -274,7 +274,7 @@ class NearStorage(ABC):
         take_over(optimizer, engine)
         if self._has_fp32_in_memory(model):
             note_fp32_in_memory(model.parameters())
-        # This runs at interpreter exit, too: nothing stays on storage unless it is to be kept.
+        # The finalizer also runs at interpreter exit: storage is left empty unless the settings keep the state.
         weakref.finalize(self, engine.optimizer.rank_state.closer())
         self._training_engine = engine
         if kept is not None:
@@ -285,7 +285,7 @@ class NearStorage(ABC):
 
     @abstractmethod
     def _has_fp32_in_memory(self, model: torch.nn.Module) -> bool:
-        """Return whether the same training in memory has parameters in fp32, as in a mixed precision."""
+        """Return whether the same training in memory would have fp32 parameters, as in a mixed precision."""
 
     def _offload_for(self, optimizer: Optimizer) -> OffloadSettings:
         """Return the settings with the chosen update device; warn if compression brings no gain."""
@@ -312,7 +312,7 @@ class NearStorage(ABC):
 
     @contextmanager
     def _parameters_on_storage(self, model: torch.nn.Module | None = None) -> Iterator[None]:
-        """Put what DeepSpeed partitions in this context into our files, if ``offload_param`` says so.
+        """Put parameters that DeepSpeed partitions in this context into our files, if ``offload_param`` says so.
 
         Args:
             model: The model, if it exists already.
@@ -339,11 +339,11 @@ class NearStorage(ABC):
     def _building(
         self, sharded: Callable[[], AbstractContextManager[None]], module: torch.nn.Module | None
     ) -> Iterator[None]:
-        """Enter Lightning's context in which ZeRO-3 partitions what is built, together with our own contexts.
+        """Enter Lightning's context in which ZeRO-3 partitions new modules, together with our own contexts.
 
         Args:
-            sharded: Function that makes Lightning's context, which takes the parameters' swapper when it is made.
-            module: Module that is being built, if it exists already.
+            sharded: Function that creates Lightning's context, which picks up the parameter swapper when it is created.
+            module: The module being built, if it exists already.
         """
         from lightning_smartinfinity.zero3.engine.build import gathering_when_called
         from lightning_smartinfinity.zero3.parameters.gather_on_use import gathering_on_use
@@ -372,11 +372,11 @@ class NearStorage(ABC):
             self._settings = replace(self._settings, storage=(folder,))
 
     def _plan(self, module: torch.nn.Module | None, around: Surroundings) -> None:
-        """Choose what the user left open, if ``plan`` says so, once for each module. Collective.
+        """Choose the settings that the user left open, if ``plan`` is set, once per module. Collective.
 
         Args:
-            module: The module that will be trained, if it is known.
-            around: What is known of the training.
+            module: The module to train, if known.
+            around: Known facts of the training, such as its precision and number of processes.
         """
         known = None if self._planned_for is None else self._planned_for()
         if self._asked.plan is None or (known is not None and known is module):
@@ -394,17 +394,17 @@ class NearStorage(ABC):
         check_zero_section(section, owner=owner)
 
     def _begin_watch(self) -> None:
-        """Watch the other ranks until this ends or is closed. This is a collective."""
+        """Watch the other ranks until this strategy's training ends or :meth:`close` is called. Collective."""
         self._watch = begin_watch(self._settings.watchdog_timeout, self._settings.collective_timeout)
 
     def _release_storage(self, later: str) -> set[NearStorage]:
-        """Close the storage of an earlier training by this strategy, and by an idle one on the same folders.
+        """Close the storage of this strategy's earlier training, and of an idle strategy on the same folders.
 
         Args:
-            later: Words for the training that takes the folders, for the errors of later uses of an earlier one.
+            later: Name of the new training that takes the folders, for errors of later uses of the old one.
 
         Returns:
-            The other strategy that was idle, if there was one.
+            The idle strategy as a set of one element, or an empty set.
         """
         storage = self._settings.storage
         assert storage is not None
@@ -422,28 +422,28 @@ class NearStorage(ABC):
         return {idle}
 
     def _become_idle(self, *, completed: bool) -> None:
-        """Mark training as over; the state stays readable until the next training on the same storage.
+        """Mark training as over; its state stays readable until the next training on the same storage.
 
         Args:
-            completed: Whether it has ended as it should.
+            completed: Whether the training ended without an error.
         """
         optimizer = self._near_storage_optimizer
         if optimizer is not None:
             with saving():
                 failure = optimizer.rank_state.background.join()
-            if failure is not None:  # another error ends the training
+            if failure is not None:  # another error ends the training, so this one only warns
                 warnings.warn(f"A checkpoint could not be saved: {failure}", stacklevel=2)
         end_watch(self._watch)
         if optimizer is not None:
-            if optimizer.rank_state.in_fit:  # an evaluation afterwards says nothing about the training
+            if optimizer.rank_state.in_fit:  # an evaluation after the training does not change its outcome
                 optimizer.rank_state.keeping.completed = completed
             optimizer.rank_state.in_fit = False
-            optimizer.idle = self  # as long as the module lives: it may be trained once more, from its masters
+            optimizer.idle = self  # as long as the module exists: another training may start from its masters
             if optimizer.rank_state.activations is not None:
                 optimizer.rank_state.activations.rest()
-            # After an error, which may have come on this rank alone, a step may still be in progress.
+            # After an error, which this rank alone may have met, a step may still be in progress.
             optimizer.update.training_over()
-        return_freed_memory()  # no step will use it again
+        return_freed_memory()  # no further step will use it
         if self._idle_key is not None:
             _IDLE[self._idle_key] = weakref.ref(self)
 

@@ -1,4 +1,4 @@
-"""Says what to write instead of an option that a class does not have, above all those of stock DeepSpeedStrategy."""
+"""Error messages for options that a class does not have, above all options of the stock DeepSpeedStrategy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OURS = tuple(field.name for field in fields(StrategySettings))
 _SECTIONS = {"transfer": TransferConfig, "smartssd": SmartSSDConfig}
 _PLACES = {field.name: section for section, kind in _SECTIONS.items() for field in fields(kind)}
 
-# Those that DeepSpeed keeps in offload_param: the key, and the device that it belongs to.
+# Options of stock that DeepSpeed keeps in offload_param: the key, and the device that it applies to.
 _OF_OFFLOAD_PARAM = {
     "max_in_cpu": ("max_in_cpu", "nvme"),
     "params_buffer_count": ("buffer_count", "nvme"),
@@ -61,7 +61,7 @@ OF_TRAINER = {
     **dict.fromkeys(("bf16", "fp16", "precision"), "Pass Trainer(precision=...) by name."),
     "remote_device": f"Leave it out: what configure_model builds {_PARTITIONED}",
 }
-"""Answers that hold for the Trainer's strategy alone."""
+"""Messages for the Trainer's strategy only."""
 
 OF_FABRIC = {
     "config": f"{_CONFIG} Pass Fabric(precision=...); gradient clipping and accumulation are your loop's.",
@@ -69,7 +69,7 @@ OF_FABRIC = {
     **dict.fromkeys(("bf16", "fp16", "precision_plugin"), "Pass Fabric(precision=...) by name."),
     "remote_device": f"Leave it out: what is built in fabric.init_module() {_PARTITIONED}",
 }
-"""Answers that hold for Fabric's strategy alone."""
+"""Messages for Fabric's strategy only."""
 
 _OTHERWISE = "Settings of ZeRO-3 go into zero={...}, settings of the transfer into transfer={...}."
 
@@ -77,16 +77,16 @@ _OTHERWISE = "Settings of ZeRO-3 go into zero={...}, settings of the transfer in
 def refuse_unknown(
     owner: str, options: Mapping[str, object], *, known: Iterable[str] = (), answers: Mapping[str, str]
 ) -> None:
-    """Refuse options that a class does not have.
+    """Raise an error for options that a class does not have.
 
     Args:
-        owner: The class, for the message.
-        options: Options that the user gave, beside our own settings.
-        known: Options that the class has, beside our own settings.
-        answers: What to write instead of options, where that depends on the class.
+        owner: Class name, for the message.
+        options: Options that the user passed in addition to our own settings.
+        known: Options that the class has in addition to our own settings.
+        answers: Messages for options whose remedy depends on the class.
 
     Raises:
-        ConfigError: There is such an option; the message names all of them, and says what to write.
+        ConfigError: An option is unknown; the message names all unknown ones and their remedies.
     """
     known = tuple(known)
     unknown = sorted(set(options) - set(known))
@@ -96,20 +96,20 @@ def refuse_unknown(
 
 
 def what_to_write(name: str, value: object, *, known: Iterable[str], answers: Mapping[str, str]) -> str:
-    """Return a sentence that says what to write instead of an option that a class does not have.
+    """Return a sentence that tells the user what to write instead of an unknown option.
 
     Args:
         name: Name of the option.
-        value: Value that the user gave it.
-        known: Options that the class has beside our own settings.
-        answers: Sentences for options that are answered in another way than for other classes.
+        value: Value that the user passed for it.
+        known: Options that the class has in addition to our own settings.
+        answers: Messages for options whose remedy depends on the class.
     """
     written = _answer(name, value, answers)
     return written or _guess(name, value, known=known, answers=answers)
 
 
 def _answer(name: str, value: object, answers: Mapping[str, str]) -> str | None:
-    """Return the sentence for an option that has one."""
+    """Return the option's own sentence, or None if it has none."""
     if name in answers:
         return answers[name]
     if name == "zero_optimization" and isinstance(value, Mapping):
@@ -129,7 +129,7 @@ def _answer(name: str, value: object, answers: Mapping[str, str]) -> str | None:
 
 
 def _guess(name: str, value: object, *, known: Iterable[str], answers: Mapping[str, str]) -> str:
-    """Return a question that names what was meant, with its own answer or the setting in which it belongs."""
+    """Return a "Did you mean" sentence with the closest option's own answer or section."""
     inside = {each: f"{section}={{{each!r}: ...}}" for each, section in _PLACES.items()}
     inside |= {each: f"zero={{{each!r}: ...}}" for each in ZERO_KEYS}
     taken = dict.fromkeys([*_OURS, *known, *inside])

@@ -1,4 +1,4 @@
-"""Reads files for ``fabric.load``, and fills the dictionary that it is given: a model, its optimizer, other values."""
+"""Helpers of ``fabric.save`` and ``fabric.load``: read files, and split and fill the user's state dictionary."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["move_into", "read_state_dict", "refuse_options", "refuse_optimizer",
 
 
 def read_state_dict(load: Callable[..., Pickled], path: str | Path) -> SavedState:
-    """Read a file that ``torch.save`` wrote of a dictionary. Collective: a failure raises on every rank.
+    """Read a dictionary from a file of ``torch.save``. Collective: a failure raises on every rank.
 
     Args:
-        load: Function that loads it by its path and ``weights_only``.
+        load: Function that loads the file, given its path and ``weights_only``.
         path: Path of the file.
 
     Raises:
-        CheckpointError: It is missing or damaged, needs consent, or holds something else.
+        CheckpointError: The file is missing or damaged, needs ``weights_only=False``, or holds no dictionary.
     """
     from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
     from lightning_smartinfinity.zero3.checkpoints.formats.trust import load_by
@@ -38,10 +38,10 @@ def read_state_dict(load: Callable[..., Pickled], path: str | Path) -> SavedStat
 
 
 def weights_in(contents: ClientState, key: str, path: str | Path) -> SavedState:
-    """Take a model's weights out of what a file holds.
+    """Remove a model's weights from a file's contents and return them.
 
     Raises:
-        CheckpointError: There are none under this key.
+        CheckpointError: The contents have no weights under this key.
     """
     weights = contents.pop(key, None)
     if not isinstance(weights, Mapping):
@@ -53,10 +53,10 @@ def weights_in(contents: ClientState, key: str, path: str | Path) -> SavedState:
 
 
 def split_state(state: Mapping[str, object]) -> tuple[PortableEngine, ClientState]:
-    """Return the engine in a state, and the entries other than it and its optimizer.
+    """Return the engine in a state, and the entries other than the engine and its optimizer.
 
     Raises:
-        UnsupportedError: The state has no model, or several, or the optimizer of another one.
+        UnsupportedError: The state has no model or several, or an optimizer of another model.
     """
     from lightning_smartinfinity.zero3.engine.portable import PortableEngine
     from lightning_smartinfinity.zero3.optimizer.taken_optimizer import TakenOptimizer
@@ -79,7 +79,7 @@ def split_state(state: Mapping[str, object]) -> tuple[PortableEngine, ClientStat
 
 
 def move_into(state: ClientState, loaded: ClientState, *, path: str | Path, strict: bool) -> None:
-    """Move loaded values into a state under the same keys; ``loaded`` keeps those that the state does not ask for."""
+    """Move loaded values into a state under the same keys; ``loaded`` keeps the values that the state lacks."""
     missing = sorted(set(state) - set(loaded))
     if strict and missing:
         raise CheckpointError(
@@ -93,7 +93,7 @@ def move_into(state: ClientState, loaded: ClientState, *, path: str | Path, stri
 
 
 def refuse_options(**options: object) -> None:
-    """Refuse options of ``fabric.save`` that were given."""
+    """Refuse options of ``fabric.save`` other than None."""
     for name, value in options.items():
         if value is not None:
             raise UnsupportedError(
@@ -103,7 +103,7 @@ def refuse_options(**options: object) -> None:
 
 
 def refuse_optimizer(with_optimizer: bool) -> None:
-    """Refuse an optimizer beside a model that loads weights alone."""
+    """Refuse an optimizer in the state when only weights are loaded."""
     if with_optimizer:
         raise UnsupportedError(
             "SmartInfinityFabricStrategy(load_full_weights=True) was given a state with an optimizer.",

@@ -1,4 +1,4 @@
-"""``Fabric(strategy="smart_infinity")``: the user's own loop with optimizer state that lies only on storage."""
+"""``Fabric(strategy="smart_infinity")``: the user's own loop with optimizer state that is kept only on storage."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ __all__ = ["SmartInfinityFabricStrategy"]
 
 
 class FabricOptions(SharedOptions, total=False):
-    """Settings that Lightning's own Fabric strategies take, passed on unchanged."""
+    """Settings that Lightning's own Fabric strategies accept, passed on unchanged."""
 
     accelerator: Accelerator | None
     cluster_environment: ClusterEnvironment | None
@@ -75,11 +75,11 @@ class FabricOptions(SharedOptions, total=False):
 class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     """:class:`~lightning_smartinfinity.SmartInfinityStrategy` for Lightning Fabric.
 
-    One model with one optimizer trains at a time; other models may be set up without an optimizer. The gradients of all
-    calls of ``fabric.backward`` since the last step are added, in fp32 with every precision.
+    One model with one optimizer trains at a time; further models may be set up without an optimizer. Gradients of all
+    ``fabric.backward`` calls since the last step are summed, in fp32 with every precision.
 
     Args:
-        **options: Settings that Fabric's ``DeepSpeedStrategy`` takes by the same names (:class:`FabricOptions`).
+        **options: Settings of Fabric's ``DeepSpeedStrategy`` under the same names (:class:`FabricOptions`).
 
     Raises:
         ConfigError: A setting is unknown, contradictory or out of range.
@@ -143,36 +143,36 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             gap="fabric.strategy.record() follows not every step",
             automatic=False,
         )
-        # Whether fabric.load("storage", state) is still to come, after a set-up that resumes.
+        # Whether a resumed set-up still waits for fabric.load("storage", state).
         self._awaits_load = False
 
     def resume(self) -> None:
-        """Let the next ``fabric.setup`` with an optimizer go on from what an interrupted training left on storage.
+        """Make the next ``fabric.setup`` with an optimizer continue an interrupted training from storage.
 
-        Afterwards ``fabric.load("storage", state)`` restores the rest: what was last passed to :meth:`record`.
+        Then call ``fabric.load("storage", state)``: it restores the state that was last passed to :meth:`record`.
 
         Raises:
-            ConfigError: The settings ask to keep nothing to resume from.
+            ConfigError: The settings keep nothing to resume from.
             UnsupportedError: A training was set up already.
         """
         self._refuse_second_training("fabric.strategy.resume", "Call it before fabric.setup")
         self._recording.resume_next(self._settings.transfer, what="fabric.strategy.resume()")
 
     def record(self, state: Mapping[str, Any]) -> None:
-        """Write a training record, with which an interrupted training resumes behind the last step.
+        """Write a training record, from which an interrupted training resumes after the last step.
 
-        Call it on every rank once after each step, when your loop is done with the step. It takes what ``fabric.save``
-        takes, costs milliseconds, and does nothing if ``TransferConfig`` asks to keep nothing to resume from. Without
-        :class:`~lightning_smartinfinity.RandomStates` in the state random generators do not continue. What no record
-        can hold is warned of once.
+        Call it on every rank once after each step, at the end of the loop's iteration. It accepts the same state as
+        ``fabric.save`` and takes milliseconds. It does nothing if ``TransferConfig`` keeps nothing to resume from.
+        Random generators are restored only if the state has a :class:`~lightning_smartinfinity.RandomStates`. Values
+        that a record cannot hold cause one warning.
 
         Args:
-            state: The model that is trained, its optimizer and what else the loop needs: plain values, tensors, arrays,
-                and objects with ``state_dict`` and ``load_state_dict``.
+            state: The trained model, its optimizer and whatever else the loop needs: plain values, tensors, arrays, and
+                objects with ``state_dict`` and ``load_state_dict``.
 
         Raises:
-            UnsupportedError: The state has no model, or another one than is trained; or the call comes between backward
-                and step, or before ``fabric.load("storage", state)``.
+            UnsupportedError: The state has no model, or not the trained one; or the call is between backward and step,
+                or before ``fabric.load("storage", state)``.
         """
         engine, rest = split_state(_unwrap_objects(dict(state)))
         if self._training_engine is None or engine is not self._training_engine:
@@ -231,7 +231,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:  # type: ignore[override]
-        # A single process keeps the loader's own order, as in memory.
+        # A single process keeps the loader's own order, as without DeepSpeed.
         return super().distributed_sampler_kwargs if self.num_nodes * self.num_processes > 1 else None
 
     def _has_fp32_in_memory(self, model: torch.nn.Module) -> bool:
@@ -260,7 +260,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def _format_config(self) -> None:
         super()._format_config()
-        # Only the user's loop knows how many micro-batches a step will have, and whether it will be clipped.
+        # Only the user's loop knows the number of micro-batches of a step, and whether it clips.
         self.config["gradient_accumulation_steps"] = 1
         self.config["gradient_clipping"] = 0.0
         self.config["data_types"] = data_types(self._settings.transfer, accumulates=True)
@@ -283,7 +283,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
                 "The smart_infinity strategy trains with one optimizer; use parameter groups.",
             )
         self._refuse_second_training("fabric.setup", "One model with one optimizer trains at a time")
-        # An earlier Fabric may be garbage whose storage is still open: a Fabric holds references to itself.
+        # An earlier Fabric may be garbage whose storage is still open: a Fabric is part of a reference cycle.
         gc.collect()
         self._choose_storage(Path.cwd())
         return super().setup_module_and_optimizers(module, optimizers, scheduler)
@@ -294,7 +294,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     ) -> tuple[PortableEngine, Optimizer, Any]:
         from lightning_smartinfinity.zero3.engine.build import evaluation_engine, refuse_trained
 
-        # The user alone steps the scheduler: DeepSpeed's engine would step it, too.
+        # Only the user steps the scheduler. If DeepSpeed's engine had it, it would step it a second time.
         initialize = super()._initialize_engine
         if optimizer is None:
             refuse_trained(model)
@@ -302,7 +302,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             self._choose_storage(Path.cwd())
             with self._parameters_on_storage(model), evaluation_engine():
                 return initialize(model)
-        if not hasattr(next(model.parameters(), None), "ds_id"):  # else it has been partitioned as planned before
+        if not hasattr(next(model.parameters(), None), "ds_id"):  # else module_sharded_context has planned it
             self._plan(model, replace(self._surroundings(), optimizer=type(optimizer).__name__))
         engine, _ = self._build_engine(model, optimizer, lambda: initialize(model, optimizer)[:2])
         engine.optimizer.expects_zero_grad = True
@@ -313,7 +313,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     def _surroundings(self) -> Surroundings:
         return Surroundings(
             precision=self.precision.precision,
-            accumulate=2,  # any number: gradients of several micro-batches take more memory
+            accumulate=2,  # any number above 1: gradients of several micro-batches take more memory
             processes=self.num_processes,
             nodes=self.num_nodes,
             on_gpu=self._on_cuda,
@@ -336,7 +336,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         self._require_loaded()
         super().backward(tensor, module, **kwargs)
 
-    # Where a strategy overrides backward, Fabric lets torch.autograd.grad fail. It takes the wrapped one for ours.
+    # If a strategy overrides backward, Fabric makes torch.autograd.grad raise. Its check unwraps ours, and finds none.
     backward.__wrapped__ = Strategy.backward  # type: ignore[attr-defined]
 
     @override
@@ -444,7 +444,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         return loaded
 
     def _load_full(self, path: str | Path, state: ClientState, engine: PortableEngine, *, strict: bool) -> ClientState:
-        """Load weights from a file with the state's own keys, and return the rest of the file."""
+        """Load weights from a file that has the state's own keys, and return the file's other entries."""
         from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import await_seen
 
         (key,) = (key for key, value in state.items() if value is engine)
@@ -469,7 +469,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
 
 
 class _AlwaysSync(_BackwardSyncControl):
-    """ZeRO-3 reduces the gradients of every micro-batch: no rank has room for whole gradients."""
+    """Synchronizes every micro-batch: ZeRO-3 reduces each one's gradients, as no rank has room for whole gradients."""
 
     @override
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
