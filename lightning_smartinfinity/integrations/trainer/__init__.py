@@ -1,1 +1,1 @@
-"""The strategy of Lightning's Trainer, its callback, and what a resumed fit needs of callbacks and loops."""
+"""The strategy of Lightning's Trainer, its callback, and support for resuming callbacks and loops."""

@@ -1,4 +1,4 @@
-"""Refuses Lightning callbacks that cannot work with the strategy, and lets others do what they do with any strategy."""
+"""Refuses Lightning callbacks that cannot work with the strategy, and patches others so that they work."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 
-# Where a checkpoint has the average: Lightning would put it where DeepSpeed's checkpoints have no weights.
+# Key of the average in a checkpoint. Lightning uses "state_dict", where DeepSpeed's checkpoints have no weights.
 _AVERAGE = "averaging_state"
 
 
@@ -62,8 +62,8 @@ class Refusal:
 
     Args:
         callback: The class.
-        reason: What it does that cannot work; the text completes "it ...".
-        remedy: What the user can do instead.
+        reason: Why it cannot work; the text completes "it ...".
+        remedy: Alternative for the user.
     """
 
     callback: type[Callback]
@@ -98,7 +98,7 @@ _SEARCH = (
 
 
 def adapt_callbacks(trainer: pl.Trainer) -> None:
-    """Refuse the Trainer's callbacks that cannot work, before any of them is set up.
+    """Refuse callbacks of the Trainer that cannot work, and patch others, before any of them is set up.
 
     Raises:
         UnsupportedError: A callback cannot work; the error names the first one.
@@ -122,10 +122,10 @@ def averages_weights(trainer: pl.Trainer) -> bool:
 
 
 def copy_around_training(trainer: pl.Trainer) -> None:
-    """Make deep copies of callbacks share the module and the strategy, which cannot be copied once they are set up.
+    """Make deep copies of callbacks share the module and the strategy, which cannot be copied after their set-up.
 
-    Progress bars refer to their Trainer. Every callback refers to the module by ``log`` and ``log_dict``, which are the
-    module's own methods: a copy of a method copies its object, and a copy of a function nothing.
+    Progress bars refer to their Trainer. Every callback refers to the module through ``log`` and ``log_dict``, which
+    are the module's bound methods: deepcopy of a bound method copies its object, deepcopy of a function copies nothing.
     """
     trainer.__deepcopy__ = MethodType(_copied, trainer)  # type: ignore[attr-defined]
     for callback in _callbacks(trainer):
@@ -134,12 +134,12 @@ def copy_around_training(trainer: pl.Trainer) -> None:
 
 
 def keep_samplers(trainer: pl.Trainer) -> None:
-    """Keep the order of batches: Lightning takes one process of DeepSpeed's for several, and would shuffle."""
+    """Keep the order of batches: with one process of DeepSpeed, Lightning would add a sampler that shuffles."""
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
 def _copied(trainer: pl.Trainer, memo: dict[int, object]) -> pl.Trainer:
-    # A profiler refers to the module by a proxy, of which copy would copy the module.
+    # A profiler refers to the module through a proxy; deepcopy would copy the module behind it.
     for shared in (trainer.strategy, trainer.lightning_module, trainer.profiler):  # type: ignore[attr-defined]
         memo[id(shared)] = shared
     copied = memo[id(trainer)] = copy.copy(trainer)
@@ -167,7 +167,7 @@ def configured_optimizer(module: pl.LightningModule) -> tuple[Optimizer, LRSched
     """Return the optimizer of ``configure_optimizers`` and its scheduler.
 
     Raises:
-        UnsupportedError: There is none, or there are several.
+        UnsupportedError: configure_optimizers returned no optimizer, several optimizers or several schedulers.
     """
     try:
         optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
@@ -195,11 +195,11 @@ def _several_optimizers(found: str) -> UnsupportedError:
 def warn_of_changed_weights(
     module: pl.LightningModule, checkpoint: Mapping[str, Any], *, excludes_frozen: bool
 ) -> None:
-    """Warn if an ``on_save_checkpoint`` has changed which weights a checkpoint names: DeepSpeed saves its partitions.
+    """Warn if ``on_save_checkpoint`` changed the set of weights in a checkpoint: DeepSpeed saves its own partitions.
 
     Args:
         module: The module.
-        checkpoint: What Lightning saves.
+        checkpoint: The dictionary that Lightning saves.
         excludes_frozen: Whether parameters that are not trained are left out.
     """
     if "state_dict" not in checkpoint:
@@ -231,7 +231,7 @@ def _error(callback: Callback, refusal: Refusal) -> UnsupportedError:
 
 
 class _AnyStrategy:
-    """A Trainer that hides its strategy, and that Lightning takes for a distributed one."""
+    """A Trainer that hides its strategy, and that Lightning treats as not distributed."""
 
     strategy = None
     _accelerator_connector = SimpleNamespace(is_distributed=False)
@@ -244,12 +244,12 @@ class _AnyStrategy:
 
 
 def _admit(callback: Callback, hook: str) -> None:
-    """Let a hook run that refuses a DeepSpeedStrategy for reasons that do not hold for ours."""
+    """Allow a hook that refuses every DeepSpeedStrategy, for reasons that do not apply to ours."""
     setattr(callback, hook, partial(_run_admitted, callback, hook))
 
 
 def _run_admitted(callback: Callback, hook: str, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-    # The hook makes several checks, of which the one of the strategy must not run. Deleting this patch restores the
+    # Only the hook's check of the strategy must not run; its other checks must. Deleting this patch restores the
     # method, since the callback may serve another Trainer next.
     delattr(callback, hook)
     getattr(callback, hook)(_AnyStrategy(trainer), *args, **kwargs)
@@ -266,13 +266,13 @@ _SEARCHING = Shared(lambda: wrapped(tuning, "_check_scale_batch_size_configurati
 
 
 def admit_batch_size_search(strategy: NearStorage) -> Callable[[], object]:
-    """Let ``Tuner.scale_batch_size`` begin its fit, in which :func:`adapt_callbacks` decides about the callback.
+    """Allow ``Tuner.scale_batch_size`` to begin its fit, in which :func:`adapt_callbacks` checks the callback.
 
     Args:
         strategy: A strategy whose Trainer may search.
 
     Returns:
-        Function that ends this. The end of the strategy does so, too.
+        Function that ends the permission. It also ends when the strategy is garbage-collected.
     """
     _SEARCHING.begin()
     return weakref.finalize(strategy, _SEARCHING.end)
@@ -283,7 +283,7 @@ def _check_search(check: Callable[..., None], trainer: pl.Trainer) -> None:
 
 
 def _admit_average(callback: Any, trainer: pl.Trainer) -> None:
-    """Let WeightAveraging run, say what its average takes in memory, and save it in a key of its own."""
+    """Allow WeightAveraging, report the memory of its average, and save the average under a key of its own."""
     callback.setup = partial(_set_up_average, callback)
     callback.on_save_checkpoint = partial(_save_average, callback)
     callback.on_load_checkpoint = partial(_load_average, callback)
@@ -293,7 +293,7 @@ def _set_up_average(callback: Any, trainer: pl.Trainer, module: pl.LightningModu
     type(callback).setup(callback, trainer, module, stage)
     if callback._average_model is not None:
         tensors = itertools.chain(callback._average_model.parameters(), callback._average_model.buffers())
-        held = [getattr(tensor, "ds_tensor", tensor) for tensor in tensors]  # a partitioned one's own part
+        held = [getattr(tensor, "ds_tensor", tensor) for tensor in tensors]  # this rank's part, if partitioned
         gigabytes = sum(tensor.numel() * tensor.element_size() for tensor in held) / 1e9
         name = type(callback).__name__
         rank_zero_info(f"{name} holds its average in memory, beside the training: {gigabytes:.2f} GB per process.")
@@ -305,7 +305,7 @@ def _save_average(callback: Any, trainer: pl.Trainer, module: pl.LightningModule
 
     if callback._average_model is not None:
         state = callback._average_model.state_dict()
-        # In fp32 what 16 bit would round: an average that configure_model's layers have is partitioned like them.
+        # The average of configure_model's layers has partitioned 16-bit parameters; fp32 saves their exact values.
         checkpoint[_AVERAGE] = {
             name: value.detach().float() if is_rounded(value.dtype) else value.detach().clone()
             for name, value in state.items()
@@ -323,11 +323,11 @@ def _load_average(callback: Any, trainer: pl.Trainer, module: pl.LightningModule
 
 
 def synchronize_layers(module: Module, layer_sync: LayerSync | None, *, device: torch.device, ranks: int) -> Module:
-    """Convert a module by ``Trainer(sync_batchnorm=True)`` or a plugin of the user's, as Lightning's DDP does.
+    """Convert a module by ``Trainer(sync_batchnorm=True)`` or the user's plugin, as Lightning's DDP does.
 
     Args:
-        module: The module, before ZeRO-3 takes it.
-        layer_sync: What the Trainer was given.
+        module: The module, before ZeRO-3 partitions it.
+        layer_sync: The Trainer's plugin; None for no conversion.
         device: The training device.
         ranks: Number of processes.
 

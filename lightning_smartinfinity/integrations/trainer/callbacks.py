@@ -1,4 +1,4 @@
-"""Lightning callbacks that show a user what storage does."""
+"""A Lightning callback that logs the storage traffic."""
 
 from __future__ import annotations
 
@@ -52,21 +52,22 @@ class _CountsTraffic(Protocol):
 class StorageTrafficMonitor(Callback):
     """Logs the storage traffic of the optimizer state and the time spent waiting for it.
 
-    Values are averages per optimizer step since the last measurement and totals, over all ranks. They go through
-    ``pl_module.log_dict`` to every logger and into ``trainer.callback_metrics``. Totals continue after a resume, so
-    that they cover the life of a job. Measuring costs one collective per logged step and nothing in between.
+    Values are averages per optimizer step since the last measurement, and totals; both over all ranks.
+    ``pl_module.log_dict`` passes them to every logger and to ``trainer.callback_metrics``. Totals continue after a
+    resume, so that they cover the whole job. Measuring costs one collective per logged step and nothing in between.
 
     ======================================  ==========================================================================
     Name                                    Meaning
     ======================================  ==========================================================================
     ``io/shared_read_GB``, ``..write_GB``   read and written over the shared channel, to and from the host, per step
     ``io/internal_read_GB``, ``..write_GB`` read and written inside storage devices, per step
-    ``io/cached_read_GB``, ``..write_GB``   saved by ``dram_cache_bytes``, per step; not part of the values below
-    ``io/background_read_GB``               read per step beside training, for checkpoints; not part of the values below
-    ``io/activation_read_GB``, ``..write_`` activations read and written per step; not part of the values below, except
-                                            for the totals of what is written (with ``activations`` only)
+    ``io/cached_read_GB``, ``..write_GB``   saved by ``dram_cache_bytes``, per step; not included in the values below
+    ``io/background_read_GB``               read per step during training, for checkpoints; not included below
+    ``io/activation_read_GB``, ``..write_`` activations read and written per step; not included in the values below,
+    except
+                                            for the totals of written bytes (with ``activations`` only)
     ``io/activation_wait_s``                seconds that forward and backward waited for them per step, slowest rank
-    ``io/GBps``                             all that is read and written per second of training
+    ``io/GBps``                             all bytes read and written per second of training
     ``io/wait_GBps``                        the same per second waited: the storage's own speed if nothing overlaps
     ``io/wait_s``                           seconds waited for storage per step, slowest rank
     ``io/wait_share``                       share of the training time spent waiting for storage, slowest rank
@@ -78,19 +79,19 @@ class StorageTrafficMonitor(Callback):
     ``io/shared_bytes_per_parameter``       moved per updated parameter over the shared channel
     ``io/total_shared_read_TB``, ...        read or written per channel since the job began (four names)
     ``io/written_TB``                       written to storage since the job began, which is what wears it out
-    ``io/projected_TB``                     the same when the run ends (not for runs without an end)
+    ``io/projected_TB``                     predicted ``io/written_TB`` at the end of the run (not for endless runs)
     ``io/endurance_share``                  ``io/projected_TB`` over ``endurance_tbw`` (with ``endurance_tbw`` only)
     ``io/host_GB``                          host memory that the update and the pool of activations hold
-    ``io/residual_GB``                      the residual's part of it (with error feedback only)
+    ``io/residual_GB``                      the part of it that the residual holds (with error feedback only)
     ======================================  ==========================================================================
 
     Args:
         prog_bar: Show ``io/GBps`` and ``io/wait_s`` in the progress bar.
         every_n_steps: Optimizer steps between measurements; default: the Trainer's ``log_every_n_steps``.
-        endurance_tbw: Terabytes that the storage is rated to take in its life (sum of all disks that hold the state).
+        endurance_tbw: Terabytes that may be written in the storage's rated life (sum of all disks that hold the state).
 
     Raises:
-        ConfigError: A setting is out of range, or loggers would never see a measurement.
+        ConfigError: A setting is out of range, or loggers would miss measurements.
         UnsupportedError: The Trainer's strategy keeps no optimizer state on storage.
 
     Example::
@@ -160,7 +161,7 @@ class StorageTrafficMonitor(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # The strategy reads the state after this hook; the next batch switches back.
+        # The strategy reads the state after this hook. The next batch switches back.
         self._leave_steps()
 
     @override
@@ -173,7 +174,7 @@ class StorageTrafficMonitor(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        # Saving may happen on one rank only, so there is no collective; the partitions of all ranks have the same size.
+        # Lightning may call this on one rank only, so there is no collective; all ranks' partitions have the same size.
         moved = {} if self._watch is None else self._watch.estimated_bytes()
         return {name: self._carried[name] + moved.get(name, 0) for name in _TOTALS}
 
@@ -190,7 +191,7 @@ class StorageTrafficMonitor(Callback):
         return self._watch
 
     def _measure(self, step: int) -> dict[str, float]:
-        """Synchronize the counters; return the values since the last measurement, and totals."""
+        """Synchronize the counters; return the values since the last measurement, and the totals."""
         watch = self._watched()
         recent, num_steps = watch.measure(step)
         totals = {name: self._carried[name] + _moved(watch.overall, name) for name in _TOTALS}
@@ -209,10 +210,10 @@ class StorageTrafficMonitor(Callback):
 
 
 class _Watch:
-    """One fit's traffic, divided between training steps and everything else.
+    """The traffic of one fit, divided between training steps and everything else.
 
     Args:
-        trainer: Trainer whose strategy counts traffic, from zero at the beginning of the fit.
+        trainer: Trainer whose strategy counts traffic, from zero at the start of the fit.
         clock: Function that returns seconds.
     """
 
@@ -238,7 +239,7 @@ class _Watch:
         self._measured: TrafficTable | None = None
 
     def end(self) -> None:
-        """Let the next measurement cover the whole fit."""
+        """Make the next measurement cover the whole fit."""
         self.leave_steps()
         self._measured_step, self._measured = self._first_step, None
 
@@ -247,19 +248,19 @@ class _Watch:
         return every > 0 and step // every > self._measured_step // every
 
     def switch(self, phase: Phase) -> None:
-        """Count traffic from now on under ``phase``."""
+        """Count traffic under ``phase`` from now on."""
         if phase is not self._phase:
             self._fold()
             self._phase = phase
 
     def leave_steps(self) -> None:
-        """Count traffic from now on as not of a training step; what the last step's update still moves is of it."""
+        """Finish the last step's update, which counts as the step's traffic, and count the rest under OTHER."""
         if self._phase is Phase.STEP:
             self._strategy.drain()
         self.switch(Phase.OTHER)
 
     def measure(self, step: int) -> tuple[TrafficTable, int]:
-        """Return all ranks' counters of training steps since the last measurement, and the steps; a collective."""
+        """Return all ranks' counters of the steps since the last measurement, and the number of steps. Collective."""
         self._fold()
         computed = self._counters.compute().cpu()
         self.overall, self.in_steps = StorageCounters.table(computed), StorageCounters.table(computed, Phase.STEP)
@@ -269,7 +270,7 @@ class _Watch:
         return recent, num_steps
 
     def bytes_to_be_written(self, step: int) -> float | None:
-        """Predict the bytes of all ranks from ``step`` to the run's end at the rate so far; None if it has no end."""
+        """Predict all ranks' bytes from ``step`` to the run's end, at the rate so far; None if the run has no end."""
         num_steps = step - self._first_step
         if num_steps == 0 or not 0 < self._last_step < math.inf:
             return None
@@ -280,7 +281,7 @@ class _Watch:
         return "activations" in self._strategy.host_bytes
 
     def memory_values(self) -> dict[str, float]:
-        """Return host memory of all ranks, which hold as much as this rank: partitions have the same size."""
+        """Return the host memory of all ranks; each holds as much as this one, as partitions have the same size."""
         held = self._strategy.host_bytes
         values = {"io/host_GB": self._world_size * sum(held.values()) / _GB}
         if "residual" in held:
@@ -288,7 +289,7 @@ class _Watch:
         return values
 
     def estimated_bytes(self) -> dict[str, int]:
-        """Return bytes of all ranks by counter, as if each had counted what this rank has; no collective."""
+        """Return the bytes of all ranks by counter, estimated from this rank's counters without a collective."""
         self._fold()
         own = StorageCounters.table(self._counters.counters.unsqueeze(0).cpu())
         return {name: self._world_size * _moved(own, name) for name in _TOTALS}

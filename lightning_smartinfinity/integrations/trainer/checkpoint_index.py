@@ -1,8 +1,9 @@
-"""Keeps what ModelCheckpoints know of their checkpoints, so that a resumed fit knows only those that are whole.
+"""Records the ModelCheckpoints' own lists of checkpoints, so that a resumed fit lists only complete checkpoints.
 
-A ModelCheckpoint writes a checkpoint into its books before it is saved. So a training record holds the books of the
-last checkpoint that was whole, and behind them those of each save in progress. The record is written again before a
-save begins: no checkpoint becomes whole, and none is removed for it, that the record does not know.
+A ModelCheckpoint adds a checkpoint to its fields (``best_k_models``, ``last_model_path``, ...) before it is saved. Such
+a set of fields is called the callback's books here. A training record holds the books as of the last complete
+checkpoint, followed by the books of each save in progress. The record is rewritten before a save begins, so that it
+already lists every checkpoint that completes, and every removal that follows.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ def model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
 
 @dataclass
 class _Entry:
-    """A ModelCheckpoint's books as they are right once a save is whole.
+    """The books of a ModelCheckpoint as they are valid once a save is complete.
 
     Args:
-        fields: What the callback's state holds of its checkpoints.
-        path: What is saved, or a link to it.
-        saved: The checkpoint saved last.
-        step: Optimizer steps of the training at its save.
-        has_begun: Whether the save is whole, or one of the jobs.
-        num_jobs: Jobs that have to be done for these books to be right; None: all that were started.
+        fields: The fields of the callback's state that describe its checkpoints.
+        path: Path of the checkpoint or link that is being saved.
+        saved: Path of the checkpoint itself; the link's target if ``path`` is a link.
+        step: Optimizer steps of the training at the save.
+        has_begun: Whether the save is complete, or runs as a background job.
+        num_jobs: Number of jobs that must be done before these books are valid; None: all jobs started so far.
     """
 
     fields: dict[str, Any]
@@ -60,25 +61,25 @@ class _Entry:
 
 
 class CheckpointBooks:
-    """The books of a Trainer's ModelCheckpoints: of the last save that is whole, and of each one in progress.
+    """The books of a Trainer's ModelCheckpoints: those of the last complete save, and of each save in progress.
 
     Args:
         trainer: The Trainer.
-        jobs: The jobs that save and remove checkpoints.
+        jobs: The background jobs that save and remove checkpoints.
     """
 
     def __init__(self, trainer: pl.Trainer, jobs: BackgroundJobs) -> None:
         self._trainer, self._jobs = trainer, jobs
-        # By id: the key of a callback's state changes with its settings, which a training may change.
+        # Keyed by id: a callback's state_key changes with its settings, which may change during training.
         self._entries = {id(one): [_present(one)] for one in model_checkpoints(trainer)}
 
     def begin_save(self, callback: ModelCheckpoint, path: str, *, link_to: str | None = None) -> None:
-        """Note that a save begins which the callback has in its books already.
+        """Record the start of a save that the callback has already added to its books.
 
         Args:
             callback: The callback.
-            path: What is saved.
-            link_to: The checkpoint that it is a link to; None: it is a checkpoint.
+            path: Path of the checkpoint or link.
+            link_to: The link's target; None if ``path`` is a checkpoint.
         """
         entries = self._settled(callback)
         entries[-1].num_jobs = self._jobs.num_started
@@ -93,11 +94,11 @@ class CheckpointBooks:
         )
 
     def end_save(self, callback: ModelCheckpoint) -> None:
-        """Note that the save begun last is whole, or goes on beside the training."""
+        """Record that the save begun last is complete, or continues in the background."""
         self._entries[id(callback)][-1].has_begun = True
 
     def describe(self) -> ClientState:
-        """Return, by the callbacks' keys, the books for a training record."""
+        """Return the books for a training record, by the callbacks' keys."""
         return {
             callback.state_key: [
                 {"fields": entry.fields, "path": entry.path, "saved": entry.saved, "step": entry.step}
@@ -107,23 +108,23 @@ class CheckpointBooks:
         }
 
     def roll_back(self) -> None:
-        """Give the callbacks the books of the last save that is whole, if a later one has failed."""
+        """Reset the callbacks to the books of the last complete save, if a later save has failed."""
         for callback in model_checkpoints(self._trainer):
             first = self._settled(callback)[0]
             if not self._is_right(first, is_last=len(self._entries[id(callback)]) == 1):
                 vars(callback).update(first.fields)
 
     def restore(self, callback: ModelCheckpoint, described: Sequence[Mapping[str, Any]], num_whole: int) -> ClientState:
-        """Let a callback go on with the newest books that are right; return the entries of its state. Collective.
+        """Reset a callback to its newest valid books; return the fields of its state. Collective.
 
         Args:
             callback: The callback.
-            described: Its part of :meth:`describe`.
-            num_whole: How many of these books are right, from the first on.
+            described: The callback's part of :meth:`describe`.
+            num_whole: Number of valid books, counted from the first.
         """
         entries = [_Entry(**one) for one in described[:num_whole]]
         for before, after in pairwise(entries):
-            if after.path != os.path.abspath(after.saved):  # the link may lead to an older checkpoint still
+            if after.path != os.path.abspath(after.saved):  # the link may still point to an older checkpoint
                 callback._link_checkpoint(self._trainer, after.saved, after.path)
             for path in _outdated(callback, before.fields, after.fields):
                 if os.path.lexists(path) and callback._should_remove_checkpoint(self._trainer, path, after.path):
@@ -134,7 +135,7 @@ class CheckpointBooks:
         return newest.fields
 
     def _settled(self, callback: ModelCheckpoint) -> list[_Entry]:
-        """Return the entries of a callback, without those before the newest that is right."""
+        """Drop a callback's entries older than the newest valid one, and return the rest."""
         entries = self._entries[id(callback)]
         while len(entries) > 1 and self._is_right(entries[1], is_last=len(entries) == 2):
             del entries[0]
@@ -155,7 +156,7 @@ def _fields_of(callback: ModelCheckpoint) -> dict[str, Any]:
 
 
 def _outdated(callback: ModelCheckpoint, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the checkpoints that the callback removes when its books change so."""
+    """Yield the checkpoints that the callback removes when its books change from ``before`` to ``after``."""
     kept = {*after["best_k_models"], after["best_model_path"], after["last_model_path"]}
     if callback.monitor is not None:
         yield from (path for path in before["best_k_models"] if path not in kept)

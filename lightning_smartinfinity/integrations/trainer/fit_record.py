@@ -1,4 +1,4 @@
-"""Records the fits of a Trainer, with what its loop needs to go on behind a batch, and lets a restarted one go on."""
+"""Records the fits of a Trainer, with the loop's state after a batch, and resumes a restarted fit from the record."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ _LEFT_OUT = frozenset(
 
 
 class FitRecording(Recording):
-    """Records the fits of a Trainer, and lets them go on from a record, or with the random states of a checkpoint.
+    """Records the fits of a Trainer, and resumes them from a record, or with the random states of a checkpoint.
 
     Attributes:
-        was_interrupted: Whether an error or a signal has ended the run.
+        was_interrupted: Whether an error or a signal ended the run.
     """
 
     def __init__(self) -> None:
@@ -74,10 +74,10 @@ class FitRecording(Recording):
         self._saved_loaders: dict[str, Any] | None = None
 
     def begin_run(self, trainer: pl.Trainer, transfer: TransferConfig) -> None:
-        """Forget the run before, and look whether this one resumes from storage.
+        """Reset for a new run, and check whether it resumes from storage.
 
         Raises:
-            ConfigError: It does, and the settings ask to keep nothing; or it is no fit.
+            ConfigError: It resumes, but the settings keep nothing to resume from, or the run is not a fit.
         """
         self.end()
         self._random_state = self._saved_loaders = None
@@ -95,24 +95,24 @@ class FitRecording(Recording):
             )
 
     def watch(self, trainer: pl.Trainer, books: CheckpointBooks | None) -> None:
-        """Write a record behind each step of a fit that is being set up, once :meth:`begin_fit` was called.
+        """Write a record after each step of a fit that is being set up; :meth:`begin_fit` switches this on.
 
         Args:
             trainer: The Trainer.
-            books: Those of its ModelCheckpoints; None: nothing is trained.
+            books: Books of the Trainer's ModelCheckpoints; None if nothing is trained.
         """
         self._books = books
         watch_steps(trainer, partial(self._record_loop, trainer, after_batch=True))
 
     def take_random_state(self, trainer: pl.Trainer, client_state: ClientState) -> None:
-        """Keep the random states of a checkpoint until training starts, if it resumes with them."""
+        """Remove the random states from a checkpoint, and keep them until training starts if this run uses them."""
         state = client_state.pop(RNG_KEY, None)
         if state is not None and trainer.state.fn == TrainerFn.FITTING:
             usable = fits(state, world_size=trainer.world_size, warn=trainer.is_global_zero)
             self._random_state = state if usable else None
 
     def restore_fit(self, trainer: pl.Trainer, engine: SmartInfinityEngine) -> ClientState:
-        """Restore the engine from the training record; return what a checkpoint holds for Lightning. Collective.
+        """Restore the engine from the training record; return the checkpoint dictionary for Lightning. Collective.
 
         Raises:
             StorageCorruptError, CheckpointError: As for :meth:`restore`.
@@ -128,13 +128,14 @@ class FitRecording(Recording):
         return checkpoint
 
     def begin_fit(self, trainer: pl.Trainer, engine: SmartInfinityEngine, transfer: TransferConfig) -> None:
-        """Let the fit go on from where it resumes, and begin to record it: its first batch follows."""
+        """Continue the fit at the point where it resumes, and begin to record it; the first batch comes next."""
         assert self._loaders is not None
         state, self._random_state = self._random_state, None
         if self._saved_loaders is None:
             load_loader_states(trainer)
         else:
-            # The positions of plain loaders are states of random generators, too.
+            # Positions of plain loaders hold random states, too, so they are usable only if the fit's own random states
+            # are.
             self._loaders.load(self._saved_loaders, own_only=state is None)
             self._saved_loaders = None
         if state is not None:
@@ -144,7 +145,7 @@ class FitRecording(Recording):
         elif state is not None:
             continue_epoch(trainer)
         self.begin(engine, transfer, says=trainer.is_global_zero)
-        if not self.resumes:  # else the record that the fit resumes from holds until the next step
+        if not self.resumes:  # else the record that the fit resumes from stays valid until the next step
             self._record_loop(trainer, after_batch=False)
 
     def _record_loop(self, trainer: pl.Trainer, *, after_batch: bool) -> None:
@@ -152,7 +153,7 @@ class FitRecording(Recording):
 
         Args:
             trainer: The Trainer.
-            after_batch: Whether the loop is done with a batch; otherwise the fit is about to begin.
+            after_batch: Whether the loop has finished a batch; False if the fit is about to begin.
         """
         if self.is_on:
             assert self._loaders is not None
@@ -167,7 +168,7 @@ class FitRecording(Recording):
             self.record(loop, step=trainer.global_step)
 
     def record_books(self) -> None:
-        """Write the last record again, with the books as they are before a save."""
+        """Rewrite the last record with the present books, before a save."""
         if self.is_on:
             self.rewrite(lambda loop: {**loop, **self._described_books()})
 
@@ -175,15 +176,15 @@ class FitRecording(Recording):
         return {} if self._books is None else {_BOOKS: self._books.describe()}
 
     def end_fit(self, settings: StrategySettings, rank_state: RankState | None, *, says: bool) -> None:
-        """Record no longer, and say how to resume if the fit was interrupted and its state stays.
+        """Stop recording, and log how to resume if the fit was interrupted and its state is kept.
 
         Args:
             settings: The strategy's settings.
-            rank_state: What the rank holds open; None if nothing has trained.
-            says: Whether this process says it.
+            rank_state: The rank's open storage and state; None if nothing was trained.
+            says: Whether this process logs the message.
         """
         if self.is_on and says and rank_state is not None:
-            if not self.was_interrupted:  # an error that comes later may leave the state, too
+            if not self.was_interrupted:  # a later error may leave the state, too
                 rank_state.keeping.told = partial(self.say_how_to_resume, settings)
             elif rank_state.keeping.stays:
                 self.say_how_to_resume(settings)
@@ -193,14 +194,14 @@ class FitRecording(Recording):
 def restore_books(
     trainer: pl.Trainer, books: CheckpointBooks, saves: BackgroundSaves, loop: ClientState, states: ClientState
 ) -> None:
-    """Let ModelCheckpoints know only the checkpoints that are whole, and remove the parts of others. Collective.
+    """Reset ModelCheckpoints to the complete checkpoints, and remove parts of incomplete ones. Collective.
 
     Args:
         trainer: The Trainer.
         books: Its ModelCheckpoints' books.
-        saves: Its saves.
-        loop: What a training record holds for the loop.
-        states: The callbacks' states from there, which are changed.
+        saves: The background saves of its training.
+        loop: The loop's part of a training record.
+        states: The callbacks' states in that record; changed in place.
     """
     described = gather(loop.get(_BOOKS, {}), None)[0]
     for callback in model_checkpoints(trainer):
@@ -216,10 +217,10 @@ def restore_books(
 
 
 def loop_state(trainer: pl.Trainer) -> ClientState:
-    """Return what a checkpoint of Lightning holds of the loop, callbacks and schedulers, and the metrics.
+    """Return the state of loop, callbacks and schedulers as in a checkpoint of Lightning, and the logged metrics.
 
-    The metrics are those that callbacks and schedulers see of what was logged so far. If nothing has an
-    ``on_load_checkpoint``, no ``on_save_checkpoint`` is called: it serves checkpoints, of which a record is none.
+    Callbacks and schedulers read the metrics after a resume. If no hook object overrides ``on_load_checkpoint``, no
+    ``on_save_checkpoint`` is called either: it is meant for checkpoints, and a record is not one.
     """
     connector = trainer._checkpoint_connector
     with ExitStack() as changes:
@@ -237,22 +238,22 @@ def loop_state(trainer: pl.Trainer) -> ClientState:
 
 
 def _saves_nothing(*_: object) -> None:
-    """Take the place of an ``on_save_checkpoint``."""
+    """Replace an ``on_save_checkpoint``."""
 
 
 def restore_loop(trainer: pl.Trainer, state: ClientState) -> ClientState:
-    """Restore the metrics of a :func:`loop_state`; return what Lightning restores from a checkpoint."""
+    """Restore the metrics of a :func:`loop_state`; return the checkpoint dictionary for Lightning."""
     trainer._logger_connector._callback_metrics.update(state["metrics"])
     checkpoint: ClientState = state["checkpoint"]
     return checkpoint
 
 
 def watch_steps(trainer: pl.Trainer, note: Callable[[], None]) -> None:
-    """Call ``note`` whenever the loop is done with a batch that ended with a step, validation included.
+    """Call ``note`` whenever the loop has finished a batch that ended with a step, its validation included.
 
     Args:
         trainer: Trainer whose fit is being set up.
-        note: Function that is called also if SIGTERM ends the fit then.
+        note: Function to call; also called if SIGTERM ends the fit at that batch.
     """
     loop = trainer.fit_loop.epoch_loop
     advance_end = type(loop).on_advance_end
@@ -273,21 +274,21 @@ def watch_steps(trainer: pl.Trainer, note: Callable[[], None]) -> None:
 
 
 def go_on_after_batch(trainer: pl.Trainer, *, fetch_ahead: Callable[[], None]) -> None:
-    """Let a restarted loop go on as if it had just ended a batch, with the next batch or the end of the epoch.
+    """Make a restarted loop continue as after the end of a batch: with the next batch or the end of the epoch.
 
-    Lightning's own restart guesses what followed a batch from the progress that was saved, and would leave a validation
-    out, or count a step twice.
+    Lightning's own restart infers from the saved progress what followed the batch, and would skip a validation or count
+    a step twice.
 
     Args:
-        trainer: Trainer whose fit is about to begin its first epoch, directly after random states have been restored.
-        fetch_ahead: Is called within the epoch that the loop goes on in.
+        trainer: Trainer whose fit is about to begin its first epoch, directly after random states were restored.
+        fetch_ahead: Function to call within the epoch that the loop continues.
     """
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     run_start = type(epoch_loop).on_run_start
     begin_epoch_after_last(fit_loop)
 
     def start_once(data_fetcher: Any) -> None:
-        del epoch_loop.on_run_start  # from now on it is the class's again
+        del epoch_loop.on_run_start  # restores the class's method
         run_start(epoch_loop, data_fetcher)
         fetch_ahead()
         fit_loop._restarting = False

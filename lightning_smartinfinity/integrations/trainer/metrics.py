@@ -1,15 +1,15 @@
 """torchmetrics metrics over a strategy's traffic counters.
 
-Every metric is fed with the traffic of one interval and reduces over ranks when it is computed::
+Each metric is updated with the traffic of an interval, and reduces over ranks when it is computed::
 
     before = strategy.traffic()
     ...                                     # train
     metric = StorageBytes(channel="shared", direction="write")
     metric.update(traffic_between(before, strategy.traffic()))
-    metric.compute()                        # the bytes all ranks wrote
+    metric.compute()                        # bytes that all ranks wrote
 
-Bytes and counts are kept as int64 and seconds as int64 nanoseconds, all in one tensor: terabytes stay exact, a module's
-conversion to a 16-bit dtype leaves them alone, and synchronizing a metric costs one collective.
+Bytes and counts are int64, and times are int64 nanoseconds, all in one tensor. So terabytes are exact, converting a
+module to a 16-bit dtype does not change them, and synchronizing a metric costs one collective.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ _SECONDS = (
     "activation_wait_seconds",
 )
 _FIELDS = (*_COUNTS, *_SECONDS, "wall_seconds")
-_FOLDER_FIELDS = ("read_bytes", "write_bytes", "busy_seconds")  # for each storage folder, after the other columns
+_FOLDER_FIELDS = ("read_bytes", "write_bytes", "busy_seconds")  # per storage folder, after the other columns
 _COLUMNS = {name: index for index, name in enumerate(_FIELDS)}
 
-# Cached bytes move over neither channel and are not part of "all".
+# Cached bytes use neither channel and are not part of "all".
 _CHANNELS = {"shared": ("shared",), "internal": ("internal",), "all": ("shared", "internal"), "cached": ("cached",)}
 _DIRECTIONS = {"read": ("read",), "write": ("write",), "both": ("read", "write")}
 _NANOSECONDS = 1_000_000_000
@@ -94,7 +94,7 @@ def traffic_between(before: Traffic, after: Traffic) -> Traffic:
         after: The later reading.
 
     Returns:
-        The difference of each field, or ``after`` itself if the counters started again in between (a new store).
+        The difference of each field; ``after`` itself if the counters were reset in between (by a new store).
     """
     change = after - before
     if any(getattr(change, name) < 0 for name in (*_COUNTS, *_SECONDS)):
@@ -119,19 +119,19 @@ class TrafficTable:
         return TrafficTable(self.rows + other.rows)
 
     def column(self, name: str) -> Tensor:
-        """Return one counter of every rank: int64 ``[ranks]``."""
+        """Return one counter of every rank, int64 ``[ranks]``."""
         return self.rows[:, _COLUMNS[name]]
 
     def seconds(self, name: str) -> Tensor:
-        """Return one time of every rank in seconds: float64 ``[ranks]``."""
+        """Return one time of every rank in seconds, float64 ``[ranks]``."""
         return self.column(name).to(torch.float64) / _NANOSECONDS
 
     def folder_bytes(self) -> Tensor:
-        """Return the bytes moved from and to each storage folder, summed over ranks: int64 ``[folders]``."""
+        """Return the bytes read from and written to each folder, summed over ranks, int64 ``[folders]``."""
         return self._of_folders()[..., :2].sum(dim=(0, 2))
 
     def folder_bandwidth(self) -> Tensor:
-        """Return each folder's bytes per busy second of the rank that kept it busy longest: float64 ``[folders]``."""
+        """Return each folder's bytes per second, by the rank that kept it busy longest, float64 ``[folders]``."""
         seconds = self._of_folders()[..., 2].amax(dim=0).to(torch.float64) / _NANOSECONDS
         return _ratio(self.folder_bytes(), seconds)
 
@@ -144,7 +144,7 @@ class TrafficTable:
         return torch.stack([self.column(name) for name in columns]).sum()
 
     def bandwidth(self, channel: str = "all", direction: str = "both", *, per: str = "wall_seconds") -> Tensor:
-        """Return the bytes of all ranks per second of the slowest one: float64 scalar, NaN without time."""
+        """Return the bytes of all ranks per second of the slowest rank: float64 scalar, NaN without time."""
         return _ratio(self.moved_bytes(channel, direction), self.seconds(per).max())
 
     def io_cpu_seconds_per_byte(self) -> Tensor:
@@ -162,15 +162,15 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 class StorageCounters(Metric):
-    """All traffic counters of all ranks; the base of the metrics below.
+    """All traffic counters of all ranks; base class of the metrics below.
 
     Args:
-        num_folders: Number of storage folders that are also counted one by one.
+        num_folders: Number of storage folders with counters of their own.
         kwargs: Keyword arguments of torchmetrics (``process_group``, ``sync_on_compute``, ...).
     """
 
     is_differentiable = False
-    # Wall time adds up over updates but not over ranks, so torchmetrics' shortcut of merging states would be wrong.
+    # Wall time adds up over updates but not over ranks, so merging states as torchmetrics does by default is wrong.
     full_state_update = True
 
     counters: Tensor
@@ -179,7 +179,7 @@ class StorageCounters(Metric):
         kwargs.setdefault("dist_sync_fn", _gather_fixed_shape)
         super().__init__(**kwargs)
         self.num_folders = num_folders
-        # Without a reduction torchmetrics stacks the ranks' states, so that columns can be summed or maximized.
+        # Without a reduction torchmetrics stacks the ranks' states, so compute can sum or maximize each column.
         empty = torch.zeros(len(Phase), self._width, dtype=torch.int64)
         self.add_state("counters", default=empty, dist_reduce_fx=None)
 
@@ -188,7 +188,7 @@ class StorageCounters(Metric):
         """Add the traffic of one interval on this rank.
 
         Args:
-            traffic: Counters of the interval (see :func:`traffic_between`), not since the beginning.
+            traffic: Counters of the interval (see :func:`traffic_between`), not since the start.
             seconds: Wall time of the interval.
             phase: Activity of the interval.
         """
@@ -198,7 +198,7 @@ class StorageCounters(Metric):
         for folder in traffic.folders[: self.num_folders]:
             values += [folder.read_bytes, folder.write_bytes, round(folder.busy_seconds * _NANOSECONDS)]
         values += [0] * (self._width - len(values))  # closed storage has no folders
-        # This does not happen in place: an earlier result of compute() shares memory with the state.
+        # Not in place: an earlier result of compute() shares memory with the state.
         counters = self.counters.clone()
         counters[int(phase)] += torch.tensor(values, dtype=torch.int64, device=counters.device)
         self.counters = counters
@@ -222,7 +222,7 @@ class StorageCounters(Metric):
 
 
 class _BytesMoved(StorageCounters):
-    """Counts bytes over a channel in a direction; the base of the metrics below that take both."""
+    """Counts bytes by channel and direction; base class of the metrics below that take both."""
 
     def __init__(self, channel: str = "all", direction: str = "both", **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -235,7 +235,7 @@ class StorageBytes(_BytesMoved):
 
     Args:
         channel: ``"shared"`` (host and devices), ``"internal"`` (inside one device), ``"all"`` (both), or ``"cached"``
-            (bytes that host memory, ``dram_cache_bytes``, saved on both).
+            (bytes that ``dram_cache_bytes`` of host memory saved on both).
         direction: ``"read"``, ``"write"`` or ``"both"``.
         kwargs: Keyword arguments of torchmetrics.
 
@@ -256,8 +256,8 @@ class StorageBandwidth(_BytesMoved):
     Args:
         channel: ``"shared"``, ``"internal"``, ``"all"`` or ``"cached"``, as for :class:`StorageBytes`.
         direction: ``"read"``, ``"write"`` or ``"both"``.
-        per: ``"wall"`` divides by seconds of the interval, which gives the load on the storage. ``"wait"`` divides by
-            seconds that training waited, which gives the storage's own bandwidth if nothing overlaps the update.
+        per: ``"wall"`` divides by seconds of the interval: the load on the storage. ``"wait"`` divides by seconds that
+            training waited: the storage's own bandwidth if nothing overlaps the update.
         kwargs: Keyword arguments of torchmetrics.
 
     Raises:
@@ -318,7 +318,7 @@ class BytesPerParameter(_BytesMoved):
 
 
 def _gather_fixed_shape(state: Tensor, group: Any = None) -> list[Tensor]:
-    # torchmetrics' default adds a barrier and a gather of shapes; here shapes are the same on every rank.
+    # torchmetrics' default adds a barrier and a gather of shapes; here all ranks have the same shape.
     gathered = [torch.empty_like(state) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(gathered, state.contiguous(), group=group)
     return gathered

@@ -1,4 +1,4 @@
-"""Lets Lightning's ModelCheckpoint save beside the training."""
+"""Makes Lightning's ModelCheckpoint save in the background, while training continues."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _PATCHES = ("_save_checkpoint", "file_exists", "_link_checkpoint")
 
 
 def check_folders(trainer: pl.Trainer) -> None:
-    """Check where the Trainer's ModelCheckpoints will save, once Lightning has chosen their folders.
+    """Check the folders of the Trainer's ModelCheckpoints, after Lightning has chosen them.
 
     Raises:
-        CheckpointError: One would save to a URL, for which Lightning would make a local folder of that name.
+        CheckpointError: A folder is a URL, for which Lightning would make a local folder of that name.
     """
     if trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         for callback in filter(_saves, model_checkpoints(trainer)):
@@ -46,17 +46,18 @@ def save_beside_training(
     finish: Callable[[], None],
     record: Callable[[], None],
 ) -> None:
-    """Let the Trainer's ModelCheckpoints go on before their checkpoints are whole.
+    """Make the Trainer's ModelCheckpoints save in the background. Collective.
 
-    They look at no checkpoint that they have saved. Whoever else saves may do so, such as a subclass with a method of
-    its own, and has to wait. So do all if a logger may look at what was saved.
+    Training continues before a checkpoint is complete if neither the callback nor a logger reads the saved checkpoint.
+    A subclass with a ``_save_checkpoint`` of its own may read it, so its saves finish first. The same holds for all
+    callbacks if a logger may read checkpoints.
 
-    If there is anything to save, the room on storage that this takes is made now. Collective.
+    If a callback will save, the space on storage that background saves need is reserved now.
 
     Args:
         trainer: The Trainer.
-        saves: The saves of its training.
-        books: Where they note their saves.
+        saves: The background saves of the Trainer's training.
+        books: Records each callback's saves.
         finish: Waits for the saves in progress.
         record: Writes the books into the training record.
     """
@@ -78,7 +79,7 @@ def save_beside_training(
 
 
 def save_in_turn(trainer: pl.Trainer) -> None:
-    """Reverse :func:`save_beside_training`, since the callbacks may serve another Trainer next."""
+    """Undo :func:`save_beside_training`, since the callbacks may serve another Trainer next."""
     for callback in model_checkpoints(trainer):
         for name in _PATCHES:
             vars(callback).pop(name, None)
@@ -89,13 +90,13 @@ def _saves(callback: ModelCheckpoint) -> bool:
 
 
 def _looks_at_checkpoints(logger: Logger) -> bool:
-    """Return whether a logger may look at a checkpoint when it hears of it. Lightning's own ones look at files only."""
-    # A logger that passes calls on has the method of another one.
+    """Return whether a logger may read a saved checkpoint. Lightning's own loggers skip folders, as ours are."""
+    # Checks where the method is defined: a logger that delegates calls has the method of another class.
     return not logger.after_save_checkpoint.__module__.startswith("lightning.")
 
 
 class _Beside:
-    """Holds the methods that a ModelCheckpoint uses in place of its own."""
+    """Methods that replace a ModelCheckpoint's own."""
 
     def __init__(
         self, saves: BackgroundSaves, books: CheckpointBooks, finish: Callable[[], None], record: Callable[[], None]
@@ -109,8 +110,8 @@ class _Beside:
         return self  # a copy of a callback belongs to the same training
 
     def save(self, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, *, may_go_on: bool) -> None:
-        """Save, and let training go on meanwhile if it may."""
-        fails = sys.exc_info()[0] is not None  # then nothing would tell of a save that fails later
+        """Save a checkpoint; training continues meanwhile if ``may_go_on`` is set and no error is ending the fit."""
+        fails = sys.exc_info()[0] is not None  # nothing would report a background save that fails later
         with self._noted(callback, filepath, fails=fails), replaced(self._saves, "wanted", may_go_on and not fails):
             type(callback)._save_checkpoint(callback, trainer, filepath)
 
@@ -118,7 +119,7 @@ class _Beside:
     def _noted(
         self, callback: ModelCheckpoint, path: str, *, fails: bool, link_to: str | None = None
     ) -> Iterator[None]:
-        """Have the training record know of a save, unless an error ends the fit: then no record follows."""
+        """Record a save in the training record, unless an error is ending the fit: then no record is written."""
         if fails:
             yield
             return
@@ -128,12 +129,12 @@ class _Beside:
         self._books.end_save(callback)
 
     def exists(self, callback: ModelCheckpoint, filepath: str, trainer: pl.Trainer) -> bool:
-        """Return whether a path will exist, by which ModelCheckpoint chooses names. Collective."""
+        """Return whether a path will exist after all saves; ModelCheckpoint chooses file names by it. Collective."""
         will_exist = self._saves.will_exist(filepath)
         return type(callback).file_exists(callback, filepath, trainer) if will_exist is None else will_exist
 
     def link(self, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
-        """Link ``last.ckpt`` to a checkpoint once it is whole, on one rank for each file system."""
+        """Link ``last.ckpt`` to a checkpoint after it is complete, on one rank per file system."""
         self._finish()
         view: Any = SimpleNamespace(is_global_zero=self._saves.leads_at(filepath), strategy=trainer.strategy)
         fails = sys.exc_info()[0] is not None

@@ -1,4 +1,4 @@
-"""How a Trainer's run ends after SIGTERM or an error: on all ranks, and soon if a disk does not answer."""
+"""Ends a Trainer's run after SIGTERM or an error: on all ranks, and soon even if a disk does not answer."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ __all__ = [
 
 
 def end_together_after_sigterm(trainer: pl.Trainer) -> None:
-    """Let all ranks end after the same batch if one of them receives SIGTERM.
+    """Make all ranks end after the same batch if one of them receives SIGTERM.
 
-    Lightning's own handler broadcasts as soon as the signal comes, whatever the other ranks do then, and hangs. The
-    ranks agree at the start of each batch, where Lightning's loop tells all of them what rank 0 knows.
+    Lightning's own handler broadcasts inside the signal handler, whatever the other ranks are doing, and hangs. Here
+    the ranks agree at the start of each batch, where Lightning's loop broadcasts rank 0's flag.
     """
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     notify, broadcast = type(connector)._sigterm_notifier_fn, type(loop)._broadcast_sigterm_tensor
@@ -64,9 +64,9 @@ def end_together_after_sigterm(trainer: pl.Trainer) -> None:
 
 
 def give_up_soon_after_sigterm() -> None:
-    """Let SIGTERM end a wait for a disk that does not answer, and tell the other ranks of it at once.
+    """Make SIGTERM end a wait for a disk that does not answer, and inform the other ranks at once.
 
-    Lightning's own handler, which has to be registered by now, only takes a note of it.
+    Lightning's own handler must be registered already; it then only records the signal.
     """
     handler = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is threading.main_thread() and callable(handler):
@@ -80,7 +80,7 @@ def give_up_soon_after_sigterm() -> None:
 
 
 class EndsEvaluations(Strategy):
-    """A strategy's hooks of evaluations: they begin when the last step is done, and SIGTERM ends them."""
+    """Evaluation hooks of a strategy: evaluations begin after the last step is done, and end on SIGTERM."""
 
     def drain(self) -> None:
         """Wait until the last step is done."""
@@ -118,14 +118,15 @@ class EndsEvaluations(Strategy):
 
     def _begin_evaluation(self) -> None:
         self.drain()
-        if not _is_in_fit(self.lightning_module):  # a fit hears SIGTERM already
+        if not _is_in_fit(self.lightning_module):  # a fit's handler is installed already
             give_up_soon_after_sigterm()
 
 
 def _begin_batch(module: pl.LightningModule | None) -> None:
-    """End an evaluation if any rank received SIGTERM; within a fit, leave that to its next batch.
+    """End an evaluation if any rank received SIGTERM; within a fit, leave that to the fit's next batch.
 
-    The ranks need not agree, since nothing is to be saved: one that waits for another learns why that one has ended.
+    The ranks need not agree on a batch, since nothing is saved: a rank that waits for another learns why the other
+    ended.
 
     Raises:
         SIGTERMException: A rank received SIGTERM.
@@ -141,25 +142,26 @@ def _is_in_fit(module: pl.LightningModule | None) -> bool:
 
 
 def end_by(exception: BaseException, module: pl.LightningModule | None) -> None:
-    """Tell the other ranks of the exception that ends a run, unless it only shows that one of them is missing.
+    """Inform the other ranks of the exception that ends a run, unless a missing rank caused it.
 
     Args:
-        exception: What ends the run, which Lightning raises afterwards.
-        module: The module of the run, if it has come so far.
+        exception: Exception that ends the run; Lightning raises it afterwards.
+        module: The run's module; None if the run has none yet.
 
     Raises:
-        RankLostError: Another rank is missing. A collective's error, which Lightning would raise, does not say which.
+        RankLostError: Another rank is missing. Lightning would raise the collective's error, which does not name it.
     """
-    # Ctrl-C, the end that SIGTERM asks for, or a disk that has had its time and is to be closed.
+    # KeyboardInterrupt, the exit after SIGTERM, or a disk over its time limit: closing must not wait for the disk
+    # again.
     if not isinstance(exception, Exception) or isinstance(exception, StorageTimeoutError):
         ask_to_end()
     lost = lost_rank_behind(exception)
     if lost is None:
-        if not isinstance(exception, (SIGTERMException, RankLostError)):  # which all ranks know of
+        if not isinstance(exception, (SIGTERMException, RankLostError)):  # all ranks know of these already
             tell_failure(exception)
         return
     assert module is not None
-    for logger in module.trainer.loggers:  # as Lightning does after this hook, unless it raises
+    for logger in module.trainer.loggers:  # Lightning does the same after this hook, unless the hook raises
         logger.finalize("failed")
     module.trainer._teardown()
     raise lost from exception

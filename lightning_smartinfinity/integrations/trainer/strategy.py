@@ -1,4 +1,4 @@
-"""``Trainer(strategy="smart_infinity")``: ZeRO-3 whose optimizer state lives only on storage."""
+"""``Trainer(strategy="smart_infinity")``: ZeRO-3 whose optimizer state is kept only on storage."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ if TYPE_CHECKING:
 __all__ = ["SmartInfinityStrategy"]
 
 
-# Hooks between backward and step: of a module or callback, and of a module only.
+# Hooks between backward and step: of modules and callbacks, and of modules only.
 _BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
 _OF_STEP = ("configure_gradient_clipping", "optimizer_step")
 _RESUMED_FROM = (LIGHTNING_KEY, "loops", "lr_schedulers")
 
 
 class LightningOptions(SharedOptions, total=False):
-    """Settings that Lightning's own strategies take, passed on unchanged."""
+    """Settings that Lightning's own strategies accept, passed on unchanged."""
 
     accelerator: Accelerator | None
     cluster_environment: ClusterEnvironment | None
@@ -95,11 +95,11 @@ class LightningOptions(SharedOptions, total=False):
 class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrategy):
     """Trains models whose optimizer state does not fit in memory.
 
-    ZeRO-3 partitions the parameters. Master weights and optimizer state lie only on storage: every step streams
-    them through a ring of buffers of fixed size, in which they are updated.
+    ZeRO-3 partitions the parameters. Master weights and optimizer state are kept only on storage: every step streams
+    them through a ring of buffers of fixed size, and updates them there.
 
     Args:
-        **options: Settings that Lightning's ``DeepSpeedStrategy`` takes by the same names (:class:`LightningOptions`).
+        **options: Settings of Lightning's ``DeepSpeedStrategy`` under the same names (:class:`LightningOptions`).
 
     Raises:
         ConfigError: A setting is unknown, contradictory or out of range.
@@ -186,8 +186,8 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
     @property
     @override
     def handles_gradient_accumulation(self) -> bool:
-        # Lightning's own loop decides when an accumulation window ends, as with plain torch; an epoch may end with an
-        # incomplete one. DeepSpeed would count across epochs, and divide the loss by the window a second time.
+        # Lightning's own loop decides when an accumulation window ends, as with plain torch; the last window of an
+        # epoch may be incomplete. DeepSpeed would count across epochs, and divide the loss by the window a second time.
         return False
 
     @contextmanager
@@ -292,7 +292,8 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         super().pre_backward(closure_loss)
         optimizer, module = self._near_storage_optimizer, self.lightning_module
         if optimizer is not None and module is not None:
-            # Lightning's own loop tells when a step follows; a manual one may do anything between backward and step.
+            # In automatic optimization Lightning's loop knows whether a step follows. A manual loop may do anything in
+            # between.
             accumulates = module.trainer.fit_loop._should_accumulate()
             optimizer.step_follows = module.automatic_optimization and not accumulates
             optimizer.may_bind = self._may_bind
@@ -317,7 +318,8 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        # DeepSpeed saves it, rank by rank. Lightning would put it into a dictionary that save_checkpoint discards.
+        # DeepSpeed saves the state, rank by rank. Lightning would put it into a dictionary that save_checkpoint
+        # discards.
         return {}
 
     @override
@@ -340,11 +342,11 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         self.model = self._training_engine
         try:
             if optimizer is not None:
-                # Lightning leaves these states out with save_weights_only=True.
+                # With save_weights_only=True Lightning leaves out the optimizer states.
                 optimizer.saves_weights_only = "optimizer_states" not in checkpoint
             with saving():
-                # After SIGTERM this raises within seconds if the storage does not answer. If it does, the checkpoint
-                # has as much time for each request as any other.
+                # After SIGTERM, drain raises within seconds if the storage does not answer. If it answers, the
+                # checkpoint's requests get the usual time limit again.
                 self.drain()
                 take_back_ask_to_end()
                 checkpoint[RNG_KEY] = capture(self.root_device, world_size=self.world_size)
@@ -421,7 +423,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
 
         refuse_in_fit(model)
         self._begin_watch()
-        # DeepSpeedStrategy's own version removes the user's hooks from the module, too.
+        # DeepSpeedStrategy's own version also removes the user's hooks from the module.
         with self._parameters_on_storage(model):
             self.model = build_evaluation_engine(model, self.config, device_index=self.root_device.index)
 
@@ -475,12 +477,12 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
     @override
     def _format_config(self) -> None:
         assert isinstance(self.config, dict)
-        # SmartInfinityPrecision.clip_gradients clips, when Lightning or the module asks for it.
+        # SmartInfinityPrecision.clip_gradients clips when Lightning or the module asks for it.
         self.config["gradient_clipping"] = 0.0
-        # DeepSpeed only prints it. Lightning would take it from a batch sampler, which may not exist.
+        # DeepSpeed only prints this number. Lightning would read it from a batch sampler, which may not exist.
         self.config["train_micro_batch_size_per_gpu"] = 1
         super()._format_config()
-        # For DeepSpeed every step ends a window: see handles_gradient_accumulation.
+        # For DeepSpeed every step ends an accumulation window: see handles_gradient_accumulation.
         self.config["gradient_accumulation_steps"] = 1
 
 
