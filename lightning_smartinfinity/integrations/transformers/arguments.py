@@ -1,4 +1,4 @@
-"""Checks what ``transformers.TrainingArguments`` say before anything is allocated."""
+"""Checks ``transformers.TrainingArguments`` before anything is allocated."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _RULED = frozenset(name.lower() for rule in RULES for name in rule.optimizers)
 
 
 def check_arguments(args: Arguments) -> None:
-    """Refuse arguments that would switch DeepSpeed off, try batch sizes, or keep the optimizer's state in memory.
+    """Refuse arguments that would disable DeepSpeed, search batch sizes, or keep the optimizer's state in memory.
 
     Raises:
-        UnsupportedError: There is such an argument.
+        UnsupportedError: An argument is one of these.
     """
     if args.use_cpu:
         raise UnsupportedError(
@@ -53,7 +53,7 @@ def check_arguments(args: Arguments) -> None:
 
 
 def has_rule(name: str) -> bool:
-    """Return whether transformers' name of an optimizer stands for one of torch.optim that has an update rule."""
+    """Return whether transformers' name of an optimizer denotes one of torch.optim that has an update rule."""
     return name.removesuffix("_fused").removesuffix("_torch") in _RULED
 
 
@@ -73,13 +73,13 @@ def refuse_quantized(model: torch.nn.Module) -> None:
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
-    """Return whether a model of transformers was given adapters by its own ``add_adapter``."""
+    """Return whether a model of transformers got adapters from its own ``add_adapter``."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def job_of(output_dir: str | Path) -> str:
-    """Return a job's name for an output folder, so that two trainings may share a storage folder."""
+    """Return a job name for an output folder, so that several trainings can share a storage folder."""
     path = os.path.realpath(output_dir)
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
-    name = os.fsencode(os.path.basename(path)).decode(errors="replace")  # a job's name is text, a path need not be
+    name = os.fsencode(os.path.basename(path)).decode(errors="replace")  # a job's name is text, a path any bytes
     return f"{name or 'root'}-{digest}"

@@ -1,4 +1,4 @@
-"""Makes a script that was started without a launcher look as if it had been started as one process."""
+"""Sets a launcher's environment variables for a script that was started as a single process without a launcher."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from contextlib import contextmanager
 
 __all__ = ["launched"]
 
-# Variables of this prefix tell accelerate what to do. It sets some itself, which would bind a later Trainer.
+# Prefix of accelerate's settings. accelerate also sets some itself, which would affect a later Trainer.
 _ACCELERATE = "ACCELERATE_"
 
 
 @contextmanager
 def launched() -> Iterator[None]:
-    """Set the variables of a launcher within this context, unless torchrun or another launcher has set them.
+    """Set a launcher's environment variables within this context, unless torchrun or another launcher has set them.
 
-    Without them DeepSpeed looks for MPI, and accelerate prepares no process group. What accelerate changes in the
-    environment is undone when the context ends.
+    Without them, DeepSpeed looks for MPI, and accelerate creates no process group. When the context ends, accelerate's
+    changes to the environment are undone.
     """
     ours = {} if {"RANK", "LOCAL_RANK"} & os.environ.keys() else _one_process()
     before = {name: value for name, value in os.environ.items() if name in ours or name.startswith(_ACCELERATE)}
@@ -37,5 +37,5 @@ def _one_process() -> dict[str, str]:
         "WORLD_SIZE": "1",
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",  # any: a port that was seen to be free may be another script's by the time it is opened
+        "MASTER_PORT": "0",  # any free port: a chosen one may be taken by another script before it is opened
     }

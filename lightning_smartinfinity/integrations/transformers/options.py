@@ -1,4 +1,4 @@
-"""Says where an option belongs that was given to SmartInfinityTraining, and is none of its settings."""
+"""Error messages for options of SmartInfinityTraining that are not its settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOSS_SCALE = "Leave it out: with TrainingArguments(fp16=True) DeepSpeed finds t
 _PROCESSES = (
     "Leave it out: torchrun or accelerate launch starts a process for each GPU, which CUDA_VISIBLE_DEVICES names."
 )
-# What transformers decides in another way than Lightning, for which integrations/stock_options.py has the answers.
+# Answers that differ from those for Lightning's strategies in integrations/stock_options.py.
 _ANSWERS = {
     "accelerator": "Leave it out: the training runs on GPUs where there are any, otherwise on the CPU.",
     "cluster_environment": _PROCESSES,
@@ -40,7 +40,7 @@ _ANSWERS = {
     "timeout": "Pass TrainingArguments(ddp_timeout=...), in seconds, for processes that wait for each other, or "
     "smartssd={'timeout': ...} for cards.",
 }
-# Names that Lightning or DeepSpeed have for TrainingArguments.
+# Names in Lightning or DeepSpeed of fields of TrainingArguments.
 _RENAMED = {
     "accumulate_grad_batches": "gradient_accumulation_steps",
     "default_root_dir": "output_dir",
@@ -51,24 +51,24 @@ _RENAMED = {
 
 
 def refuse_options(owner: str, options: Mapping[str, object]) -> None:
-    """Refuse options that are no settings.
+    """Raise an error for options that are not settings.
 
     Args:
-        owner: Class to which they were given.
-        options: The options; there may be none.
+        owner: Name of the class that received them.
+        options: The options; may be empty.
 
     Raises:
-        ConfigError: There are options; the message says where they belong.
+        ConfigError: There are options; the message names the right place of each.
     """
     if options:
         refuse_unknown(owner, options, answers={**_of_arguments(options), **_ANSWERS})
 
 
 def _of_arguments(options: Mapping[str, object]) -> dict[str, str]:
-    """Return answers for the options that are fields of TrainingArguments, or were renamed from such."""
+    """Return answers for the options that are fields of TrainingArguments, under their own or another name."""
     try:
         arguments = {field.name for field in fields(importlib.import_module("transformers").TrainingArguments)}
-    except ImportError:  # entering the context says what to install
+    except ImportError:  # entering the context raises an error about the missing package
         arguments = set(_RENAMED.values())
     meant = {name: _RENAMED.get(name, name) for name in options}
     return {

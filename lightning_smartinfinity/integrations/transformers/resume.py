@@ -1,4 +1,4 @@
-"""Finds the checkpoint of transformers from which a training resumes: the last one whose save was completed."""
+"""Finds the checkpoint of transformers to resume from: the last one whose save was completed."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ __all__ = [
 def checkpoint_to_resume(given: str | bool | None, output_dir: str, *, warn: bool) -> str | bool | None:
     """Return the checkpoint for ``Trainer.train(resume_from_checkpoint=...)``.
 
-    A process that is killed while it saves leaves a folder that transformers would take: it asks for the highest
-    number, and begins at step 0 if the folder lacks the Trainer's state.
+    If a process is killed during a save, it leaves an incomplete folder. transformers would choose it, as it takes the
+    highest number, and would begin at step 0 if the Trainer's state is missing.
 
     Args:
-        given: What the user passed: a folder, True for the last checkpoint in ``output_dir``, or nothing.
+        given: The user's argument: a folder, True for the last checkpoint in ``output_dir``, or None.
         output_dir: The Trainer's folder of checkpoints.
-        warn: Whether this rank warns of checkpoints that are passed over.
+        warn: Whether this rank warns of skipped checkpoints.
 
     Raises:
         CheckpointNotFoundError: The folder does not exist.
-        CheckpointError: The folder, or every checkpoint in ``output_dir``, cannot be resumed.
+        CheckpointError: The folder cannot be resumed from; or ``given`` is True, and no checkpoint can.
     """
     if not given:
         return given
@@ -63,14 +63,14 @@ def checkpoint_to_resume(given: str | bool | None, output_dir: str, *, warn: boo
 
 
 def begin_checkpoint(folder: str, *, resumable: bool) -> None:
-    """Prepare a checkpoint before its files are written.
+    """Prepare a checkpoint folder before its files are written.
 
-    If it is written again, it loses the Trainer's state, which is written last. A file in the place where a Trainer in
-    memory saves its optimizer keeps such a Trainer from resuming with an optimizer that begins anew: torch's error
-    names :func:`resume_within_smart_infinity_training`.
+    If the folder exists, the Trainer's state in it is removed; it is written last, so it marks a complete checkpoint. A
+    placeholder is written as the optimizer file that a Trainer in memory would load. Loading it raises an error that
+    names :func:`resume_within_smart_infinity_training`, so that such a Trainer does not resume with a new optimizer.
 
     Args:
-        folder: The checkpoint.
+        folder: The checkpoint's folder.
         resumable: Whether the optimizer's state is saved in it.
 
     Raises:
@@ -88,15 +88,15 @@ def begin_checkpoint(folder: str, *, resumable: bool) -> None:
 
 
 def flush_file(file: str) -> None:
-    """Flush a file of a checkpoint that this rank alone has written. Other ranks' files are flushed after the call.
+    """Flush a checkpoint's file that only this rank wrote. Other ranks flush theirs in the same call.
 
-    This is a collective, so that no rank removes older checkpoints before.
+    This is a collective, so that no rank removes older checkpoints before all files are flushed.
 
     Args:
         file: Path of the file.
 
     Raises:
-        StorageError: It could not be written; raised on every rank.
+        StorageError: The file could not be flushed; raised on every rank.
     """
     with raising_together(), storage_errors("Flushing", file):
         flush(Path(file))
@@ -104,13 +104,13 @@ def flush_file(file: str) -> None:
 
 
 def end_checkpoint(folder: Path) -> None:
-    """Flush a checkpoint whose files are written; the engine has flushed its own, transformers flushes none.
+    """Flush a checkpoint after its files are written. The engine flushed its own files; transformers flushes none.
 
     Args:
         folder: The checkpoint.
 
     Raises:
-        StorageError: Something could not be written.
+        StorageError: A file could not be flushed.
     """
     with storage_errors("Flushing the checkpoint", folder):
         flush_tree(folder)
@@ -118,7 +118,7 @@ def end_checkpoint(folder: Path) -> None:
 
 
 def resume_within_smart_infinity_training(folder: str) -> NoReturn:
-    """Raise the error of a Trainer in memory that resumes from a checkpoint of ours.
+    """Raise the error for a Trainer in memory that resumes from a checkpoint of SmartInfinityTraining.
 
     Args:
         folder: The checkpoint.
@@ -134,7 +134,7 @@ def resume_within_smart_infinity_training(folder: str) -> NoReturn:
 
 
 class _InMemory:
-    """Calls the function above when it is loaded."""
+    """An object whose unpickling calls :func:`resume_within_smart_infinity_training`."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -164,7 +164,7 @@ def _newest_first(output_dir: Path) -> list[Path]:
 
 
 def _number_of(folder: Path) -> int | None:
-    """Return N for a folder with the name ``checkpoint-N``, and None for others."""
+    """Return N for a folder named ``checkpoint-N``, and None for other folders."""
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
     number = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
@@ -172,7 +172,7 @@ def _number_of(folder: Path) -> int | None:
 
 
 def _fault_in(folder: Path) -> str | None:
-    """Return why a training cannot resume from a folder, or None."""
+    """Return why a training cannot resume from a folder, or None if it can."""
     require_file(folder / _trainer_state())
     try:
         json.loads((folder / _trainer_state()).read_text())

@@ -1,4 +1,4 @@
-"""The places of transformers that a training replaces while it lasts. docs/seams.md lists them."""
+"""Seams of transformers: the functions that a training replaces while it lasts. docs/seams.md lists them."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ Trainer: TypeAlias = Any
 def arguments_seen_by(see: Callable[[dict[str, Any], dict[str, Any], Arguments], None]) -> Iterator[None]:
     """Call a function whenever ``TrainingArguments`` complete DeepSpeed's configuration within this context.
 
-    After it, transformers forgets the configuration, by which ``from_pretrained`` partitions models.
+    When the context ends, transformers forgets the configuration, which makes ``from_pretrained`` partition models.
 
     Args:
-        see: Function that takes the configuration as it was given, as it was completed, and the arguments.
+        see: Function that takes the given configuration, the completed one, and the arguments.
     """
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 
@@ -72,9 +72,9 @@ def arguments_seen_by(see: Callable[[dict[str, Any], dict[str, Any], Arguments],
 
 @contextmanager
 def fresh_accelerate() -> Iterator[None]:
-    """Let accelerate forget its plugins and its devices before and after this context, as ``TrainingArguments`` do.
+    """Reset accelerate's plugins and devices before and after this context, as ``TrainingArguments`` do.
 
-    It keeps them in its classes, and would refuse another configuration of DeepSpeed in the same process.
+    accelerate stores them in class attributes, and would refuse another configuration of DeepSpeed in the same process.
     """
     _forget_state()
     try:
@@ -92,7 +92,7 @@ def _forget_state() -> None:
 
 @contextmanager
 def accelerators_with_deepspeed() -> Iterator[None]:
-    """Refuse an Accelerator without DeepSpeed in this context, a Trainer's too: it would train in memory."""
+    """Refuse an Accelerator without DeepSpeed in this context, also a Trainer's: it would train in memory."""
     import accelerate
 
     def build(original: Callable[..., None], accelerator: Any, *args: object, **kwargs: object) -> None:
@@ -111,9 +111,9 @@ def accelerators_with_deepspeed() -> Iterator[None]:
 
 @contextmanager
 def steps_taken_by_optimizers() -> Iterator[None]:
-    """Let accelerate's optimizers step and drop gradients within this context, as in memory.
+    """Make accelerate's optimizers step and zero gradients within this context, as they do in memory.
 
-    With DeepSpeed, ``Accelerator.backward`` ends with the step, and both methods of these optimizers do nothing.
+    With DeepSpeed, ``Accelerator.backward`` includes the step, and both methods of these optimizers do nothing.
     """
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
@@ -132,10 +132,10 @@ def steps_taken_by_optimizers() -> Iterator[None]:
 
 @contextmanager
 def models_saved_by(save: Callable[[Trainer, str, bool, Callable[[], None]], None]) -> Iterator[None]:
-    """Let a function save models in place of ``Trainer.save_model`` within this context.
+    """Replace ``Trainer.save_model`` by a function within this context.
 
     Args:
-        save: Function that takes the Trainer, the folder, whether a checkpoint begins with this model, and a function
+        save: Function that takes the Trainer, the folder, whether the call is the start of a checkpoint, and a function
             that calls the original.
     """
     import transformers
@@ -152,10 +152,10 @@ def models_saved_by(save: Callable[[Trainer, str, bool, Callable[[], None]], Non
 
 @contextmanager
 def completed_checkpoints_seen_by(see: Callable[[str], None]) -> Iterator[None]:
-    """Call a function whenever all files of a checkpoint are written, before older checkpoints are removed for it.
+    """Call a function after all files of a checkpoint are written, before older checkpoints are removed.
 
     Args:
-        see: Function that takes the folder of all checkpoints.
+        see: Function that takes the folder that contains the checkpoints.
     """
     from transformers import trainer
 
@@ -169,10 +169,10 @@ def completed_checkpoints_seen_by(see: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def random_states_seen_by(see: Callable[[str], None]) -> Iterator[None]:
-    """Call a function on every rank of a training by several when the rank has saved its random states.
+    """Call a function on every rank, with several ranks, after the rank has saved its random states.
 
     Args:
-        see: Function that takes the path of the file.
+        see: Function that takes the path of the rank's file.
     """
     import transformers
 
@@ -187,14 +187,15 @@ def random_states_seen_by(see: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def trainings_seen_by(begin: Callable[[Trainer, Any], Any], end: Callable[[], None]) -> Iterator[None]:
-    """Call functions whenever ``Trainer.train`` begins and ends within this context.
+    """Call functions when ``Trainer.train`` begins and ends within this context.
 
-    The Trainer also builds an engine for every training. Otherwise it would take the one of an evaluation before it,
-    which has no optimizer and which it has released by then.
+    Also makes the Trainer build a new engine for every training. Otherwise it would reuse the engine of an earlier
+    evaluation, which has no optimizer and is released by then.
 
     Args:
-        begin: Function that takes the Trainer and ``resume_from_checkpoint``, and returns the checkpoint to resume.
-        end: Function that is called after success and failure.
+        begin: Function that takes the Trainer and ``resume_from_checkpoint``, and returns the checkpoint to resume
+            from.
+        end: Function that is called after success and after failure.
     """
     import transformers
 
@@ -220,10 +221,11 @@ def trainings_seen_by(begin: Callable[[Trainer, Any], Any], end: Callable[[], No
 
 @contextmanager
 def _losses_and_clipping_of(trainer: Trainer) -> Iterator[None]:
-    """Let a Trainer divide losses alone, and show its callbacks clipped gradients, as in memory, within this context.
+    """Leave dividing losses to the Trainer, and show its callbacks clipped gradients, as in memory.
 
-    DeepSpeed would divide the loss of code that calls ``trainer.accelerator.backward`` once more, and the step clips
-    gradients on their way; it leaves what callbacks have made of clipped gradients as it is.
+    DeepSpeed would divide the loss a second time in code that calls ``trainer.accelerator.backward``. The step clips
+    gradients while it streams them, so callbacks would see them unclipped. Gradients that are clipped here for a
+    callback are not clipped again by the step.
     """
     from transformers import TrainerCallback
 
@@ -239,7 +241,7 @@ def _losses_and_clipping_of(trainer: Trainer) -> Iterator[None]:
         looks = (
             type(each).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step for each in handler.callbacks
         )
-        if optimizer.clip_grad > 0 and any(looks):  # else the step has less to do
+        if optimizer.clip_grad > 0 and any(looks):  # else the step clips, which costs less
             clip_norm(optimizer, optimizer.clip_grad)
             optimizer.is_clipped = True
         return original(*args)
@@ -253,13 +255,13 @@ _AFTER_IT = {"save_model": "SmartInfinityTraining.save_pretrained(folder) still 
 
 @contextmanager
 def trainers_of_context() -> Iterator[None]:
-    """Let Trainers that are made within this context refuse work after it.
+    """Make Trainers that were created within this context refuse work after it.
 
-    They would save and train without this package, or meet the state that accelerate has forgotten.
+    They would save and train without this package, or fail on accelerate's reset state.
     """
     import transformers
 
-    made: list[weakref.ref[Trainer]] = []  # a subclass that defines == has no hash
+    made: list[weakref.ref[Trainer]] = []  # weak references, and a list: a subclass that defines == has no hash
     patches = ExitStack()
 
     def build(original: Callable[..., None], trainer: Trainer, *args: object, **kwargs: object) -> None:
@@ -285,10 +287,10 @@ def trainers_of_context() -> Iterator[None]:
 
 
 def _keep_given(trainer: Trainer) -> None:
-    """Let a Trainer train with the optimizer and the scheduler that its user has passed, assigned or created.
+    """Make a Trainer train with the optimizer and the scheduler that its user passed, assigned or created.
 
-    With DeepSpeed, the Trainer drops them and builds others from its arguments. What it has itself wrapped or created
-    belongs to an earlier training.
+    With DeepSpeed, the Trainer drops them and builds others from its arguments. Those that the Trainer wrapped or
+    created itself belong to an earlier training, and are not kept.
     """
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
@@ -312,7 +314,7 @@ def _keep_given(trainer: Trainer) -> None:
 
 @contextmanager
 def _hashing_weights(trainer_class: type) -> Iterator[None]:
-    """Let TRL hash weights, not ZeRO-3's empty tensors: it looks up precomputed log-probabilities by the hash."""
+    """Make TRL hash weights, not ZeRO-3's empty tensors: the hash is the key of its precomputed log-probabilities."""
     modules = {sys.modules[each.__module__] for each in trainer_class.__mro__}
     with ExitStack() as patches:
         for module in modules:
@@ -348,7 +350,7 @@ def _refused_after(name: str) -> Callable[..., Any]:
 
 @contextmanager
 def without_weights(trainer: Trainer) -> Iterator[None]:
-    """Let ``Trainer.save_model`` write all but weights and the model's configuration, which are written already."""
+    """Make ``Trainer.save_model`` skip the weights and the model's configuration, which are written already."""
     deepspeed = trainer.is_deepspeed_enabled
     trainer.is_deepspeed_enabled = False  # else it asks its engine for a state dict of the whole model
     trainer.model.save_pretrained = lambda *args, **kwargs: None

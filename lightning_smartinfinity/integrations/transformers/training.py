@@ -1,4 +1,4 @@
-"""A context in which ``transformers.Trainer`` and Accelerate train with optimizer state that lies only on storage."""
+"""A context in which ``transformers.Trainer`` and Accelerate train with optimizer state that is only on storage."""
 
 from __future__ import annotations
 
@@ -73,20 +73,20 @@ _AUTO: DeepSpeedConfig = {
 }
 _SAVES_16_BIT = {"stage3_gather_16bit_weights_on_model_save": True}
 _DEFAULT_JOB = TransferConfig().job
-# What a model without an optimizer shares with the one that is trained, of the section zero_optimization.
+# Keys of zero_optimization that a model without an optimizer must share with the trained model.
 _PARTITIONING = ("stage", "offload_param")
 
 
 @documents_settings
 class SmartInfinityTraining(NearStorage):
-    """A context for ``transformers.Trainer`` and Accelerate: what they train in it keeps its state on storage.
+    """A context for ``transformers.Trainer`` and Accelerate, which keeps the state of their training on storage.
 
-    Give :attr:`config` to ``TrainingArguments(deepspeed=...)`` before the model is loaded, so that ``from_pretrained``
-    partitions it. Batch size, accumulation, clipping and precision are those of the arguments. When the context ends,
-    the state is removed from storage, unless ``transfer`` keeps it.
+    Pass :attr:`config` to ``TrainingArguments(deepspeed=...)`` before the model is loaded, so that ``from_pretrained``
+    partitions it. Batch size, accumulation, clipping and precision come from the arguments. When the context ends, the
+    state is removed from storage, unless ``transfer`` keeps it.
 
     Args:
-        weights_only: Whether checkpoints may hold nothing but tensors, numbers, text and containers of them. Pass False
+        weights_only: Whether checkpoints may contain only tensors, numbers, text and containers of these. Pass False
             only for checkpoints that you trust: loading other types runs code that the file names.
 
     Raises:
@@ -143,15 +143,15 @@ class SmartInfinityTraining(NearStorage):
         self._weights_only = weights_only
         self._contexts = ExitStack()
         self._last_model: torch.nn.Module | None = None
-        self._checkpoint: Path | None = None  # the one that is being saved
+        self._checkpoint: Path | None = None  # the checkpoint being saved
         self._trained: list[weakref.ref[Trainer]] = []
 
     @property
     def config(self) -> DeepSpeedConfig:
-        """DeepSpeed's configuration, with "auto" where ``TrainingArguments`` or Accelerate know the value.
+        """DeepSpeed's configuration, with "auto" for values that ``TrainingArguments`` or Accelerate fill in.
 
         Raises:
-            UnsupportedError: The context has not begun, or it has ended: DeepSpeed would train without this package.
+            UnsupportedError: The context has not begun, or has ended: DeepSpeed would train without this package.
         """
         if self not in _ACTIVE:
             raise UnsupportedError(
@@ -217,7 +217,7 @@ class SmartInfinityTraining(NearStorage):
             return
         storage = self._given.storage
         self._settings = replace(self._given, storage=storage or (Path.cwd(),))
-        # The arguments are not made yet. Gradients of several micro-batches take more memory than those of one.
+        # The arguments do not exist yet. Gradients of several micro-batches take more memory than those of one.
         formats = (self._given.state_format, *self._given.plan.state_formats)
         in_bf16 = on_gpu or any(STATE_FORMATS[name].required_parameters == "bf16" for name in formats)
         precision = "bf16-true" if in_bf16 else "32-true"
@@ -232,10 +232,10 @@ class SmartInfinityTraining(NearStorage):
             self._become_idle(completed=True)
             self.close()
 
-    # ---- what transformers and accelerate call
+    # ---- called by transformers and accelerate
 
     def _see_arguments(self, given: DeepSpeedConfig, config: DeepSpeedConfig, args: Arguments) -> None:
-        """Check new ``TrainingArguments``, and put the storage where they put their checkpoints."""
+        """Check new ``TrainingArguments``, and place the storage according to their output folder."""
         from lightning_smartinfinity.zero3.parameters.pretrained import releasing_pages
 
         self._require_own(config)
@@ -252,7 +252,7 @@ class SmartInfinityTraining(NearStorage):
         self._contexts.enter_context(releasing_pages())
 
     def _follow(self, args: Arguments) -> None:
-        """Put the storage where arguments put their checkpoints, or name the job after that folder."""
+        """Place the storage in the arguments' output folder, or name the job after that folder."""
         self._settings = self._given
         if self._given.storage is None:
             self._choose_storage(args.output_dir)
@@ -260,7 +260,7 @@ class SmartInfinityTraining(NearStorage):
             self._settings = replace(self._given, transfer=replace(self._given.transfer, job=job_of(args.output_dir)))
 
     def _begin(self, trainer: Trainer, resume: str | bool | None) -> str | bool | None:
-        """Check a Trainer that is about to train, and return the checkpoint from which it goes on."""
+        """Check a Trainer that is about to train, and return the checkpoint to resume from."""
         if trainer.accelerator.state.deepspeed_plugin is not trainer.args.deepspeed_plugin:
             raise UnsupportedError(
                 "Other TrainingArguments were made after this Trainer; accelerate knows one configuration at a time.",
@@ -278,7 +278,7 @@ class SmartInfinityTraining(NearStorage):
         return checkpoint
 
     def _initialize(self, initialize: Callable[..., Any], **kwargs: Any) -> Any:
-        """Build our engine for a call of ``deepspeed.initialize``, and return what that returns."""
+        """Build our engine for a call of ``deepspeed.initialize``, and return that call's results."""
         from lightning_smartinfinity.zero3.engine.build import evaluation_config, evaluation_engine, refuse_in_fit
         from lightning_smartinfinity.zero3.optimizer.release import release_module
         from lightning_smartinfinity.zero3.setup.validation import check_dtype
@@ -290,7 +290,7 @@ class SmartInfinityTraining(NearStorage):
         self._choose_storage(Path.cwd())
         if optimizer is None:
             self._engine_config = config
-            self._last_model = self._last_model or model  # a reference is not what save_pretrained saves
+            self._last_model = self._last_model or model  # save_pretrained saves the first model, not a reference model
             refuse_in_fit(model)
             check_dtype(model, config)
             self._begin_watch()
@@ -308,16 +308,16 @@ class SmartInfinityTraining(NearStorage):
             return results[0], (results[0], optimizer, *results[2:])
 
         _, results = self._build_engine(model, optimizer, build)
-        # An evaluation by another Trainer would take the model away from this training.
+        # An evaluation by another Trainer must not take the model away from this training.
         results[0].optimizer.rank_state.in_fit = True
         return results
 
     def _has_fp32_in_memory(self, model: torch.nn.Module) -> bool:
-        # transformers notes the dtype in which it has loaded a model; its Trainer's bf16 and fp16 are mixed precisions.
+        # transformers notes the dtype in which it loaded a model; bf16 and fp16 of its Trainer are mixed precisions.
         return getattr(getattr(model, "config", None), "dtype", None) in (None, torch.float32)
 
     def _refuse_second(self, model: torch.nn.Module) -> None:
-        """Refuse to train a model while another one is trained; ``Trainer.train`` ends its training itself."""
+        """Refuse to train a second model during a training; ``Trainer.train`` ends its own training itself."""
         from lightning_smartinfinity.zero3.optimizer.release import has_engine
 
         engine = self._training_engine
@@ -331,7 +331,7 @@ class SmartInfinityTraining(NearStorage):
             )
 
     def _save_model(self, trainer: Trainer, folder: str, begins_checkpoint: bool, original: Callable[[], None]) -> None:
-        """Write a model window by window, and let the Trainer write what belongs to it, such as the tokenizer."""
+        """Write a model window by window, and let the Trainer write the other files, such as the tokenizer's."""
         from lightning_smartinfinity.zero3.ranks.collectives import raising_together
 
         if begins_checkpoint:
@@ -353,11 +353,11 @@ class SmartInfinityTraining(NearStorage):
             original()
 
     def _end_checkpoint(self, output_dir: str) -> None:
-        """Flush the checkpoint that was saved: all of them if the Trainer saves models in a way of its own."""
+        """Flush the saved checkpoint; all checkpoints if the Trainer overrides the saving of models."""
         checkpoint, self._checkpoint = self._checkpoint, None
         end_checkpoint(checkpoint or Path(output_dir))
 
-    # ---- the base class's questions
+    # ---- hooks of the base class
 
     @override
     def _module_to_save(self, module: torch.nn.Module | None) -> torch.nn.Module:
@@ -394,7 +394,7 @@ _ACTIVE: list[SmartInfinityTraining] = []
 
 
 def _has_own_format(model: torch.nn.Module) -> bool:
-    """Return whether the model is one of transformers itself, not one with adapters, nor the user's own."""
+    """Return whether the model is transformers' own class without adapters, not a user's module."""
     import transformers
 
     return isinstance(model, transformers.PreTrainedModel) and not has_adapters(model)
