@@ -1,7 +1,7 @@
 """ZeRO-3 training in Lightning with the optimizer state on storage and the update next to it.
 
-Importing this package loads the standard library only: it is imported inside ``import torch`` (see ``_autoload``), so
-every public name is loaded on first use.
+Importing this package loads only the standard library, because it is imported inside ``import torch`` (see
+``_autoload``). Every public name is loaded on first use.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ _HOMES = {
     "UnsupportedError": "errors",
 }
 
-# Rooms and modules that pages or pickles name, and where they are now. What is in a room moved with it.
+# Old names of modules that documents or pickles contain, and their present names. Submodules are redirected, too.
 _MOVED = {
     "callbacks": "integrations.trainer.callbacks",
     "compression": "settings",
@@ -122,13 +122,13 @@ _MOVED = {
 
 
 def _now(name: str) -> str | None:
-    """Return where a module of an earlier name is now."""
+    """Return the present name of a module that has an old name, or None."""
     moved = max((each for each in _MOVED if f"{name}.".startswith(f"{__name__}.{each}.")), key=len, default=None)
     return None if moved is None else f"{__name__}.{_MOVED[moved]}{name[len(__name__) + 1 + len(moved) :]}"
 
 
 class _Moved:
-    """Finds a module by its earlier name: both names are one module."""
+    """Finds a module by its old name, so that both names denote one module."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if not name.startswith(f"{__name__}.") or _now(name) is None:
@@ -142,16 +142,16 @@ class _Moved:
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state  # its own, in place of that of the earlier name
+        module.__spec__ = module.__spec__.loader_state  # the module's own spec instead of the old name's
 
 
-if not TYPE_CHECKING:  # a type checker that saw it would accept every name
+if not TYPE_CHECKING:  # a type checker would accept every name
 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-        globals()[name] = value  # the next access does not come here
+        globals()[name] = value  # the next access finds it without this function
         return value
 
 

@@ -1,11 +1,11 @@
-"""Makes the strategies' name known to Lightning: ``Trainer(strategy="smart_infinity")`` without another import.
+"""Registers the strategy's name with Lightning: ``Trainer(strategy="smart_infinity")`` needs no other import.
 
-``Fabric(strategy="smart_infinity")`` works the same way, from a registry of its own.
+``Fabric(strategy="smart_infinity")`` works the same way, through a registry of its own.
 
-Lightning loads no strategies from entry points, but ``import torch`` calls every entry point of the group
-``torch.backends``, and torch is imported before Lightning defines its registry. So :func:`install` puts a finder on
-``sys.meta_path`` which fills the registry once Lightning's module has been executed. It runs inside ``import torch``:
-it imports the standard library only and never raises. Set ``SMART_INFINITY_AUTOLOAD_DEBUG=1`` to print its errors.
+Lightning loads no strategies from entry points. But ``import torch`` calls every entry point of the group
+``torch.backends``, and torch is imported before Lightning defines its registries. So :func:`install` puts a finder on
+``sys.meta_path`` that registers the strategy after Lightning's module was executed. It runs inside ``import torch``, so
+it imports only the standard library and never raises. Set ``SMART_INFINITY_AUTOLOAD_DEBUG=1`` to print its errors.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["install"]
 
 STRATEGY_NAME = "smart_infinity"
-# What people write instead; Lightning has turned capitals into small letters before.
+# Common misspellings, in lower case, to which Lightning has converted the name.
 _OTHER_SPELLINGS = (
-    "lightning_smartinfinity.smartinfinitystrategy",  # LightningCLI takes a class path without settings for a name
+    "lightning_smartinfinity.smartinfinitystrategy",  # LightningCLI passes a class path without settings as a name
     "smart infinity",
     "smart-infinity",
     "smart_infinity_strategy",
@@ -46,7 +46,7 @@ _DEBUG_VARIABLE = "SMART_INFINITY_AUTOLOAD_DEBUG"
 
 
 def install() -> None:
-    """Register the strategy now if Lightning is loaded, and otherwise when it loads; safe to call again."""
+    """Register the strategy now if Lightning is loaded, otherwise when it is loaded; safe to call again."""
     try:
         _install_finder()
         for name in _REGISTRARS:
@@ -65,20 +65,20 @@ def _register_with_fabric(module: ModuleType) -> None:
 
 
 def _add(registry: Any, factory: Callable[..., object]) -> None:
-    # The registry is missing while another thread is still executing the module; the finder's hook follows later.
+    # The registry does not exist while another thread still executes the module; the finder registers afterwards.
     if registry is None:
         return
     present = registry[STRATEGY_NAME]["strategy"] if STRATEGY_NAME in registry else None
-    if present is None or _is_ours(present):  # a name that the user registered stays theirs
+    if present is None or _is_ours(present):  # keep a strategy that the user registered under this name
         registry.register(STRATEGY_NAME, factory, description=_DESCRIPTION, override=True)
     for spelling in _OTHER_SPELLINGS:
-        # Lightning refuses every name that is not registered, with an error that does not list ours.
+        # Lightning's own error for an unregistered name does not list our name.
         if spelling not in registry or _is_ours(registry[spelling]["strategy"]):
             registry.register(spelling, _refuse, description=_NO_NAME, override=True, spelling=spelling)
 
 
 def _create_trainer_strategy(**settings: object) -> SmartInfinityStrategy:
-    """Create the strategy; this function is registered so that neither the class nor DeepSpeed loads before its use."""
+    """Create the strategy. A function is registered so that the class and DeepSpeed load only when it is used."""
     import lightning_smartinfinity
 
     factory: Callable[..., SmartInfinityStrategy] = lightning_smartinfinity.SmartInfinityStrategy
@@ -94,7 +94,7 @@ def _create_fabric_strategy(**settings: object) -> SmartInfinityFabricStrategy:
 
 
 def _refuse(spelling: str) -> NoReturn:
-    """Raise ConfigError with the strategy's name, instead of creating the strategy."""
+    """Raise ConfigError, which names the right spelling, instead of creating the strategy."""
     import lightning_smartinfinity
 
     raise lightning_smartinfinity.ConfigError(
@@ -102,7 +102,7 @@ def _refuse(spelling: str) -> NoReturn:
     )
 
 
-# Each of Lightning's modules that define a registry, with the function that registers there.
+# Lightning's modules that define a registry, each with the function that registers the strategy in it.
 _REGISTRARS: dict[str, Callable[[ModuleType], None]] = {
     "lightning.pytorch.strategies": _register_with_trainer,
     "lightning.fabric.strategies": _register_with_fabric,
@@ -110,10 +110,10 @@ _REGISTRARS: dict[str, Callable[[ModuleType], None]] = {
 
 
 class _RegistrationFinder(importlib.abc.MetaPathFinder):
-    """Lets the other finders find Lightning's modules, and makes their loaders register the strategy afterwards."""
+    """Finds Lightning's modules through the other finders, and makes their loaders register the strategy afterwards."""
 
     def __init__(self) -> None:
-        # Names that this finder is searching; a module is searched under its import lock, so by one thread only.
+        # Names being searched. A module is searched under its import lock, so by one thread only.
         self._searching: set[str] = set()
 
     def find_spec(
@@ -141,7 +141,7 @@ class _RegisteringLoader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module keeps its own loader, which knows its source and its resources.
+        # Restore the module's own loader, which knows its source and resources.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
@@ -157,7 +157,7 @@ def _find_elsewhere(
 
 
 def _install_finder() -> None:
-    # After importlib.reload a finder of the old module may remain, which would register outdated classes.
+    # After importlib.reload, a finder of the old module may remain, which would register outdated classes.
     stale = [f for f in sys.meta_path if _is_ours(type(f)) and not isinstance(f, _RegistrationFinder)]
     for finder in stale:
         sys.meta_path.remove(finder)

@@ -1,13 +1,13 @@
-"""Tells people who open a checkpoint folder as if it were a file how to make a file of it.
+"""Prints how to load a checkpoint folder, if a user's program opened it as a file.
 
 ``torch.load``, ``load_from_checkpoint`` and a Trainer with another strategy raise ``IsADirectoryError`` for our
-checkpoints, and call nothing of ours before. Two things help without replacing any function of theirs:
+checkpoints before they call any code of ours. Two means help without replacing their functions:
 
-- each checkpoint holds a file, :data:`NOTE_NAME`, which says what the folder is for;
-- when such an error ends the program, what the file says is printed after the traceback. For this :func:`install`
-  puts itself before ``sys.excepthook``. Notebooks do not call it.
+- each checkpoint contains a file, :data:`NOTE_NAME`, which describes the folder's purpose and use;
+- when such an error ends the program, the file's text is printed after the traceback. For this, :func:`install` wraps
+  ``sys.excepthook``. Notebooks do not call that hook.
 
-It runs inside ``import torch``, as ``_autoload`` does: it imports the standard library only and never raises.
+It runs inside ``import torch``, as ``_autoload`` does, so it imports only the standard library and never raises.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _LONGEST = 4096  # characters
 
 
 def install() -> None:
-    """Let the hook for errors that end a program print a checkpoint's note where it helps; safe to call again."""
+    """Wrap ``sys.excepthook`` so that it also prints a checkpoint's note where that helps; safe to call again."""
     if getattr(sys.excepthook, "__module__", None) != __name__:
         sys.excepthook = _Hook(sys.excepthook)
 
 
 class _Hook:
-    """Calls the hook that was there before, and then prints the note if the error is about a checkpoint."""
+    """Calls the previous hook, and then prints the note if the error is about a checkpoint folder."""
 
     def __init__(self, before: Callable[..., Any]) -> None:
         self._before = before
@@ -47,12 +47,12 @@ class _Hook:
             note = _note_of(error)
             if note is not None:
                 sys.stderr.write(f"\n{note}")
-        except Exception:  # the error was shown, and that is what counts
+        except Exception:  # the previous hook has shown the error
             return
 
 
 def _note_of(error: BaseException) -> str | None:
-    """Return the note in the checkpoint that was opened as a file, if that is what the error says."""
+    """Return the note of the checkpoint folder that was opened as a file, or None for any other error."""
     if not isinstance(error, IsADirectoryError) or not isinstance(error.filename, (str, os.PathLike)):
         return None
     path = os.path.join(os.fspath(error.filename), NOTE_NAME)

@@ -1,4 +1,4 @@
-"""The errors that a user can meet.
+"""The errors that this package raises for users.
 
 ::
 
@@ -17,7 +17,7 @@
     └── CheckpointError        (RuntimeError)  a checkpoint does not fit this model or is damaged
         └── CheckpointNotFoundError            (also a FileNotFoundError) there is no checkpoint at a path
 
-Every message says what failed, with the value at fault, and what to do about it.
+Every message states what failed, with the offending value, and what to do about it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ __all__ = [
 
 
 class SmartInfinityError(Exception):
-    """Base of every error raised by this package.
+    """Base class of every error raised by this package.
 
     Args:
-        problem: What is wrong, naming the class or setting and the value at fault.
+        problem: What is wrong, with the class or setting and the offending value.
         remedy: What the user can do about it.
     """
 
@@ -54,7 +54,7 @@ class SmartInfinityError(Exception):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[type[SmartInfinityError], tuple[str, str]]:
-        # Exceptions cross process boundaries (torch.multiprocessing spawn); the default would pass one argument.
+        # Exceptions cross process boundaries (torch.multiprocessing spawn); the default would pickle only one argument.
         return type(self), (self.problem, self.remedy)
 
 
@@ -102,11 +102,11 @@ class CudaError(SmartInfinityError, RuntimeError):
 
 
 class RankLostError(SmartInfinityError, RuntimeError):
-    """Another rank was killed, does not answer, failed or did not come."""
+    """Another rank was killed, does not answer, failed or did not join in time."""
 
 
 class RanksDivergedError(RankLostError):
-    """The ranks wait for each other at different places, or one of them did not come in time."""
+    """The ranks wait for each other at different places, or one of them did not join in time."""
 
 
 class CheckpointError(SmartInfinityError, RuntimeError):

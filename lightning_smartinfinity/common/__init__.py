@@ -1,1 +1,1 @@
-"""Patches of other libraries, freed memory, progress bars and facts of the machine, which every room uses."""
+"""Helpers that every room may use: patches of other libraries, freed memory, progress bars, facts of the machine."""

@@ -11,9 +11,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine_identity() -> str:
-    """Return an identity that all ranks of one machine share, in any containers, and that no other machine has.
+    """Return an identity that all ranks of this machine share, even in containers, and that no other machine has.
 
-    It is the kernel's boot id. Where that is unavailable it is the host name, which two machines may share.
+    It is the kernel's boot id; if that is unavailable, the host name, which two machines may share.
     """
     try:
         boot = _BOOT_ID.read_text().strip()

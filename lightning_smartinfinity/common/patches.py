@@ -1,4 +1,4 @@
-"""Puts something else into the place of an attribute of another package while a context lasts."""
+"""Replaces attributes of other packages within a context."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _INHERITED = object()
 
 @contextmanager
 def replaced(owner: Any, name: str, by: object) -> Iterator[None]:
-    """Give an attribute another value within this context; afterwards it is as it was, an inherited one inherited.
+    """Replace an attribute within this context; afterwards restore it, or delete it if it was inherited.
 
     Args:
         owner: Module, class or object that has the attribute.
         name: Name of the attribute.
-        by: Its value within the context.
+        by: Value within the context.
     """
     own = vars(owner).get(name, _INHERITED)
     try:
-        setattr(owner, name, by)  # an interrupt may come right behind it
+        setattr(owner, name, by)  # inside try, since an interrupt may follow at once
         yield
     finally:
         if own is _INHERITED:
@@ -42,10 +42,10 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> AbstractContex
 
 
 class Shared:
-    """A context that lasts from its first user's beginning to its last user's end.
+    """A context that is entered for its first user and left after its last.
 
     Args:
-        enter: Function that returns the context, such as that of :func:`wrapped`.
+        enter: Function that returns the context, such as one of :func:`wrapped`.
     """
 
     def __init__(self, enter: Callable[[], AbstractContextManager[None]]) -> None:
@@ -53,13 +53,13 @@ class Shared:
         self._users, self._context = 0, ExitStack()
 
     def begin(self) -> None:
-        """Count one more user."""
+        """Add a user; the first one enters the context."""
         if self._users == 0:
             self._context.enter_context(self._enter())
         self._users += 1
 
     def end(self) -> None:
-        """Count one user less."""
+        """Remove a user; the last one leaves the context."""
         self._users -= 1
         if self._users == 0:
             self._context.close()

@@ -1,4 +1,4 @@
-"""Shows how far long work has come: the bytes done, of how many, at what rate, and the time left."""
+"""Shows the progress of long work: bytes done, total bytes, rate, and time left."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tqdm import tqdm
 __all__ = ["DELAY", "Advance", "Show", "hidden", "showing_progress"]
 
 DELAY = 10.0
-"""Seconds after which a bar appears. Work that takes less shows nothing."""
+"""Seconds after which a bar appears. Shorter work shows none."""
 
-_LINES_APART = 10.0  # seconds between lines in a log, where tqdm cannot overwrite the last one
+_LINES_APART = 10.0  # seconds between lines in a log file, where tqdm cannot overwrite the previous line
 
 Advance = Callable[[int], object]
-"""Receives the number of bytes that were done since the last call."""
+"""Function that takes the number of bytes done since the last call."""
 
 Show = Callable[[str, int], AbstractContextManager[Advance]]
-"""Shows work by its name and its number of bytes, as :func:`showing_progress` does."""
+"""Function that shows work, given its name and number of bytes, as :func:`showing_progress` does."""
 
 
 @contextmanager
@@ -28,12 +28,12 @@ def showing_progress(what: str, total_bytes: int | None = None, *, shown: bool) 
     """Show a bar on the standard error stream while the body runs, if the body takes longer than :data:`DELAY`.
 
     Args:
-        what: What is being done, such as ``"Writing optimizer state"``.
+        what: Description of the work, such as ``"Writing optimizer state"``.
         total_bytes: Number of bytes to do; None if it is unknown.
         shown: Whether this process shows anything; usually only rank 0 does.
 
     Yields:
-        Function to call as bytes are done.
+        Function to call with the number of bytes done since the last call.
     """
     interval = 0.1 if sys.stderr is not None and sys.stderr.isatty() else _LINES_APART
     with tqdm(

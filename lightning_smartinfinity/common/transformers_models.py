@@ -21,13 +21,13 @@ Model = Any
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """Says what an export has to know of a model of transformers.
+    """The facts of a transformers model that an export needs.
 
     Args:
-        module: Name of the Python module that defines its class.
+        module: Name of the Python module that defines the model's class.
         name: Name of the class.
-        config: Its configuration as the text of config.json.
-        generation_config: Its settings for generation as the text of generation_config.json; None if it has none.
+        config: The model's configuration as the text of config.json.
+        generation_config: Its generation settings as the text of generation_config.json; None if it has none.
         origin: The path or name from which it was loaded; may be empty.
     """
 
@@ -39,14 +39,14 @@ class ModelDescription:
 
 
 def optional_package(name: str, *, purpose: str) -> Any:
-    """Return a package of the extra ``huggingface``.
+    """Import a package of the extra ``huggingface``.
 
     Args:
-        name: Its name.
-        purpose: What needs it, as the beginning of a sentence.
+        name: Name of the package.
+        purpose: The feature that needs it, as the beginning of a sentence.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The package cannot be imported.
     """
     try:
         return importlib.import_module(name)
@@ -58,9 +58,9 @@ def optional_package(name: str, *, purpose: str) -> Any:
 
 
 def models_in(module: torch.nn.Module) -> dict[str, Model]:
-    """Return the models of transformers in a module by name, without those that are parts of others."""
+    """Return the transformers models in a module by name, except models inside other models."""
     modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None:  # then there can be no such model
+    if modeling is None:  # then no such model can exist
         return {}
     found: dict[str, Model] = {}
     for name, child in module.named_modules():
@@ -84,10 +84,10 @@ def describe(model: Model) -> ModelDescription:
 
 
 def describe_models(module: torch.nn.Module) -> dict[str, Any]:
-    """Describe a module for its checkpoints, in types that every reader knows: its models, and what is not trained."""
+    """Return a module's description for its checkpoints, in plain types: its models and the names of frozen weights."""
     descriptions: dict[str, dict[str, object]] = {}
     for name, model in models_in(module).items():
-        # A model that cannot be described is no reason to lose a checkpoint: it can be exported with --model.
+        # A failure here must not cost the checkpoint: without a description it can be exported with --model.
         with suppress(TypeError, ValueError, AttributeError):
             descriptions[name] = asdict(describe(model))
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]

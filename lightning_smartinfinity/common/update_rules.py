@@ -1,8 +1,9 @@
-"""The one description of every update rule: its arrays, the scalars of one step, its formula, its kernel.
+"""The single description of every update rule: its arrays, the scalars of one step, its formula, its kernel.
 
-Everything else that has to know a rule is derived from here: the native core's structs, bindings and tables
+All code that depends on a rule is derived from here: the native core's structs, bindings and tables
 (``tools/generate_update_rules.py``, at build time), the kernels of a card (``hls/description.py``), the simulator, the
-command line and messages. This module imports the standard library only: builds run it before anything is installed.
+command line and messages. This module imports only the standard library, since builds run it before anything is
+installed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["ADAGRAD", "ADAMW", "RMSPROP", "RULES", "SGD", "Operators", "RuleDesc
 
 @dataclass(frozen=True)
 class Operators:
-    """Floating-point operators that a kernel's formula uses for one element, as counted in its source."""
+    """Number of floating-point operators of each kind in a kernel's source, per element."""
 
     multiply: int
     add: int
@@ -25,19 +26,19 @@ class Operators:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RuleDescription:
-    """Describes one update rule.
+    """Description of one update rule.
 
     Attributes:
-        name: Name of the rule in commands. The kernel of a card is ``<name>_update``.
-        number: Number by which the kernel calls itself in its status. No two rules share one.
-        optimizers: Class names of the torch optimizers that step by this rule.
+        name: Name of the rule in commands. A card's kernel is named ``<name>_update``.
+        number: Number that identifies the kernel in its status; unique among rules.
+        optimizers: Class names of the torch optimizers that use this rule.
         step: Name of the native class that holds the scalars of one step.
-        arrays: Names of the fp32 arrays that the rule keeps of each element: ``"master"``, then torch's names.
-        scalars: Names of the fp32 scalars of one step, in the order in which a card's kernel takes their bits, each
-            with a value with which a self-test covers all of the arithmetic.
+        arrays: Names of the fp32 arrays that the rule keeps per element: ``"master"``, then torch's names.
+        scalars: Names of the fp32 scalars of one step, in the order in which a card's kernel receives their bits. Each
+            has a value for the self-test; together these values cover all of the arithmetic.
         formula: One step in words, for the documentation of the native class.
-        operators: Operators of the kernel.
-        seeded: Whether a step also has the ``seed`` of stochastic rounding, which cards do not take.
+        operators: Floating-point operators of the kernel.
+        seeded: Whether a step also has a ``seed`` for stochastic rounding, which cards do not receive.
     """
 
     name: str
@@ -52,7 +53,7 @@ class RuleDescription:
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel of a card."""
+        """Name of a card's kernel."""
         return f"{self.name}_update"
 
 
@@ -147,7 +148,7 @@ RMSPROP = RuleDescription(
 )
 
 RULES = (ADAMW, ADAGRAD, SGD, RMSPROP)
-"""Every rule. Only lists and tables for readers depend on their order."""
+"""Every rule. The order matters only for lists and tables that people read."""
 
 
 def optimizer_names() -> str:
