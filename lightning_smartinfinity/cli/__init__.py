@@ -1,4 +1,4 @@
-"""The ``smart-infinity`` command, which may use every other module."""
+"""The ``smart-infinity`` command. It may import every other room."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _FOR_MAKE = re.compile(r"[\w./+@,~-]+")
 
 
 def unable(work: Path) -> str:
-    """Return why this machine cannot build kernels in a work folder; empty if it can."""
+    """Return why this machine cannot build kernels in a work folder, or an empty string if it can."""
     if not (CHECKOUT / "hls/Makefile").exists():
         return (
             "the kernels' sources are not in the installed package: run the command from an editable installation of a"
@@ -44,21 +44,21 @@ def unable(work: Path) -> str:
 
 
 def xo_in(work: Path) -> Path:
-    """Return where the smallest kernel of a work folder lies."""
+    """Return the path of the smallest kernel in a work folder."""
     return work / f"card/{_SMALLEST}.xo"
 
 
 def xclbin_in(work: Path) -> Path:
-    """Return where the linked kernels of a work folder lie."""
+    """Return the path of the linked kernels in a work folder."""
     return work / "card/smart_infinity.xclbin"
 
 
 def logs_in(work: Path) -> dict[str, Path]:
-    """Return the logs of make and v++ and the reports of Vitis HLS, the newest first, by their names below a folder."""
+    """Return the newest logs of make and v++ and reports of Vitis HLS, newest first, by their relative paths."""
     walked = (Path(folder, name) for folder, _, names in os.walk(work) for name in names)
     changed = {}
     for path in walked:
-        with suppress(FileNotFoundError):  # v++ may be linking
+        with suppress(FileNotFoundError):  # v++ may be linking, and remove files
             if path.name.endswith((".log", "csynth.xml")) and stat.S_ISREG((status := path.stat()).st_mode):
                 changed[path] = status.st_mtime_ns
     newest = sorted(changed, key=lambda path: changed[path], reverse=True)[:_MOST_LOGS]
@@ -66,11 +66,11 @@ def logs_in(work: Path) -> dict[str, Path]:
 
 
 def compile_smallest(work: Path, lock: int) -> dict[str, Any]:
-    """Compile the kernel with the least code; a result that failed holds what v++ said last.
+    """Compile the kernel with the least code; a failed result includes the last lines of v++'s output.
 
     Args:
         work: Work folder.
-        lock: Descriptor that the processes inherit: the folder stays locked as long as one of them runs.
+        lock: Descriptor of the lock, which the processes inherit: the folder stays locked while one of them runs.
     """
     built, log = xo_in(work), work / "xo.log"
     with open(log, "w") as output:
@@ -78,22 +78,22 @@ def compile_smallest(work: Path, lock: int) -> dict[str, Any]:
         try:
             failed = make.wait()
         except BaseException:
-            os.killpg(make.pid, signal.SIGKILL)  # a v++ that hangs may not heed Ctrl-C
+            os.killpg(make.pid, signal.SIGKILL)  # a hanging v++ may ignore Ctrl-C
             make.wait()
             raise
     if failed:
         reason = f"v++ did not compile the kernel: see {log}"
         return {"status": "failed", "reason": reason, "output": _last(end_of(log))}
     if not zipfile.is_zipfile(built):
-        built.unlink()  # or make would keep it
+        built.unlink()  # else make would keep it
         return {"status": "failed", "reason": "v++ left a .xo that is not whole", "output": _last(end_of(log))}
     return {"status": "done", "kernel": _SMALLEST, "xo_bytes": built.stat().st_size}
 
 
 def compare_csynth(work: Path) -> dict[str, Any]:
-    """Set the figures of Vitis HLS's report on the smallest kernel beside the computed ones."""
+    """Return the figures of Vitis HLS's report on the smallest kernel together with the computed ones."""
     folder = work / "card/temp" / _SMALLEST
-    # <kernel>_csynth.xml has no loops: Vitis HLS puts each process with its loops into a module of csynth.xml.
+    # <kernel>_csynth.xml has no loops: Vitis HLS moves each process with its loops into a module of csynth.xml.
     reports = sorted(folder.rglob("csynth.xml")) or sorted(folder.rglob(f"{_SMALLEST}_csynth.xml"))
     if not reports:
         return {"status": "failed", "reason": f"v++ left no csynth.xml below {folder}"}
@@ -105,11 +105,11 @@ def compare_csynth(work: Path) -> dict[str, Any]:
 
 
 def link(work: Path, *, begun: bool) -> dict[str, Any]:
-    """Start linking in the background, or tell how far it is.
+    """Start linking in the background, or return the state of the running link.
 
     Args:
-        work: Work folder; the file ``link.lock`` in it is locked as long as a link runs.
-        begun: Whether the last result was that it runs.
+        work: Work folder; its file ``link.lock`` is locked while a link runs.
+        begun: Whether the last result was that a link is running.
     """
     log, ended = work / "link.log", work / "link.status"
     with open(work / "link.lock", "w") as lock:
@@ -130,7 +130,7 @@ def link(work: Path, *, begun: bool) -> dict[str, Any]:
 
 
 def _begun(command: list[str], *, output: IO[str], lock: int) -> subprocess.Popen[bytes]:
-    """Start a command whose processes inherit a lock, which ends with the last of them, however that ends."""
+    """Start a command whose processes inherit a lock: it is released when the last of them ends, even by a kill."""
     return subprocess.Popen(
         command,
         env=_environment(),
@@ -143,13 +143,13 @@ def _begun(command: list[str], *, output: IO[str], lock: int) -> subprocess.Pope
 
 
 def _make(work: Path, target: str) -> list[str]:
-    """Return a command line; what it does not name, make would take from variables of the environment."""
+    """Return make's command line. It sets all variables that make would otherwise read from the environment."""
     named = [f"CARD={work / 'card'}", "TARGET=hw", f"OPTIMIZER={RULES[0].name}"]
     return ["make", "-C", str(CHECKOUT / "hls"), *named, target]
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment in which the Makefile's ``python`` is this one."""
+    """Return an environment in which the Makefile's ``python`` is this interpreter."""
     return os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
 
 

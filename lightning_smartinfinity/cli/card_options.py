@@ -1,4 +1,4 @@
-"""Options that name SmartSSDs, for the commands that work them."""
+"""Options that name SmartSSDs, for the commands that use them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_cards(parser: argparse.ArgumentParser, *, xclbin_default: str = "") -> N
 
     Args:
         parser: The parser.
-        xclbin_default: Where the xclbin comes from if none is named.
+        xclbin_default: Text for the help: the default source of the xclbin.
     """
     parser.add_argument("folders", nargs="*", help="storage folders, one on the SSD of each card")
     default = f" (default: {xclbin_default})" if xclbin_default else ""
@@ -40,13 +40,13 @@ def add_cards(parser: argparse.ArgumentParser, *, xclbin_default: str = "") -> N
 
 
 def cards_of(options: argparse.Namespace, *, xclbin: str | None = None) -> SmartSSDConfig:
-    """Return the settings that the options ask for.
+    """Return the card settings from the options.
 
     Args:
         options: The parsed command line.
-        xclbin: The xclbin if the command line names none.
+        xclbin: The xclbin to use if the command line names none.
 
     Raises:
-        ConfigError: They contradict each other.
+        ConfigError: The options contradict each other.
     """
     return SmartSSDConfig(xclbin=options.xclbin or xclbin, devices=options.devices, binding=options.binding)

@@ -1,4 +1,4 @@
-"""``smart-infinity card-report``: tries a new SmartSSD stage by stage, and packs what it finds into one archive."""
+"""``smart-infinity card-report``: tests a new SmartSSD stage by stage, and packs the results into one archive."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ Then run `smart-infinity card-report FOLDER...` with a folder on the SSD of each
 
 @dataclass(frozen=True)
 class _Report:
-    """Keeps results, and holds what the stages need.
+    """Stores the stages' results, and holds the stages' inputs.
 
     Args:
         work: Folder for results and builds.
-        lock: Descriptor that locks it.
+        lock: Descriptor that locks the work folder.
         folders: Storage folders on the SSDs of the cards.
         settings: Settings, as for training.
         has_runtime: Whether XRT is installed.
@@ -63,7 +63,7 @@ class _Report:
     has_runtime: bool
 
     def last(self, stage: str) -> dict[str, Any]:
-        """Return the kept result of a stage; empty if there is none, or it is damaged."""
+        """Return the stored result of a stage; empty if there is none, or if it is damaged."""
         try:
             last = json.loads(self._file(stage).read_text())
         except (OSError, ValueError):
@@ -72,7 +72,7 @@ class _Report:
         return last if whole else {}
 
     def keep(self, stage: str, result: dict[str, Any]) -> None:
-        """Keep the result of a stage."""
+        """Store the result of a stage."""
         unfinished = self._file(stage).with_suffix(".new")
         unfinished.write_text(json.dumps(result, indent=2))
         unfinished.replace(self._file(stage))
@@ -81,8 +81,8 @@ class _Report:
         return self.work / f"{stage}.json"
 
     def done(self, stage: str) -> bool:
-        """Return whether a stage has succeeded with what it depends on now."""
-        if stage == "driver":  # it takes a second, and what it looks at changes without a trace
+        """Return whether a stage has succeeded with its present inputs."""
+        if stage == "driver":  # it takes a second, and nothing records changes of the driver
             return False
         built = {"xo": card_build.xo_in, "link": card_build.xclbin_in}.get(stage)
         if built and not built(self.work).exists():
@@ -91,7 +91,7 @@ class _Report:
         return last.get("status") == "done" and last.get("inputs") == self.inputs(stage)
 
     def inputs(self, stage: str) -> dict[str, Any]:
-        """Return what the result of a stage depends on."""
+        """Return the inputs that a stage's result depends on."""
         if stage in ("xo", "csynth", "link"):
             sources = [path for path in (card_build.CHECKOUT / "hls").rglob("*") if path.suffix in (".py", ".hpp")]
             sources += (card_build.CHECKOUT / "lightning_smartinfinity").glob("common/update_rules.py")
@@ -178,12 +178,12 @@ def _report(options: argparse.Namespace, lock: int, *, has_runtime: bool) -> int
 
 
 def _result_of(report: _Report, stage: str) -> dict[str, Any]:
-    """Return the kept result of a stage that has succeeded, or run it and keep its result."""
+    """Return the stored result of a stage that has succeeded, or run the stage and store its result."""
     if report.done(stage):
         return report.last(stage) | {"reason": "kept from an earlier run"}
     run, reason_to_skip = _STAGES[stage]
     last = report.last(stage)
-    # What runs in the background depends on what there was when it began, and ends whatever is missing now.
+    # A background stage depends on its inputs at its start, and is not skipped even if something is missing now.
     runs = last.get("status") == "running"
     inputs = last["inputs"] if runs else report.inputs(stage)
     try:
@@ -191,17 +191,17 @@ def _result_of(report: _Report, stage: str) -> dict[str, Any]:
         result: dict[str, Any] = {"status": "skipped", "reason": reason} if reason else run(report)
     except SmartInfinityError as error:
         result = {"status": "failed", "reason": str(error)}
-    except Exception as error:  # what nobody expected of a new card is what the report is for
+    except Exception as error:  # the report exists to show unexpected errors of a new card
         told = traceback.format_exc().splitlines()
         result = {"status": "failed", "reason": f"{type(error).__name__}: {error}", "output": told}
     result["inputs"] = inputs
-    if result["status"] != "skipped" or last.get("status", "skipped") == "skipped":  # it found more when it ran
+    if result["status"] != "skipped" or last.get("status", "skipped") == "skipped":  # a run found more
         report.keep(stage, result)
     return result
 
 
 def _driver(report: _Report) -> dict[str, Any]:
-    """Look at XRT and the cards; on a new card there is no xclbin yet."""
+    """Check XRT and the cards; on a new card there is no xclbin yet."""
     return _examined(report, [], without=("xclbin", "folders"))
 
 
@@ -219,9 +219,9 @@ def _examined(report: _Report, folders: list[str], *, without: Collection[str] =
 
 
 def _p2p_rates(report: _Report) -> dict[str, Any]:
-    """Measure P2P of every card in both directions; each size is also checked for the right bytes.
+    """Measure each card's P2P rates in both directions by size; each transfer also checks the bytes.
 
-    The rates from before a card failed, and those of other cards, are kept.
+    The result includes rates measured before a card failed, and the rates of other cards.
     """
     from lightning_smartinfinity.devices.smartssd.discovery.card_setup import find_cards
     from lightning_smartinfinity.devices.smartssd.discovery.system import System
@@ -245,7 +245,7 @@ def _p2p_rates(report: _Report) -> dict[str, Any]:
 
 
 def _trained(report: _Report) -> dict[str, Any]:
-    """Train with the first kernel of the xclbin, on the cards and on the host."""
+    """Train with the xclbin's first kernel, on the cards and on the host."""
     from lightning_smartinfinity.cli.card_training import compare_trainings
     from lightning_smartinfinity.devices.smartssd.discovery.system import System
     from lightning_smartinfinity.devices.smartssd.discovery.xclbin import BUILD_REMEDY, read_xclbin
@@ -292,4 +292,4 @@ _STAGES: dict[str, tuple[Callable[[_Report], dict[str, Any]], Callable[[_Report]
         _without_xo,
     ),
 }
-"""Each stage: how it runs, and why it is skipped (empty: it is not)."""
+"""Each stage: the function that runs it, and the function that returns why to skip it (empty: do not skip)."""

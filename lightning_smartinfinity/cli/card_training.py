@@ -24,19 +24,19 @@ _STEPS = 20
 _WIDTHS = (256, 1024, 2048)
 _BATCH = 4
 _JOB = "smart-infinity-card-report"
-# Warns when the host finishes a card's work.
+# Logger of the warning that the host has finished a card's work.
 _TAKES_OVER = "lightning_smartinfinity.devices.smartssd.device"
 
 
 class _Layer(pl.LightningModule):
-    """A square layer that learns to give vectors back.
+    """A square linear layer that learns the identity.
 
     Args:
         width: Length of the vectors.
-        optimizer: Class name of its optimizer in torch.optim.
+        optimizer: Class name of the optimizer in torch.optim.
 
     Attributes:
-        arrays: Arrays of its optimizer state when training has ended, by name.
+        arrays: Arrays of the optimizer state at the end of training, by name.
     """
 
     def __init__(self, width: int, optimizer: str) -> None:
@@ -71,17 +71,17 @@ class _Layer(pl.LightningModule):
 def compare_trainings(folders: list[str], settings: SmartSSDConfig, *, optimizer: str) -> dict[str, Any]:
     """Train layers of several sizes for twenty steps on the cards and on the host, and compare every bit of the state.
 
-    The result has also failed if the host had to finish what a card left.
+    The result is also a failure if the host had to finish a card's work.
 
     Args:
         folders: Storage folders on the SSDs of the cards.
-        settings: The cards.
-        optimizer: Class name of an optimizer in torch.optim, for which there is a kernel.
+        settings: The settings of the cards.
+        optimizer: Class name of an optimizer in torch.optim that has a kernel.
 
     Raises:
         SmartInfinityError: A training failed.
     """
-    for job in filter(None, (find_job(Path(folder), _JOB) for folder in folders)):  # of a run that was interrupted
+    for job in filter(None, (find_job(Path(folder), _JOB) for folder in folders)):  # left by an interrupted run
         remove_job(job, kept=True)
     transfer = TransferConfig(job=_JOB)
     rates, different = [], []
@@ -96,7 +96,7 @@ def compare_trainings(folders: list[str], settings: SmartSSDConfig, *, optimizer
         different += [f"{name} of {numel} elements" for name in host if cards[name].tobytes() != host[name].tobytes()]
         rates.append({"numel": numel, "rate": traffic.numel / max(traffic.kernel_seconds, 1e-9)})
     found = {"steps": _STEPS, "optimizer": optimizer, "elements_per_second": rates}
-    if failures:  # the host gives the same bits in a card's place
+    if failures:  # the host computes the same bits, so the comparison does not show this
         return {"status": "failed", "reason": " ".join(failures), **found}
     if different:
         reason = f"after {_STEPS} steps the cards' state differs from the host's: {', '.join(different)}"
@@ -106,7 +106,7 @@ def compare_trainings(folders: list[str], settings: SmartSSDConfig, *, optimizer
 
 @contextmanager
 def _taken_over(failures: list[str]) -> Iterator[None]:
-    """Add each warning that the host has finished what a card left to a list."""
+    """Collect the warnings that the host has finished a card's work in a list, within this context."""
 
     class Noted(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -138,7 +138,7 @@ def _trained(width: int, optimizer: str, strategy: SmartInfinityStrategy) -> tup
         try:
             trainer.fit(module)
             traffic = strategy.traffic()
-        except SystemExit as ended:  # how Lightning ends after Ctrl-C
+        except SystemExit as ended:  # Lightning exits with this after Ctrl-C
             raise KeyboardInterrupt from ended
         finally:
             strategy.close()

@@ -1,4 +1,4 @@
-"""``smart-infinity jobs``: lists, checks and removes what jobs have left in storage folders."""
+"""``smart-infinity jobs``: lists, checks and removes the jobs' files in storage folders."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ def _remove(jobs: Sequence[Job], folders: Sequence[Path], options: argparse.Name
 
 
 def _verify(jobs: Sequence[Job], options: argparse.Namespace) -> dict[Path, Found]:
-    """Return what a scrub finds in the job of each path; jobs in use are left out."""
+    """Scrub all jobs that are not in use; return each job's result by its path."""
     idle = [job for job in jobs if not job.in_use]
     verified = {}
     for name in dict.fromkeys(job.name for job in idle):
         same = [job for job in idle if job.name == name]
         found = scrub_jobs(same, show=show_of(options))
-        verified.update({job.storage / job.name: found for job in same})  # a rank's state lies in all of its folders
+        verified.update({job.storage / job.name: found for job in same})  # a rank's state is in all of them
     return verified
 
 

@@ -1,4 +1,4 @@
-"""Parses the command line, runs the command and chooses the exit status."""
+"""Parses the command line, runs the command and returns the exit status."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``smart-infinity``.
 
     Args:
-        arguments: Arguments without the program's name; ``None`` means those of the process.
+        arguments: Arguments without the program's name; ``None`` for those of the process.
 
     Returns:
-        Exit status: 0; 1 after an error of this package, a failed self-test or card report, damage or output that
-        cannot be written; 2 if a scrub cannot tell whether all is whole; 3 if a planned training does not fit; 130
-        after Ctrl-C; 141 if the reader of the output has gone. argparse itself exits with 2.
+        Exit status: 0; 1 after an error of this package, a failed self-test or card report, damage, or output that
+        cannot be written; 2 if a scrub could not check everything; 3 if a planned training does not fit; 130 after
+        Ctrl-C; 141 if the reader has closed the output. argparse itself exits with 2.
     """
     parser = argparse.ArgumentParser(
         prog="smart-infinity", description="Planning, optimizer state and checkpoints of lightning-smartinfinity."
@@ -62,7 +62,7 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> in
 
 
 def _tell_unwritten(error: OutputError) -> int:
-    if error.errno == errno.EPIPE:  # the reader has read enough
+    if error.errno == errno.EPIPE:  # the reader has closed the pipe
         return _BROKEN_PIPE
     if sys.stderr is not None:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Types of options for argparse, which check text by the rules of settings in Python, and options of many commands."""
+"""Option types for argparse that check text by the settings' rules, and options that many commands share."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _SHOWN = 40  # characters
 
 
 def digits(text: str) -> int | None:
-    """Read plain digits, None for any other text: int() takes those of other scripts, and refuses very many."""
+    """Return the number that up to nine ASCII digits denote, or None; int() accepts other scripts' digits."""
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def reading(read: Callable[[str], Any], rule: Rule) -> Callable[[str], Any]:
-    """Make a type for ``add_argument``.
+    """Return a type for ``add_argument``.
 
     Args:
-        read: Turns any text into a value.
-        rule: Rule for the value.
+        read: Function that converts any text to a value.
+        rule: Rule that the value must satisfy.
     """
 
     def typed(text: str) -> Any:
@@ -51,7 +51,7 @@ def reading(read: Callable[[str], Any], rule: Rule) -> Callable[[str], Any]:
 
 
 def add_weights_only(parser: argparse.ArgumentParser) -> None:
-    """Add the option by which a user consents to what the files of a checkpoint do when they are loaded."""
+    """Add the option by which a user allows a checkpoint's files to run code when they are loaded."""
     parser.add_argument(
         "--no-weights-only",
         action="store_false",
@@ -62,12 +62,12 @@ def add_weights_only(parser: argparse.ArgumentParser) -> None:
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
-    """Add the option that :func:`show_of` reads."""
+    """Add the option ``--quiet``, which :func:`show_of` reads."""
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
 def show_of(options: argparse.Namespace) -> Show:
-    """Return what shows the progress of a command."""
+    """Return the function that shows the progress of a command."""
     return partial(showing_progress, shown=not options.quiet)
 
 
@@ -76,7 +76,7 @@ storage_folder = reading(Path, LOCAL_FOLDER)
 
 
 def number_in(text: str) -> float:
-    """Read a number, or NaN from other text."""
+    """Return the number that the text denotes, or NaN."""
     try:
         return float(text)
     except ValueError:
@@ -84,12 +84,12 @@ def number_in(text: str) -> float:
 
 
 def parameters_in(text: str) -> float:
-    """Read a number of parameters, such as "70B" or "8.4e9"."""
+    """Return a number of parameters from text such as "70B" or "8.4e9"."""
     number = num_parameters(text)
     return whole_number_in(text) if number is None else number
 
 
 def whole_number_in(text: str) -> float:
-    """Read a number, as an int if it is whole, such as "8.4e9"."""
+    """Return the number that text such as "8.4e9" denotes, as an int if it is whole; NaN for other text."""
     number = number_in(text)
     return int(number) if number.is_integer() else number

@@ -1,4 +1,4 @@
-"""Detects output that cannot be written: a full disk, a pipe whose reader has gone, a closed stream."""
+"""Detects output that cannot be written: a full disk, a pipe closed by its reader, a closed stream."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["OutputError", "checked_output"]
 
 
 class OutputError(OSError):
-    """Standard output or standard error cannot be written; other system errors of a command have other types."""
+    """Standard output or standard error cannot be written. A type of its own, unlike a command's other OSErrors."""
 
 
 class _Checked:
-    """A stream whose failures can be told from those of other files.
+    """A stream whose failures raise :class:`OutputError`, unlike those of other files.
 
     Args:
         stream: Standard output or standard error; ``None`` if the process has none.
@@ -31,13 +31,13 @@ class _Checked:
         if self._stream is None or self._stream.closed:
             self._fail(errno.EBADF)
         encoding = getattr(self._stream, "encoding", None)
-        if encoding:  # names of files may hold what the stream cannot
+        if encoding:  # file names may contain characters that the stream cannot encode
             text = text.encode(encoding, "backslashreplace").decode(encoding)
         with self._failing():
             return int(self._stream.write(text))
 
     def flush(self) -> None:
-        if self._error is not None:  # argparse continues after a failed write
+        if self._error is not None:  # argparse ignores a failed write
             raise self._error
         if self._stream is not None and not self._stream.closed:
             with self._failing():
@@ -59,14 +59,14 @@ class _Checked:
         raise self._error from None
 
     def _discard(self) -> None:
-        """Discard buffered text, which would fail again when the interpreter exits."""
+        """Discard buffered text, whose flush would fail again at interpreter exit."""
         with suppress(OSError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 @contextmanager
 def checked_output() -> Iterator[None]:
-    """Make sure that everything printed in this context is written when it ends.
+    """Write everything that is printed in this context before it ends, or raise.
 
     Raises:
         OutputError: The output could not be written.

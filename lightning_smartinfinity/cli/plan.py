@@ -1,4 +1,4 @@
-"""``smart-infinity plan``: tells whether a training fits, which settings make it fit, and how long it takes."""
+"""``smart-infinity plan``: reports whether a training fits, which settings make it fit, and how long it takes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _announced_findings(spec: str, options: argparse.Namespace) -> Findings:
-    if len(options.models) > 1:  # a large one takes a quarter of a minute
+    if len(options.models) > 1:  # a large model takes a quarter of a minute
         print(f"Planning {spec} ...", file=sys.stderr, flush=True)
     return _findings(spec, options)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_options", "found_here", "given_resources", "require_budgets", "training_of"]
 
-_LEAST_BYTES = 10**6  # 24 means 24GB, most likely
+_LEAST_BYTES = 10**6  # "24" most likely means 24GB
 
 
 def _json_in(text: str) -> object:
@@ -50,7 +50,7 @@ _arguments = reading(
 )
 
 
-# The settings of TransferConfig that are budgets, the fields of Training that they become, and what they say.
+# TransferConfig's settings that are budgets, the fields of Training that they set, and their help text.
 _BUDGETS = (
     (
         "gradient-bytes",
@@ -136,7 +136,7 @@ def _add_machine(group: Any) -> None:
 
 
 def training_of(options: argparse.Namespace, resources: Resources) -> Training:
-    """Return the training that the options describe, on a machine.
+    """Return the training that the options describe, on the given machine.
 
     Raises:
         ConfigError: Options contradict each other.
@@ -153,10 +153,10 @@ def training_of(options: argparse.Namespace, resources: Resources) -> Training:
 
 
 def require_budgets(model: ModelFigures, training: Training, *, on_gpu: bool) -> None:
-    """Raise unless a training's budgets are enough for a model.
+    """Check that a training's budgets are sufficient for a model.
 
     Raises:
-        ConfigError: One is less than what is in memory at once.
+        ConfigError: A budget is smaller than the bytes in memory at once.
     """
     least = {
         "gradient": least_gradient_budget(model, training),
@@ -172,13 +172,13 @@ def require_budgets(model: ModelFigures, training: Training, *, on_gpu: bool) ->
 
 
 def found_here(options: argparse.Namespace) -> list[str]:
-    """Return what was looked up on this machine, since the options do not say it."""
+    """Return, in words, the resources that were looked up on this machine because no option gives them."""
     names = {"GPU memory": "gpu_memory", "host memory": "host_memory", "disk": "disk", "cores": "cores"}
     return [words for words, name in names.items() if getattr(options, name) is None]
 
 
 def given_resources(found: Resources, options: argparse.Namespace) -> Resources:
-    """Return what a machine has, with what the options say instead.
+    """Return a machine's resources, replaced by the options' values where given.
 
     Raises:
         ConfigError: Options contradict each other.

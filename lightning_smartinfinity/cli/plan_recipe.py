@@ -1,4 +1,4 @@
-"""Writes the settings of a plan as Python and as a configuration of LightningCLI, ready to paste."""
+"""Writes a plan's settings as Python and as a configuration of LightningCLI, ready to paste."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["python_recipe", "yaml_recipe"]
 
 
 def python_recipe(training: Training, *, storage: Path, on_gpu: bool) -> str:
-    """Return Python that makes the Trainer, with the rest of the settings in comments."""
+    """Return Python code that creates the Trainer, with the remaining settings in comments."""
     settings = _strategy_settings(training, storage)
     codec, arguments = _codec(training)
     names = ", ".join(sorted(filter(None, ("SmartInfinityStrategy", codec))))
@@ -30,7 +30,7 @@ def python_recipe(training: Training, *, storage: Path, on_gpu: bool) -> str:
 
 
 def yaml_recipe(training: Training, *, storage: Path, on_gpu: bool) -> str:
-    """Return the same as the ``trainer`` section of a configuration file of LightningCLI."""
+    """Return the same settings as the ``trainer`` section of a configuration file of LightningCLI."""
     lines = [f"# {words}" for words in _advice(training)]
     lines += [
         "trainer:",
@@ -49,7 +49,7 @@ def yaml_recipe(training: Training, *, storage: Path, on_gpu: bool) -> str:
 
 
 def _codec(training: Training) -> tuple[str, dict[str, Any]]:
-    """Return the class of the gradient codec and its arguments; without compression an empty name."""
+    """Return the class name of the gradient codec and its arguments; an empty name without compression."""
     if training.compression is None:
         return "", {}
     if isinstance(training.compression, str):
@@ -91,7 +91,7 @@ def _trainer_settings(training: Training, *, on_gpu: bool) -> dict[str, Any]:
 
 
 def _advice(training: Training) -> list[str]:
-    """Return what a Trainer cannot be told."""
+    """List settings that Trainer has no argument for."""
     words = [f"Micro-batches of {training.batch} x {training.seq} tokens; torch.optim.{training.optimizer}."]
     if training.checkpointing:
         words.append("Call model.gradient_checkpointing_enable() where the model is built.")

@@ -1,4 +1,4 @@
-"""Prints what ``smart-infinity plan`` found: as text, as a table of several models, or as plain values for JSON."""
+"""Prints the findings of ``smart-infinity plan``: as text, as a table of several models, or as values for JSON."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _PARTS = ("forward", "backward", "parameters", "gradients", "network", "update",
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Everything about one model.
+    """All findings about one model.
 
     Args:
-        model: Its sizes.
-        resources: What the machine has.
-        asked: Plan of the training as asked.
-        best: The fastest plan that fits; if none does, the one that lacks the least.
+        model: The model's sizes.
+        resources: The machine's resources.
+        asked: Plan of the training as requested.
+        best: The fastest plan that fits; if none fits, the plan with the least shortage.
         alternatives: Ways to train without storage.
         drives: Number of drives that share the state.
         tbw: Terabytes that the drives may write.
-        tbw_given: Whether the user gave that figure.
+        tbw_given: Whether the user gave ``tbw``; otherwise it is assumed.
         storage: The storage folder.
-        found_here: What was looked up on this machine, in words.
+        found_here: Resources that were looked up on this machine, in words.
     """
 
     model: ModelFigures
@@ -53,7 +53,7 @@ class Findings:
 
 
 def print_report(found: Findings) -> None:
-    """Print the findings about one model for people."""
+    """Print the findings about one model as text."""
     for line in _report(found):
         print(line)
 
@@ -117,7 +117,7 @@ def _changes(plan: Plan, asked: Plan) -> list[str]:
 
 
 def _setting(name: str, value: object) -> str:
-    """Return a setting as a user writes it."""
+    """Return a setting as a user would write it."""
     if name in ("gradient_budget", "parameter_budget"):
         return f"{name.removesuffix('_budget')}_bytes=" + (
             f"'{value / 1e9:g}GB'" if isinstance(value, int) else "'auto'"
@@ -181,7 +181,7 @@ def _recipes(plan: Plan, found: Findings) -> Iterator[str]:
 
 
 def print_table(findings: Sequence[Findings]) -> None:
-    """Print a table in Markdown with a row for each model, by the settings that fit, or else lack the least."""
+    """Print a Markdown table with a row per model: its best plan, which fits or has the least shortage."""
     heads = ("model", "GPU GB", "host GB", "disk GB", "step s", "drive life, steps", "what breaks first as asked")
     print(f"| {' | '.join([*heads, 'fits with'])} |")
     print("|---" * (len(heads) + 1) + "|")

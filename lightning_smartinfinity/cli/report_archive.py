@@ -22,15 +22,15 @@ _SERIAL = re.compile(r"(serial(?:[ _-]?(?:number|no))?[^\w\n]{1,40})[\w.-]+", re
 
 
 def pack(archive: Path, results: Mapping[str, Any], *, logs: Mapping[str, Path], places: Mapping[str, str]) -> None:
-    """Write one JSON file for each stage, and the end of each log, to a ``.tar.gz``, whose entries have no owner.
+    """Write one JSON file per stage and the end of each log to a ``.tar.gz``, whose entries have no owner.
 
-    An archive that is there stays whole until the new one is.
+    An existing archive is replaced only when the new one is complete.
 
     Args:
         archive: File to write.
         results: Result of each stage.
-        logs: Text files, of which the last mebibyte is packed, by their names in the archive.
-        places: Paths that may tell who owns the machine, and the word to write for each.
+        logs: Text files by their names in the archive; the last mebibyte of each is packed.
+        places: Paths that may identify the owner of the machine, and the word that replaces each.
     """
     texts = {f"{name}.json": json.dumps(without_identity(result, places), indent=2) for name, result in results.items()}
     texts |= {_anonymous(f"logs/{name}", places): _anonymous(end_of(path), places) for name, path in logs.items()}
@@ -48,7 +48,7 @@ def pack(archive: Path, results: Mapping[str, Any], *, logs: Mapping[str, Path],
 
 
 def end_of(path: Path) -> str:
-    """Return the last mebibyte of a text file, or why it cannot be read; bytes that are no text are replaced."""
+    """Return the last mebibyte of a text file, or why it cannot be read; undecodable bytes are replaced."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_BYTES))
@@ -58,7 +58,7 @@ def end_of(path: Path) -> str:
 
 
 def without_identity(value: Any, places: Mapping[str, str]) -> Any:
-    """Return JSON data in which no text names the host, the user, a home, a serial number or one of the places."""
+    """Return JSON data without the names of host, user, home folders, serial numbers and the given places."""
     if isinstance(value, dict):
         return {name: without_identity(part, places) for name, part in value.items()}
     if isinstance(value, list):
@@ -68,7 +68,7 @@ def without_identity(value: Any, places: Mapping[str, str]) -> Any:
 
 def _anonymous(text: str, places: Mapping[str, str]) -> str:
     known = {**places, os.path.expanduser("~"): "HOME"}
-    for place in sorted(known.keys() - {"/", "~"}, key=len, reverse=True):  # a place may lie in another
+    for place in sorted(known.keys() - {"/", "~"}, key=len, reverse=True):  # places may be nested
         text = text.replace(place, known[place])
     text = re.sub(r"/(?:home|Users)/[^/\s:'\"]+|/root\b", "HOME", text)
     for pattern, word in _names():
@@ -77,9 +77,9 @@ def _anonymous(text: str, places: Mapping[str, str]) -> str:
 
 
 def _names() -> Iterator[tuple[str, str]]:
-    """Yield patterns of this machine's name, with its domain or without, and of its users' names, with their words."""
+    """Yield patterns for this machine's name, with or without domain, and its users' names, with replacements."""
     host, users = socket.gethostname().partition(".")[0], {os.environ.get("SUDO_USER", "")}
-    with suppress(KeyError, OSError):  # a user without a name
+    with suppress(KeyError, OSError):  # a user id without a name
         users.add(getpass.getuser())
     if host != "localhost":
         yield rf"{re.escape(host)}(?:\.[a-z][\w-]*)*", "HOST"

@@ -1,4 +1,4 @@
-"""``smart-infinity scrub``: reads all of a store or checkpoint, and tells what is damaged."""
+"""``smart-infinity scrub``: reads all of a store or checkpoint, and reports damage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _UNKNOWN = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Holds what a scrub found: sentences about what is damaged, and about what could not be read."""
+    """Result of a scrub: sentences about damage, and sentences about files that could not be read."""
 
     damaged: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -79,7 +79,7 @@ def _print(found: Found) -> None:
 
 
 def _nothing(sentence: str) -> None:
-    """Take a sentence that nobody is to read."""
+    """Ignore a sentence."""
 
 
 def _scrub(options: argparse.Namespace, show: Show, say: Callable[[str], None]) -> Found:
@@ -103,9 +103,9 @@ def scrub_jobs(jobs: Sequence[Job], *, show: Show, say: Callable[[str], None] = 
     """Read the state of all ranks of jobs.
 
     Args:
-        jobs: The jobs; one whose state is spread over storage folders, in all of them.
-        show: Shows the progress.
-        say: Gets a sentence about every rank that was read.
+        jobs: The jobs; if a job's state is spread over several storage folders, the job in each of them.
+        show: Function that shows the progress.
+        say: Function that gets a sentence about each rank that was read.
     """
     from lightning_smartinfinity.storage.jobs.jobs import absent_state
 
@@ -125,7 +125,7 @@ def scrub_jobs(jobs: Sequence[Job], *, show: Show, say: Callable[[str], None] = 
 
 
 def _jobs_at(path: Path) -> list[Job]:
-    """Return the jobs in a storage folder, or the one whose folder, or rank's folder, this is."""
+    """Return all jobs in a storage folder, or the one job to which a job's or rank's folder belongs."""
     from lightning_smartinfinity.storage.jobs.jobs import find_job, find_jobs, is_rank_folder
 
     folder = Path(os.path.abspath(path))
@@ -138,7 +138,7 @@ def _jobs_at(path: Path) -> list[Job]:
 def _scrubbed(jobs: Sequence[Job], show: Show) -> Iterator[ScrubbedRank]:
     """Read the state of every rank of jobs, joined over the storage folders.
 
-    A rank that cannot be read is told of, and ranks of whose folders a problem is known are left out.
+    Yields a rank that cannot be read, with the reason. Skips ranks whose folders have a known problem.
     """
     from lightning_smartinfinity.storage.jobs.jobs import UNKNOWN_RANK
     from lightning_smartinfinity.storage.state.scrub import ScrubbedRank, scrub_rank
@@ -154,7 +154,7 @@ def _scrubbed(jobs: Sequence[Job], show: Show) -> Iterator[ScrubbedRank]:
             continue
         try:
             yield scrub_rank(folders, rank=rank, show=show)
-        except StorageError as error:  # it is in use, or another user's
+        except StorageError as error:  # in use, or owned by another user
             yield ScrubbedRank(folders=tuple(folders), unknown=(str(error),))
 
 

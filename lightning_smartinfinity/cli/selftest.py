@@ -1,4 +1,4 @@
-"""``smart-infinity selftest``: tells whether this machine's SmartSSDs can update and, if not, what to do."""
+"""``smart-infinity selftest``: reports whether this machine's SmartSSDs can update, and if not, what to do."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def show(findings: Iterable[Any], *, as_json: bool) -> int:
-    """Print findings as they come, or all of them as JSON.
+    """Print findings as they arrive, or all of them as JSON.
 
     Args:
         findings: Findings of ``examine``.

@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _machine(machine: Machine, options: argparse.Namespace) -> Machine:
-    """Replace the rates of the paper's machine by those that were given."""
+    """Replace the rates of the paper's machine by the options' values."""
     from lightning_smartinfinity.planning.cost import FEED_BACK
     from lightning_smartinfinity.planning.simulator.handler import MOST_FEED_BACK_THREADS
 
@@ -77,10 +77,10 @@ def _machine(machine: Machine, options: argparse.Namespace) -> Machine:
 
 
 def _possible(options: argparse.Namespace) -> list[Case]:
-    """Return the cases that exist; print which of the listed values have none.
+    """Return the possible cases; print which of the listed values occur in none.
 
     Raises:
-        ConfigError: No case exists.
+        ConfigError: No case is possible.
     """
     cases = [case for case in _cases(options) if case.is_possible]
     if not cases:
@@ -147,7 +147,7 @@ def _print(rows: Sequence[Simulated]) -> None:
 
 
 def _print_memory(rows: Sequence[Simulated]) -> None:
-    """Print a table of GiB without the overlap, on which the update's memory does not depend."""
+    """Print a table in GiB, without the column of the overlap, which does not affect the update's memory."""
     held = {row.memory_columns: row.host_bytes for row in rows}
     if not held:
         return

@@ -38,7 +38,7 @@ _ROUNDED = " or ".join(rule.name for rule in RULES if rule.step in {form.step fo
 FORMATS_OF_HOST = ", ".join(
     [f"list other state formats than {names_where(lambda form: form.in_place)} for host with {_ROUNDED} alone", *_BOUND]
 )
-"""Words that say which systems have which formats."""
+"""Text that states which systems support which formats."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

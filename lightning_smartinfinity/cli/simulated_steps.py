@@ -1,4 +1,4 @@
-"""Translates the words of ``smart-infinity simulate``'s command line for the simulator."""
+"""Translates values of ``smart-infinity simulate``'s command line for the simulator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PARTS = ("forward", "backward", "update", "step")
 
 
 def in_figures(parameters: int) -> str:
-    """Write a number as on the command line: 8.4e9, 124e6, 1000."""
+    """Return a number as on the command line: 8.4e9, 124e6, 1000."""
     for unit in (12, 9, 6):
         if parameters >= 10**unit:
             return f"{parameters / 10**unit:g}e{unit}"
@@ -31,19 +31,19 @@ def in_figures(parameters: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One combination of the listed values.
+    """One combination of the command line's lists.
 
     Args:
         parameters: Parameters of the model.
         devices: Number of storage devices.
-        system: System that updates.
+        system: System that runs the update.
         state: State format.
-        ratio: Share of the gradient elements that are sent; ``None`` means all.
+        ratio: Share of the gradient elements that is sent; ``None`` for all.
         overlap: ``"none"`` or ``"forward"``.
         optimizer: Optimizer whose state is updated.
         dtype: Type of this package's gradients and parameters; published systems use fp32.
         route: How gradients reach this package's accelerators.
-        error_feedback: Whether this package keeps what it does not send.
+        error_feedback: Whether this package keeps the residual of compression.
         gpu: Name of the GPU.
     """
 
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the system supports the combination and, if it is this package's, whether it trains that way."""
+        """Whether the system supports the combination and, for this package's systems, trains with it."""
         compresses = self.system in ("smartssd", "su", "su+o")
         form = STATE_FORMATS[self.state]
         return (
@@ -74,7 +74,7 @@ class Case:
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether there is a residual to keep."""
+        """Whether the case has a residual."""
         return self.system == "smartssd" and self.error_feedback and self.ratio is not None and self.ratio < 1
 
     def simulate(self, machine: Machine) -> Simulated:
@@ -127,7 +127,7 @@ class Simulated:
     Args:
         case: The case.
         time: Seconds and traffic of the step.
-        host_bytes: Host memory of this package's update in one process, by purpose; empty for other systems.
+        host_bytes: Host memory of this package's update in one process, in bytes by purpose; empty for other systems.
     """
 
     case: Case
@@ -136,7 +136,7 @@ class Simulated:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Columns of a table."""
+        """Columns of the table."""
         case = self.case
         return {
             "parameters": in_figures(case.parameters),
@@ -149,12 +149,12 @@ class Simulated:
 
     @property
     def memory_columns(self) -> tuple[tuple[str, str], ...]:
-        """Columns on which memory depends."""
+        """Columns that affect memory."""
         return tuple((name, value) for name, value in self.columns.items() if name != "overlap")
 
     @property
     def series(self) -> str:
-        """Name of the line in a plot: everything but the sizes."""
+        """Name of the line in a plot: all values but the sizes."""
         columns = self.columns
         named = [columns["system"]]
         usual = {"state": "fp32", "gradients": "dense"}
@@ -162,7 +162,7 @@ class Simulated:
         return ", ".join(named + [f"beside {columns['overlap']}"] * (columns["overlap"] != "none"))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values for programs, as docs/simulation.md lists them."""
+        """Return the values for JSON, as docs/simulation.md lists them."""
         case, traffic = self.case, self.time.traffic
         ours, on_cards = case.system in _OURS, case.system == "smartssd"
         return {

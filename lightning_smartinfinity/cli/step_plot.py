@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["check_plot", "write_plot"]
 
 _FORMS = {".svg": "matplotlib.backends.backend_svg", ".png": "matplotlib.backends.backend_agg"}
-"""Formats of files, each with the module of matplotlib that writes it."""
+"""File suffixes, each with the module of matplotlib that writes the format."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # keep text as text
-    "svg.hashsalt": "simulate",  # otherwise the names of parts are random
+    "svg.hashsalt": "simulate",  # otherwise the ids of elements are random
     "axes.spines.top": False,
     "axes.spines.right": False,
     "font.size": 9,
@@ -28,10 +28,10 @@ _STYLE: dict[Any, Any] = {
 
 
 def check_plot(path: Path) -> None:
-    """Check, before anything is simulated, that the plot can be drawn.
+    """Check that the plot can be drawn, before anything is simulated.
 
     Args:
-        path: Path of the plot; its suffix tells the format.
+        path: Path of the plot; its suffix selects the format.
 
     Raises:
         UnsupportedError: matplotlib cannot be imported.
@@ -42,7 +42,7 @@ def check_plot(path: Path) -> None:
     try:
         for module in ("matplotlib", "matplotlib.figure", _FORMS[path.suffix]):
             import_module(module)
-    except ImportError as error:  # it is not installed, or not completely
+    except ImportError as error:  # not installed, or incomplete
         raise UnsupportedError(
             f"smart-infinity simulate --plot needs matplotlib, which cannot be imported: {error}.",
             "Install it, in the checkout of this package: pip install '.[benchmarks]'. Or leave --plot out.",
@@ -52,12 +52,12 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(rows: Sequence[Simulated], path: Path) -> None:
-    """Draw seconds per step against devices, or against parameters if there is one number of devices only. Each model
-    size has a panel, every other difference a line.
+    """Draw seconds per step against devices, or against parameters if there is only one number of devices. Each model
+    size has a panel, and each combination of the other values a line.
 
     Args:
         rows: Simulated cases.
-        path: Path of the plot, which :func:`check_plot` has accepted.
+        path: Path of the plot, checked by :func:`check_plot`.
 
     Raises:
         ConfigError: The file cannot be written.

@@ -1,4 +1,4 @@
-"""``smart-infinity universal``: writes a checkpoint anew, every parameter in files of its own."""
+"""``smart-infinity universal``: writes a copy of a checkpoint with every parameter in files of its own."""
 
 from __future__ import annotations
 
