@@ -14,8 +14,8 @@ class AbandonedCall {
     AbandonedCall& operator=(const AbandonedCall&) = delete;
 };
 
-// Never frees an object that abandoned calls use, because their return cannot be awaited. The object counts as an
-// abandoned call itself.
+// Keeps an object that abandoned calls use for ever, because their return cannot be awaited. The kept object counts as
+// an abandoned call itself.
 void keep_for_ever(std::shared_ptr<void> used);
 
 }  // namespace smart_infinity

@@ -19,7 +19,7 @@ void unmap(std::byte* first, std::byte* last) {
     if (first != last) ::munmap(first, static_cast<std::size_t>(last - first));
 }
 
-// Maps more than needed and unmaps the parts before and behind the aligned range.
+// Maps more than needed, and unmaps the parts before and after the aligned range.
 std::byte* map_aligned(std::size_t bytes, std::size_t alignment, Reserve reserve) {
     const std::size_t mapped = bytes + alignment - page_bytes();
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | (reserve == Reserve::kNothing ? MAP_NORESERVE : 0);
@@ -57,12 +57,12 @@ HostBuffer::HostBuffer(std::size_t bytes, Reserve reserve) : data_(nullptr), byt
 
 HostBuffer::~HostBuffer() {
     unregister();
-    // A forked child does not have this mapping, and something else may lie at its address there.
+    // A forked child does not have this mapping, and another one may be at its address there.
     if (process_.is_current()) unmap(data_, data_ + align_up(bytes_, page_bytes()));
 }
 
 bool HostBuffer::give_back(std::size_t offset, std::size_t bytes) noexcept {
-    // It cannot fail for memory that is mapped and not locked. If it does, the memory stays, with its content.
+    // madvise cannot fail for memory that is mapped and not locked. If it does, the memory keeps its content.
     return process_.is_current() && ::madvise(data_ + offset, bytes, MADV_DONTNEED) == 0;
 }
 

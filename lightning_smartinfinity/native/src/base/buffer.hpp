@@ -15,7 +15,7 @@ constexpr std::size_t align_up(std::size_t value, std::size_t alignment) {
     return (value + alignment - 1) / alignment * alignment;
 }
 
-// The system's unit of memory: a multiple of kBlockBytes. It is 16 or 64 KiB on some machines.
+// The system's page size, rounded up to a multiple of kBlockBytes. It is 16 or 64 KiB on some machines.
 std::size_t page_bytes();
 
 // Whether the system may refuse memory that is not used yet.
@@ -33,12 +33,12 @@ class HostBuffer {
     std::byte* data() const { return data_; }
     std::size_t bytes() const { return bytes_; }
 
-    // Gives whole pages back to the system: they take up no memory, and are zero, until they are used again. The system
-    // rounds the end of the range up. Returns whether it took them.
+    // Returns whole pages to the system: they take no memory, and read as zero, until they are used again. The system
+    // rounds the end of the range up. Returns whether it succeeded.
     bool give_back(std::size_t offset, std::size_t bytes) noexcept;
 
-    // Registers the memory, so that copies are asynchronous; they work without it, too. Returns whether it succeeded;
-    // the registrar remembers why not. Throws std::invalid_argument if the memory is registered already.
+    // Registers the memory, so that copies are asynchronous; they also work without it. Returns whether it succeeded;
+    // the registrar keeps the reason. Throws std::invalid_argument if the memory is registered already.
     bool try_register(std::shared_ptr<const HostRegistrar> registrar);
     // Unregisters the memory if it is registered. The destructor does so before it unmaps the memory.
     void unregister();

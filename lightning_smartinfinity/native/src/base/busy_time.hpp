@@ -8,7 +8,7 @@
 
 namespace smart_infinity {
 
-// Measures how long at least one of several spans of time, which may overlap, was in progress.
+// Measures the time during which at least one of several, possibly overlapping spans was in progress.
 class BusyTime {
  public:
     // Adds a span of `seconds` that ends now. The caller must serialize these calls.
@@ -22,10 +22,10 @@ class BusyTime {
     struct Span {
         double begin;
         double end;
-        double busy;  // less than the whole where gaps were forgotten
+        double busy;  // less than end - begin if gaps were forgotten
     };
 
-    // Spans come in the order of their ends, so that a new one can only overlap the last ones known.
+    // Spans arrive in the order of their ends, so a new one can overlap only the last known ones.
     void add(Span span) {
         double known = 0;
         while (!spans_.empty() && spans_.back().end >= span.begin) {
@@ -39,8 +39,8 @@ class BusyTime {
         if (spans_.size() > kMaxSpans) forget_oldest_gap();
     }
 
-    // A span that is still in progress on a slow disk may overlap many that have ended on a fast one. Merging the two
-    // oldest ones keeps their busy time, so that it is not counted again.
+    // A long span on a slow disk may overlap many short ones on a fast disk. Merging the two oldest spans keeps their
+    // busy time, so that it is not counted twice.
     void forget_oldest_gap() {
         const Span oldest = spans_.front();
         spans_.pop_front();

@@ -5,21 +5,22 @@
 
 namespace smart_infinity {
 
-// The most that a wait for a storage device has, from its begin on, or from a later moment on.
+// The time limit of a wait for a storage device, counted from the wait's start or from `from`, whichever is later.
 struct EndingLimit {
     std::chrono::milliseconds time;
     std::chrono::steady_clock::time_point from;
 };
 
-// Says how long a process that was asked to end, as by Ctrl-C, waits for storage devices that do not answer. It waits
-// for several files, one after the other: the first wait that is abandoned has kFirst, and all later ones share kLater.
-// Each has kLeast all the same, in which a device that works may answer. A wait that is answered costs the others
-// nothing.
+// Limits how long a process that was asked to end, as by Ctrl-C, waits for storage devices that do not answer. The
+// process may wait for several files in turn: the first abandoned wait may take kFirst, and all later ones share
+// kLater. Each may take at least kLeast, in which a working device can answer. A wait that is answered does not shorten
+// the others.
 class EndingClock {
  public:
     using Clock = std::chrono::steady_clock;
 
-    // So long after it was last asked, a process that lives on waits as ever.
+    // The limits apply for this time after the last request to end. A process that still lives then waits normally
+    // again.
     static constexpr std::chrono::seconds kLasts{10};
     static constexpr std::chrono::milliseconds kFirst{3000};
     static constexpr std::chrono::milliseconds kLater{1000};
@@ -27,9 +28,9 @@ class EndingClock {
 
     void ask(Clock::time_point now);
     void take_back() { asked_.reset(); }
-    // Returns the limit of waits, if the process was asked to end.
+    // Returns the limit of a wait, or nothing if the process was not asked to end.
     std::optional<EndingLimit> limit(Clock::time_point now) const;
-    // Notes that a wait was abandoned. Waits at the same time count once.
+    // Records an abandoned wait. Waits that overlap in time count once.
     void abandon(Clock::time_point since, Clock::time_point now);
 
  private:
@@ -41,11 +42,11 @@ class EndingClock {
     bool any_abandoned_ = false;
 };
 
-// The process has one clock. These functions ask it, from any thread.
+// The process has one clock. These functions use it, from any thread.
 
-// Says that the process is to end.
+// Records that the process is to end.
 void ask_to_end();
-// Takes it back, as a device has answered since: requests have their own time again.
+// Revokes the request to end, because a device has answered: later waits get their normal time.
 void take_back_ask_to_end();
 std::optional<EndingLimit> ending_limit();
 void note_abandoned(EndingClock::Clock::time_point since);

@@ -8,7 +8,7 @@
 
 namespace smart_infinity {
 
-// While an object lives, its thread treats subnormals as zero if kFlushes, and exactly otherwise. The destructor
+// While an object exists, its thread treats subnormals as zero if kFlushes, and exactly otherwise. The destructor
 // restores the earlier mode.
 template <bool kFlushes>
 class SubnormalMode {
@@ -45,7 +45,7 @@ class SubnormalMode {
 
 // For updates: subnormals slow a CPU down severely, and accelerators flush them too.
 using FlushSubnormals = SubnormalMode<true>;
-// For compressed gradients, where no element may be lost. A library built for speed may have changed the mode.
+// For compressed gradients, where no element may be lost. A library compiled with fast math may have changed the mode.
 using KeepSubnormals = SubnormalMode<false>;
 
 }  // namespace smart_infinity

@@ -8,7 +8,7 @@
 namespace smart_infinity {
 
 // The process that created an object. Threads and MADV_DONTFORK mappings do not exist in a forked child, so objects
-// that own them must be neither used nor cleaned up there.
+// that own them must be neither used nor destroyed there.
 class Process {
  public:
     Process();

@@ -15,7 +15,7 @@
 
 namespace smart_infinity {
 
-// Blocks signals in threads that are started while it lives, because the interpreter's threads handle them. Signals
+// Blocks signals in threads that are started while it exists, because the interpreter's threads handle them. Signals
 // that report a fault of the thread itself stay unblocked.
 class BlockedSignals {
  public:

@@ -9,7 +9,7 @@
 
 namespace smart_infinity {
 
-// A failed call of a card, in words; `error` is an errno or 0. In Python it is CardError.
+// A failed call of a card, described in text; `error` is an errno or 0. Python's class is CardError.
 class CardError : public std::runtime_error {
  public:
     explicit CardError(const std::string& problem, int error = 0) : std::runtime_error(problem), error_(error) {}
@@ -19,8 +19,8 @@ class CardError : public std::runtime_error {
     int error_;
 };
 
-// The interface of a binding. Every method throws CardError and may be called from any thread, by one at a time.
-// Objects keep open what they need, so that the order of destruction does not matter.
+// The interface of a binding. Every method throws CardError, and may be called from any thread, by one thread at a
+// time. Objects keep the objects they need open, so their order of destruction does not matter.
 
 enum class Sync { kToCard, kFromCard };
 
@@ -34,15 +34,15 @@ class CardBuffer {
     CardBuffer& operator=(const CardBuffer&) = delete;
     virtual ~CardBuffer() = default;
 
-    // Returns its address in host memory: that of a copy which sync() brings up to date or, peer to peer, that of the
-    // card's memory itself, which only a file system may touch.
+    // Returns its address in host memory: of a copy that sync() updates or, for peer to peer, of the card's memory
+    // itself, which only a file system may access.
     virtual std::byte* map() = 0;
     virtual void sync(Sync direction, std::size_t bytes, std::size_t offset) = 0;
-    // Returns a part of it that begins at a multiple of 4096.
+    // Returns the part of `bytes` bytes at `offset`, which must be a multiple of 4096.
     virtual std::shared_ptr<CardBuffer> part(std::size_t bytes, std::size_t offset) = 0;
 };
 
-// The numbers in XRT's ert.h for states in which a run is over. In any other state it is in progress.
+// The states in XRT's ert.h in which a run is over. In any other state it is in progress.
 constexpr int kRunCompleted = 4;
 constexpr int kRunError = 5;
 constexpr int kRunAborted = 6;
@@ -75,7 +75,7 @@ class CardKernel {
     virtual ~CardKernel() = default;
 
     virtual std::shared_ptr<CardRun> run() = 0;
-    // Returns the number of the memory in which a buffer for this argument must lie.
+    // Returns the number of the memory bank that must hold a buffer for this argument.
     virtual int group(int argument) = 0;
 };
 

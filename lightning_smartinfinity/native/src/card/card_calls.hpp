@@ -22,20 +22,20 @@ class CallNotReturned : public CardError {
 
 // Makes calls that may never return, in threads of its own. Callers wait for a limited time.
 //
-// The destructor waits for all calls; it may not be called while any_abandoned().
+// The destructor waits for all calls, so it may not be called while any_abandoned().
 class CardCalls {
  public:
     CardCalls(std::size_t num_callers, std::chrono::milliseconds timeout);
 
-    // Makes a call and waits until it has returned. Throws the CardError that it throws, or CallNotReturned: then the
-    // call continues and keeps everything that it captured.
+    // Makes a call and waits until it has returned. Rethrows the call's CardError. Throws CallNotReturned if the time
+    // passes first; the call then continues, and keeps everything that it captured.
     void make(const std::string& name, std::function<void()> call);
-    // Calls `gate` before each transfer(). Tests use it to delay transfers. No transfer may be in progress.
+    // Sets a function to call before each transfer(); tests use it to delay transfers. No transfer may be in progress.
     using Gate = std::function<void(const IoRequest&)>;
     void put_before_transfers(Gate gate) { gate_ = std::move(gate); }
-    // Does what make() does, for a call that makes a transfer.
+    // Does the same as make(), for a call that makes a transfer.
     void transfer(const std::string& name, const IoRequest& request, std::function<void()> call);
-    // Returns whether an abandoned call has not returned.
+    // Returns whether an abandoned call is still running.
     bool any_abandoned() const { return num_abandoned_ > 0; }
 
  private:

@@ -83,8 +83,8 @@ void CardGradient::send(const CardPass& pass) {
     }
 }
 
-// Returns where the host writes: the copy of the card's memory that sync() sends, or the memory that a file is written
-// from.
+// Returns the memory that the host writes to: the copy of the card's memory that sync() sends, or the source of file
+// writes.
 std::byte* CardGradient::memory() const { return options_.gradient_file ? ring_.staging(buffer_) : on_card_.data; }
 
 void CardGradient::send_bytes(std::size_t begin, std::size_t end, std::size_t payload) {

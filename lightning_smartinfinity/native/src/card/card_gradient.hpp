@@ -26,7 +26,7 @@ class CardGradient {
     void send(const CardPass& pass);
 
     std::uint32_t form(const CardPass& pass) const;
-    // Returns the checksums that the kernel must find.
+    // Returns the checksums that the kernel must report.
     SentGradient sent_for(const CardPass& pass, const RunRange& run) const;
     const DeviceTraffic& traffic() const { return traffic_; }
 

@@ -56,8 +56,8 @@ std::optional<Refusal> CardJob::run() {
     return std::nullopt;
 }
 
-// Parameters leave the card only once all data that they were computed from is known to have arrived intact. If types
-// change within a tasklet, the parameters of a pass leave earlier, to make room for the next pass.
+// Parameters leave the card only after the checksums of all their inputs have been checked. If types change within a
+// tasklet, the parameters of a pass leave earlier, to make room for the next pass.
 void CardJob::work(const CardPass& pass, bool is_last) {
     parameters_.clear();
     gradient_.send(pass);
@@ -95,7 +95,7 @@ void CardJob::set_arguments(const CardPass& pass, const RunRange& run, CardRun& 
           static_cast<std::uint32_t>(pass.parameter_dtype), static_cast<std::uint32_t>(active)}) {
         call.set(argument++, word);
     }
-    // A run that passes elements through has no step, so that any scalars will do.
+    // A run that passes elements through has no step, so it can use any scalars.
     const StepWords step = active ? words_of(job_.batch.steps[static_cast<std::size_t>(run.step)]) : type_.no_step();
     for (std::size_t word = 0; word < step.count; ++word) call.set(argument++, step.words[word]);
 }
@@ -107,7 +107,7 @@ void CardJob::clear_status() {
     traffic_.control_bytes += sizeof(CardStatus);
 }
 
-// A started run is in progress until its state says otherwise, whatever fails.
+// Once started, a run counts as in progress until its state shows that it is over, whatever fails.
 void CardJob::execute(const std::shared_ptr<CardRun>& call) {
     const Stopwatch stopwatch;
     start(call);

@@ -22,12 +22,12 @@ class CardJob {
  public:
     CardJob(const Job& job, const CardOptions& options, const Identity& identity, CardRing& ring, CardCalls& calls);
 
-    // Returns why the extent is refused, if it is. Throws CardError if the card fails.
+    // Returns why the extent is refused, or nothing. Throws CardError if the card fails.
     std::optional<Refusal> run();
 
-    // Returns the bytes that it moved, even if it failed.
+    // Returns the bytes moved so far, even after a failure.
     DeviceTraffic traffic() const;
-    // Returns the abandoned run, if any, which uses its memory until it returns.
+    // Returns the abandoned run, which uses its memory until it returns, or null.
     std::shared_ptr<CardRun> abandoned_run() { return std::move(abandoned_); }
 
  private:

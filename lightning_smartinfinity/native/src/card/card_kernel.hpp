@@ -14,8 +14,8 @@ constexpr std::uint32_t kKernelInterface = 2;
 constexpr std::size_t kLargestCardNumel = std::size_t{1} << 29;  // the kernels' kLargestNumel: elements of a tasklet
 
 // The order of a kernel's arguments: gradient; each array to read; each array to write; parameter; status; numel,
-// first, last, gradient form, parameter form, active; the words of the update rule. An array to write may be one to
-// read.
+// first, last, gradient form, parameter form, active; the words of the update rule. The same array may be read and
+// written.
 struct CardKernelType {
     const char* name;
     std::uint32_t number;  // the kernel's number in its status
@@ -28,7 +28,7 @@ struct CardKernelType {
     int parameter() const { return static_cast<int>(1 + 2 * num_arrays); }
     int status() const { return parameter() + 1; }
     int first_word() const { return parameter() + 2; }
-    // Returns zeros in place of a step's words.
+    // Returns zeros for the words of a run without a step.
     StepWords no_step() const { return {{}, num_words}; }
     bool has(const UpdateStep& step) const { return rule_of(step).kernel_number == number; }
 };

@@ -5,7 +5,7 @@
 namespace smart_infinity {
 namespace {
 
-// A pass that is still being built. Runs that pass elements through or give no parameters fit into every pass.
+// A pass under construction. Runs that pass elements through, and runs without parameters, fit into every pass.
 struct OpenPass {
     std::optional<DType> gradient_dtype;
     std::optional<DType> parameter_dtype;
@@ -15,7 +15,7 @@ struct OpenPass {
         return gradient_dtype.value_or(segment.gradient_dtype) == segment.gradient_dtype &&
                (segment.parameter == 0 || parameter_dtype.value_or(segment.parameter_dtype) == segment.parameter_dtype);
     }
-    // If no parameters are given out, the kernel still writes some, in the shortest type.
+    // If the pass gives out no parameters, the kernel still writes some, in the shortest type.
     CardPass close() const {
         return {gradient_dtype.value_or(DType::kFloat32), parameter_dtype.value_or(DType::kBFloat16), runs};
     }
@@ -50,7 +50,7 @@ class PassBuilder {
         pass_.runs.back().segments.push_back(&segment);
     }
 
-    // Adds the elements up to `end`: to the last run, if that has the same step.
+    // Adds the elements up to `end`: to the last run if it has the same step, otherwise to a new one.
     void run(std::uint64_t end, std::int64_t step) {
         if (end <= end_) return;
         const auto last = static_cast<std::uint32_t>(end);

@@ -16,7 +16,7 @@ struct RunRange {
     std::vector<const Segment*> segments;  // empty if the elements pass through
 };
 
-// Runs with one type of gradients and one type of parameters, which share the memory for them.
+// Runs with the same gradient type and the same parameter type, which share the card's memory for both.
 struct CardPass {
     DType gradient_dtype;
     DType parameter_dtype;

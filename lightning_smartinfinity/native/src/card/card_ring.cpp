@@ -12,7 +12,7 @@ std::string ring_of(std::size_t num_buffers, std::size_t bytes) {
     return "a ring of " + std::to_string(num_buffers) + " buffers takes " + std::to_string(bytes) + " bytes";
 }
 
-// Returns the memory of the arrays, which must be one since they are parts of one buffer.
+// Returns the memory bank of the arrays. It must be the same for all, since they are parts of one buffer.
 int group_of_arrays(const CardKernelType& type, CardKernel& kernel) {
     const int group = kernel.group(type.array_in(0));
     for (std::size_t array = 0; array < type.num_arrays; ++array) {
@@ -44,7 +44,7 @@ CardBufferSet::CardBufferSet(const CardOptions& options, const CardKernelType& t
       parameter_(options.binding->allocate(options.parameter_bytes, Memory::kNormal, kernel_->group(type.parameter()))),
       status_(options.binding->allocate(kStatusBytes, Memory::kNormal, kernel_->group(type.status()))) {}
 
-// Remembers the last arrays, since all tasklets except the last have one size.
+// Caches the last arrays, since all tasklets except the last have the same size.
 const std::vector<std::shared_ptr<CardBuffer>>& CardBufferSet::arrays(const Regions& regions) {
     const std::size_t bytes = regions.padded_bytes(0);
     if (arrays_bytes_ == bytes) return arrays_;

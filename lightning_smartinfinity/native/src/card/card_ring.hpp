@@ -37,8 +37,7 @@ class CardBufferSet {
 
     // Returns the arrays, each a part of the regions.
     const std::vector<std::shared_ptr<CardBuffer>>& arrays(const Regions& regions);
-    // Returns a run that is not in progress. A failed run is not kept for the next call: XRT may refuse to start it
-    // again.
+    // Returns a run that is not in progress. A failed run is not kept for reuse: XRT may refuse to start it again.
     std::shared_ptr<CardRun> take_run();
     void keep(std::shared_ptr<CardRun> run) { run_ = std::move(run); }
 
@@ -56,8 +55,8 @@ class CardBufferSet {
     std::size_t arrays_bytes_ = 0;  // size of each array
 };
 
-// The ring's buffers on the card and, in host memory, the pages of their trailers and aligned memory for gradients that
-// go through a file.
+// The ring's buffers on the card and, in host memory, their trailer pages and aligned memory for gradients that go
+// through a file.
 class CardRing {
  public:
     // Throws CardError if the card lacks the memory, SystemError if the host does.

@@ -63,7 +63,7 @@ class AbandonedRuns {
 
 // Updates tasklets on a card, in a ring in its DRAM. Only the card and reads and writes of files touch the ring.
 //
-// `num_threads` threads call work(). While busy(), it may not be destroyed.
+// `num_threads` threads call work(). It may not be destroyed while busy().
 class CardUpdater final : public Updater {
  public:
     CardUpdater(CardOptions options, const Identity& identity, std::size_t num_buffers, std::size_t buffer_bytes,
@@ -92,7 +92,7 @@ class CardUpdater final : public Updater {
     std::size_t host_bytes() const override { return ring_.host_bytes(); }
 
     std::optional<Refusal> work(const Job& job) override {
-        // After a call that did not return, every tasklet that has been read would wait for the timeout as well.
+        // After a call that did not return, each tasklet that has been read would wait for the timeout, too.
         if (busy()) return Refusal{FailureKind::kDevice, "what was asked of it before has not returned", 0};
         CardJob on_card(job, options_, identity_, ring_, calls_);
         std::optional<Refusal> refusal;

@@ -28,7 +28,7 @@ void* pointer_from(const XrtEntry<Function>& entry, const std::string& what, Arg
     return handle;
 }
 
-// Calls an entry point that returns 0, or reports an error by a negative number, an errno or errno itself.
+// Calls an entry point that returns 0, or reports an error by a negative result, a positive errno, or errno itself.
 template <class Function, class... Arguments>
 void call(const XrtEntry<Function>& entry, const std::string& what, Arguments... arguments) {
     errno = 0;
@@ -104,12 +104,12 @@ class Run final : public CardRun {
         call(device_->library.run_set, of(argument), handle_, argument, static_cast<const Buffer&>(*buffer).handle());
     }
     void start() override { call(device_->library.run_start, "", handle_); }
-    // XRT holds a lock of the whole card in a wait, so that nobody learns that another run is over. Waits are short for
-    // that reason: a run that hangs would else delay all others until its timeout.
+    // During a wait XRT holds a lock of the whole card, so no other thread can see that its run is over. Waits are
+    // short for this reason: otherwise a hanging run would delay all others until its timeout.
     int wait(std::chrono::milliseconds timeout) override {
         const auto until = std::chrono::steady_clock::now() + timeout;
         while (true) {
-            // A wait of 0 ms would have no end.
+            // A wait of 0 ms would never end.
             const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
             const auto slice = std::clamp(left, std::chrono::milliseconds(1), kLongestWait);
             const int state = device_->library.run_wait.function(handle_, static_cast<unsigned>(slice.count()));

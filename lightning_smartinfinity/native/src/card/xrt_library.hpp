@@ -20,7 +20,7 @@ struct XrtEntry {
     Function* function = nullptr;
 };
 
-// XRT's library, opened at run time. Its calls do not take Python's lock.
+// XRT's library, opened at run time. Its calls do not need Python's lock.
 class XrtLibrary {
  public:
     // Throws CardError if there is no such library or it lacks an entry point.

@@ -62,8 +62,8 @@ ExtendCrc32c* extend_with([[maybe_unused]] int width) {
     return extend_by_table;
 }
 
-// Returns the greatest width that fits an instruction set. Selecting the scalar kernels selects the table too, unless
-// the CPU supports no others: then nobody has selected them.
+// Returns the greatest width that an instruction set allows. The scalar kernels use the table, unless the CPU supports
+// no others: then scalar is the default and nothing was selected.
 int width_for(InstructionSet set) {
     static const std::vector<int> widths = crc32c_widths();
     static const bool has_others = supported_instruction_sets().size() > 1;

@@ -1,5 +1,5 @@
-// Computes CRC-32C by carry-less multiplication and by the CPU's own instruction at once: they use different parts of
-// the CPU. crc32c_128.cpp and crc32c_512.cpp compile this file after they have defined the registers:
+// Computes CRC-32C by carry-less multiplication and by the CPU's CRC instruction at the same time: they use different
+// parts of the CPU. crc32c_128.cpp and crc32c_512.cpp define the registers and then include this file:
 //
 //     struct Lanes {
 //         using Register = ...;  // one or more lanes of 16 bytes
@@ -44,18 +44,18 @@ constexpr std::uint32_t power_of_x(std::size_t exponent) {
     return power;
 }
 
-// ---- the shape of the loop: a block is kStreams stretches for the instruction, then one for the multiplications
+// ---- the shape of the loop: a block is kStreams stretches for the CRC instruction, then one for the multiplications
 
 constexpr std::size_t kStreams = 3;  // the instruction takes three cycles, but one can start in every cycle
 constexpr std::size_t kLaneBytes = 16;
 constexpr std::size_t kRegisterBytes = sizeof(Lanes::Register);
-// Registers folded in each turn of the loop. If a multiplication can start every other cycle, both parts take the same
+// Registers folded per turn of the loop. If a multiplication can start every other cycle, both parts take the same
 // time.
 constexpr std::size_t kRegisters = 3;
 constexpr std::size_t kFoldedBytes = kRegisters * kRegisterBytes;
 constexpr std::size_t kStreamBytes = 4 * sizeof(std::uint64_t);
 constexpr std::size_t kTurnBytes = kFoldedBytes + kStreams * kStreamBytes;
-// Enough turns that the end of a block costs little, and few enough that the next block can be prefetched meanwhile.
+// Enough turns to make the end of a block cheap, and few enough to prefetch the next block meanwhile.
 constexpr std::size_t kMaxTurns = 64;
 
 inline std::uint64_t load_word(const unsigned char* data) {
@@ -110,7 +110,7 @@ class Streams {
         }
     }
 
-    // Returns the checksum of all stretches in a row.
+    // Returns the checksum of all consecutive stretches.
     std::uint32_t joined(std::size_t turns) const {
         auto crc = static_cast<std::uint32_t>(crcs_[0]);
         for (std::size_t stream = 1; stream < kStreams; ++stream) {
@@ -145,7 +145,7 @@ class Folded {
         }
     }
 
-    // Returns the checksum of the stretch alone: the folded data leaves the same remainder.
+    // Returns the checksum of this stretch alone: the folded data leaves the same remainder.
     std::uint32_t checksum() const {
         const Lanes::Register factors = factors_over<kRegisterBytes>();
         Lanes::Register last = registers_[0];
@@ -169,8 +169,8 @@ class Folded {
     Lanes::Register registers_[kRegisters];
 };
 
-// The hardware recognises too late that data is read in stretches. So each turn prefetches the data one block ahead, if
-// there is another block.
+// The hardware prefetcher recognises the stretches too late. So each turn prefetches data one block ahead, if there is
+// another block.
 template <bool kPrefetches>
 std::uint32_t extend_by_block(std::uint32_t crc, const unsigned char* data, std::size_t turns) {
     const std::size_t block_bytes = turns * kTurnBytes;

@@ -13,10 +13,10 @@
 
 namespace smart_infinity {
 
-// A CUDA device through its primary context, which torch uses, too. Addresses and streams belong to that context.
+// A CUDA device, used through its primary context, as torch does. Addresses and streams belong to that context.
 //
-// The destructors in this file release what they can and ignore failures, because at exit the driver may already be
-// gone. In a forked child, which has no context, they do nothing and all other calls throw.
+// The destructors in this file release what they can and ignore failures, because at exit the driver may be gone
+// already. In a forked child, which has no context, they do nothing, and all other calls throw.
 class CudaDevice final : public HostRegistrar {
  public:
     // Throws CudaError if there is no driver or no such device.
@@ -29,19 +29,19 @@ class CudaDevice final : public HostRegistrar {
     const CudaDriver& driver() const { return *driver_; }
     bool is_usable() const { return process_.is_current(); }
 
-    // Returns whether it succeeded, and remembers the first failure. Only memory that copies touch is worth
-    // registering: the gradient arena and the slots. The ring, whose state stays on the host, stays pageable.
+    // Returns whether it succeeded; the first failure is kept. Only memory that copies use needs registering: the
+    // gradient arena and the slots. The ring, whose state stays on the host, stays pageable.
     bool register_host(void* data, std::size_t bytes) const override;
     void unregister_host(void* data) const noexcept override;
-    // Returns why memory could not be registered; empty if it always could.
+    // Returns why memory could not be registered; empty if registering has not failed.
     std::string registration_failure() const;
 
     // Both throw CudaError. Copies start in the stream's order; their memory must stay valid until they have completed.
     void copy_to_device(Address device, const void* host, std::size_t bytes, CudaStreamHandle stream) const;
     void copy_to_host(void* host, Address device, std::size_t bytes, CudaStreamHandle stream) const;
 
-    // Makes the context current in the calling thread while it lives: our threads, and autograd's, have none or
-    // another.
+    // Makes the context current in the calling thread while it exists: our threads and autograd's have no context or
+    // another one.
     class Current {
      public:
         explicit Current(const CudaDevice& device);
@@ -53,7 +53,7 @@ class CudaDevice final : public HostRegistrar {
         const CudaDriver& driver_;
     };
 
-    // Calls an entry point that releases something, on a thread that may have no context.
+    // Calls an entry point that releases a resource, on a thread that may have no context.
     template <class... Parameters>
     void release(const CudaEntry<Parameters...>& entry, std::type_identity_t<Parameters>... arguments) const noexcept {
         if (!is_usable()) return;
@@ -61,7 +61,7 @@ class CudaDevice final : public HostRegistrar {
             const Current current(*this);
             (void)driver_->attempt(entry, arguments...);
         } catch (const CudaError&) {
-            // The context is gone, and with it what was to be released.
+            // The context is gone, and the resource with it.
             return;
         }
     }
@@ -76,7 +76,7 @@ class CudaDevice final : public HostRegistrar {
     Process process_;
 };
 
-// A point in a stream's order. It can be recorded repeatedly; a wait is for the point recorded last.
+// A point in a stream's order. It can be recorded repeatedly; a wait refers to the last recording.
 class CudaEvent {
  public:
     explicit CudaEvent(std::shared_ptr<const CudaDevice> device);
@@ -89,7 +89,7 @@ class CudaEvent {
     void synchronize() const;
     // Returns whether the work before the point is done.
     bool done() const;
-    // Makes work issued to the stream from now on run after the point.
+    // Makes work that is issued to the stream from now on wait for the point.
     void hold(CudaStreamHandle stream) const;
 
     const std::shared_ptr<const CudaDevice>& device() const { return device_; }
@@ -99,7 +99,7 @@ class CudaEvent {
     CudaEventHandle event_ = nullptr;
 };
 
-// A stream of our own, ordered with other streams only by these calls.
+// A stream of our own. Only these calls order it with other streams.
 class CudaStream {
  public:
     explicit CudaStream(std::shared_ptr<const CudaDevice> device);
@@ -110,9 +110,9 @@ class CudaStream {
     CudaStreamHandle handle() const { return stream_; }
     const std::shared_ptr<const CudaDevice>& device() const { return device_; }
 
-    // Makes work issued here from now on run after the work that is in the other stream now.
+    // Makes work issued here from now on wait for all present work of the other stream.
     void follow(CudaStreamHandle other) const;
-    // Makes work issued to the other stream from now on run after the work that is here now.
+    // Makes work issued to the other stream from now on wait for all present work here.
     void lead(CudaStreamHandle other) const;
 
  private:

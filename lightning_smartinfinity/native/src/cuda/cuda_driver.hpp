@@ -9,14 +9,14 @@
 
 namespace smart_infinity {
 
-// The types of cuda.h, which a build does not need: handles are opaque, results are numbers, and 0 is success.
+// The types of cuda.h, which the build does not need: handles are opaque, results are numbers, and 0 is success.
 using CudaResult = int;
 using CudaContext = void*;
 using CudaStreamHandle = void*;  // null: the default stream
 using CudaEventHandle = void*;
 using CudaAddress = unsigned long long;  // in device memory
 
-// A call that the driver refused, in the driver's words; becomes Python's CudaError.
+// A call that the driver refused, with the driver's text; becomes Python's CudaError.
 class CudaError : public std::runtime_error {
  public:
     CudaError(CudaResult result, const std::string& problem) : std::runtime_error(problem), result_(result) {}
@@ -32,7 +32,7 @@ struct CudaEntry {
     CudaResult (*function)(Parameters...) = nullptr;
 };
 
-// The driver's library, opened at run time: nothing is linked, so that the core also runs on machines without it.
+// The driver's library, opened at run time: nothing is linked, so the core also runs on machines without it.
 class CudaDriver {
  public:
     // Throws CudaError if there is no such library, it lacks an entry point, or it finds no device.
@@ -43,7 +43,7 @@ class CudaDriver {
     void call(const CudaEntry<Parameters...>& entry, std::type_identity_t<Parameters>... arguments) const {
         require(attempt(entry, arguments...), entry.name);
     }
-    // Calls an entry point and returns its result, for callers that expect a failure or can do nothing about it.
+    // Calls an entry point and returns its result, for callers that expect a failure or cannot react to it.
     template <class... Parameters>
     CudaResult attempt(const CudaEntry<Parameters...>& entry, std::type_identity_t<Parameters>... arguments) const {
         return entry.function(arguments...);
@@ -72,7 +72,7 @@ class CudaDriver {
     CudaEntry<CudaEventHandle> event_synchronize{"cuEventSynchronize"};
 };
 
-// Returns the process's driver, which the first call that succeeds opens. Throws like CudaDriver.
+// Returns the process's driver. The first successful call opens it. Throws like CudaDriver.
 std::shared_ptr<const CudaDriver> cuda_driver();
 
 // The library that cuda_driver() opens, and the driver in it once it is open. Only tests change them.

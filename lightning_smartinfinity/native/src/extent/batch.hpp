@@ -20,13 +20,13 @@ class CudaStream;
 class GradientCodec;
 class GradientWindow;
 
-constexpr std::size_t kMaxArrays = kMaxRegions;  // fp32 has a region for each array
+constexpr std::size_t kMaxArrays = kMaxRegions;  // fp32 has one region per array
 
 enum class Operation { kUpdate, kRead, kWrite, kModify };
 
 constexpr std::int64_t kNoStep = -1;
 
-using Address = std::uint64_t;  // in host memory, or in a device's for parameters of a batch with a stream; 0: none
+using Address = std::uint64_t;  // in host memory, or in device memory for parameters of a batch with a stream; 0: none
 
 // Elements [offset, offset + numel) of a tasklet. Addresses are those of the first element.
 struct Segment {
@@ -60,30 +60,30 @@ struct Tasklet {
     bool master_in_parameter = false;
     std::uint64_t offset = 0;              // position in the partition, for stochastic rounding
     std::shared_ptr<const Blocks> blocks;  // for formats with blocks; none: the grid
-    // Address of the compressed gradient of all segments; 0: segments have gradients of their own. With the batch's
-    // codec, the address to which their gradients are compressed.
+    // Address of the compressed gradient of all segments; 0: each segment has its own gradient. With the batch's codec,
+    // the address to which these gradients are compressed.
     Address payload = 0;
-    std::uint64_t payload_bytes = 0;    // with a codec, the capacity there
-    Address residual = 0;               // address of what earlier payloads did not send of each element, fp32; 0: none
-    std::vector<ElementRange> padding;  // elements that a codec leaves out, in ascending order
-    std::shared_ptr<GradientWindow> gradient;  // of memory that is there only while it is used; none: it stays
+    std::uint64_t payload_bytes = 0;    // with a codec, the capacity at `payload`
+    Address residual = 0;               // fp32 residual of each element, which earlier payloads did not send; 0: none
+    std::vector<ElementRange> padding;  // elements that a codec skips, in ascending order
+    std::shared_ptr<GradientWindow> gradient;  // gradient memory that exists only during use; none: permanent memory
 };
 
 struct Batch {
     Operation operation = Operation::kUpdate;
     std::vector<Tasklet> tasklets;
     std::vector<UpdateStep> steps;
-    // Stream that copies parameters, which are in its device's memory; none: they are in host memory.
+    // Stream that copies parameters, which are in its device's memory; none: parameters are in host memory.
     std::shared_ptr<const CudaStream> stream;
-    // Codec that compresses every tasklet's gradient just before the update, which uses the compressed one; none:
-    // gradients are used as they are.
+    // Codec that compresses every tasklet's gradient just before the update, which uses the compressed one; none: the
+    // update uses gradients uncompressed.
     std::shared_ptr<const GradientCodec> codec = nullptr;
     float residual_scale = 1;            // scale of the gradients; residuals are not scaled
-    IoClass io_class = IoClass::kState;  // of tasklets that nobody has preferred
-    // Points in a device's streams: before they are reached, gradients may still be on their way to the host, and work
-    // on the device may use parameters as they were before the update.
+    IoClass io_class = IoClass::kState;  // of tasklets that were not preferred
+    // Points in a device's streams. Before they are reached, gradients may still be in transit to the host, and work on
+    // the device may use parameters from before the update.
     std::vector<std::shared_ptr<const CudaEvent>> ready;
-    // Bytes of parameters of the largest tasklet by which the batch may be extended, if it has a stream.
+    // Parameter bytes of the largest tasklet that extend() may add to the batch, if it has a stream.
     std::uint64_t slot_bytes = 0;
 };
 

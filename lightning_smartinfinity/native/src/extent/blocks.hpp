@@ -9,11 +9,11 @@
 
 namespace smart_infinity {
 
-// Divides a tasklet's elements into the blocks that share an exponent: at the cells of a grid, and where parameters
-// meet. Tasklets begin on the grid, so that their size cannot change a block.
+// Divides a tasklet's elements into blocks that share an exponent: at the cells of a grid, and at the borders between
+// parameters. Tasklets begin on the grid, so the tasklet size does not change the blocks.
 class Blocks {
  public:
-    // `borders`: elements of the tasklet that begin a parameter, in any order; those on the grid are ignored.
+    // `borders`: elements of the tasklet at which a parameter begins, in any order; those on the grid are ignored.
     explicit Blocks(std::vector<std::uint64_t> borders = {});
 
     // Returns the number of blocks that begin before `element`.

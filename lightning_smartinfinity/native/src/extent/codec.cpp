@@ -21,7 +21,7 @@ typename Updates<Step>::Kernel kernel_for(const Step&, const Kernels& kernels, c
     return updates.table[index_of(segment.gradient_dtype)][column];
 }
 
-// Returns a key for every cell of every update, by the last steps of splitmix64.
+// Returns a key for each cell and update, by the last steps of splitmix64.
 std::uint32_t cell_key(std::uint32_t seed, std::uint64_t cell) {
     std::uint64_t x = cell * 0x9e3779b97f4a7c15u + seed * 0xd1b54a32d192ed03u;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -31,7 +31,7 @@ std::uint32_t cell_key(std::uint32_t seed, std::uint64_t cell) {
 
 }  // namespace
 
-// Elements in fp32: in the extent if it stores them so, otherwise in the chunk's own memory.
+// Elements as fp32: in the extent if it stores fp32, otherwise in the chunk's own memory.
 struct Codec::Chunk {
     std::size_t first;
     std::size_t numel;

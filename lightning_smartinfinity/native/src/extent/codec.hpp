@@ -14,16 +14,17 @@ class Codec {
     Codec(const Extent& extent, const StateFormat& format, const Tasklet& tasklet, const Kernels& kernels)
         : extent_(extent), format_(format), tasklet_(tasklet), kernels_(kernels) {}
 
-    // Returns an array that the format stores as fp32, or null if the array has to be decoded.
+    // Returns an array that is stored as fp32, or null if the array must be decoded.
     float* in_place(std::size_t array) const;
     // Decodes any elements.
     void decode(std::size_t array, std::size_t first, std::size_t numel, float* out) const;
     // Encodes whole blocks, rounding to nearest: values from decode() are stored without a change.
     void encode(std::size_t array, std::size_t first, std::size_t numel, const float* values) const;
 
-    // Copies the parameters, which hold the masters or a part of them, to the region that was not read.
+    // Copies the parameters, which contain the masters or a part of them, to the region that was not read.
     void take_masters(std::size_t first, std::size_t numel, const void* parameters) const;
-    // Updates whole blocks. Moments that are not stored as fp32 are rounded stochastically; only an AdamStep has such.
+    // Updates whole blocks. Moments that are not stored as fp32 are rounded stochastically; only AdamStep has such
+    // moments.
     void update(const UpdateStep& step, std::size_t first, std::size_t numel, const Segment& segment,
                 const std::byte* gradient, std::byte* parameter) const;
 

@@ -18,7 +18,8 @@ inline Regions regions_of(const StateFormat& format, const Tasklet& tasklet) {
 
 inline std::size_t extent_bytes(const Regions& regions) { return regions.total_bytes() + kTrailerPageBytes; }
 
-// Returns the bytes at the start of an extent that a read skips, because the parameter is the master or half of it.
+// Returns the bytes at the start of an extent that a read skips, because the parameter contains the master or half of
+// it.
 inline std::size_t skipped_bytes(const StateFormat& format, const Tasklet& tasklet) {
     return tasklet.master_in_parameter ? regions_of(format, tasklet).offset(1) : 0;
 }
@@ -33,8 +34,8 @@ class Extent {
     std::byte* region(std::size_t index) const { return data_ + regions_.offset(index); }
     std::uint32_t checksum(std::size_t region) const;
 
-    // Checks that it is the extent that the tasklet expects, with intact regions from `first_region` on (the others
-    // were not read). Returns the first problem, if there is one.
+    // Checks that it is the extent that the tasklet expects, and that the regions from `first_region` on are intact
+    // (the others were not read). Returns the first problem, or nothing.
     std::optional<Refusal> verify(const Identity& identity, std::size_t first_region) const;
 
     // Fills the padding with zeros, so that no data of another tasklet reaches storage, and writes the trailer.

@@ -9,7 +9,7 @@
 namespace smart_infinity {
 
 // The memory that holds a tasklet's extent while it is processed: its regions and its trailer page. The page follows
-// the regions on storage but may lie elsewhere in memory.
+// the regions on storage, but may be elsewhere in memory.
 struct ExtentMemory {
     std::byte* regions;
     std::byte* trailer_page;
@@ -19,7 +19,7 @@ inline ExtentMemory contiguous(std::byte* data, const Tasklet& tasklet) {
     return {data, data + tasklet.extent_bytes - kTrailerPageBytes};
 }
 
-// A part of an extent that is contiguous in memory, too.
+// A part of an extent that is contiguous in memory and on storage.
 struct ExtentPart {
     std::size_t offset;  // in the extent
     std::byte* data;

@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::size_t kExponentBytes = 2;  // bytes per block, one for each moment
 
-// Returns whether a row keeps the rules of the table.
+// Returns whether a row of the table is consistent.
 constexpr bool is_consistent(const StateFormat& format, std::size_t index) {
     if (format.number != index || format.item_bytes.back() != 0) return false;
     return format.in_place() || format.item_bytes.front() == item_bytes(format.parameter_dtype);

@@ -17,7 +17,7 @@ constexpr std::size_t kTrailerPageBytes = kBlockBytes;
 constexpr std::size_t kTrailerBytes = 128;
 constexpr std::size_t kJobBytes = 16;
 
-// The identity of a store, which every extent of it carries.
+// The identity of a store; every extent contains it.
 struct Identity {
     std::array<std::uint8_t, kJobBytes> job{};
     std::uint32_t rank = 0;
@@ -36,10 +36,10 @@ struct Refusal {
     int error = 0;
 };
 
-// Checks that a trailer belongs to the extent that the tasklet expects. Returns the first problem, if there is one.
+// Checks that a trailer belongs to the extent that the tasklet expects. Returns the first problem, or nothing.
 std::optional<Refusal> verify_trailer(const std::byte* trailer, const Identity& identity, const Tasklet& tasklet);
 
-// The page behind an extent's regions. Its last bytes are the trailer.
+// The page after an extent's regions. Its last bytes are the trailer.
 class TrailerPage {
  public:
     explicit TrailerPage(std::byte* page) : page_(page) {}

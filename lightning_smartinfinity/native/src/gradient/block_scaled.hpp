@@ -6,8 +6,8 @@ namespace smart_infinity {
 
 // Sends every element in 8 bits, as a block-scaled gradient (block_scaled_gradient.hpp).
 //
-// A block's scale is a power of two. A 127th of the block's largest magnitude would at best halve the error, but with a
-// power of two the values v and the remainders y - v are exact in fp32, and v even in bf16; only the exponent has to be
+// A block's scale is a power of two. A 127th of the block's largest magnitude would at best halve the error. But with a
+// power of two the values v and the remainders y - v are exact in fp32, and v even in bf16; only the exponent must be
 // sent, and hardware applies it without multiplying.
 //
 // The error of an element is at most half the scale: at most a 127th of the block's largest magnitude, or 2**-127.

@@ -11,10 +11,10 @@ namespace smart_infinity {
 DType gradient_dtype_of(const Tasklet& tasklet);
 
 // Returns why the batch's codec cannot compress a tasklet of the batch, whose segments are in order; without a codec,
-// why the tasklet's residual cannot be fed back. Returns nothing if there is no such problem.
+// why the tasklet's residual cannot be fed back. Returns nothing if it can.
 std::optional<std::string> problem_of_compression(const Batch& batch, const Tasklet& tasklet);
 
-// Compresses the tasklet's gradient into its payload. Returns the tasklet as it is then updated.
+// Compresses the tasklet's gradient into its payload. Returns the tasklet for the update, which refers to the payload.
 Tasklet compress(const Batch& batch, const Tasklet& tasklet);
 
 }  // namespace smart_infinity

@@ -20,8 +20,8 @@
 namespace smart_infinity {
 namespace {
 
-// Calls work(index) for each index below `count`, on up to `threads` threads: fewer if no more can be started. In the
-// end rethrows the first exception.
+// Calls work(index) for each index below `count`, on up to `threads` threads: fewer if no more can be started. At the
+// end it rethrows the first exception.
 template <class Work>
 void for_each_index(std::size_t count, std::size_t threads, const Work& work) {
     std::atomic<std::size_t> next{0};
@@ -42,7 +42,7 @@ void for_each_index(std::size_t count, std::size_t threads, const Work& work) {
         try {
             while (others.size() + 1 < std::min(threads, count)) others.emplace_back(run);
         } catch (const std::exception&) {
-            // No further thread can be started. Those that were started are already working, so go on.
+            // No further thread can be started. The started ones already work, so continue with them.
         }
         run();
     }
@@ -72,7 +72,7 @@ std::unique_ptr<GradientPayload> checked_payload(const Tasklet& tasklet) {
     return payload;
 }
 
-// The work for one tasklet. Constructing it does all that can fail, so that nothing fails once a residual changes.
+// The work for one tasklet. Its construction does everything that can fail, so nothing fails after a residual changes.
 struct Feeding {
     Feeding(const Tasklet& tasklet, float scale) : payload(checked_payload(tasklet)), source(tasklet, scale) {}
 

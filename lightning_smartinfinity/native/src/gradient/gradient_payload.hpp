@@ -25,7 +25,7 @@ struct PayloadParts {
     PayloadBytes values;   // codes, if block-scaled
 };
 
-// A tasklet's compressed gradient. It comes from outside, so that nothing is read past its end and no missing element
+// A tasklet's compressed gradient. It comes from outside, so reads are checked against its end, and no missing element
 // is written.
 class GradientPayload {
  public:
@@ -39,14 +39,14 @@ class GradientPayload {
     // The form's number in the arguments of a card's kernels.
     virtual std::uint32_t card_form() const = 0;
     virtual PayloadParts parts() const = 0;
-    // Checks all that the header does not say, and returns the first error.
+    // Checks everything that the header does not cover, and returns the first error.
     virtual std::optional<std::string> check() = 0;
-    // Writes elements [first, last), dense. Requires a check() that found no error.
+    // Writes elements [first, last) in dense form. Requires a check() that found no error.
     virtual void decode(std::uint64_t first, std::uint64_t last, void* out) const = 0;
 };
 
 // Opens a payload of the form that its header names. Throws std::invalid_argument with the reason unless the header
-// belongs to a payload of this many bytes for a tasklet of this many elements.
+// belongs to a payload with this number of bytes for a tasklet with this number of elements.
 std::unique_ptr<GradientPayload> open_payload(const std::byte* payload, std::size_t bytes, std::uint64_t numel);
 
 // Returns how many bytes of its memory the payload uses. Throws std::invalid_argument if the header is invalid.

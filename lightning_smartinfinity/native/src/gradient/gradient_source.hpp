@@ -10,9 +10,9 @@
 
 namespace smart_infinity {
 
-// The values that a tasklet's payload is made from: y = g + e * S for each element that is updated, where g is its
-// gradient, scaled by S, and e its unscaled residual, if there is one. Product and sum are each rounded to fp32; where
-// e is zero, y is g itself. Padding, segments without a step and elements outside all segments are left out.
+// The values from which a tasklet's payload is made: y = g + e * S for each updated element, where g is its gradient,
+// which is scaled by S, and e its unscaled residual, if any. Product and sum are each rounded to fp32; where e is zero,
+// y is g itself. Padding, segments without a step, and elements outside all segments are excluded.
 class GradientSource {
  public:
     // Requires that problem_of_compression() found no problem with the tasklet.
@@ -22,11 +22,11 @@ class GradientSource {
     // Type of the gradients.
     DType dtype() const { return dtype_; }
 
-    // Writes elements [first, last); those that are left out are zero.
+    // Writes elements [first, last); excluded ones are zero.
     void read(std::uint64_t first, std::uint64_t last, float* out) const;
 
-    // Calls visit(first, numel, values) for all elements that are not left out, in order, up to kChunkNumel at a time.
-    // visit may change the values.
+    // Calls visit(first, numel, values) for all elements that are not excluded, in order, at most kChunkNumel at a
+    // time. visit may change the values.
     template <class Visit>
     void for_each_chunk(const Visit& visit) const {
         alignas(64) float values[kChunkNumel];
@@ -68,7 +68,7 @@ class GradientSource {
 
     std::uint64_t numel_;
     DType dtype_;
-    float* residual_;  // null: there is none
+    float* residual_;  // null: no residual
     float scale_;
     const Kernels& kernels_;
     std::vector<Range> ranges_;

@@ -13,12 +13,12 @@ namespace smart_infinity {
 
 constexpr std::size_t kBeatBytes = 64;  // width of the ports through which a card's kernels read payloads
 
-// The numbers of a payload's form in a card's kernels. A sparse payload's is combined with the type of its values.
+// Numbers of payload forms in a card's kernels. A sparse payload's number is combined with the type of its values.
 constexpr std::uint32_t kSparseForm = 256;
 constexpr std::uint32_t kBlockScaledForm = 512;
 
-// The first beat of a payload, in 32-bit words. Every form has these: magic, version, number of elements, and from word
-// kFirstPart on the number of beats of each of the three parts that follow.
+// The first beat of a payload, in 32-bit words. Every form has magic, version and number of elements and, from word
+// kFirstPart on, the number of beats of each of the three parts that follow.
 using PayloadHeader = std::array<std::uint32_t, kBeatBytes / sizeof(std::uint32_t)>;
 
 static_assert(sizeof(PayloadHeader) == kBeatBytes);

@@ -10,19 +10,19 @@
 namespace smart_infinity {
 namespace {
 
-// Number of sampled elements that are expected to be among the wanted ones. At four standard deviations, the number of
-// selected elements is within a tenth of the wanted number.
+// Expected number of sampled elements among the wanted ones. Within four standard deviations, the number of selected
+// elements differs by less than a tenth from the wanted number.
 constexpr std::size_t kSampledHits = 1600;
 constexpr std::uint64_t kLeastStride = 8;  // smallest stride at which sampling saves work
-// The same number where the sample only gives a first guess and the selection is exact.
+// The same if the sample gives only a first guess and the selection is exact.
 constexpr std::size_t kGuessedHits = 128;
 constexpr std::size_t kLineNumel = 16;  // elements of one cache line, sampled together
 
-constexpr std::size_t kCandidateShare = 16;  // candidates are at most one in so many of all elements
+constexpr std::size_t kCandidateShare = 16;  // at most one in this many elements is a candidate
 constexpr std::uint64_t kFewElements = 65536;
 
-// Returns where within its stride the sample with this number lies. It varies, so that a period in the gradient cannot
-// coincide with that of the sample.
+// Returns the position of a sample within its stride. It varies, so that a period in the gradient cannot coincide with
+// the period of the sample.
 std::uint64_t jitter(std::uint64_t number, std::uint64_t stride) {
     return static_cast<std::uint32_t>(number * 0x9e3779b1u) % stride;
 }
@@ -40,7 +40,7 @@ Cut cut_of(std::uint32_t* keys, std::size_t count, std::size_t wanted) {
     return {key, wanted - static_cast<std::size_t>(above)};
 }
 
-// Returns a magnitude that somewhat more than `wanted` elements are likely to reach.
+// Returns a magnitude that probably somewhat more than `wanted` elements reach.
 std::uint32_t guessed_least(const GradientSource& source, std::size_t wanted) {
     const std::uint64_t numel = source.numel();
     if (wanted == 0) return 1;
@@ -68,8 +68,8 @@ Candidates candidates_from(const GradientSource& source, std::size_t wanted, std
     return candidates;
 }
 
-// The result of counting keys by a part of their bits: the part that holds the wanted-th largest, and how many of it
-// are wanted.
+// The result of counting keys by a part of their bits: the part that contains the wanted-th largest key, and how many
+// keys of this part are wanted.
 struct Counted {
     std::uint32_t part;
     std::size_t wanted;
@@ -108,7 +108,7 @@ bool Candidates::are_few(std::uint64_t numel, std::size_t wanted) {
     return numel <= kFewElements || wanted <= numel / kCandidateShare;
 }
 
-// The arrays are not initialised: much of them may never be touched.
+// The arrays are not initialised, since much of them may never be used.
 Candidates::Candidates(std::size_t wanted, std::uint32_t least)
     : wanted_(wanted),
       capacity_(2 * wanted + 2 * GradientSource::kChunkNumel),
@@ -123,7 +123,7 @@ void Candidates::add(std::uint64_t first, const float* values, std::size_t numel
                                values_.get() + size_);
 }
 
-// Later elements have to be larger: among equals, the lower index comes first.
+// Later elements must be larger than the last kept one: among equals, the lower index comes first.
 void Candidates::keep_largest() {
     if (size_ <= wanted_) return;
     std::transform(values_.get(), values_.get() + size_, keys_.get(), key_of);
@@ -133,7 +133,7 @@ void Candidates::keep_largest() {
 }
 
 Candidates largest(const GradientSource& source, std::size_t wanted) {
-    // If the sample misled, asking for many times as many elements corrects it.
+    // If the sample was misleading, guess again for many more elements.
     for (std::size_t guessed = wanted;; guessed *= 8) {
         const std::uint32_t least = guessed_least(source, guessed);
         Candidates candidates = candidates_from(source, wanted, least);

@@ -11,35 +11,35 @@ namespace smart_infinity {
 
 enum class Precision { kExact, kSampled };
 
-// Returns the bits of a magnitude. They have the magnitudes' order; NaN comes last.
+// Returns the bits of a magnitude. Their order is the order of magnitudes, with NaN last.
 inline std::uint32_t key_of(float value) {
     std::uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
     return bits & 0x7fffffffu;
 }
 
-// Selects, from the lowest element up, magnitudes above `key` and the first `ties` of those equal to it.
+// Selects, in ascending order of elements, magnitudes above `key`, and the first `ties` magnitudes equal to it.
 struct Cut {
     std::uint32_t key = 0;
     std::size_t ties = 0;
 
-    // Returns the smallest key that may be selected.
+    // Returns the smallest key that can be selected.
     std::uint32_t least() const { return ties > 0 ? key : key + 1; }
     // Moves the selected elements to the front and returns their number. Decreases `ties`.
     std::size_t take(std::uint32_t* elements, float* values, std::size_t count);
 };
 
-// The elements seen so far that may be among the `wanted` largest, in order.
+// The elements seen so far that may be among the `wanted` largest, in ascending order.
 class Candidates {
  public:
-    // Returns whether they take far less memory than all elements would.
+    // Returns whether candidates need far less memory than all elements would.
     static bool are_few(std::uint64_t numel, std::size_t wanted);
 
     // add() ignores magnitudes below `least`, which is above zero.
     Candidates(std::size_t wanted, std::uint32_t least);
 
     void add(std::uint64_t first, const float* values, std::size_t numel);
-    // Ends the selection after the last add(): keeps the `wanted` largest.
+    // Ends the selection after the last add(): keeps only the `wanted` largest.
     void finish() { keep_largest(); }
 
     const std::uint32_t* elements() const { return elements_.get(); }
@@ -58,16 +58,16 @@ class Candidates {
     std::unique_ptr<std::uint32_t[]> keys_;
 };
 
-// Returns exactly the elements of largest magnitude; fewer than `wanted` if all others are zero.
+// Returns exactly the `wanted` elements of largest magnitude; fewer if all others are zero.
 Candidates largest(const GradientSource& source, std::size_t wanted);
-// Returns the cut of the same elements by counting, in two passes, for when candidates would be many.
+// Returns the cut for the same elements by counting, in two passes; used if there would be many candidates.
 Cut counted_cut(const GradientSource& source, std::size_t wanted);
 
-// Returns whether a sample is so much smaller than the gradient that it saves work.
+// Returns whether a sample would be so much smaller than the gradient that sampling saves work.
 bool is_sampled(std::size_t wanted);
-// Returns a cut that selects about `wanted` elements. The elements of its sample depend on the counts only.
+// Returns a cut that selects about `wanted` elements. Which elements are sampled depends only on the counts.
 Cut sampled_cut(const GradientSource& source, std::size_t wanted);
-// Returns the largest number of elements that are sent.
+// Returns the largest number of elements that may be sent.
 std::size_t most_sent(std::size_t wanted, Precision precision);
 
 }  // namespace smart_infinity

@@ -33,12 +33,12 @@ struct SparseParts {
     std::size_t value_bytes;
 };
 
-// The sent elements of a gradient. The payload is a header, how many of them lie in each block of 65,536 elements,
-// their ascending indices within their blocks, and their values. All other elements are zero.
+// The sent elements of a gradient. The payload consists of a header, the number of sent elements in each block of
+// 65,536 elements, their ascending indices within their blocks, and their values. All other elements are zero.
 class SparseGradient final : public GradientPayload {
  public:
-    // Reads the header. Throws std::invalid_argument with the reason unless it belongs to a payload of this many bytes
-    // for a tasklet of this many elements.
+    // Reads the header. Throws std::invalid_argument with the reason unless it belongs to a payload with this number of
+    // bytes for a tasklet with this number of elements.
     SparseGradient(const std::byte* payload, std::size_t bytes, std::uint64_t numel);
 
     DType dtype() const override { return parts_.dtype; }

@@ -50,7 +50,7 @@ void SparseWriter::add(const std::uint32_t* elements, const float* values, std::
     count_ += count;
 }
 
-// If fewer elements were added than there is memory for, the values move forward.
+// If fewer elements were added than there is room for, the values move forward.
 std::size_t SparseWriter::finish() {
     const SparseParts parts(most_.numel, count_, most_.dtype);
     const std::size_t index_bytes = count_ * sizeof *indices_;

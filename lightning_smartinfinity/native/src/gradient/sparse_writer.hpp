@@ -11,10 +11,10 @@ namespace smart_infinity {
 // Writes a sparse gradient's payload in ascending order of elements.
 class SparseWriter {
  public:
-    // Writes into memory for the parts `most`, whose count is the largest number of elements to send.
+    // Writes to memory with room for `most`, whose count is the largest number of elements to send.
     SparseWriter(std::byte* payload, const SparseParts& most);
 
-    // Adds elements above those added before; ignores those beyond the largest number.
+    // Adds elements, which must be above all earlier ones; ignores elements beyond the largest number.
     void add(const std::uint32_t* elements, const float* values, std::size_t count);
     // Returns the payload's size.
     std::size_t finish();

@@ -22,7 +22,7 @@ void send_all(const GradientSource& source, SparseWriter& writer) {
     });
 }
 
-// Sends the elements that a known cut selects.
+// Sends the elements that a given cut selects.
 void send_above(const GradientSource& source, Cut cut, SparseWriter& writer) {
     std::array<std::uint32_t, GradientSource::kChunkNumel> elements;
     std::array<float, GradientSource::kChunkNumel> found;

@@ -8,14 +8,13 @@
 namespace smart_infinity {
 
 // Sends the elements of largest magnitude as a sparse gradient (sparse_gradient.hpp): ceil(ratio * n) of a tasklet's n
-// elements, or fewer if all others are zero. Magnitudes compare as their fp32 bits, so that NaN comes before infinity;
-// among equals, the lower index comes first. With a ratio of one, zeros are sent too, and values have the gradient's
-// own type.
+// elements, or fewer if all others are zero. Magnitudes compare as their fp32 bits, so NaN precedes infinity; among
+// equals, the lower index precedes. With a ratio of one, zeros are also sent, and values have the gradient's own type.
 //
 // Values are rounded to nearest, ties to even; finite values stay finite.
 class TopK final : public GradientCodec {
  public:
-    // Without a value type, values have the gradient's. Throws std::invalid_argument unless 0 < ratio <= 1.
+    // Without a value type, values have the gradient's type. Throws std::invalid_argument unless 0 < ratio <= 1.
     TopK(double ratio, std::optional<DType> value_dtype, Precision precision);
 
     double ratio() const { return ratio_; }

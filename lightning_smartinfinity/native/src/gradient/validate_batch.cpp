@@ -144,7 +144,7 @@ class Checker {
         }
     }
 
-    // Parameters lie in a slot at their offsets, so that parameters of different sizes would overlap.
+    // A slot holds parameters at their offsets, so parameters of different item sizes would overlap.
     void check_parameter_dtypes() const {
         const Segment* first = nullptr;
         for (const Segment& segment : tasklet_.segments) {
@@ -177,7 +177,7 @@ class Checker {
         }
     }
 
-    // Blocks are rounded as a whole, so that no segment may end inside one.
+    // Blocks are rounded as a whole, so no segment may end inside one.
     void check_blocks(const Segment& segment) const {
         const Blocks& blocks = blocks_of(tasklet_);
         const std::uint64_t end = segment.offset + segment.numel;

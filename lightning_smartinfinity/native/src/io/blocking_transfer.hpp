@@ -4,7 +4,7 @@
 
 namespace smart_infinity {
 
-// Makes one attempt, in the calling thread.
+// Makes one attempt at a transfer, in the calling thread.
 IoResult attempt(const IoRequest& request);
 
 }  // namespace smart_infinity

@@ -27,7 +27,7 @@ struct Counters {
     std::uint64_t written_bytes = 0;
     std::uint64_t read_calls = 0;
     std::uint64_t write_calls = 0;
-    std::uint64_t num_given_up = 0;        // requests that did not return in time, or were refused behind one
+    std::uint64_t num_given_up = 0;        // requests that did not return in time, or were refused after such a request
     std::uint64_t cached_read_bytes = 0;   // bytes of resident tasklets that were not read from storage
     std::uint64_t cached_write_bytes = 0;  // bytes of resident tasklets that were not written to storage
     double read_seconds = 0;
@@ -39,7 +39,7 @@ struct Counters {
     std::uint64_t system_calls = 0;      // made by the I/O engine
     double io_cpu_seconds = 0;           // CPU time of the engine's threads
     std::uint64_t registered_bytes = 0;  // memory that is pinned for the engine now
-    int registration_errno = 0;          // why none is, if the engine asked for it; or 0
+    int registration_errno = 0;          // why none is pinned, if the engine requested it; or 0
     std::vector<FileCounters> files;     // counters of a pipeline's files, by index
 
     // Counts a call that has ended.

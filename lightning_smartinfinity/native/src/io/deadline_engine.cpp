@@ -11,13 +11,13 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Deadlines are met exactly. What is noticed late, by so much, is progress and ask_to_end().
+// Time between checks. Deadlines are met exactly; only progress and ask_to_end() are noticed up to this much late.
 constexpr milliseconds kBetweenLooks{250};
 
-// A look that comes so many times later than it should shows a pause.
+// If a check is late by this factor, the process was paused.
 constexpr int kPause = 4;
 
-// The time that a request has at present, and the moment from which on it applies.
+// The present time limit of a request, and the earliest start of this time.
 struct Limit {
     explicit Limit(milliseconds timeout) : time(timeout) {
         const auto ending = ending_limit();
@@ -68,8 +68,8 @@ void DeadlineEngine::submit(const IoRequest& request, CompletionHandler& handler
     inner_->submit(request, *this);
 }
 
-// Returns from when on the time of a request counts. Even one that has waited long for its turn, behind requests that
-// did not return, has some time to show that its own file answers.
+// Returns the start of a request's time. Even a request that waited long behind requests that did not return gets some
+// time to show that its own file answers.
 DeadlineEngine::Clock::time_point DeadlineEngine::since(const IoRequest& request) const {
     const auto now = Clock::now();
     if (request.since == Clock::time_point()) return now;
@@ -103,7 +103,7 @@ void DeadlineEngine::watch() {
     std::unique_lock lock(mutex_);
     for (;;) {
         rest(lock);
-        // Answer the requests that were submitted before the destructor was called.
+        // Refused requests that were submitted before the destructor call are still completed.
         if (closing_ && refused_.empty()) return;
         note_pause();
         note_progress();
@@ -117,16 +117,16 @@ void DeadlineEngine::watch() {
     }
 }
 
-// Waits for the next look at the requests. Without any, it sleeps until one comes.
+// Waits for the next check. Without requests, it sleeps until one is submitted.
 void DeadlineEngine::rest(std::unique_lock<std::mutex>& lock) {
     const bool idle = waiting_.empty();
     changed_.wait_until(lock, next_look(), [this] { return closing_ || !refused_.empty(); });
     if (closing_ || !refused_.empty() || !idle || !waiting_.empty()) return;
-    earliest_returned_ = kNone;  // nobody has waited meanwhile
+    earliest_returned_ = kNone;  // no request was waiting meanwhile
     asleep_ = true;
     changed_.wait(lock, [this] { return closing_ || !asleep_; });
     asleep_ = false;
-    looked_at_ = Clock::now();  // to have slept is no pause
+    looked_at_ = Clock::now();  // this sleep is not a pause of the process
 }
 
 DeadlineEngine::Clock::time_point DeadlineEngine::next_look() const {
@@ -136,7 +136,7 @@ DeadlineEngine::Clock::time_point DeadlineEngine::next_look() const {
     return next;
 }
 
-// A process that was stopped, or a machine that slept, has not waited: all requests have their whole time again.
+// While the process or the machine was suspended, requests did not really wait: they all get their full time again.
 void DeadlineEngine::note_pause() {
     const auto now = Clock::now();
     if (now - std::exchange(looked_at_, now) <= kPause * between_looks_) return;

@@ -17,17 +17,17 @@
 
 namespace smart_infinity {
 
-// An engine that abandons requests that do not return in time: their handler is told kNotReturned and nothing later.
-// Until such a request returns, nobody else may use its memory or the part of the file that it writes, and the engine
-// refuses later requests: their handler is told kNotReturned, after no time.
+// An engine that abandons requests that do not return in time: it completes them with kNotReturned, and ignores their
+// later result. Until such a request returns, its memory and the part of the file that it writes must not be used, and
+// the engine refuses further requests: it completes them with kNotReturned after zero seconds.
 //
-// A request that waits behind others is not late while these return, and none is late because the process was paused,
-// as by a debugger. After ask_to_end() the time is shorter. If a request has waited for its turn while nothing returned
-// (IoRequest::since), that is part of its time.
+// While earlier requests return, the time of later ones starts anew; it also does after the process was paused, as by a
+// debugger. After ask_to_end() the time limit is shorter. Time in which a request waited for its turn while no request
+// returned counts (IoRequest::since).
 //
-// A thread looks at the requests now and then. So a request costs no system call and wakes no thread, except the first
-// one after a pause. Like every engine's, the destructor waits for all submitted requests; it may not be called while
-// any_abandoned().
+// A thread checks the requests periodically, so a request costs no system call and wakes no thread, except the first
+// one after an idle period. Like every engine's, the destructor waits for all submitted requests; it may not be called
+// while any_abandoned().
 class DeadlineEngine final : public IoEngine, private CompletionHandler {
  public:
     DeadlineEngine(std::unique_ptr<IoEngine> inner, std::chrono::milliseconds timeout);
@@ -36,9 +36,9 @@ class DeadlineEngine final : public IoEngine, private CompletionHandler {
     IoUsage usage() const override { return inner_->usage(); }
     IoEngineKind kind() const override { return inner_->kind(); }
 
-    // Returns whether any abandoned request has not returned yet.
+    // Returns whether an abandoned request has not returned yet.
     bool any_abandoned() const;
-    // Returns the writes among these requests.
+    // Returns the writes among the abandoned requests.
     std::vector<IoRequest> abandoned_writes() const;
 
  private:
@@ -50,7 +50,7 @@ class DeadlineEngine final : public IoEngine, private CompletionHandler {
         IoRequest request;
         CompletionHandler* handler;
         std::uint64_t number;     // in the order of submission
-        Clock::time_point since;  // its submission, or when an earlier request was last seen to return
+        Clock::time_point since;  // its submission, or the last return of an earlier request
     };
 
     struct Abandoned {
@@ -62,7 +62,7 @@ class DeadlineEngine final : public IoEngine, private CompletionHandler {
     struct Late {
         IoRequest request;
         CompletionHandler* handler;
-        std::chrono::milliseconds limit;  // that it exceeded; 0: it was refused
+        std::chrono::milliseconds limit;  // the limit that it exceeded; 0: it was refused
     };
 
     static constexpr std::uint64_t kNone = std::numeric_limits<std::uint64_t>::max();

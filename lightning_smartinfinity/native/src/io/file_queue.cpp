@@ -18,7 +18,7 @@
 namespace smart_infinity {
 namespace {
 
-// A request is cut into parts of this size, which run concurrently: one thread alone does not saturate a disk.
+// Requests are split into parts of this size, which run concurrently: one thread alone does not saturate a disk.
 constexpr std::size_t kPartBytes = std::size_t{4} << 20;
 
 void require(bool condition, const std::string& problem) {
@@ -126,7 +126,7 @@ bool FileQueue::cancel(Ticket ticket) {
 
 std::optional<Failure> FileQueue::wait(Ticket ticket, const Poll& poll) {
     const Stopwatch stopwatch;
-    std::unordered_map<Ticket, std::shared_ptr<Request>>::node_type node;  // is destroyed with no lock held
+    std::unordered_map<Ticket, std::shared_ptr<Request>>::node_type node;  // destroyed without a lock
     std::unique_lock lock(mutex_);
     require_issued(ticket);
     hasten(ticket);
@@ -135,7 +135,7 @@ std::optional<Failure> FileQueue::wait(Ticket ticket, const Poll& poll) {
         poll();
         lock.lock();
     }
-    // The last poll runs while the ticket is open: if it throws, the request's failure can still be waited for.
+    // The last poll runs while the ticket is open: if it throws, a caller can still wait for the request's failure.
     lock.unlock();
     poll();
     lock.lock();
@@ -199,7 +199,7 @@ void FileQueue::attempt(const Part& part) {
     scheduler->submit(*engine_, rest, part.request->options.io_class, *this);
 }
 
-// Hastens the requests that this one must wait for, too.
+// Also hastens the requests that this one must wait for.
 void FileQueue::hasten(Ticket ticket) {
     if (has_ended(ticket)) return;
     const std::shared_ptr<Request> request = find(ticket);
@@ -234,12 +234,12 @@ void FileQueue::completed(const IoRequest& request, const IoResult& result) {
         lock.lock();
     }
     Request& whole = *part.request;
-    // Whoever hears of the failure must know that the memory is still in use.
+    // The failure must show that the memory is still in use, so an abandoned part's failure replaces an earlier one.
     if (!whole.failure || (abandons && !whole.abandoned)) whole.failure = std::move(failure);
     whole.abandoned |= abandons;
     parts_.erase(request.tag);
     if (whole.parts_left == 1) {
-        // With the last reference to an extent, its destructor may shorten a file.
+        // `ended` may hold the last reference to an extent, whose destructor may shorten a file.
         Ended unused = take_unused(whole);
         lock.unlock();
         unused = nullptr;
@@ -261,7 +261,7 @@ void FileQueue::count(Direction direction, const IoResult& result) {
     counters_.write_busy_seconds = writing_.seconds();
 }
 
-// Returns what the request needs no more, to be destroyed with no lock held. An abandoned part still needs it.
+// Returns the request's callback, to be destroyed without a lock. An abandoned part still needs it.
 FileQueue::Ended FileQueue::take_unused(Request& request) {
     return request.abandoned ? nullptr : std::exchange(request.options.ended, nullptr);
 }
@@ -270,7 +270,7 @@ void FileQueue::end_of(Request& request) {
     --num_unended_;
     for (const Ticket next : std::exchange(request.next, {})) {
         const std::shared_ptr<Request> waiting = find(next);
-        if (waiting && --waiting->num_before == 0) start(next, waiting);  // it is gone if it was cancelled
+        if (waiting && --waiting->num_before == 0) start(next, waiting);  // null if it was cancelled
     }
     changed_.notify_all();
 }

@@ -22,70 +22,69 @@
 
 namespace smart_infinity {
 
-// Moves plain bytes, not tasklets, between memory and files in the background. The memory of a request must stay valid
-// until the request has been waited for. Requests take their turns at the scheduler of their file, if it has one.
+// Moves plain bytes, not tasklets, between memory and files in the background. A request's memory must stay valid until
+// a caller has waited for the request. Requests wait for their turn at their file's scheduler, if it has one.
 //
-// Completions drive it, as in a Pipeline: the mutex is never held during I/O.
+// Completions drive it, as in Pipeline: the mutex is never held during I/O.
 class FileQueue final : private CompletionHandler {
  public:
     using Ticket = std::uint64_t;
 
-    // Requests that do not return in time are abandoned. Until they return, they keep their file open and `used`, which
-    // owns their memory, alive.
+    // Requests that do not return in time are abandoned. Until they return, they keep their file open, and keep `used`,
+    // which owns their memory, alive.
     struct Deadline {
         std::chrono::milliseconds timeout;
         std::shared_ptr<void> used = nullptr;
-        FailureKind kind = FailureKind::kTimeout;  // of what did not return; a card's: kDevice
+        FailureKind kind = FailureKind::kTimeout;  // of requests that did not return; a card's: kDevice
     };
 
     using Ended = std::function<std::optional<Failure>(const IoRequest& part, std::optional<Failure> failure)>;
     using Finished = std::function<void(std::optional<Failure> failure)>;
 
-    // When a request takes its turn, and what is done with its parts.
+    // Options of a request: its priority, its predecessors and its callbacks.
     struct Options {
         IoClass io_class = IoClass::kAwaited;
-        std::vector<Ticket> after;  // requests that must have ended before
-        // Called once for each part that was not cancelled, on a thread of the engine, with no lock held. It is given
-        // the failure of the part, and returns the one that the request is to have. It lives until an abandoned part
-        // returns, and is destroyed with no lock held, too.
+        std::vector<Ticket> after;  // requests that must end before this one starts
+        // Called once for each part that was not cancelled, on a thread of the engine, without a lock. Receives the
+        // failure of the part, and returns the failure that the request gets. It is kept until an abandoned part
+        // returns, and is also destroyed without a lock.
         Ended ended;
-        // Called once, when the request has ended, as `ended` is. It is given the failure of the request, for which
-        // nobody may wait then.
+        // Called once, when the request has ended, on the same conditions. Receives the failure of the request, on
+        // which wait() must then not be called.
         Finished finished;
     };
 
     // Throws std::invalid_argument if the number of threads is out of range, SystemError if the engine is unavailable.
-    // `memory`, which must outlive the queue, is registered with engines that gain by it; requests may use other
-    // memory, too.
+    // `memory`, which must outlive the queue, is registered with engines that benefit from it; requests may also use
+    // other memory.
     explicit FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine = std::nullopt,
                        MemoryRange memory = {}, std::optional<Deadline> deadline = std::nullopt);
     // Closes the queue first. Memory and files that abandoned requests still use are never freed.
     ~FileQueue();
 
-    // Returns at once. Throws std::invalid_argument if there are no bytes, or if direct I/O cannot transfer them.
+    // Returns at once. Throws std::invalid_argument for zero bytes, or bytes that direct I/O cannot transfer.
     Ticket submit(Direction direction, const StateFile& file, std::uint64_t offset, std::byte* data, std::size_t bytes,
                   const Options& options);
     Ticket submit(Direction direction, const StateFile& file, std::uint64_t offset, std::byte* data,
                   std::size_t bytes) {
         return submit(direction, file, offset, data, bytes, Options{});
     }
-    // Returns whether the request has ended, so that wait() would not wait. Throws as wait() does.
+    // Returns whether the request has ended, so that wait() returns at once. Throws as wait() does.
     bool done(Ticket ticket) const;
-    // Starts no further part of the request. Returns whether that left any part out: those are neither transferred nor
-    // failures. What has started goes on: only wait() tells that the memory is free. Throws as wait() does.
+    // Starts no further part of the request. Returns whether any part was cancelled; such a part is neither transferred
+    // nor a failure. Started parts continue, so the memory is free only after wait(). Throws as wait() does.
     bool cancel(Ticket ticket);
-    // Waits until the request has ended and closes its ticket: waiting again finds no failure. What has not started
-    // becomes as urgent as IoClass::kAwaited. Throws
-    // std::invalid_argument for a ticket that was never issued.
+    // Waits until the request has ended, and closes its ticket: a second wait finds no failure. Parts that have not
+    // started become as urgent as IoClass::kAwaited. Throws std::invalid_argument for a ticket that was never issued.
     //
-    // `poll` is called every kPollInterval and at the end, with no lock held. If it throws, the wait ends, but the
-    // request continues and its ticket stays open.
+    // `poll` is called every kPollInterval and at the end, without a lock. If it throws, the wait ends, but the request
+    // continues and its ticket stays open.
     using Poll = std::function<void()>;
     static constexpr std::chrono::milliseconds kPollInterval{50};
     std::optional<Failure> wait(Ticket ticket, const Poll& poll = [] {});
     Counters report() const;
     IoEngineKind io_engine() const;
-    // Returns whether any abandoned request has not returned yet.
+    // Returns whether an abandoned request has not returned yet.
     bool busy() const;
     // Waits for requests in flight, but not for abandoned ones. Later submissions throw.
     void close();
@@ -97,11 +96,11 @@ class FileQueue final : private CompletionHandler {
         Request(StateFile of, Options how) : file(std::move(of)), options(std::move(how)) {}
         const StateFile file;  // keeps its descriptor open
         Options options;
-        std::size_t num_before = 0;  // of the requests that must have ended before, those that have not
+        std::size_t num_before = 0;  // number of predecessors that have not ended
         std::vector<Ticket> next;    // requests that wait for this one
         std::vector<IoRequest> unstarted;
         std::size_t parts_left = 0;
-        std::optional<Failure> failure;  // the first one; but a part that was abandoned hides others
+        std::optional<Failure> failure;  // the first one, unless a later part is abandoned: that failure replaces it
         bool abandoned = false;          // whether a part has not returned in time
         bool hastened = false;
     };
@@ -111,7 +110,7 @@ class FileQueue final : private CompletionHandler {
         IoRequest whole;
         Transfer transfer;
         Ticket ticket;
-        bool attempted = false;  // so that some of its bytes may have been transferred
+        bool attempted = false;  // then some of its bytes may have been transferred
     };
 
     std::unique_ptr<IoEngine> make_engine(const IoOptions& options);
@@ -137,7 +136,7 @@ class FileQueue final : private CompletionHandler {
     Counters counters_;
     BusyTime reading_, writing_;
     bool closed_ = false;
-    std::vector<std::shared_ptr<Request>> abandoned_;  // keep their files and what `ended` holds
+    std::vector<std::shared_ptr<Request>> abandoned_;  // keep their files and the objects that `ended` captured
     std::optional<Deadline> deadline_;
     DeadlineEngine* watch_ = nullptr;   // the engine, if there is a deadline
     std::unique_ptr<IoEngine> engine_;  // last: its destructor waits for threads that use all of the above

@@ -27,14 +27,14 @@ struct IoRequest {
     std::byte* data;
     std::size_t bytes;
     std::size_t tag;  // chosen by the submitter
-    // From when on its time counts, if that is not the start of this attempt: it has waited for its turn.
+    // Start of its time limit if it has waited for its turn; default: the start of this attempt.
     std::chrono::steady_clock::time_point since{};
 };
 
 // Replaces the number of transferred bytes if the request was abandoned because it did not return in time.
 constexpr std::int64_t kNotReturned = std::numeric_limits<std::int64_t>::min();
 
-// The result of an attempt. Fewer bytes than requested are no error: the submitter then requests the rest.
+// The result of an attempt. Fewer bytes than requested are not an error: the submitter then requests the rest.
 struct IoResult {
     std::int64_t transferred;  // bytes, a negative errno, or kNotReturned
     double seconds;            // from the start of the attempt to its end
@@ -54,7 +54,7 @@ struct IoUsage {
     std::uint64_t system_calls = 0;
     double cpu_seconds = 0;              // CPU time of its own threads
     std::uint64_t registered_bytes = 0;  // memory that the kernel keeps pinned for it now
-    int registration_errno = 0;          // why it keeps none pinned, if the engine asked for it; or 0
+    int registration_errno = 0;          // why none is pinned, if the engine requested it; or 0
 };
 
 class IoEngine {
@@ -64,8 +64,8 @@ class IoEngine {
     IoEngine& operator=(const IoEngine&) = delete;
     virtual ~IoEngine() = default;  // an engine first waits for all submitted requests
 
-    // Returns at once. Requests start in the order of submission and complete in any order. It does not throw: what
-    // fails is completed with an errno.
+    // Returns at once. Requests start in the order of submission and complete in any order. It does not throw: a failed
+    // request is completed with an errno.
     virtual void submit(const IoRequest& request, CompletionHandler& handler) = 0;
 
     virtual IoUsage usage() const = 0;

@@ -19,13 +19,13 @@ std::unique_ptr<IoEngine> make_thread_pool(const IoOptions& options, PageCache p
 }
 
 std::unique_ptr<IoEngine> make_fastest(const IoOptions& options) {
-    // For buffered files io_uring hands every request to kernel threads, which gains nothing.
+    // For buffered files, io_uring passes every request to kernel threads, which is no faster.
     const bool buffered = std::any_of(options.files.begin(), options.files.end(),
                                       [](const StateFile& file) { return file.access() == Access::kBuffered; });
     if (buffered) return make_thread_pool(options, PageCache::kRelease);
     try {
         return make_uring_engine(options.files, options.memory, false);
-    } catch (const SystemError&) {  // unavailable in this build or system, or no further ring allowed
+    } catch (const SystemError&) {  // unavailable in this build or system, or the limit on rings is reached
         return make_thread_pool(options, PageCache::kKeep);
     }
 }

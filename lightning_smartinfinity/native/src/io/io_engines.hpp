@@ -21,8 +21,8 @@ IoEngineKind io_engine_named(const std::string& name);  // throws std::invalid_a
 // old kernel), or nothing if it can.
 std::optional<std::string> unavailable(IoEngineKind kind);
 
-// Memory that requests will use, registered with engines that gain by it. It is registered in parts of `part_bytes`,
-// and no request should span two of them.
+// Memory that requests will use, registered with engines that benefit from it. It is registered in parts of
+// `part_bytes`; no request should span two parts.
 struct MemoryRange {
     std::byte* data = nullptr;
     std::size_t bytes = 0;

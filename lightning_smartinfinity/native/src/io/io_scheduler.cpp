@@ -19,7 +19,7 @@ class IoScheduler::Running final : public CompletionHandler {
 
     void completed(const IoRequest& request, const IoResult& result) override {
         const std::unique_ptr<Running> self(this);
-        // The scheduler may be gone when the handler returns.
+        // The scheduler may be destroyed when the handler returns.
         scheduler_.ended(request, result, io_class_);
         handler_.completed(request, result);
     }
@@ -40,7 +40,7 @@ void IoScheduler::submit(IoEngine& engine, const IoRequest& request, IoClass io_
 bool IoScheduler::cancel(const CompletionHandler& handler, std::size_t tag) {
     const std::lock_guard lock(mutex_);
     const bool found = !extract(handler, tag).empty();
-    start_next();  // it may have been too large for what is free now
+    start_next();  // the cancelled request may have been too large to start
     return found;
 }
 
@@ -74,7 +74,7 @@ std::size_t IoScheduler::in_flight_bytes() const {
     return limit();
 }
 
-// Returns one request, or none.
+// Removes and returns one request, or none.
 std::deque<IoScheduler::Waiting> IoScheduler::extract(const CompletionHandler& handler, std::size_t tag) {
     for (auto& queue : waiting_) {
         const auto found = std::find_if(queue.begin(), queue.end(), [&](const Waiting& waiting) {
@@ -91,7 +91,7 @@ std::deque<IoScheduler::Waiting> IoScheduler::extract(const CompletionHandler& h
 void IoScheduler::start_next() {
     for (auto& queue : waiting_) {
         while (!queue.empty()) {
-            // A large request is not overtaken by smaller, less urgent ones: it would never start.
+            // Smaller, less urgent requests do not overtake a large one: otherwise it would never start.
             if (in_flight_ > 0 && in_flight_ + queue.front().request.bytes > limit()) return;
             const Waiting next = queue.front();
             queue.pop_front();
@@ -100,7 +100,7 @@ void IoScheduler::start_next() {
     }
 }
 
-// This may be the thread of another engine than the request's, which could not hear of a failure to start it.
+// This may run on a thread of another engine than the request's, which could not report a failure to start it.
 void IoScheduler::start(const Waiting& next) noexcept {
     count_wait(next);
     in_flight_ += next.request.bytes;

@@ -13,7 +13,7 @@ namespace smart_infinity {
 class StateFile::Open {
  public:
     explicit Open(int descriptor) : descriptor(descriptor) {}
-    // Errors of close() can be ignored: whatever must be on storage has been synced, and sync() reports errors.
+    // Errors of close() can be ignored: all data that must be on storage has been synced, and sync() reports errors.
     ~Open() { ::close(descriptor); }
     Open(const Open&) = delete;
     Open& operator=(const Open&) = delete;

@@ -9,14 +9,13 @@ class IoScheduler;
 
 enum class Access { kBuffered, kDirect };
 
-// An open file. Its copies share one descriptor, which is closed with the last of them: if a file is closed during a
+// An open file. Its copies share one descriptor, which is closed with the last copy: if a file is closed during a
 // transfer, no other file can get the descriptor's number.
 class StateFile {
  public:
-    // Opens an existing file; throws SystemError. Those who transfer its bytes take turns at the scheduler, if it has
-    // one.
+    // Opens an existing file; throws SystemError. Transfers of its bytes wait for their turn at the scheduler, if any.
     StateFile(std::string path, Access access, std::shared_ptr<IoScheduler> scheduler = nullptr);
-    // Takes over a descriptor, which is open for reading and writing, with O_DIRECT for kDirect.
+    // Takes ownership of a descriptor that is open for reading and writing, with O_DIRECT for kDirect.
     StateFile(std::string path, Access access, int descriptor, std::shared_ptr<IoScheduler> scheduler = nullptr);
 
     const std::string& path() const { return path_; }

@@ -8,7 +8,7 @@
 namespace smart_infinity {
 namespace {
 
-// Advises the kernel, which may decline, to start writing written pages to storage and to drop those that were read.
+// Advises the kernel to start writing written pages to storage, and to drop pages that were read. It may decline.
 void release_pages(const IoRequest& request) {
     const auto offset = static_cast<off_t>(request.offset);
     const auto bytes = static_cast<off_t>(request.bytes);

@@ -9,10 +9,10 @@ namespace smart_infinity {
 
 enum class PageCache {
     kKeep,
-    kRelease,  // transferred pages are not needed again and would evict others that are
+    kRelease,  // drops transferred pages, which are not needed again and would evict others
 };
 
-// Makes blocking system calls in threads, which works on every file system and in every container.
+// Makes blocking system calls in threads. Works on every file system and in every container.
 class ThreadPoolEngine final : public IoEngine {
  public:
     explicit ThreadPoolEngine(std::size_t num_threads, PageCache page_cache = PageCache::kKeep);

@@ -10,12 +10,12 @@
 namespace smart_infinity {
 namespace {
 
-// After this many attempts without progress, the file has ended (perhaps inside a block) or the disk is full. One
-// attempt does not show it, because a signal can cut an attempt short, too.
+// After this many attempts without progress, the file has ended (perhaps inside a block) or the disk is full. A single
+// attempt does not prove it, because a signal can also cut an attempt short.
 constexpr int kMaxStalls = 16;
 
 // Returns whether a write would exceed this process's file size limit. The kernel cuts such a write at the limit. If
-// the limit lies inside a block, direct I/O then fails because it is not aligned, or makes no progress.
+// the limit is inside a block, direct I/O then fails because of alignment, or makes no progress.
 bool beyond_size_limit(const IoRequest& request) {
     rlimit limit{};
     return request.direction == Direction::kWrite && ::getrlimit(RLIMIT_FSIZE, &limit) == 0 &&
@@ -31,7 +31,7 @@ Transfer::Progress Transfer::advance(const IoResult& result) {
     if (result.transferred < 0) return fail(static_cast<int>(-result.transferred));
     const auto transferred = static_cast<std::size_t>(result.transferred);
     if (transferred >= rest_.bytes) return Progress::kDone;
-    // Direct I/O cannot continue inside a block: it transfers the block again.
+    // Direct I/O cannot continue inside a block, so the block is transferred again.
     const std::size_t kept = access_ == Access::kDirect ? transferred / kBlockBytes * kBlockBytes : transferred;
     if (transferred == 0) stalls_ = kMaxStalls;
     if (kept == 0) return stalled();

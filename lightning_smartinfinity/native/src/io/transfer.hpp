@@ -34,7 +34,7 @@ class Transfer {
     int error_ = 0;
 };
 
-// Says why a request ended with kNotReturned. Limits of a card (kDevice) are in milliseconds, of a disk in seconds.
+// Returns why a request ended with kNotReturned. Limits of a card (kDevice) are in milliseconds, of a disk in seconds.
 std::string not_returned_text(const IoResult& result, FailureKind kind);
 
 }  // namespace smart_infinity

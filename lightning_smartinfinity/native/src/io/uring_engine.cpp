@@ -34,8 +34,8 @@ namespace smart_infinity {
 namespace {
 
 constexpr std::size_t kMaxInFlight = 127;  // requests in flight
-// Twice the requests in flight and the wake-up: a kernel thread may have completed entries that it has not returned
-// yet, and returns them before it takes those that were queued meanwhile.
+// Twice the requests in flight plus the wake-up: a kernel thread may have completed entries without returning them yet;
+// it returns them before it accepts entries that were queued meanwhile.
 constexpr unsigned kEntries = 2 * (kMaxInFlight + 1);
 constexpr double kLongestWait = 2e-4;  // seconds that queued requests may wait for handlers
 constexpr int kMaxAttempts = 10'000;   // a millisecond apart
@@ -132,7 +132,8 @@ class UringEngine final : public IoEngine {
         arm_wake_up();
     }
 
-    // Registers all of the memory or none. An unprivileged process may lock little memory; requests work without it.
+    // Registers all of the memory or none. An unprivileged process may lock only little memory; requests work without
+    // it.
     void register_memory() {
         if (memory_.part_bytes == 0) return;
         std::vector<iovec> parts;
@@ -164,7 +165,7 @@ class UringEngine final : public IoEngine {
         return !closing_ || !queue_.empty() || free_.size() < kMaxInFlight;
     }
 
-    // The caller holds the mutex. Returns whether there were any.
+    // The caller holds the mutex. Returns whether any entry was prepared.
     bool prepare_entries() {
         bool any = false;
         for (; !queue_.empty() && !free_.empty(); any = true) {
@@ -198,7 +199,7 @@ class UringEngine final : public IoEngine {
         io_uring_sqe_set_data64(entry, index);
     }
 
-    // Returns the registered part that holds all of the request's memory, or -1.
+    // Returns the registered part that contains all of the request's memory, or -1.
     int registered_part(const IoRequest& request) const {
         if (!memory_registered_ || request.data < memory_.data) return -1;
         const auto begin = static_cast<std::size_t>(request.data - memory_.data);
@@ -250,21 +251,21 @@ class UringEngine final : public IoEngine {
         double submitted = 0;
         for (const Completion& each : completions_) {
             complete(each);
-            // A handler may compute, a checksum for instance. The disk gets what is queued meanwhile.
+            // A handler may compute, such as a checksum. Requests queued meanwhile are submitted to the disk.
             if (since_reaped.seconds() - submitted < kLongestWait) continue;
             submit_queued();
             submitted = since_reaped.seconds();
         }
     }
 
-    // The caller looks at the queue again before it sleeps.
+    // The caller checks the queue again before it sleeps.
     void submit_queued() {
         {
             const std::lock_guard lock(mutex_);
             if (!prepare_entries()) return;
             ++usage_.system_calls;
         }
-        // What the kernel does not take now stays queued in the ring.
+        // Entries that the kernel does not accept now stay queued in the ring.
         (void)io_uring_submit(ring_);
     }
 
@@ -278,7 +279,7 @@ class UringEngine final : public IoEngine {
     void complete(const Completion& completion) {
         const InFlight ended = in_flight_[completion.index];
         free_.push_back(completion.index);
-        // The kernel could not accept the request now. This is no failure: the request is submitted again.
+        // The kernel could not accept the request now. This is not a failure: the request is submitted again.
         if (completion.result == -EAGAIN && ended.item.attempts < kMaxAttempts) return retry(ended.item);
         ended.item.handler->completed(ended.item.request, IoResult{completion.result, ended.stopwatch.seconds()});
     }
@@ -301,7 +302,7 @@ class UringEngine final : public IoEngine {
     std::deque<Item> queue_;
     IoUsage usage_;
     bool started_ = false;
-    bool asleep_ = false;  // from the thread's last look at the queue until it wakes up
+    bool asleep_ = false;  // from the thread's last check of the queue until it wakes up
     bool closing_ = false;
 
     // The ring's thread owns these.

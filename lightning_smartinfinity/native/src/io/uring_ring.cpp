@@ -48,7 +48,7 @@ void UringRing::probe() {
     if (read < 0) throw SystemError(-read, "io_uring: IORING_OP_READ");
 }
 
-// Newer kernels take less CPU time if told that one thread alone submits and reaps. Older ones refuse these flags.
+// Newer kernels take less CPU time if only one thread submits and reaps. Older ones refuse these flags.
 int UringRing::set_up(unsigned num_entries, bool polled) {
     io_uring_params parameters{};
     parameters.flags = IORING_SETUP_SINGLE_ISSUER | (polled ? IORING_SETUP_SQPOLL : IORING_SETUP_DEFER_TASKRUN);

@@ -18,7 +18,7 @@ class EventDescriptor {
     const int descriptor_;
 };
 
-// A ring of the kernel. Its descriptor is close-on-exec, and a forked child does not get its memory.
+// A ring of the kernel. Its descriptor is close-on-exec, and its memory is not mapped in a forked child.
 class UringRing {
  public:
     // Throws SystemError. If `polled`, a kernel thread polls for requests.
@@ -28,7 +28,7 @@ class UringRing {
     UringRing& operator=(const UringRing&) = delete;
     io_uring* get() { return &ring_; }
 
-    // Reads once through the ring, since a filter may forbid only entering it, and an old kernel may lack the
+    // Makes one read through the ring, since a filter may forbid only entering it, and an old kernel may lack
     // operations. Throws SystemError.
     void probe();
 

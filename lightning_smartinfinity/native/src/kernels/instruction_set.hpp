@@ -12,7 +12,7 @@ enum class InstructionSet { kScalar, kAvx2, kAvx512 };
 // Returns the sets that this CPU and operating system support, slowest first.
 std::vector<InstructionSet> supported_instruction_sets();
 
-// The set that every thread uses: the best one. Only tests select another.
+// The set that every thread uses; initially the fastest one. Only tests select another.
 std::atomic<InstructionSet>& selected_instruction_set();
 
 const Kernels& kernels();

@@ -2,8 +2,8 @@
 
 // Declares one table of kernels for each instruction set, all compiled from kernels.inl.
 //
-// Translation units compiled for newer instruction sets than the CPU may have include this header, so it holds plain
-// structs only: the linker could use an inline function that was compiled with those instructions everywhere.
+// Translation units compiled for newer instruction sets than the CPU may have include this header, so it contains only
+// plain structs: the linker could choose such a unit's version of an inline function for the whole program.
 
 #include <cstddef>
 #include <cstdint>
@@ -13,15 +13,15 @@
 
 namespace smart_infinity {
 
-// Pointers to the first elements of a run. The memory of one array must not overlap that of another.
+// Pointers to the first elements of a run. The memory of different arrays must not overlap.
 struct UpdateArrays {
     float* arrays[kMaxRuleArrays];  // the master, then the rule's other arrays
     const void* gradient;
     void* parameter;
 };
 
-// Number of elements in a cell of the partition's grid. Each cell has its own random bits, and blocks that share an
-// exponent are no larger than a cell.
+// Number of elements in a cell of the partition's grid. Each cell has its own random bits, and a block of elements that
+// share an exponent is no larger than a cell.
 constexpr std::size_t kCellNumel = 256;
 
 // Part of a cell, and the key of its random bits.
@@ -31,8 +31,8 @@ struct CellPart {
     std::size_t numel;
 };
 
-// The largest exponent of a block in a block-scaled gradient: 127 times its scale is still finite. The scale is
-// 2**(exponent - 127).
+// The largest exponent of a block in a block-scaled gradient, chosen so that 127 times its scale is finite. The scale
+// is 2**(exponent - 127).
 constexpr std::uint32_t kLargestScale = 248;
 
 // A block of 8-bit codes, and the exponent that they share.
@@ -80,8 +80,8 @@ struct Kernels {
     Widen widen[kNumDTypes];
     Narrow narrow[kNumDTypes];
     SumOfSquares sum_of_squares[kNumDTypes];
-    // [gradient dtype][sum's dtype]: stores the gradient as the sum, or adds it to the sum; returns the new sum's
-    // squares, added up.
+    // [gradient dtype][sum's dtype]: stores the gradient as the sum, or adds it to the sum; returns the sum of squares
+    // of the new sum.
     Accumulate accumulate[kNumDTypes][kNumDTypes];
 
     // Kernels of state formats. A block has at most kCellNumel elements.
@@ -97,8 +97,8 @@ struct Kernels {
     // Kernels of compressed gradients.
     AddResidual add_residual[kNumDTypes];    // out = gradient + residual * scale
     FeedResidual feed_residual[kNumDTypes];  // residual = (gradient + residual * scale - sent) / scale
-    // Collects the values whose magnitude, taken as bits, is at least `least`, and their elements, counted from
-    // `first`. Returns their number, and may write up to `numel` of them.
+    // Collects the values whose magnitude, compared as bits, is at least `least`, and their elements, counted from
+    // `first`. Returns their number. The outputs need room for `numel` of them.
     Collect collect;
     EncodeGradient encode_gradient;  // a block of at most kCellNumel elements
     DecodeGradient decode_gradient;

@@ -3,9 +3,9 @@
 // auto-vectoriser.
 //
 // Everything is in an anonymous namespace and calls no library function, so that no symbol compiled for a newer
-// instruction set can replace one of another translation unit.
+// instruction set can replace one from another translation unit.
 //
-// The conversions must be exact under FTZ + DAZ: they use integer logic, and floating point only where no operand or
+// The conversions must be exact under FTZ + DAZ. They use integer logic, and use floating point only if no operand or
 // result that matters is an fp32 subnormal.
 
 #ifndef SMART_INFINITY_KERNELS
@@ -70,8 +70,8 @@ struct Float16 {
         const Bits magnitude = bits_of(value) & 0x7fffffffu;
         constexpr Bits kRebias = (127u - 15u) << 23;
         const Bits normal = (magnitude - kRebias + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-        // 0.5 has an ulp of 2**-24, the unit of fp16 subnormals: the addition rounds to nearest even for us, and an
-        // fp32 subnormal that DAZ reads as zero rounds to zero anyway.
+        // 0.5 has an ulp of 2**-24, the unit of fp16 subnormals, so the addition rounds to nearest even. An fp32
+        // subnormal that DAZ reads as zero would round to zero anyway.
         const Bits subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
         const Bits quiet_nan = 0x7e00u | ((magnitude >> 13) & 0x1ffu);
         const Bits finite = magnitude < 0x38800000u ? subnormal : normal;
@@ -153,8 +153,8 @@ void update(const AdagradStep& step, const UpdateArrays& arrays, std::size_t num
     }
 }
 
-// torch.optim.SGD, single-tensor order. A coefficient of zero leaves its term out, so that an infinity in the term
-// cannot become NaN.
+// torch.optim.SGD, single-tensor order. A term with a coefficient of zero is omitted, so that an infinity in it cannot
+// become NaN.
 template <class Gradient, class Parameter>
 void update(const SgdStep& step, const UpdateArrays& arrays, std::size_t numel) {
     const SgdStep s = step;
@@ -179,7 +179,7 @@ void update(const SgdStep& step, const UpdateArrays& arrays, std::size_t numel) 
     }
 }
 
-// torch.optim.RMSprop, single-tensor order. Without momentum, or if not centered, the array for it stays unchanged.
+// torch.optim.RMSprop, single-tensor order. The arrays for momentum and centering stay unchanged if these are off.
 template <class Gradient, class Parameter>
 void update(const RmspropStep& step, const UpdateArrays& arrays, std::size_t numel) {
     const RmspropStep s = step;
@@ -228,14 +228,14 @@ void narrow(const float* values, void* out, std::size_t numel) {
     for (std::size_t i = 0; i < numel; ++i) result[i] = Type::narrow(in[i]);
 }
 
-// Adds squares to thirty-two running sums, then these in a fixed tree: the order depends neither on the register width
-// nor on how many elements come at a time. The square of a float is exact in double and the sum cannot overflow, so the
-// result is finite if and only if every element is.
+// Adds squares to thirty-two running sums, then adds these in a fixed tree: the order depends neither on the register
+// width nor on the number of elements per call. The square of a float is exact in double and the sum cannot overflow,
+// so the result is finite if and only if every element is.
 struct Squares {
     static constexpr std::size_t kLanes = 32;
     double sums[kLanes] = {};
 
-    // Every part of the values but the last must have a multiple of kLanes elements.
+    // The number of elements must be a multiple of kLanes in every call but the last.
     template <class Type>
     void add(const typename Type::Storage* values, std::size_t numel) {
         const auto* __restrict in = values;
@@ -311,7 +311,7 @@ double accumulate(const void* gradient, void* sum, std::size_t numel, bool adds)
 
 // ---- state formats
 
-// Returns thirty-two random bits of an element. They are a hash and so depend on neither threads nor tasklets.
+// Returns thirty-two random bits for an element. They are a hash, so they depend on neither threads nor tasklets.
 inline Bits random_bits(const CellPart& cell, std::size_t index) {
     Bits x = cell.key + (cell.first + static_cast<Bits>(index));
     x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -319,7 +319,7 @@ inline Bits random_bits(const CellPart& cell, std::size_t index) {
     return x ^ (x >> 16);
 }
 
-// Rounds to one of the two neighbours in bf16; the nearer one is the more probable. `random` has 16 bits.
+// Rounds to one of the two neighbours in bf16; the nearer one is more probable. `random` has 16 bits.
 inline std::uint16_t round_to_bf16(float value, Bits random) {
     const Bits bits = bits_of(value);
     const bool finite = (bits & 0x7fffffffu) < 0x7f800000u;
@@ -340,9 +340,9 @@ void round_bf16(const float* exp_avg, const float* exp_avg_sq, std::uint16_t* ex
     }
 }
 
-// A floating-point code of kExponents exponents and three bits of mantissa, relative to its block's exponent. The
-// largest finite code stands for 1.75 * 2**(exponent - 127), the one above it for NaN (infinity becomes NaN, too), and
-// codes below 8 are subnormal. The exponent is biased as in fp32, and so large that every code is a normal fp32 number.
+// A floating-point code with kExponents exponents and three mantissa bits, relative to its block's exponent. The
+// largest finite code means 1.75 * 2**(exponent - 127), the next one NaN (infinity becomes NaN, too), and codes below 8
+// are subnormal. The exponent is biased as in fp32, and large enough that every code is a normal fp32 number.
 template <Bits kExponents>
 struct Minifloat {
     static constexpr Bits kMantissa = 20;  // bits of fp32 below a code
@@ -351,12 +351,12 @@ struct Minifloat {
     static constexpr Bits kSmallestExponent = kExponents + 2;
     static constexpr Bits kLargestExponent = 254;
 
-    // Returns the distance between a normal code and the upper 12 bits of its fp32 value.
+    // Returns the difference between a normal code and the upper 12 bits of its fp32 value.
     static Bits bias(Bits exponent) { return (exponent - (kExponents - 1)) * 8; }
     // Returns the fp32 bits of code 8, the smallest normal one.
     static Bits least_normal(Bits exponent) { return (exponent - (kExponents - 2)) << 23; }
 
-    // Returns the exponent of a block whose largest finite magnitude is given: the smallest one that does not round it
+    // Returns the exponent of a block with the given largest finite magnitude: the smallest one that does not round it
     // down to kLargest.
     static Bits exponent_for(Bits magnitude) {
         const Bits fitting = (magnitude + 0x1fffffu) >> 23;
@@ -403,7 +403,7 @@ struct ExpAvgCode : Minifloat<16> {
 };
 
 struct ExpAvgSqCode : Minifloat<32> {
-    // Returns code 0 only for zero or an fp32 subnormal: a second moment of zero would let the update explode.
+    // Returns code 0 only for zero and fp32 subnormals: with a second moment of zero the update would explode.
     static Bits with_sign(Bits code, Bits, Bits magnitude) {
         return code == 0u && magnitude >= 0x00800000u ? 1u : code;
     }
@@ -412,7 +412,7 @@ struct ExpAvgSqCode : Minifloat<32> {
 
 inline Bits magnitude_of(float value) { return bits_of(value) & 0x7fffffffu; }
 
-// Masks instead of choosing by a condition, which would keep the loops over it from being vectorised.
+// Uses a mask, because a condition would keep loops over this function from being vectorised.
 inline Bits finite_magnitude_of(float value) {
     const Bits magnitude = magnitude_of(value);
     return magnitude & (0u - Bits{magnitude < 0x7f800000u});
@@ -474,8 +474,8 @@ void round_int8(const float* exp_avg, const float* exp_avg_sq, const Codes& exp_
     *exp_avg_sq_out.exponent = static_cast<std::uint8_t>(exponent_v);
 }
 
-// Splits into the nearest bf16, ties to even as everywhere, and a remainder. One value in 2**17 lies half-way above an
-// even bf16, where the remainder would be 2**15: it gets its neighbour's, 2**15 - 1, so that 16 bits suffice.
+// Splits into the nearest bf16, ties to even as everywhere, and a remainder. One value in 2**17 is half-way above an
+// even bf16, where the remainder would be 2**15. It gets its neighbour's, 2**15 - 1, so that 16 bits suffice.
 void split(const float* values, std::uint16_t* parameter, std::uint16_t* remainder, std::size_t numel) {
     const float* __restrict in = values;
     std::uint16_t* __restrict high = parameter;

@@ -1,14 +1,14 @@
 // Kernels of compressed gradients: a part of kernels.inl.
 
-// Limits a sum to finite values: an infinite one would leave NaN in the residual for good.
+// Limits a sum to finite values: an infinity would leave NaN in the residual permanently.
 inline float saturated(float sum) {
     constexpr float kLargest = 0x1.fffffep127f;
     const float above = sum < -kLargest ? -kLargest : sum;
     return above > kLargest ? kLargest : above;
 }
 
-// Computes the values to send: the gradient plus what earlier steps did not send. Where that rest is zero, the gradient
-// is copied, since -0 + 0 would change the sign of a zero.
+// Computes the values to send: the gradient plus the residual, which earlier steps did not send. If the residual is
+// zero, the gradient is copied, since -0 + 0 would change the sign of a zero.
 template <class Gradient>
 void add_residual(const void* gradient, const float* residual, float scale, float* out, std::size_t numel) {
     const auto* __restrict g = static_cast<const typename Gradient::Storage*>(gradient);
@@ -34,7 +34,7 @@ void feed_residual(const void* gradient, const float* sent, float scale, float* 
     }
 }
 
-// Skips the groups without such a value, which are most of them.
+// Skips groups of values without a match, which are the majority.
 std::size_t collect(const float* values, std::size_t numel, std::uint32_t least, std::uint32_t first,
                     std::uint32_t* elements, float* out) {
     constexpr std::size_t kGroup = 32;
@@ -58,8 +58,8 @@ std::size_t collect(const float* values, std::size_t numel, std::uint32_t least,
     return count;
 }
 
-// A block's scale is a power of two. Its exponent is kScaleGap below that of the largest magnitude, or one more where
-// that magnitude would be rounded to 128.
+// A block's scale is a power of two. Its exponent is kScaleGap below the exponent of the largest magnitude, or one more
+// if that magnitude would be rounded to 128.
 constexpr Bits kScaleGap = 6;
 
 inline Bits gradient_scale(Bits largest) {
@@ -69,7 +69,7 @@ inline Bits gradient_scale(Bits largest) {
 }
 
 void encode_gradient(const float* values, std::size_t numel, std::int8_t* codes, std::uint8_t* exponent) {
-    constexpr float kUnit = 12582912.0f;  // 1.5 * 2**23: a sum with it is rounded to a whole number, ties to even
+    constexpr float kUnit = 12582912.0f;  // 1.5 * 2**23: adding it rounds to a whole number, ties to even
     const float* __restrict in = values;
     std::int8_t* __restrict out = codes;
     Bits largest = 0;

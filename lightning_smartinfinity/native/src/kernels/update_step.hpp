@@ -12,7 +12,7 @@ namespace smart_infinity {
 // The scalars of any rule.
 using UpdateStep = OfSteps<std::variant>;
 
-// A rule's scalars as the card's kernel takes them: 32-bit words in the order of its arguments.
+// A rule's scalars as a card's kernel receives them: 32-bit words in the order of its arguments.
 struct StepWords {
     std::array<std::uint32_t, kMaxStepWords> words{};
     std::size_t count = 0;

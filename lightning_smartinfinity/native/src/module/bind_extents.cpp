@@ -37,7 +37,7 @@ nb::tuple item_bytes_of(const StateFormat& format, std::size_t num_arrays) {
     return nb::tuple(bytes);
 }
 
-// Returns the smallest number of elements of which no region needs padding and that divides no cell.
+// Returns the smallest number of elements for which no region but the exponents needs padding, in whole cells.
 std::size_t granule_of(const StateFormat& format) {
     std::size_t least = sizeof(float);
     for (const std::size_t bytes : format.item_bytes) {

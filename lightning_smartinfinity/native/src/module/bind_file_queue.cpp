@@ -28,7 +28,7 @@ FileQueue::Ticket submit(const PythonFileQueue& queue, Direction direction, cons
     return queue.get()->submit(direction, held, offset, reinterpret_cast<std::byte*>(address), nbytes);
 }
 
-// The kernel registers at most a GiB at once.
+// The kernel registers at most one GiB at a time.
 MemoryRange registered_range(const HostBuffer& memory) {
     return {memory.data(), memory.bytes(), std::min(memory.bytes(), std::size_t{1} << 30)};
 }

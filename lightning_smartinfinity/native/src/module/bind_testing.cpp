@@ -1,4 +1,4 @@
-// Binds what only tests do to workers and devices, and ask of the core.
+// Binds functions for tests, which change workers and devices or expose parts of the core.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -268,7 +268,7 @@ std::uint32_t crc32c_of_width(Address address, std::size_t nbytes, std::uint32_t
     return crc32c_by(width, pointer_to(address), nbytes, value);
 }
 
-// Binds functions that the package uses only within the core.
+// Binds functions that the package uses only inside the core.
 void bind_parts(nb::module_& m) {
     m.def("crc32c_by", &crc32c_of_width, "address"_a, "nbytes"_a, "value"_a, "width"_a, WithoutGil(),
           "Return the CRC-32C of memory, continuing `value`, computed with one of crc32c_widths().\n\n"

@@ -12,11 +12,11 @@
 
 namespace smart_infinity {
 
-// A pipeline or a queue for Python: close() may be called while other threads use it and frees everything that it
-// holds. A forked child, which has neither its threads nor its memory and may find its locks held for ever, leaves it
-// alone.
+// A pipeline or a queue for Python: close() may be called while other threads use it, and frees everything that it
+// holds. A forked child has neither its threads nor its memory, and its locks may be held for ever, so the child does
+// not touch it.
 //
-// `Worker` has close(), after which nothing is in flight, and report(), whose last result stays here.
+// `Worker` has close(), after which nothing is in flight, and report(), whose last result is kept here.
 template <class Worker>
 class Closable {
  public:

@@ -17,7 +17,7 @@ int get_buffer(PyObject* self, Py_buffer* view, int flags) {
 template <class Memory>
 PyType_Slot buffer_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer<Memory>)}, {0, nullptr}};
 
-// Binds what such a class has for Python.
+// Binds the Python members of such a class.
 template <class Memory, class... Options>
 nanobind::class_<Memory, Options...>& bind_memory_view(nanobind::class_<Memory, Options...>& bound) {
     bound.def_prop_ro("address", [](const Memory& self) { return reinterpret_cast<Address>(self.data()); });

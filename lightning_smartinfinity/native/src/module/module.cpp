@@ -25,7 +25,7 @@ void raise_os_error(const std::exception_ptr& pointer, void*) {
     }
 }
 
-// Raises the package's own error, which tells the user what to do.
+// Raises the package's own error, which includes a remedy for the user.
 void raise_cuda_error(const std::exception_ptr& pointer, void*) {
     try {
         std::rethrow_exception(pointer);
@@ -36,7 +36,7 @@ void raise_cuda_error(const std::exception_ptr& pointer, void*) {
     }
 }
 
-// Lists what has been bound so far, which the package exports.
+// Lists all names bound so far, which the package exports.
 nb::list public_names(const nb::module_& m) {
     nb::list names;
     for (const nb::handle name : nb::steal<nb::list>(PyObject_Dir(m.ptr()))) {
@@ -54,7 +54,7 @@ nb::list public_names(const nb::module_& m) {
 NB_MODULE(_core, m) {
     using namespace smart_infinity;
     m.doc() = "The native core: I/O, update kernels, checksums and the transfer schedule.";
-    // At interpreter exit a traceback or a module may still hold objects; users need not know.
+    // At interpreter exit a traceback or a module may still hold objects; a warning would not help users.
     nb::set_leak_warnings(false);
     nb::register_exception_translator(raise_os_error);
     nb::register_exception_translator(raise_cuda_error);

@@ -10,7 +10,7 @@ using WithoutGil = nanobind::call_guard<nanobind::gil_scoped_release>;
 
 inline const void* pointer_to(Address address) { return reinterpret_cast<const void*>(address); }
 
-// Each is in a file of its own. They are called in this order, since the type of a default must be bound before it.
+// Each function is in a file of its own. They are called in this order, since a default's type must be bound first.
 void bind_kernels(nanobind::module_& m);
 void bind_cuda(nanobind::module_& m);
 void bind_storage(nanobind::module_& m);

@@ -9,7 +9,7 @@ namespace nb = nanobind;
 namespace smart_infinity {
 namespace {
 
-// A Python object that any thread may release.
+// A Python object that may be released by any thread.
 class Held {
  public:
     explicit Held(nb::object object) : object_(std::move(object)) {}
@@ -28,7 +28,7 @@ class Held {
 
 using SharedHeld = std::shared_ptr<const Held>;
 
-// Calls call() with the interpreter's lock. A Python exception becomes a failed call, except one that ends the program.
+// Calls call() with the interpreter's lock. A Python exception becomes a failed call, unless it ends the program.
 template <class Call>
 auto attempt(const char* name, const Call& call) {
     try {
@@ -80,7 +80,7 @@ class PythonRun final : public CardRun {
  public:
     PythonRun(SharedHeld binding, SharedHeld run) : binding_(std::move(binding)), run_(std::move(run)) {}
 
-    // Passes the word as a C int, since a binding may be able to pass on nothing else.
+    // Passes the word as a C int, since a binding may be unable to pass any other type.
     void set(int argument, std::uint32_t word) override {
         const nb::gil_scoped_acquire acquire;
         (void)make(binding_, "set_scalar", run_->get(), argument, static_cast<std::int32_t>(word));

@@ -21,18 +21,18 @@ using PythonPipeline = Closable<Pipeline>;
 using PythonFileQueue = Closable<FileQueue>;
 using PythonTensorStore = Closable<TensorStore>;
 
-// Memory on a card, and where this process sees it.
+// Memory on a card, and its address in this process.
 struct PythonCardBuffer {
     std::shared_ptr<CardBuffer> buffer;
     std::size_t bytes;
     std::byte* data;
 };
 
-// Counters of a pipeline, or of a queue, which has no device traffic.
+// Counters of a pipeline or of a queue; the latter has no device traffic.
 struct PythonCounters : Counters, DeviceTraffic {};
 
-// Lets Ctrl-C end a wait, and asks to end then. Python runs signal handlers in the main thread only; in other threads
-// this does nothing.
+// Makes Ctrl-C end a wait, and asks the process to end. Python runs signal handlers in the main thread only; in other
+// threads this does nothing.
 void check_signals();
 
 // Returns a limit in milliseconds. Throws std::invalid_argument below 1.

@@ -13,16 +13,16 @@
 
 namespace smart_infinity {
 
-// A tasklet and the part of the batch that lists it. Neither moves in memory while the batch is active.
+// A tasklet, and the part of the batch that contains it. Neither moves in memory while the batch is active.
 struct TransferItem {
     const Batch* batch = nullptr;
     const Tasklet* tasklet = nullptr;
     Residence residence = Residence::kNone;
     bool reads_state = true;      // from storage
-    bool reads_gradient = false;  // likewise
+    bool reads_gradient = false;  // from storage
 };
 
-// The active batch with all tasklets that were added to it. This struct takes no lock.
+// The active batch with all added tasklets. This struct takes no lock.
 struct ActiveBatch {
     // Throws std::invalid_argument if a resident tasklet is listed twice.
     ActiveBatch(Batch batch, std::size_t num_buffers, const ResidentTasklets& residents);

@@ -14,19 +14,19 @@
 namespace smart_infinity {
 namespace {
 
-// Elements worked at a time: arrays, gradient and parameter of a chunk stay in the second-level cache between the
-// update and the checksums. 48 KiB per fp32 array is also a whole number of the checksum's stretches, and the elements
-// are a whole number of cells.
+// Number of elements processed at a time: a chunk's arrays, gradient and parameter stay in the second-level cache
+// between the update and the checksums. 48 KiB per fp32 array is also a whole number of the checksum's stretches, and
+// the elements are a whole number of cells.
 constexpr std::size_t kChunkNumel = 12288;
 static_assert(kChunkNumel % kCellNumel == 0, "no chunk may end inside a block");
 
-// The elements that a segment shares with a chunk.
+// The elements that a segment and a chunk have in common.
 struct Part {
     const Segment& segment;
     std::size_t first;   // in the segment
     std::size_t offset;  // in the tasklet
     std::size_t numel;
-    std::byte* slot;  // null: parameters lie at the segment's address
+    std::byte* slot;  // null: parameters are at the segment's address
 
     template <class Type>
     Type* at(Address address, DType dtype = DType::kFloat32) const {

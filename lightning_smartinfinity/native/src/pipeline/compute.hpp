@@ -8,17 +8,17 @@
 
 namespace smart_infinity {
 
-// Checks to make on an extent besides the operation, if it comes from storage or goes there.
+// Checks of an extent in addition to the operation: verify it if it came from storage, seal it if it will be written.
 struct Guards {
     bool verifies = true;
     bool seals = true;
 };
 
-// Works a tasklet whose extent has been read into `buffer` (unless the operation reads nothing): verifies it, does the
-// operation on every segment, writes parameters and arrays out, and seals the extent for writing. Returns why the
-// extent is refused, if it is; then nothing has been written out. Parameters lie at the segments' addresses or, with a
-// `slot`, at their offsets in it. An extent that did not come from storage need not be verified, and one that will not
-// be written need not be sealed.
+// Processes a tasklet whose extent has been read into `buffer` (unless the operation reads nothing): verifies it,
+// applies the operation to every segment, writes parameters and arrays out, and seals the extent for writing. Returns
+// why the extent is refused, or nothing; if refused, nothing has been written out. Parameters are at the segments'
+// addresses or, with a `slot`, at their offsets in it. `guards` can skip verifying an extent that did not come from
+// storage, and sealing one that will not be written.
 std::optional<Refusal> compute(const Batch& batch, const Tasklet& tasklet, const Identity& identity, std::byte* buffer,
                                std::byte* slot, Guards guards = {});
 

@@ -4,7 +4,7 @@
 
 namespace smart_infinity {
 
-// Bytes moved by a device that updates next to the storage: payload only, except in the last three counters.
+// Bytes moved by a device that updates next to the storage. The first four counters count only payload.
 struct DeviceTraffic {
     std::uint64_t shared_read_bytes = 0;  // from the device to the host
     std::uint64_t shared_write_bytes = 0;
@@ -12,8 +12,8 @@ struct DeviceTraffic {
     std::uint64_t internal_write_bytes = 0;
     std::uint64_t padding_bytes = 0;
     std::uint64_t control_bytes = 0;        // trailers and status beats
-    std::uint64_t gradient_file_bytes = 0;  // whole blocks, written to the gradient file and read from it
-    double kernel_seconds = 0;              // from the start of each run that completed to its end
+    std::uint64_t gradient_file_bytes = 0;  // whole blocks, written to and read from the gradient file
+    double kernel_seconds = 0;              // total of completed runs, each from its start to its end
 
     DeviceTraffic& operator+=(const DeviceTraffic& other) {
         shared_read_bytes += other.shared_read_bytes;

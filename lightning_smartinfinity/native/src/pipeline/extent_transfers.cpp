@@ -25,7 +25,7 @@ ExtentTransfers::ExtentTransfers(const PipelineOptions& options, const MemoryRan
       busy_(options.files.size()),
       engine_(make_engine(ring)) {
     counters_.files.resize(options.files.size());
-    // Otherwise the reads and writes of a large ring would wait for each other.
+    // Otherwise the reads and writes of a large ring would wait for each other at the scheduler.
     for (const StateFile& file : options_.files) {
         if (file.scheduler() != nullptr) file.scheduler()->widen(ring_bytes());
     }

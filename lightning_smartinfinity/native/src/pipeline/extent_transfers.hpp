@@ -21,34 +21,34 @@
 
 namespace smart_infinity {
 
-// The reads and writes of a pipeline. Each moves an extent between a buffer and a file, in parts that end in any
-// order. They take their turns at the scheduler of the file, if it has one.
+// The reads and writes of a pipeline. Each moves an extent between a buffer and a file, in parts that end in any order.
+// They wait for their turn at the file's scheduler, if it has one.
 class ExtentTransfers final : private CompletionHandler {
  public:
     // Called when all parts of an extent have ended, with the mutex held, on a thread of the I/O engine or on the
     // thread that watches deadlines.
     using Ended = std::function<void(std::size_t buffer, Direction direction, std::optional<Failure> failure)>;
 
-    // `mutex` is the pipeline's. It guards this object, whose methods are called with it held, and the counters.
+    // `mutex` is the pipeline's. It guards this object and the counters; methods are called with it held.
     ExtentTransfers(const PipelineOptions& options, const MemoryRange& ring, std::size_t num_buffers, std::mutex& mutex,
                     Counters& counters, Ended ended);
     ~ExtentTransfers();
 
-    // Starts a transfer and returns at once. The buffer and the tasklet must stay until the transfer has ended.
+    // Starts a transfer and returns at once. Buffer and tasklet must exist until the transfer has ended.
     void start(std::size_t buffer, const Tasklet& tasklet, const ExtentMemory& memory, Direction direction,
                IoClass io_class);
     bool in_progress(std::size_t buffer) const { return in_progress_[buffer].num_parts > 0; }
-    // Makes what is in progress more urgent, as far as it waits for its turn.
+    // Makes parts that still wait for their turn more urgent.
     void hasten(std::size_t buffer, IoClass io_class);
     const std::string& path_of(const Tasklet& tasklet, Direction direction) const;
 
     IoEngineKind engine_kind() const { return engine_->kind(); }
     IoUsage usage() const { return engine_->usage(); }
 
-    // These two need no mutex. An abandoned transfer is one that did not return in time.
+    // The next two need no mutex. An abandoned transfer is one that did not return in time.
     bool any_abandoned() const { return deadlines_ != nullptr && deadlines_->any_abandoned(); }
     std::vector<IoRequest> abandoned_writes() const;
-    // Hands over the engine, whose destructor would wait for abandoned transfers. Nothing else may be in flight.
+    // Hands over the engine, whose destructor would wait for abandoned transfers. No other transfer may be in flight.
     std::unique_ptr<IoEngine> take_engine() { return std::move(engine_); }
 
  private:

@@ -14,8 +14,8 @@ bool gives_parameter(const Batch& batch, const Segment& segment) {
     return batch.operation == Operation::kRead || segment.step != kNoStep;
 }
 
-// Calls copy(device address, offset in the slot, bytes) for the parameters of the `wanted` segments, once for
-// neighbours that are also neighbours on the device: a tasklet may hold thousands of small parameters.
+// Calls copy(device address, offset in the slot, bytes) for the parameters of the `wanted` segments, with one call for
+// neighbours that are also adjacent on the device: a tasklet may have thousands of small parameters.
 template <class Wanted, class Copy>
 void for_each_run(const Tasklet& tasklet, const Wanted& wanted, const Copy& copy) {
     Address device = 0;
@@ -68,7 +68,7 @@ void ParameterSlots::deliver(const Batch& batch, const Tasklet& tasklet, std::si
     });
 }
 
-// Copies that were started before one failed still use the slot, so this waits for them before it reports the failure.
+// Copies that started before one failed still use the slot, so this waits for them before it reports the failure.
 template <class Copy>
 void ParameterSlots::start(std::size_t index, const Copy& copy) const {
     const CudaEvent& event = *events_[index];
@@ -80,7 +80,7 @@ void ParameterSlots::start(std::size_t index, const Copy& copy) const {
             event.record(stream_->handle());
             event.synchronize();
         } catch (const CudaError&) {
-            // The device and its copies are lost. The first failure says why.
+            // The device and its copies are lost. The first failure states the reason.
         }
         throw;
     }

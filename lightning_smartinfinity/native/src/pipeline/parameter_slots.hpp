@@ -10,8 +10,8 @@
 
 namespace smart_infinity {
 
-// The slots in which parameters of a CUDA device travel through host memory: one for each buffer of the ring, so that
-// nothing grows with the model. A slot holds its tasklet's parameters at the tasklet's offsets.
+// The slots through which parameters of a CUDA device pass host memory: one per buffer of the ring, so the size does
+// not grow with the model. A slot holds its tasklet's parameters at the tasklet's offsets.
 class ParameterSlots {
  public:
     // Throws SystemError if memory is unavailable, CudaError if events are.
@@ -22,11 +22,11 @@ class ParameterSlots {
     std::size_t bytes() const { return memory_.bytes(); }
     std::byte* slot(std::size_t index) const { return memory_.data() + index * slot_bytes_; }
 
-    // Starts copying the parameters that the tasklet takes from the device into its slot.
+    // Starts copying the parameters that the tasklet reads from the device to its slot.
     void fetch(const Batch& batch, const Tasklet& tasklet, std::size_t index) const;
-    // Starts copying the parameters that the tasklet gave out from its slot to the device.
+    // Starts copying the parameters that the tasklet wrote from its slot to the device.
     void deliver(const Batch& batch, const Tasklet& tasklet, std::size_t index) const;
-    // Waits until the last copy that was started in this slot has completed. All three throw CudaError.
+    // Waits until the last copy that was started in this slot has completed. All three functions throw CudaError.
     void wait(std::size_t index) const { events_[index]->synchronize(); }
 
  private:
@@ -39,12 +39,12 @@ class ParameterSlots {
     std::vector<std::unique_ptr<CudaEvent>> events_;  // by slot
 };
 
-// Returns how many bytes of a slot the largest tasklet needs that the batch has or may get: zero without parameters.
+// Returns the slot bytes that the largest present or later tasklet of the batch needs: zero without parameters.
 std::size_t slot_bytes(const Batch& batch);
 
-// Returns whether some tasklet takes parameters from memory before it is computed.
+// Returns whether some tasklet reads parameters from memory before it is computed.
 bool takes_parameters(const Batch& batch);
-// Returns whether tasklets give parameters out once they have been computed.
+// Returns whether tasklets write parameters out after they have been computed.
 constexpr bool gives_parameters(Operation operation) {
     return operation == Operation::kUpdate || operation == Operation::kRead;
 }

@@ -24,7 +24,7 @@ std::unique_ptr<Updater> make_updater(const PipelineOptions& options) {
     return std::make_unique<HostUpdater>(options.identity, options.num_buffers, options.buffer_bytes);
 }
 
-// Calls copies(), which starts or awaits copies from or to a device. Returns its failure, if any.
+// Calls copies(), which starts or awaits copies from or to a device. Returns its failure, or nothing.
 template <class Copies>
 std::optional<Failure> run_copies(const Tasklet& tasklet, const Copies& copies) {
     try {
@@ -51,7 +51,7 @@ Pipeline::Pipeline(PipelineOptions options)
       compute_pool_("smart-inf-cpu", options_.compute_threads, [this](const Action& action) { compute_item(action); }) {
 }
 
-// Abandoned calls still use the ring, the resident tasklets and the files, in threads that cannot be waited for.
+// Abandoned calls still use the ring, the resident tasklets and the files, in threads that cannot be joined.
 Pipeline::~Pipeline() {
     close();
     if (!busy()) return;
@@ -68,7 +68,7 @@ Pipeline::~Pipeline() {
 void Pipeline::submit(Batch batch) {
     validate(batch);
     require(!busy(), "what was abandoned, as it did not return in time, has not returned");
-    if (slot_bytes(batch) == 0) batch.stream.reset();  // no parameter travels
+    if (slot_bytes(batch) == 0) batch.stream.reset();  // no parameters are copied
     const std::lock_guard lock(mutex_);
     require_open();
     require(batch_ == nullptr, "a batch is active; finish() it before the next one");
@@ -95,7 +95,7 @@ void Pipeline::extend(Batch more) {
     require(more.operation == batch_->operation, "a batch is extended by more of the same operation");
     if (slot_bytes(more) > 0) {
         require(more.stream == batch_->stream, "a batch is extended by more whose parameters are on the same device");
-        // The slots were made for the first part of the batch, and they are in use.
+        // The slots were sized for the first part of the batch, and they are in use.
         require(more.stream == nullptr || slot_bytes(more) <= slots_->slot_bytes(),
                 "the parameters of a tasklet take " + std::to_string(slot_bytes(more)) + " bytes, and the slots have " +
                     std::to_string(slots_ ? slots_->slot_bytes() : 0));
@@ -124,12 +124,12 @@ void Pipeline::prefer_listed(const std::vector<std::size_t>& positions) {
     }
 }
 
-// Somebody waits for the parameters of tasklets that were preferred.
+// Callers wait for the parameters of preferred tasklets.
 IoClass Pipeline::io_class_of(std::size_t position) const {
     return batch_->schedule.preferred(position) ? IoClass::kGather : batch_->items[position].batch->io_class;
 }
 
-// Checks every tasklet once: parameters that are out stay out.
+// Checks every tasklet only once: parameters that are out stay out.
 std::optional<Failure> Pipeline::wait(std::size_t first, std::optional<std::size_t> last, const Poll& poll) {
     std::unique_lock lock(mutex_);
     if (batch_ != nullptr) last = last.value_or(batch_->schedule.num_tasklets());
@@ -246,7 +246,7 @@ void Pipeline::close() {
 
 void Pipeline::require_open() const { require(!closed_, "it is closed"); }
 
-// Slots are made once, because later batches of a run have similar tasklets and the same stream.
+// Slots are kept, because later batches of a run have similar tasklets and the same stream.
 void Pipeline::prepare_slots(const Batch& batch) {
     if (!batch.stream) return;
     const std::size_t bytes = slot_bytes(batch);
@@ -259,7 +259,7 @@ void Pipeline::prepare_slots(const Batch& batch) {
     slots_ = std::make_unique<ParameterSlots>(batch.stream, num_buffers(), bytes);
 }
 
-// Slots are large enough for all tasklets but the first time: then those in use live on until their reads have ended.
+// After the first batch the slots are usually large enough. If they grow, slots in use exist until their reads end.
 std::shared_ptr<std::byte> Pipeline::gradient_slot(std::size_t buffer, std::size_t bytes) {
     const std::size_t all = num_buffers() * bytes;
     if (!gradient_slots_ || gradient_slots_->bytes() < all) gradient_slots_ = std::make_shared<HostBuffer>(all);
@@ -282,8 +282,8 @@ void Pipeline::start_ready() {
 }
 
 void Pipeline::start(const Action& action) {
-    // A computed tasklet is written and delivered at the same time, so the second action must not change what the first
-    // reads.
+    // A computed tasklet is written and delivered at the same time, so the second action must not change data that the
+    // first one reads.
     if (action.work != Work::kWrite && action.work != Work::kDeliver) {
         const TransferItem& item = batch_->items[action.tasklet];
         items_[action.buffer] = item;
@@ -343,7 +343,7 @@ void Pipeline::compute_item(const Action& action) {
     const Stopwatch stopwatch;
     if (!failure) failure = compute(item, action.buffer);
     const double seconds = stopwatch.seconds();
-    // Copies start here, one tasklet's after another's; another thread waits for their end.
+    // Copies are started here, one tasklet after another; another thread waits for their end.
     if (!failure && batch_->delivers()) {
         failure = run_copies(tasklet, [&] { slots_->deliver(batch, tasklet, action.buffer); });
     }
@@ -372,7 +372,7 @@ std::optional<Failure> Pipeline::compute(const TransferItem& item, std::size_t b
     return std::nullopt;
 }
 
-// Called after a resident tasklet was worked. Counts the transfers that its place saved.
+// Called after a resident tasklet was processed. Counts the transfers that its place saved.
 void Pipeline::leave(const TransferItem& item) {
     const Tasklet& tasklet = *item.tasklet;
     resident_.leave(tasklet, batch_->operation);
@@ -382,7 +382,7 @@ void Pipeline::leave(const TransferItem& item) {
     if (writes(batch_->operation) && !resident_.writes_through()) counters_.cached_write_bytes += tasklet.extent_bytes;
 }
 
-// Runs on the thread that waits for copies. As above, batch_ cannot change.
+// Runs on the thread that waits for copies. As in compute_item(), batch_ cannot change.
 void Pipeline::copy_item(const Action& action) {
     const Batch& batch = *items_[action.buffer].batch;
     const Tasklet& tasklet = *items_[action.buffer].tasklet;

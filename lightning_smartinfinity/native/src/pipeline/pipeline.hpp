@@ -27,51 +27,53 @@ namespace smart_infinity {
 
 // Runs a TransferSchedule with real buffers, I/O and threads.
 //
-// Completions drive it: the thread that ends an action reports it under the mutex and starts the actions that are now
-// ready. The mutex is never held during I/O or compute. A buffer belongs to the one action in flight on it, so that its
-// memory and its transfer need no lock.
+// Completions drive it: the thread that ends an action reports it under the mutex, and starts the actions that are now
+// ready. The mutex is never held during I/O or compute. A buffer belongs to its single action in flight, so its memory
+// and its transfer need no lock.
 class Pipeline final {
  public:
     explicit Pipeline(PipelineOptions options);
-    // Closes the pipeline. Memory that an abandoned call uses is never freed.
+    // Closes the pipeline. Memory that an abandoned call still uses is never freed.
     ~Pipeline();
 
-    // Called by a wait every kPollInterval without any lock. An exception from it ends the wait; the batch continues.
+    // Called by a wait every kPollInterval without a lock. If it throws, the wait ends, but the batch continues.
     using Poll = std::function<void()>;
     static constexpr std::chrono::milliseconds kPollInterval{50};
 
     struct Report {
         Counters counters;
         DeviceTraffic traffic;
-        std::size_t ring_bytes = 0;   // buffers, and both kinds of slots once a batch has needed them
+        std::size_t ring_bytes = 0;   // buffers, and both kinds of slots after a batch has needed them
         std::size_t cache_bytes = 0;  // resident tasklets
     };
 
     Report report() const;
-    // Starts a batch and returns at once. Throws std::invalid_argument for a batch that cannot be worked or while
+    // Starts a batch and returns at once. Throws std::invalid_argument for a batch that cannot be processed, or while
     // another is active.
     void submit(Batch batch);
-    // Appends tasklets to the active batch and returns at once. Throws std::invalid_argument if that is impossible.
+    // Appends tasklets to the active batch and returns at once. Throws std::invalid_argument if they cannot be
+    // appended.
     void extend(Batch more);
-    // Moves these tasklets of the active batch, in this order, ahead of the others that have not started.
+    // Moves these tasklets of the active batch, in this order, before all others that have not started.
     void prefer(const std::vector<std::size_t>& positions);
-    // Waits until tasklets [first, last) of the batch have their parameters and arrays out, or the batch has failed.
+    // Waits until tasklets [first, last) of the batch have written out parameters and arrays, or the batch has failed.
     std::optional<Failure> wait(std::size_t first, std::optional<std::size_t> last, const Poll& poll = [] {});
-    // Waits in the same way for tasklets at any positions, and moves them ahead of the others that have not started.
+    // Waits in the same way for tasklets at any positions, and moves them before all others that have not started.
     std::optional<Failure> wait_for(const std::vector<std::size_t>& positions, const Poll& poll = [] {});
     // Waits until nothing is in flight; the batch is then over.
     std::optional<Failure> finish(const Poll& poll = [] {});
     IoEngineKind io_engine() const;
-    // Returns the positions, in the active or else the last batch, of tasklets that are complete, writes included.
+    // Returns the positions, in the active or otherwise the last batch, of tasklets that are complete, including
+    // writes.
     std::vector<std::size_t> complete() const;
-    // Returns whether an abandoned call of the updater or an abandoned transfer is unfinished; then no batch may be
-    // submitted.
+    // Returns whether an abandoned call of the updater, or an abandoned transfer, is unfinished; no batch may be
+    // submitted then.
     bool busy() const { return updater_->busy() || transfers_.any_abandoned(); }
-    // Returns the abandoned writes that are unfinished: they may still change the bytes that they name.
+    // Returns the unfinished abandoned writes: they may still change the bytes in their ranges.
     std::vector<IoRequest> abandoned_writes() const { return transfers_.abandoned_writes(); }
 
     // Ends the batch early without starting more of it, and waits for the actions in flight. Waits for the batch fail.
-    // An exception of `poll` comes out at the end.
+    // An exception of `poll` is rethrown at the end.
     void stop(const Poll& poll = [] {});
 
     // Stops the batch. Later calls throw, except close() and stop().
@@ -84,15 +86,14 @@ class Pipeline final {
     struct Reads {
         int num_left = 0;                     // in flight
         std::optional<Failure> failure;       // the first one
-        std::shared_ptr<std::byte> gradient;  // where it is read to, if it is read
+        std::shared_ptr<std::byte> gradient;  // address to which it is read, if it is
     };
 
     void validate(const Batch& batch) const;
     void compute_item(const Action& action);
     void copy_item(const Action& action);
 
-    // Waits until `out(schedule)`, which asks about tasklets below `end`, is true or the active batch, if any, has
-    // failed.
+    // Waits until `out(schedule)`, which checks tasklets below `end`, is true, or the active batch, if any, has failed.
     template <typename Out>
     std::optional<Failure> wait_until(std::unique_lock<std::mutex>& lock, const Poll& poll, std::size_t end, Out out);
     template <typename Condition>
@@ -121,8 +122,8 @@ class Pipeline final {
 
     const PipelineOptions options_;
     std::unique_ptr<Updater> updater_;
-    ResidentTasklets resident_;        // generations: under the mutex; a place: used by its tasklet's buffer only
-    std::vector<TransferItem> items_;  // by buffer: its tasklet; buffers of resident tasklets follow those of the ring
+    ResidentTasklets resident_;        // generations: guarded by the mutex; a place: used only by its tasklet's buffer
+    std::vector<TransferItem> items_;  // by buffer: its tasklet; buffers of resident tasklets follow the ring's
     std::vector<std::size_t> positions_;  // by buffer: the position of its tasklet in the batch
     std::vector<Reads> reads_;            // by buffer
 
@@ -133,7 +134,7 @@ class Pipeline final {
     Counters counters_;
     bool closed_ = false;
     std::unique_ptr<ParameterSlots> slots_;  // changes only while no batch is active
-    // A slot for each buffer, to which gradients are read from storage; null until one is.
+    // One slot per buffer, to which gradients are read from storage; null until the first such read.
     std::shared_ptr<HostBuffer> gradient_slots_;
 
     // Last members: their destructors wait for threads that use the others.

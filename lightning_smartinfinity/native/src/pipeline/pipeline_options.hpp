@@ -26,7 +26,7 @@ struct PipelineOptions {
     std::size_t compute_threads = 1;
     std::optional<IoEngineKind> io_engine = std::nullopt;  // none: the fastest engine that works here
     ResidentOptions resident = {};
-    // Makes the updater after the options have been checked; null: the host updates.
+    // Creates the updater after the options have been checked; null: the host updates.
     std::function<std::unique_ptr<Updater>(const PipelineOptions&)> make_updater = nullptr;
     std::optional<std::chrono::milliseconds> timeout = std::nullopt;  // longest time of a transfer; none: unlimited
 };

@@ -16,18 +16,18 @@ struct ResidentOptions {
     bool writes_through = true;             // otherwise resident state is never written to storage
 };
 
-// Where a tasklet of a batch is worked, and where its state comes from.
+// Where a tasklet of a batch is processed, and the source of its state.
 enum class Residence {
     kNone,     // in a buffer of the ring
-    kHeld,     // in its place, which holds the generation to read
-    kUnheld,   // in its place, which is filled from storage or by the operation
-    kMissing,  // in its place, which lacks the generation to read, as does storage
+    kHeld,     // in its place, which contains the generation to read
+    kUnheld,   // in its place, which storage or the operation fills
+    kMissing,  // in its place; neither the place nor storage has the generation to read
 };
 
-// Tasklets whose state stays in host memory. Each has a place as large as its extent, in which it is worked.
+// Tasklets whose state stays in host memory. Each has a place as large as its extent, where it is processed.
 //
-// A place records which generation it holds. What a failed or rolled back batch left there is never used: nothing asks
-// for its generation. This class takes no lock.
+// A place records the generation that it contains. State that a failed or rolled back batch left there is never used,
+// since no batch reads its generation. This class takes no lock.
 class ResidentTasklets {
  public:
     // Throws SystemError if memory is unavailable, std::invalid_argument for a size that no extent has.
@@ -44,9 +44,9 @@ class ResidentTasklets {
 
     Residence find(const Tasklet& tasklet, Operation operation) const;
 
-    // Called before the tasklet is worked. A place that will change holds no generation until leave().
+    // Called before the tasklet is processed. A place that will change has no generation until leave().
     void enter(const Tasklet& tasklet, Operation operation, Residence found);
-    // Called after the tasklet was worked. Records the generation that its place now holds.
+    // Called after the tasklet was processed. Records the generation that its place now contains.
     void leave(const Tasklet& tasklet, Operation operation);
 
  private:

@@ -6,7 +6,7 @@
 
 namespace smart_infinity {
 
-// Returns whether an action in flight uses the buffer, or copies whose delivery still has to be waited for.
+// Returns whether the buffer is used by an action in flight, or by copies whose delivery must still be awaited.
 bool TransferSchedule::Buffer::is_held() const {
     return stage == Stage::kReading || stage == Stage::kFetching || stage == Stage::kComputing ||
            write == Leg::kInFlight || deliver != Leg::kDone;
@@ -103,7 +103,7 @@ void TransferSchedule::fail(Work work, std::size_t tasklet) {
     Buffer* const buffer = holder_of(tasklet);
     if (buffer == nullptr || !buffer->works(work)) return;
     buffer->failed = true;
-    // No action follows the failed one; the other leg, if in flight, still has to end.
+    // No action follows the failed one; the other leg, if in flight, must still end.
     if (work == Work::kWrite) {
         buffer->write = Leg::kDone;
     } else if (work == Work::kDeliver) {
@@ -121,7 +121,7 @@ bool TransferSchedule::finished() const {
                                         [](const Buffer& buffer) { return buffer.stage == Stage::kFree; });
 }
 
-// There are only a few buffers: scanning them is cheaper than keeping queues, and keeps the tasklets in order.
+// There are few buffers: scanning them is cheaper than queues, and keeps the order of tasklets.
 template <class Predicate>
 TransferSchedule::Buffer* TransferSchedule::lowest(const Predicate& predicate) {
     Buffer* lowest = nullptr;

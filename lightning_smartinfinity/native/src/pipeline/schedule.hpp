@@ -17,18 +17,17 @@ struct Action {
     std::size_t buffer;
 };
 
-// The order of a batch as a pure state machine: no I/O, no clock, no threads, no lock. Tasklets start in the order in
-// which they are listed. More may be appended at any time, and some may be moved to the front. Each is read, has its
-// parameters fetched from a device, is computed, and then is written and, at the same time, has its parameters
+// The order of a batch as a pure state machine: no I/O, no clock, no threads, no lock. Tasklets start in the order of
+// the list. More may be appended at any time, and some may be moved to the front. Each tasklet is read, has its
+// parameters fetched from a device, and is computed; then it is written and, at the same time, its parameters are
 // delivered to the device. It holds one of `num_buffers` buffers from the start of its first action to the end of its
 // last.
 //
-// Resident tasklets have memory of their own. They do not wait for these buffers but for one of as many others,
-// numbered from `num_buffers` on, which limit how many of them are worked at a time. Each kind of tasklet has its own
-// order.
+// Resident tasklets have memory of their own. Instead of these buffers they use the same number of others, numbered
+// from `num_buffers` on, which limit how many of them are processed at a time. Each kind of tasklet has its own order.
 //
-// The order in which actions start when several can: deliveries and writes, because only they free a
-// buffer; compute, because somebody waits for parameters; fetches; reads. Among equals, the lowest tasklet comes first.
+// If several actions can start, the order is: deliveries and writes, because only they free a buffer; compute, because
+// a caller waits for parameters; fetches; reads. Among equals, the lowest tasklet comes first.
 class TransferSchedule {
  public:
     struct Stages {
@@ -52,22 +51,22 @@ class TransferSchedule {
     void extend(std::size_t num_tasklets);
     void extend(const std::vector<Way>& ways);
 
-    // Moves these tasklets, in this order, ahead of the others that have not started.
+    // Moves these tasklets, in this order, before all others that have not started.
     void prefer(const std::vector<std::size_t>& tasklets);
-    // Returns whether a tasklet was preferred at any time, before its start or after.
+    // Returns whether a tasklet was ever preferred, before or after its start.
     bool preferred(std::size_t tasklet) const { return ranks_.at(tasklet) < 0; }
 
-    // Returns the next action that can start, if any; it counts as started.
+    // Returns the next action that can start, or nothing; the action counts as started.
     std::optional<Action> next();
 
     // Records that a started action has ended. Throws std::invalid_argument if it had not started.
     void done(Work work, std::size_t tasklet);
 
-    // Records that the tasklet's action, if in flight, has failed: nothing new starts, as after stop().
+    // Records that the tasklet's action, if in flight, has failed: no action starts any more, as after stop().
     void fail(Work work, std::size_t tasklet);
 
-    // Starts nothing new from now on except deliveries, whose copies began when the tasklet was computed. Actions in
-    // flight still report done.
+    // Starts no more actions except deliveries, whose copies began when the tasklet was computed. The end of actions in
+    // flight is still reported by done().
     void stop() { stopped_ = true; }
 
     // Returns whether all tasklets so far are done or, after stop(), nothing is in flight.
@@ -78,7 +77,7 @@ class TransferSchedule {
     std::size_t num_tasklets() const { return parameters_out_.size(); }
 
  private:
-    // The stages of a buffer. A computed buffer is written and delivered at the same time, on two legs.
+    // The stages of a buffer. A computed buffer is written and delivered at the same time, as two legs.
     enum class Stage { kFree, kReading, kRead, kFetching, kLoaded, kComputing, kComputed };
     enum class Leg { kDone, kWaiting, kInFlight };
 

@@ -30,7 +30,7 @@ void GradientMemory::take(std::size_t offset, std::size_t bytes) {
 void GradientMemory::drop(std::size_t offset, std::size_t bytes) {
     const std::size_t end = taken_.size() * kBlockBytes;
     const std::size_t granule_bytes = blocks_per_granule_ * kBlockBytes;
-    // The memory goes back under the lock: otherwise a block that is taken meanwhile would lose what is written to it.
+    // Memory is returned under the lock: otherwise a block that is taken meanwhile could lose newly written data.
     const std::lock_guard lock(mutex_);
     for (std::size_t block = offset / kBlockBytes; block < (offset + bytes) / kBlockBytes; ++block) {
         if (!taken_[block]) continue;

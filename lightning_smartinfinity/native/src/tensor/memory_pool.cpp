@@ -57,12 +57,12 @@ std::unique_ptr<MemoryPool::Lease> MemoryPool::lend(Slabs::iterator slab, std::s
 }
 
 MemoryPool::Slabs::iterator MemoryPool::add_slab(std::size_t bytes) {
-    // A registered slab takes up memory at once, so it is no larger than the limit permits. Registering takes long: a
-    // slab for each lease would be too small for the next one.
+    // A registered slab uses all of its memory at once, so it is no larger than the limit allows. Registering is slow:
+    // a slab of its own for each lease would be too small for the next one.
     const std::size_t rest = limit_ - std::min(limit_, lent_ + idle_);
     slabs_.emplace_back(std::max(bytes, registrar_ ? std::min(kSlabBytes, align_up(rest, kBlockBytes)) : kSlabBytes));
     Slab& slab = slabs_.back();
-    if (registrar_ && slab.buffer.try_register(registrar_)) {  // which touches all of it
+    if (registrar_ && slab.buffer.try_register(registrar_)) {  // registering touches all blocks
         std::fill(slab.touched.begin(), slab.touched.end(), true);
         idle_ += slab.buffer.bytes();
     }
@@ -70,7 +70,7 @@ MemoryPool::Slabs::iterator MemoryPool::add_slab(std::size_t bytes) {
 }
 
 void MemoryPool::take_back(const Lease& lease) {
-    // A forked child has none of this memory, and may find the mutex held for ever.
+    // A forked child has none of this memory, and the mutex may be locked there for ever.
     if (!process_.is_current()) return;
     const std::lock_guard lock(mutex_);
     lease.slab_->ranges.free(lease.offset_, lease.bytes_);
@@ -79,7 +79,7 @@ void MemoryPool::take_back(const Lease& lease) {
     give_back_above_limit();
 }
 
-// The last free parts go first, since the pool lends the first place that fits: that then needs no new memory.
+// Frees the last parts first, since the pool lends the first part that fits: that one then needs no new memory.
 void MemoryPool::give_back_above_limit() {
     for (auto slab = slabs_.end(); slab != slabs_.begin() && idle_ > 0 && lent_ + idle_ > limit_;) {
         --slab;
@@ -92,7 +92,7 @@ void MemoryPool::give_back_above_limit() {
     }
 }
 
-// Gives the whole pages of what is free back, and keeps their addresses. A page may hold a lent block, too.
+// Returns the whole pages of free parts to the system, and keeps their addresses. A page may also contain a lent block.
 void MemoryPool::give_back_above_limit(Slab& slab) {
     const auto& parts = slab.ranges.free_parts();
     for (auto part = parts.rbegin(); part != parts.rend() && lent_ + idle_ > limit_; ++part) {

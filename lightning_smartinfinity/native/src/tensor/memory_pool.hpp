@@ -12,19 +12,19 @@
 
 namespace smart_infinity {
 
-// Lends memory for direct I/O in pieces of any length. What comes back is one again with what is free beside it, and
-// takes up memory only as far as the limit permits, wherever it lies.
+// Lends memory for direct I/O in pieces of any length. A returned piece is merged with free neighbours. Free memory is
+// kept only up to the limit; the rest is returned to the system, wherever it is.
 class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
     struct Slab {
         explicit Slab(std::size_t bytes) : buffer(bytes), touched(bytes / kBlockBytes) { ranges.grow(bytes); }
         HostBuffer buffer;
         RangeAllocator ranges;
-        std::vector<bool> touched;  // blocks that take up memory
+        std::vector<bool> touched;  // blocks that use memory
     };
     using Slabs = std::list<Slab>;
 
  public:
-    // Memory that is lent; it comes back with the end of the object. It may be used where it lies, without a copy.
+    // Lent memory, which the destructor returns. It may be used in place, without a copy.
     class Lease {
      public:
         Lease(std::shared_ptr<MemoryPool> pool, Slabs::iterator slab, std::size_t offset, std::size_t bytes)
@@ -46,15 +46,15 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
 
     static constexpr std::size_t kSlabBytes = std::size_t{64} << 20;
 
-    // Addresses are taken in slabs, which `registrar`, if there is one, registers: copies from and to a device are then
-    // asynchronous, and a slab keeps all of its memory as long as a part of it is lent.
+    // Addresses are allocated in slabs. If there is a `registrar`, it registers them: copies from and to a device are
+    // then asynchronous, and a slab keeps all of its memory while a part of it is lent.
     explicit MemoryPool(std::shared_ptr<const HostRegistrar> registrar = nullptr) : registrar_(std::move(registrar)) {}
 
-    // Returns whole blocks with any content. If the limit does not suffice, more is used, until it comes back.
+    // Returns whole blocks with undefined content. If the limit is too low, it is exceeded until they are returned.
     // Throws SystemError if there is no memory, std::invalid_argument for zero bytes.
     std::unique_ptr<Lease> take(std::size_t bytes);
 
-    // Bytes above which idle memory is given back to the system.
+    // Sets the number of bytes above which idle memory is returned to the system.
     void set_limit(std::size_t bytes);
     std::size_t limit() const;
     std::size_t used_bytes() const;  // lent and idle

@@ -6,13 +6,13 @@
 
 namespace smart_infinity {
 
-// Divides a range that can grow and shrink at its end. What is free next to each other is one again, so that lengths
-// may vary without end. It takes the first place that fits: the end of the range stays free as far as possible.
+// Divides a range that can grow and shrink at its end. Adjacent free parts are merged, so that lengths may vary
+// indefinitely. It uses the first part that fits, which keeps the end of the range free if possible.
 class RangeAllocator {
  public:
     // Returns the offset of `bytes` bytes, or nothing if no free part is long enough.
     std::optional<std::uint64_t> allocate(std::uint64_t bytes);
-    // Frees what was allocated.
+    // Frees bytes that were allocated.
     void free(std::uint64_t offset, std::uint64_t bytes);
     // Appends free bytes.
     void grow(std::uint64_t bytes);

@@ -11,7 +11,7 @@
 namespace smart_infinity {
 namespace {
 
-// Calls `each` with the begin of every block of the part, and its length.
+// Calls `each` with the offset and length of every block of the part.
 template <class Each>
 void for_blocks(const IoRequest& part, const Each& each) {
     for (std::size_t begin = 0; begin < part.bytes; begin += kBlockBytes) {

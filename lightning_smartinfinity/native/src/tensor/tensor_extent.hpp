@@ -14,17 +14,16 @@
 
 namespace smart_infinity {
 
-// One tensor's bytes on storage. Its place becomes free with the last reference to it, and requests in progress hold
+// One tensor's bytes on storage. Its place is freed with the last reference to the extent; requests in progress hold
 // one.
 //
-// It remembers the CRC-32C of every block that was written. So a read finds blocks that changed, blocks of another
-// place and blocks whose last write never reached the storage, unless it is to check nothing. Blocks that were never
-// written are zero.
+// It keeps the CRC-32C of every written block. With checks, a read therefore detects blocks that changed, blocks from
+// another place, and blocks whose last write never reached storage. Blocks that were never written are zero.
 class TensorExtent {
  public:
     enum class Checks : std::uint8_t { kNone, kChecksums };
 
-    // Owns whole blocks of the file, which it gives back.
+    // Owns whole blocks of the file, which the destructor frees.
     TensorExtent(std::shared_ptr<TensorFile> file, std::uint64_t offset, std::uint64_t bytes, Checks checks);
     ~TensorExtent() { file_->free(offset_, bytes_); }
     TensorExtent(const TensorExtent&) = delete;
@@ -35,14 +34,14 @@ class TensorExtent {
     std::uint64_t bytes() const { return bytes_; }
     std::uint64_t generation() const;  // the number of writes that have begun
 
-    // Remembers a request that begins, and returns the earlier ones that it must not overtake. `queue` is where they
-    // are all submitted. The caller serializes the calls of one extent with their submission.
+    // Returns the earlier requests that a new request must not overtake; begun() records the request. `queue` is the
+    // queue to which all are submitted. The caller serializes these calls for one extent with their submission.
     std::vector<FileQueue::Ticket> conflicts(Direction direction, std::uint64_t offset, std::size_t bytes,
                                              const FileQueue& queue);
     void begun(FileQueue::Ticket ticket, Direction direction, std::uint64_t offset, std::size_t bytes);
 
-    // Is called with each part that has ended; offsets are those of the file. Remembers what was written, and checks
-    // what was read. Returns the failure of the part.
+    // Called with each part that has ended; offsets are relative to the file. Records checksums of written blocks, and
+    // checks blocks that were read. Returns the failure of the part.
     std::optional<Failure> ended(const IoRequest& part, std::optional<Failure> failure);
 
  private:
@@ -64,7 +63,7 @@ class TensorExtent {
     const std::shared_ptr<TensorFile> file_;
     const std::uint64_t bytes_;
     const std::uint64_t offset_;
-    // Requests on the same blocks do not overlap in time, so that these two need no lock.
+    // Requests on the same blocks do not overlap in time, so these two need no lock.
     std::vector<std::uint32_t> checksums_;
     std::vector<Block> blocks_;
     mutable std::mutex mutex_;  // guards the members below

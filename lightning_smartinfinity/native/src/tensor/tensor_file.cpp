@@ -30,11 +30,11 @@ int errno_of(const Call& call) {
 int resize_file(int descriptor, std::uint64_t from, std::uint64_t to) {
     const auto length = static_cast<off_t>(to), before = static_cast<off_t>(from);
     if (to > from) {
-        // posix_fallocate() would write to every block where the file system reserves none.
+        // posix_fallocate() would write to every block on file systems that cannot reserve blocks.
         const int error = errno_of([=] { return ::fallocate(descriptor, 0, before, length - before); });
         if (error == 0) return 0;
         if (error != EOPNOTSUPP) {
-            // A reservation that failed may have kept a part of the blocks.
+            // A failed reservation may have reserved a part of the blocks.
             (void)errno_of([=] { return ::ftruncate(descriptor, before); });
             return error;
         }
@@ -108,7 +108,7 @@ void TensorFile::grow(std::unique_lock<std::mutex>& lock, std::uint64_t bytes) {
     resizing_ = true;
     lock.unlock();
     int error = resize_(descriptor, end, end + reserved);
-    if (error != 0 && reserved > bytes) {  // the last room of a file system is less than a step
+    if (error != 0 && reserved > bytes) {  // the remaining space of the file system may be less than a step
         reserved = bytes;
         error = resize_(descriptor, end, end + reserved);
     }
@@ -121,23 +121,23 @@ void TensorFile::grow(std::unique_lock<std::mutex>& lock, std::uint64_t bytes) {
     ranges_.grow(reserved);
 }
 
-// Keeps as much as the file grows by, so that it does not shrink and grow in turn.
+// Keeps one step of free blocks, so that the file does not shrink and grow alternately.
 void TensorFile::give_back() {
     const std::uint64_t end = ranges_.size(), needed = std::max(used_length(), kept_) + step();
     if (closed_ || resizing_ || end <= needed + step()) return;
     const std::uint64_t bytes = end - needed;
-    // Whoever drops a reference to an extent waits for no device, and may hold Python's lock.
+    // A thread shrinks the file, since the caller that drops an extent must not wait and may hold Python's lock.
     const auto shrink = [self = shared_from_this(), file = file_, bytes, end] {
         const int error = self->resize_(file.descriptor(), end, end - bytes);
         const std::lock_guard lock(self->mutex_);
         self->end_resizing();
         if (error != 0) return self->ranges_.grow(bytes);
-        self->give_back();  // of what was freed meanwhile
+        self->give_back();  // blocks that were freed meanwhile
     };
     try {
         std::thread(shrink).detach();
     } catch (const std::system_error&) {
-        return;  // the file stays as long as it is, which harms nobody
+        return;  // the file keeps its length, which does no harm
     }
     resizing_ = true;
     ranges_.shrink(bytes);

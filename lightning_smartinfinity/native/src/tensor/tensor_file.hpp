@@ -13,28 +13,28 @@
 
 namespace smart_infinity {
 
-// Makes a file longer, with its blocks reserved where the file system can, or shorter. If it fails, the file keeps its
-// length. Returns zero or an errno.
+// Makes a file longer or shorter. New blocks are reserved if the file system supports it. If it fails, the file keeps
+// its length. Returns zero or an errno.
 int resize_file(int descriptor, std::uint64_t from, std::uint64_t to);
 
-// A file of extents. Its blocks are allocated in large steps, and given back when much of the end is free. Both may
-// wait for the device: no lock is held meanwhile, and what is free in the file can be allocated. A shared pointer owns
-// it.
+// A file of extents. It grows in large steps, and is shortened when much of its end is free. Both may wait for the
+// device; no lock is held meanwhile, and free blocks of the file can still be allocated. A shared pointer owns it.
 class TensorFile : public std::enable_shared_from_this<TensorFile> {
  public:
-    // The file is empty, and nobody else changes its size. Steps are an eighth of the file, at most `step_bytes`.
+    // The file must be empty, and no other code may change its size. Steps are an eighth of the file, at most
+    // `step_bytes`.
     TensorFile(StateFile file, std::uint64_t step_bytes) : file_(std::move(file)), step_bytes_(step_bytes) {}
 
     // Returns the offset of whole blocks. Throws SystemError if the file system has no room for them.
     std::uint64_t allocate(std::uint64_t bytes);
-    // Does the same if that many blocks are free together in the file, so that nobody waits for the device.
+    // Does the same if the file has enough adjacent free blocks, so that no caller waits for the device.
     std::optional<std::uint64_t> allocate_free(std::uint64_t bytes);
     // Does not wait for the device. In a forked child it does nothing, since the file is the parent's.
     void free(std::uint64_t offset, std::uint64_t bytes);
-    // From now on, gives back what is free behind the end of the last extent of this moment, and nothing before it.
-    // Extents that are allocated and freed again and again then do not wait for the device each time.
+    // From now on, removes only free blocks after the last extent of this moment. Then extents that are allocated and
+    // freed repeatedly do not wait for the device each time.
     void keep_length();
-    // Closes the file; nothing is allocated later.
+    // Closes the file; later allocations fail.
     void close();
 
     StateFile file() const;

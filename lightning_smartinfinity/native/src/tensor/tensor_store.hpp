@@ -13,39 +13,38 @@
 
 namespace smart_infinity {
 
-// Tensors of any length on storage, which live as long as somebody refers to them. The files do not outlive the
-// process.
+// Tensors of any length on storage, which exist as long as they are referenced. The files do not outlive the process.
 class TensorStore {
  public:
     using Ticket = FileQueue::Ticket;
 
     static constexpr std::uint64_t kStepBytes = std::uint64_t{64} << 20;
 
-    // The files are empty, and nobody else changes their size. Throws as FileQueue does. An abandoned request keeps its
-    // place; whoever owns its memory keeps that, while the store is busy.
+    // The files must be empty, and no other code may change their size. Throws as FileQueue does. An abandoned request
+    // keeps its place on storage; the owner of its memory must keep the memory while the store is busy.
     TensorStore(const std::vector<StateFile>& files, std::size_t io_threads, std::optional<IoEngineKind> io_engine,
                 std::uint64_t step_bytes = kStepBytes, std::optional<FileQueue::Deadline> deadline = std::nullopt,
                 TensorExtent::Checks checks = TensorExtent::Checks::kChecksums);
     ~TensorStore() { close(); }
 
-    // Reserves blocks in the file that holds least. Throws SystemError.
+    // Reserves blocks in the file with the fewest taken bytes. Throws SystemError.
     std::shared_ptr<TensorExtent> allocate(std::uint64_t bytes);
-    // Does the same unless that file would have to grow. It never waits for the device.
+    // Does the same unless that file would have to grow. Never waits for the device.
     std::optional<std::shared_ptr<TensorExtent>> allocate_free(std::uint64_t bytes);
 
-    // From now on, keeps the files at least as long as the extents of this moment need.
+    // From now on, keeps the files at least as long as their present extents need.
     void keep_length();
 
-    // Transfers whole blocks of an extent, and returns at once. The memory must stay until the request has ended. A
-    // request waits for earlier ones on the same blocks if one of them writes. A read fails unless it finds what was
-    // written, if there are checks. Throws std::invalid_argument if the bytes are not whole blocks inside the extent.
+    // Transfers whole blocks of an extent, and returns at once. The memory must exist until the request has ended. A
+    // request waits for earlier ones on the same blocks if one of them writes. With checks, a read fails unless it
+    // returns the written bytes. Throws std::invalid_argument if the bytes are not whole blocks inside the extent.
     Ticket submit(Direction direction, const std::shared_ptr<TensorExtent>& extent, std::uint64_t offset,
                   std::byte* data, std::size_t bytes, IoClass io_class);
-    // Reads a whole extent in the same way, but nobody waits for it: `finished` is called when it has ended, on a
-    // thread of the store, with no lock held. An abandoned read keeps `owner`, which owns the memory.
+    // Reads a whole extent in the same way, but without a ticket to wait for: `finished` is called when the read has
+    // ended, on a thread of the store, without a lock. An abandoned read keeps `owner`, which owns the memory.
     void read(const std::shared_ptr<TensorExtent>& extent, std::byte* data, std::size_t bytes, IoClass io_class,
               std::shared_ptr<void> owner, FileQueue::Finished finished);
-    // These are FileQueue's. Blocks whose write was cancelled before it started stay what they were.
+    // These are FileQueue's. Blocks whose write was cancelled before it started are unchanged.
     bool done(Ticket ticket) const { return queue_.done(ticket); }
     bool cancel(Ticket ticket) { return queue_.cancel(ticket); }
     std::optional<Failure> wait(Ticket ticket, const FileQueue::Poll& poll = [] {}) {
@@ -54,7 +53,7 @@ class TensorStore {
 
     Counters report() const { return queue_.report(); }
     IoEngineKind io_engine() const { return queue_.io_engine(); }
-    bool busy() const { return queue_.busy(); }  // as FileQueue's
+    bool busy() const { return queue_.busy(); }  // as in FileQueue
     std::uint64_t taken_bytes() const;           // of all extents
     std::uint64_t file_bytes() const;            // of all files
     // Waits for requests in flight, but not for abandoned ones, and closes the files.
@@ -70,7 +69,7 @@ class TensorStore {
 
     const TensorExtent::Checks checks_;
     std::vector<std::shared_ptr<TensorFile>> files_;
-    std::mutex mutex_;  // keeps requests in the order in which extents hear of them
+    std::mutex mutex_;  // keeps submissions in the order in which extents record them
     FileQueue queue_;
 };
 

@@ -32,7 +32,7 @@ bool differ(const std::byte* one, const std::byte* other, std::int64_t bytes) {
     return bytes > 0 && std::memcmp(one, other, static_cast<std::size_t>(bytes)) != 0;
 }
 
-// Reads what the request's place in the file holds.
+// Reads the file's content in the range of the request, at `offset`.
 std::unique_ptr<HostBuffer> content_at(IoRequest request, std::uint64_t offset) {
     auto content = std::make_unique<HostBuffer>(request.bytes);
     request.direction = Direction::kRead;
@@ -89,7 +89,7 @@ FaultInjectingEngine::Pending FaultInjectingEngine::decide(const IoRequest& requ
         at_most = -faults_.error;
     } else if (faults_.short_transfer_every > 0 &&
                (counts_->reads + counts_->writes) % faults_.short_transfer_every == 0 && request.bytes > kBlockBytes) {
-        // It is at least a block, so that every transfer ends.
+        // At least a block is transferred, so that every transfer ends.
         at_most = draw(generator_, kBlockBytes, at_most - 1);
     }
     const std::int64_t delay_us =
@@ -104,7 +104,7 @@ FaultInjectingEngine::Pending FaultInjectingEngine::decide(const IoRequest& requ
                    lost ? std::make_shared<HostBuffer>(request.bytes) : nullptr};
 }
 
-// Counts what happened to a request, before its submitter may use its memory again.
+// Counts the faults of a request, before its submitter may reuse its memory.
 void FaultInjectingEngine::count(const Pending& pending, std::int64_t transferred) {
     const IoRequest& request = pending.request;
     if (pending.at_most < 0) ++counts_->failed;
@@ -165,7 +165,7 @@ void FaultInjectingGate::change(const IoRequest& read, std::int64_t number) {
     }
 }
 
-// Writes what the read is to find, and counts it if it differs from what lies there.
+// Writes the bytes that the read should return, and counts the read if they differ from the file's.
 void FaultInjectingGate::replace(const IoRequest& read, const std::byte* content, FaultCounts::Count& count) {
     if (!differ(content_at(read, read.offset)->data(), content, static_cast<std::int64_t>(read.bytes))) return;
     IoRequest write = read;

@@ -14,24 +14,24 @@
 
 namespace smart_infinity {
 
-// The faults to inject. Requests are counted from zero, reads and writes separately.
+// The faults to inject. Requests are numbered from zero, reads and writes separately.
 struct Faults {
     std::uint64_t seed = 0;
     std::int64_t max_delay_us = 0;   // longest random delay of a completion, so that completions overtake each other
     std::int64_t fail_read_at = -1;  // number of the read that fails
     std::int64_t fail_write_at =
         -1;  // number of the write that fails after its first block, which leaves a torn extent
-    std::int64_t short_transfer_every = 0;  // one in this many transfers stops somewhere in the middle
+    std::int64_t short_transfer_every = 0;  // one in this many transfers stops in the middle
     int error = EIO;
-    std::int64_t delay_us = 0;        // added to each request's time, as by a slow device
+    std::int64_t delay_us = 0;        // added to each request's time, like a slow device
     std::int64_t flip_read_at = -1;   // number of the read in whose data one bit is flipped
-    std::int64_t misread_at = -1;     // number of the read that returns what lies elsewhere in the file,
-    std::int64_t misread_by = 4096;   // so many bytes before its place, or behind it at the start of the file
-    std::int64_t lose_write_at = -1;  // number of the write that is reported done, but was not made
+    std::int64_t misread_at = -1;     // number of the read that returns data from elsewhere in the file,
+    std::int64_t misread_by = 4096;   // this many bytes before its place, or after it at the start of the file
+    std::int64_t lose_write_at = -1;  // number of the write that is reported as done but not made
 };
 
-// How many requests there were, and on how many of them each fault had an effect. A request that was misread or lost
-// counts only if that changed a byte.
+// Number of requests, and the number of them on which each fault had an effect. A misread or lost request counts only
+// if that changed a byte.
 struct FaultCounts {
     using Count = std::atomic<std::int64_t>;
     Count reads = 0;
@@ -61,7 +61,7 @@ class FaultInjectingEngine final : public IoEngine, private CompletionHandler {
         std::int64_t delay_us = 0;
         bool flips = false;
         bool misread = false;
-        std::shared_ptr<HostBuffer> lost = nullptr;  // a lost write: memory for what is read in its stead
+        std::shared_ptr<HostBuffer> lost = nullptr;  // of a lost write: memory for a read that replaces it
     };
 
     void completed(const IoRequest& request, const IoResult& result) override;
@@ -78,12 +78,12 @@ class FaultInjectingEngine final : public IoEngine, private CompletionHandler {
     std::unique_ptr<IoEngine> inner_;         // last member: its destructor waits for completions
 };
 
-// Injects faults into transfers that have no engine: it is called before each of them, and changes the file before a
-// read. No transfer is short.
+// Injects faults into transfers without an engine: called before each transfer, and changes the file before a read. No
+// transfer is short.
 class FaultInjectingGate {
  public:
     FaultInjectingGate(const Faults& faults, std::shared_ptr<FaultCounts> counts);
-    // Throws CardError for a transfer that is to fail.
+    // Throws CardError for a transfer that should fail.
     void operator()(const IoRequest& request);
 
  private:
@@ -95,7 +95,7 @@ class FaultInjectingGate {
     const std::shared_ptr<FaultCounts> counts_;
     std::mutex mutex_;
     std::mt19937_64 generator_;
-    std::map<std::uint64_t, std::unique_ptr<HostBuffer>> lost_;  // by offset: what lost writes have not replaced
+    std::map<std::uint64_t, std::unique_ptr<HostBuffer>> lost_;  // by offset: contents that lost writes did not replace
 };
 
 }  // namespace smart_infinity

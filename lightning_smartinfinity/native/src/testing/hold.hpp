@@ -12,16 +12,16 @@
 
 namespace smart_infinity {
 
-// Holds `count` requests of one direction, from number `first` on: they do not begin before release().
+// Holds `count` requests of one direction, from number `first` on: they do not start before release().
 class Hold {
  public:
     Hold(Direction direction, std::uint64_t first, std::uint64_t count)
         : direction_(direction), first_(first), last_(first + count) {}
 
-    // Returns whether it holds the request, which calling `begin` later starts.
+    // Returns whether it holds the request; release() then calls `begin`, which starts it.
     bool try_hold(const IoRequest& request, std::function<void()> begin);
     std::size_t count() const;
-    // Releases all held requests, and holds no more.
+    // Releases all held requests, and holds no further ones.
     void release();
 
  private:
@@ -37,7 +37,7 @@ class Hold {
 // Waits until the hold releases the request, if it holds it.
 void wait_for(Hold& hold, const IoRequest& request);
 
-// An engine whose requests take as long as a test wants.
+// An engine whose requests take as long as a test decides.
 class HoldingEngine final : public IoEngine {
  public:
     HoldingEngine(std::unique_ptr<IoEngine> inner, std::shared_ptr<Hold> hold)

@@ -13,11 +13,11 @@
 
 namespace smart_infinity {
 
-// Changes the private parts of pipelines, queues and tensor stores, whose friend it is. Nothing may be in flight.
+// Changes private parts of pipelines, queues and tensor stores, which declare it a friend. No request may be in flight.
 struct Seams {
     using Decorate = std::function<std::unique_ptr<IoEngine>(std::unique_ptr<IoEngine>)>;
 
-    // Puts an engine in front of the one that moves the bytes. Deadlines stay in front of both.
+    // Wraps the engine that moves the bytes. Deadlines stay outside of both engines.
     static void decorate_engine(Pipeline& pipeline, const Decorate& decorate);
     static void decorate_engine(FileQueue& queue, const Decorate& decorate);
     static void decorate_engine(TensorStore& store, const Decorate& decorate) {
@@ -35,7 +35,7 @@ struct Seams {
 // Selects the set that every thread uses from now on. Throws std::invalid_argument if this CPU does not support it.
 void select_instruction_set(InstructionSet choice);
 
-// Switches to another CUDA library, or back to libcuda.so.1. Existing objects keep the one they have.
+// Switches to another CUDA library, or back to libcuda.so.1. Existing objects keep their library.
 void use_cuda_library(std::optional<std::string> path);
 
 }  // namespace smart_infinity

@@ -14,14 +14,14 @@
 
 namespace smart_infinity {
 
-// A limit on the total speed of some open files, which several engines may use; 0: unlimited.
+// A limit on the total speed of some open files, which several engines may share; 0: unlimited.
 class Throttle {
  public:
     using Clock = std::chrono::steady_clock;
 
     std::atomic<double> bytes_per_second{0};
 
-    // Returns when a request that is submitted now ends.
+    // Returns the time at which a request that is submitted now ends.
     Clock::time_point take_turn(std::size_t bytes);
 
  private:
@@ -29,9 +29,9 @@ class Throttle {
     Clock::time_point end_of_turns_;
 };
 
-// An engine in which requests to some files take turns from their submission on, at the speed of a slow device or of a
-// slow channel that several devices share, for tests. A turn includes the request's real duration and its turn in
-// another throttle below this one, since a request passes through both at once. Other files are unaffected.
+// An engine for tests in which requests to some files take turns, from their submission on, at the speed of a slow
+// device or of a slow channel that several devices share. A turn includes the request's real duration and its turn in
+// another throttle below this one, since a request passes through both at the same time. Other files are unaffected.
 class ThrottledEngine final : public IoEngine, private CompletionHandler {
  public:
     ThrottledEngine(std::unique_ptr<IoEngine> inner, std::shared_ptr<Throttle> throttle, std::set<int> descriptors);

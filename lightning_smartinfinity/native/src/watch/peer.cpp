@@ -27,11 +27,11 @@ static_assert(sizeof(Header) == 8, "all ranks send the same header");
 
 constexpr std::size_t kLongestWhy = 4000;
 
-// Descriptors that a forked child closes. The lock is held during a fork, so that the child finds them whole.
+// Descriptors that a forked child closes. The lock is held during a fork, so that the child gets a consistent set.
 class Descriptors {
  public:
     static Descriptors& all() {
-        static auto* descriptors = new Descriptors;  // never freed: a fork may come at exit
+        static auto* descriptors = new Descriptors;  // never freed: a fork may happen at exit
         return *descriptors;
     }
     void add(int descriptor) {
@@ -92,7 +92,7 @@ void Peer::send_unsent() {
         const ssize_t sent = ::send(descriptor_, unsent_.data(), unsent_.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
         if (sent < 0 && errno == EINTR) continue;
         if (sent < 0) {
-            // Read first what came before the connection closed; receive() then finds that it closed.
+            // First read the bytes that arrived before the connection closed; receive() then finds that it is closed.
             if (errno != EAGAIN && errno != EWOULDBLOCK) unsent_.clear();
             return;
         }

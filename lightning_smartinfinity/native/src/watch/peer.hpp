@@ -14,25 +14,25 @@ enum class Word : std::uint8_t {
     kAsked,     // a rank received SIGTERM
     kFailed,    // a rank ends its training because of an error
     kLost,      // a rank was killed or does not answer
-    kFarewell,  // the sender ends as it should
-    kPlace,     // where the sender has been for a while
+    kFarewell,  // the sender ends normally
+    kPlace,     // where the sender has been waiting for a while
     kDiverged,  // ranks wait for each other at different places
     kCount,
 };
 
 struct Message {
     Word word;
-    int rank;  // of which rank it tells
+    int rank;  // the rank that the message is about
     std::string why;
 };
 
-// The connection to another rank's watch. Its descriptor does not stay open in forked children, where it would keep a
-// killed rank's connection open.
+// The connection to another rank's watch. Its descriptor is closed in forked children, where it would keep a killed
+// rank's connection open.
 class Peer {
  public:
     using Clock = std::chrono::steady_clock;
 
-    // Takes the descriptor of a connected socket over.
+    // Takes ownership of the descriptor of a connected socket.
     Peer(int rank, int descriptor);
     ~Peer();
     Peer(const Peer&) = delete;
@@ -43,19 +43,19 @@ class Peer {
     int descriptor() const { return descriptor_; }
     bool has_unsent() const { return !unsent_.empty(); }
 
-    // Sends what the socket takes now, and the rest later. A beat is left out if something else waits.
+    // Sends as much as the socket accepts now, and the rest later. A beat is omitted if other messages wait.
     void send(const Message& message);
     void send_unsent();
-    // Reads all that has come.
+    // Reads all bytes that have arrived.
     void receive();
-    // Returns the next whole message.
+    // Returns the next complete message, or nothing.
     std::optional<Message> next();
     void close();
 
-    // These say what the rank told last.
+    // The rank's last reports.
     Clock::time_point heard;
     bool training = false;
-    std::string last_words;  // why it said that it would end
+    std::string last_words;  // its reason for ending
 
  private:
     const int rank_;

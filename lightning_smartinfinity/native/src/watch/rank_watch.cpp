@@ -31,15 +31,16 @@ long whole_seconds(WatchOptions::Duration duration) {
     return std::chrono::duration_cast<std::chrono::seconds>(duration).count();
 }
 
-// Writes what stderr takes without waiting, and removes it from the text. A pipe that nobody reads takes nothing.
+// Writes as much as stderr accepts without waiting, and removes it from the text. A pipe without a reader accepts
+// nothing.
 void write_without_waiting(std::string& text) {
     while (!text.empty()) {
         pollfd writable{STDERR_FILENO, POLLOUT, 0};
         if (::poll(&writable, 1, 0) <= 0) return;
-        // A pipe that is writable takes so much.
+        // A writable pipe accepts at least PIPE_BUF bytes.
         const ssize_t written = ::write(STDERR_FILENO, text.data(), std::min<std::size_t>(text.size(), PIPE_BUF));
         if (written < 0 && (errno == EINTR || errno == EAGAIN)) return;
-        // Nothing can be done if nobody reads stderr any more.
+        // If stderr has no reader any more, the text is discarded.
         text.erase(0, written < 0 ? text.size() : static_cast<std::size_t>(written));
     }
 }
@@ -78,7 +79,7 @@ void RankWatch::close() {
     wake();
     thread_.join();
     sigterm_.reset();
-    // The thread may have missed one, which then nobody handles.
+    // The thread may have missed a last SIGTERM, which must still end the process if there is no other handler.
     const std::lock_guard lock(mutex_);
     const bool missed = SigtermListener::heard() && !told_sigterm_;
     if (missed && SigtermListener::is_alone()) options_.end(Ending::kSigterm);
@@ -139,7 +140,7 @@ void RankWatch::end_saving() {
     renew_patience(Clock::now());
 }
 
-// After an error of another rank the patience is not renewed.
+// After an error of another rank, the patience is not renewed.
 void RankWatch::renew_patience(Clock::time_point now) {
     if (!end_of_patience_ || report_.failed) return;
     end_of_patience_ = now + std::max<Clock::duration>(options_.patience, 2 * longest_batch_);
@@ -190,7 +191,8 @@ void RankWatch::run() {
         notice_sigterm();
         for (const auto& peer : peers_) listen(*peer);
         const Clock::time_point now = Clock::now();
-        // After this process or its machine stood still, the others had no chance to be heard: they get a new one.
+        // If this process or its machine was suspended, messages of the others could not be received: their time starts
+        // anew.
         if (now - awake_at_ > 3 * interval_ + 100ms) {
             for (const auto& peer : peers_) peer->heard = now;
         }
@@ -241,7 +243,7 @@ void RankWatch::take(Peer& peer, const Message& message) {
                 peer.training = true;
                 peer.last_words.clear();
             }
-            // It survived its error.
+            // The rank survived its error.
             if (report_.failed && report_.failed->rank == message.rank) {
                 report_.failed.reset();
                 if (!report_.asked) end_of_patience_.reset();
@@ -250,7 +252,7 @@ void RankWatch::take(Peer& peer, const Message& message) {
             break;
         case Word::kIdle:
             peer.training = false;
-            // A training that is over everywhere was asked to end, not the next one.
+            // The request to end applied to the training that is now over everywhere, not to the next one.
             if (!training_ && report_.asked && (options_.rank != 0 || report_.asked->rank == peer.rank())) {
                 report_.asked.reset();
             }
@@ -268,10 +270,10 @@ void RankWatch::take(Peer& peer, const Message& message) {
         case Word::kFailed:
             if (message.rank == peer.rank()) peer.last_words = message.why;
             if (options_.rank == 0) relay(message, message.rank);
-            // All ranks may have failed together, and are then about to end their training, too.
+            // All ranks may have failed together; they are then about to end their training, too.
             if (!training_ || report_.failed) break;
             report_.failed = RankNotice{message.rank, message.why};
-            // While it was saving, the patience after SIGTERM may have passed.
+            // During saving, the patience after SIGTERM may have passed.
             if (!end_of_patience_ || saving_ > 0) end_of_patience_ = Clock::now() + options_.patience;
             changed_.notify_all();
             break;
@@ -293,7 +295,7 @@ void RankWatch::notice_silence(Clock::time_point now) {
     for (const auto& peer : peers_) {
         if (!peer->open() || now - peer->heard < options_.silence) continue;
         const std::string why = "has not answered for " + std::to_string(whole_seconds(options_.silence)) + " s";
-        peer->send({Word::kLost, peer->rank(), why});  // if it wakes up, it knows
+        peer->send({Word::kLost, peer->rank(), why});  // informs it in case it wakes up
         peer->training = false;
         peer->close();
         lose(peer->rank(), why);
@@ -302,7 +304,7 @@ void RankWatch::notice_silence(Clock::time_point now) {
 
 void RankWatch::notice_sigterm() {
     if (!SigtermListener::heard() || told_sigterm_) return;
-    // Out of a training it concerns the handler that is there. No later training is to end by it.
+    // Outside of a training, only the other handler reacts. The signal must not end a later training.
     if (!training_ && !SigtermListener::is_alone()) return SigtermListener::forget();
     told_sigterm_ = true;
     hear_asked(options_.rank);
@@ -315,7 +317,7 @@ void RankWatch::notice_sigterm() {
 void RankWatch::hear_asked(int rank) {
     if (report_.asked) return;
     report_.asked = RankNotice{rank, kReceivedSigterm};
-    ask_to_end();  // this rank may wait for a disk that does not answer
+    ask_to_end();  // this rank may be waiting for a disk that does not answer
     say(named(rank) + " received SIGTERM.");
     if (training_) {
         end_of_patience_ = Clock::now();
@@ -370,7 +372,7 @@ void RankWatch::say_farewell() {
     for (const auto& peer : peers_) peer->close();
 }
 
-// Sends what waits, to ranks that take it within the limit.
+// Sends waiting messages to ranks that accept them within the time limit.
 void RankWatch::flush(std::chrono::milliseconds limit) {
     const Clock::time_point until = Clock::now() + limit;
     for (const auto& peer : peers_) {
@@ -394,7 +396,7 @@ std::string RankWatch::named(int rank) const {
     return "rank " + std::to_string(rank) + " on " + host;
 }
 
-// The thread writes it, which others may not wait for.
+// The thread writes the text, since other threads may not wait for stderr.
 void RankWatch::say(const std::string& text) {
     unsaid_ += "smart_infinity, rank " + std::to_string(options_.rank) + ": " + text + "\n";
     wake();

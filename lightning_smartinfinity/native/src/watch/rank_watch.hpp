@@ -24,22 +24,22 @@ struct RankNotice {
 };
 
 struct WatchReport {
-    std::optional<RankNotice> lost;       // it was killed or does not answer: no training with it can go on
+    std::optional<RankNotice> lost;       // it was killed or does not answer: no training with it can continue
     std::optional<RankNotice> failed;     // an error ends its training
     std::optional<RankNotice> asked;      // it received SIGTERM
-    std::optional<RankNotice> left;       // it ended as it should
-    std::optional<std::string> diverged;  // ranks wait for each other at different places; the words say where
+    std::optional<RankNotice> left;       // it ended normally
+    std::optional<std::string> diverged;  // ranks wait for each other at different places, which the text names
 };
 
-// Where a rank has been for a while, in words of its own, and how long ago it told this.
+// Where a rank has been waiting for a while, in its own words, and how long ago it reported this.
 struct RankPlace {
-    std::string where;  // empty: it moves
+    std::string where;  // empty: it makes progress
     double seconds;
 };
 
 enum class Ending { kLostRank, kSigterm };
 
-// The exit status of a process that ends because of another rank. It is EX_TEMPFAIL of sysexits.h: try again.
+// Exit status of a process that ends because of another rank. It is EX_TEMPFAIL of sysexits.h: try again.
 constexpr int kRankLostStatus = 75;
 
 // Ends the process at once.
@@ -50,19 +50,19 @@ struct WatchOptions {
 
     int rank;
     std::vector<std::string> hosts;            // of all ranks
-    std::vector<std::pair<int, int>> sockets;  // connected ones, by rank: rank 0 has all other ranks, these have rank 0
+    std::vector<std::pair<int, int>> sockets;  // connected, by rank: rank 0 has all other ranks, the others have rank 0
     Duration silence;                          // after which a rank is lost
     Duration grace;                            // for Python to end the process after a rank is lost
     Duration patience;                         // for all ranks to end a training together after SIGTERM or an error
-    // Called with a lock held. Tests pass something that ends nothing.
+    // Called with a lock held. Tests pass a function that ends nothing.
     std::function<void(Ending)> end = end_process;
 };
 
-// Watches whether the other ranks' processes live. A thread, which needs nothing of Python, sends heartbeats and
-// listens to those of others: a rank that computes, compiles or waits in a debugger of Python's answers.
+// Watches whether the other ranks' processes are alive. A thread that does not need Python sends heartbeats and
+// receives those of others, so a rank that computes, compiles, or waits in a Python debugger still answers.
 //
-// Rank 0 watches all others, and they watch rank 0, which tells them what it knows. When a rank is lost, every rank
-// says so on stderr. Python may then raise; a process that still trains after a grace period, as it waits in a
+// Rank 0 watches all others, and they watch rank 0, which forwards messages to them. When a rank is lost, every rank
+// reports it on stderr. Python may then raise. A process that still trains after a grace period, because it waits in a
 // collective, is ended. After SIGTERM it may take the longer patience.
 class RankWatch {
  public:
@@ -71,34 +71,35 @@ class RankWatch {
     RankWatch(const RankWatch&) = delete;
     RankWatch& operator=(const RankWatch&) = delete;
 
-    // From now on this rank, which trains or evaluates, is missed if it ends, and ended if it misses another one.
+    // From now on this rank, which trains or evaluates, is reported lost if it ends, and is ended if another one is
+    // lost.
     void begin_training();
-    // From now on it may end, and is not ended. What was lost stays lost.
+    // From now on this rank may end, and is not ended. Lost ranks stay lost.
     void end_training();
-    // Hears SIGTERM before the present handler does.
+    // Installs a SIGTERM handler that runs before the present one.
     void hear_sigterm();
-    // Tells all ranks that this rank received SIGTERM.
+    // Informs all ranks that this rank received SIGTERM.
     void tell_sigterm();
-    // Tells the other ranks that an error ends this rank's training.
+    // Informs the other ranks that an error ends this rank's training.
     void tell_failure(const std::string& why);
-    // Notes the begin of a batch, of training or validation: after SIGTERM the process may go on for the patience, or
-    // for twice the longest batch, from the last begin on.
+    // Records the start of a batch of training or validation. After SIGTERM the process may continue for the patience,
+    // or for twice the longest batch if that is more, counted from the last start.
     void note_batch();
-    // While a checkpoint is saved, SIGTERM does not end the process; after it, it has the patience anew.
+    // While a checkpoint is saved, SIGTERM does not end the process; afterwards, the patience starts anew.
     void begin_saving();
     void end_saving();
-    // Takes back that SIGTERM ends this process after the patience: all ranks have agreed to end their training.
+    // Cancels the end of this process after the patience, because all ranks have agreed to end their training.
     void agree();
-    // Tells rank 0 where this rank has been for a while; an empty text says that it moves.
+    // Reports to rank 0 where this rank has been waiting for a while; empty text: it makes progress.
     void tell_place(const std::string& where);
-    // Returns the last place of each rank that told one. Only rank 0 knows those of others.
+    // Returns the last reported place of each rank. Only rank 0 knows those of others.
     std::map<int, RankPlace> places() const;
-    // Tells all ranks that they wait for each other at different places: they end as if one of them was lost.
+    // Informs all ranks that they wait for each other at different places: they end as if one of them were lost.
     void tell_divergence(const std::string& where);
     // Waits until a rank is lost or has left, or the time has passed.
     WatchReport wait(std::chrono::milliseconds limit);
     WatchReport report() const;
-    // Says farewell and ends the thread.
+    // Sends a farewell and ends the thread.
     void close();
 
  private:
@@ -135,7 +136,7 @@ class RankWatch {
     std::map<int, std::pair<std::string, Clock::time_point>> places_;
     bool training_ = false, closing_ = false, told_sigterm_ = false;
     int saving_ = 0;
-    std::string unsaid_;  // goes to stderr as soon as that takes it
+    std::string unsaid_;  // goes to stderr as soon as stderr accepts it
     std::optional<Clock::time_point> batch_began_;
     Clock::duration longest_batch_{};
     std::optional<Clock::time_point> end_of_grace_, end_of_patience_;

@@ -13,7 +13,7 @@
 namespace smart_infinity {
 namespace {
 
-// A signal handler can only reach what is global.
+// A signal handler can only access globals.
 std::atomic<int> event{-1};
 std::atomic<bool> came{false};
 std::atomic<bool> alone{false};
@@ -47,7 +47,7 @@ void put_back() {
 
 SigtermListener::SigtermListener(int event_descriptor) {
     static std::once_flag once;
-    // A forked child, such as a DataLoader's worker, ends by SIGTERM as it would without the listener.
+    // A forked child, such as a DataLoader worker, ends on SIGTERM as it would without the listener.
     std::call_once(once, [] { pthread_atfork(nullptr, nullptr, put_back); });
     came = false;
     event = event_descriptor;
@@ -59,7 +59,7 @@ SigtermListener::~SigtermListener() {
 }
 
 void SigtermListener::step_in_front() {
-    // A handler may run at any time with any of these, so they are never freed. There are a few in a process's life.
+    // A handler may run with any of these at any time, so they are never freed. A process creates only a few.
     static std::mutex mutex;
     static auto* const earlier = new std::list<struct sigaction>;
     const std::lock_guard lock(mutex);
