@@ -1,8 +1,8 @@
 """The connection to DeepSpeed's ZeRO-3: engine, stage-3 optimizer, checkpoint format. The only importer of deepspeed.
 
-This ``__init__`` and its imports load deepspeed inside functions only. An integration imports the modules that need it
-at module level (``engine``, ``optimizer``, ``checkpoints`` and what they use) when it sets up the model, after
-:func:`prepare_environment` has told DeepSpeed which accelerator to use.
+This ``__init__`` and its imports load deepspeed inside functions only. Other modules (``engine``, ``optimizer``,
+``checkpoints`` and their imports) load it at module level. An integration imports these when it sets up the model,
+after :func:`prepare_environment` has set DeepSpeed's accelerator.
 """
 
 from lightning_smartinfinity.zero3.settings import OffloadSettings

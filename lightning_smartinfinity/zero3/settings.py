@@ -1,4 +1,4 @@
-"""Settings of storage for the ZeRO-3 optimizer and its parameters."""
+"""Storage settings of the ZeRO-3 optimizer and its parameters."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadSettings(StrategySettings):
-    """The user's settings, and what is known about the training.
+    """The user's settings, and facts about the training.
 
     Args:
         storage: One folder per storage device.
-        cards: The SmartSSDs that update; None: the host updates.
-        gradient_itemsize: Bytes of a gradient's element; until the arena's dtype is known, the largest possible number.
-        parameter_itemsize: Bytes of a parameter's element, likewise.
-        feed_back_threads: Number of threads that put what compression did not send into the residual.
-        gradient_budget: Bytes of gradients to hold in memory, the others being on storage; None: all.
-        resumes: Whether the training resumes from the state that an interrupted one has left on storage.
-        records: Whether training records are written without a call of the user's.
+        cards: The SmartSSDs that run the update; None: the host runs it.
+        gradient_itemsize: Bytes per element of gradients; until the arena's dtype is known, the largest possible value.
+        parameter_itemsize: Bytes per element of parameters; the largest possible value until known.
+        feed_back_threads: Number of threads that write the values dropped by compression to the residual.
+        gradient_budget: Bytes of gradients to hold in memory, the rest being on storage; None: all are in memory.
+        resumes: Whether the training resumes from the state that an interrupted training left on storage.
+        records: Whether training records are written automatically.
     """
 
     storage: tuple[Path, ...] = field()  # without the base's default
@@ -40,29 +40,29 @@ class OffloadSettings(StrategySettings):
     records: bool = False
 
     def gradient_bytes(self, numel: int) -> int:
-        """Return the most bytes that the gradient of ``numel`` elements takes on its way to the update."""
+        """Return the largest size of a gradient of ``numel`` elements in its transfer to the update, in bytes."""
         if self.compression is None:
             return numel * self.gradient_itemsize
         dtype = native.DType.FLOAT32 if self.gradient_itemsize == _FP32_BYTES else native.DType.BFLOAT16
         return self.compression.native().payload_bytes(numel, dtype)
 
     def recorded_numel(self, numel: int) -> int:
-        """Return how many values of a residual belong to each training record, for a partition of ``numel`` elements.
+        """Return the number of residual values in each training record, for a partition of ``numel`` elements.
 
-        Where the user's loop decides whether to write records, nothing is expected.
+        Zero if the user's loop decides whether to write records.
         """
         recorded = self.records and self.transfer.is_resumable
         return numel if recorded and self.compression is not None and self.compression.keeps_residual else 0
 
     @property
     def tasklet_bytes(self) -> int:
-        """``TransferConfig.tasklet_bytes``, or the default of the device."""
+        """``TransferConfig.tasklet_bytes`` as a number, or the default of the device."""
         return self.transfer.buffer_bytes or (HOST_TASKLET_BYTES if self.cards is None else CARD_TASKLET_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSettings:
-    """Where parameters lie and how much host memory they may use.
+    """Where parameters are stored, and how much host memory they may use.
 
     Args:
         folders: Storage folders.
@@ -71,7 +71,7 @@ class ParameterSettings:
         io_engine: ``TransferConfig.io_engine``.
         io_timeout: ``TransferConfig.io_timeout``.
         buffer_count: Number of buffers for partitions in use or read ahead.
-        buffer_numel: Elements of each buffer; None: those of the largest partition.
+        buffer_numel: Elements of each buffer; None: the size of the largest partition.
         persistence_numel: DeepSpeed keeps parameters of up to this many elements gathered; they are not stored.
         budget: Bytes of parameters that may be in memory at once; None: as many as the buffers hold.
     """

@@ -1,8 +1,8 @@
 """Names for untyped values: DeepSpeed's objects, and the contents of its files.
 
-DeepSpeed publishes no types, so a type checker accepts any use of these. Everything of our own has its class.
-The values in checkpoints and parameter groups are Any because they are nested dictionaries that DeepSpeed, torch and
-users fill: each is checked, or given its type, where it is used.
+DeepSpeed publishes no types, so a type checker accepts any use of these. This package's own objects have classes.
+The values in checkpoints and parameter groups are Any, because they are nested dictionaries that DeepSpeed, torch and
+users fill: each value is checked, or given its type, where it is used.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SavedState: TypeAlias = Mapping[str, Any]
 """States by name, as DeepSpeed, Lightning or torch saves them in a checkpoint."""
 
 ClientState: TypeAlias = dict[str, Any]
-"""State that Lightning or a user saves beside the model; the receiver may change it."""
+"""State that Lightning or a user saves with the model; the receiver may change it."""
 
 ParamGroup: TypeAlias = dict[str, Any]
 """One of torch's ``Optimizer.param_groups``: parameters and hyperparameters by name."""

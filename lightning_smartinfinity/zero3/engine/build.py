@@ -1,7 +1,8 @@
 """Builds engines by ``deepspeed.initialize``, and refuses modules that another engine is training.
 
-A partitioned module without an engine is empty. A teacher or a reward model often has none: nothing prepares it. Such a
-module gets an evaluation engine when it is called (:func:`gathering_when_called`).
+The parameters of a partitioned module without an engine are empty. A teacher or a reward model often has no engine,
+because user code does not set it up. Such a module gets an evaluation engine when it is called
+(:func:`gathering_when_called`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def refuse_trained(module: torch.nn.Module) -> None:
     """Refuse a module whose parameters an engine is training.
 
     Raises:
-        UnsupportedError: The module has such parameters, or was partitioned over a process group that has ended.
+        UnsupportedError: An engine trains the module, or the module was partitioned over a process group that has
+            ended.
     """
     check_process_groups(module)
     if any(owner.rank_state.is_open for owner in trainings_of(module)):
@@ -74,10 +76,10 @@ def refuse_in_fit(module: torch.nn.Module) -> None:
 def build_evaluation_engine(
     model: torch.nn.Module, config: DeepSpeedConfig, *, device_index: int | None
 ) -> EvaluationEngine:
-    """Build an engine without an optimizer: it only gathers parameters, as ZeRO-3 does.
+    """Build an engine without an optimizer, which only gathers ZeRO-3's parameters.
 
     Args:
-        model: Module to evaluate. The user's hooks stay; those of earlier engines are removed.
+        model: Module to evaluate. Hooks of earlier engines are removed; the user's hooks stay.
         config: DeepSpeed's configuration, as for training.
         device_index: Index of the training device.
     """
@@ -97,24 +99,24 @@ def build_evaluation_engine(
 
 
 def evaluation_config(config: DeepSpeedConfig) -> DeepSpeedConfig:
-    """Return DeepSpeed's configuration for an engine without an optimizer, which needs no sizes of batches.
+    """Return DeepSpeed's configuration for an engine without an optimizer, which needs no batch sizes.
 
     Args:
-        config: A configuration for training, in which values may be "auto" still.
+        config: A configuration for training, in which values may still be "auto".
     """
     return {"train_micro_batch_size_per_gpu": 1, **{name: value for name, value in config.items() if value != "auto"}}
 
 
 @contextmanager
 def evaluation_engine() -> Iterator[None]:
-    """Let ``deepspeed.initialize`` build an :class:`EvaluationEngine` within this context."""
+    """Make ``deepspeed.initialize`` build an :class:`EvaluationEngine` within this context."""
     with replaced(deepspeed, "DeepSpeedEngine", functools.partial(_build, EvaluationEngine)):
         yield
 
 
 @contextmanager
 def engine_with(offload: OffloadSettings) -> Iterator[None]:
-    """Let ``deepspeed.initialize`` build a :class:`SmartInfinityEngine` within this context."""
+    """Make ``deepspeed.initialize`` build a :class:`SmartInfinityEngine` within this context."""
     engine = functools.partial(SmartInfinityEngine, offload=offload)
     with replaced(deepspeed, "DeepSpeedEngine", functools.partial(_build, engine)):
         yield
@@ -122,18 +124,18 @@ def engine_with(offload: OffloadSettings) -> Iterator[None]:
 
 def _build(engine: Callable[..., PortableEngine], **kwargs: Any) -> PortableEngine:
     built = engine(**kwargs)
-    _gather_when_called(built.module.modules(), kwargs["config"])  # once this engine is gone
+    _gather_when_called(built.module.modules(), kwargs["config"])  # for calls after this engine is gone
     return built
 
 
 @contextmanager
 def gathering_when_called(config: Callable[[], DeepSpeedConfig]) -> Iterator[None]:
-    """Let modules that ZeRO-3 partitions while it builds them, within this context, answer without an engine.
+    """Make modules that ZeRO-3 partitions while building them, within this context, usable without an engine.
 
-    Such a module gets an evaluation engine when it is called for the first time, unless another engine has it by then.
+    Such a module gets an evaluation engine when it is first called, unless it belongs to another engine by then.
 
     Args:
-        config: Function that returns DeepSpeed's configuration when a module is built.
+        config: Function that returns DeepSpeed's configuration; called when a module is built.
     """
 
     def finish(original: Callable[..., None], init: ZeroInit, module: torch.nn.Module) -> None:
@@ -150,14 +152,14 @@ def _gather_when_called(modules: Iterable[torch.nn.Module], config: DeepSpeedCon
             return None
         before, stack = set(module._forward_pre_hooks), list(parameter_offload.FWD_MODULE_STACK)
         _evaluate(module, config)
-        parameter_offload.FWD_MODULE_STACK[:] = [module, *stack]  # another module may be in the midst of its forward
-        # This call runs only the hooks that the module had before.
+        parameter_offload.FWD_MODULE_STACK[:] = [module, *stack]  # another module's forward may be in progress
+        # torch runs only the hooks that the module had when the call began, so run the engine's new ones here.
         for number, missed in module._forward_pre_hooks.items():
             if number not in before and number in module._forward_pre_hooks_with_kwargs:
                 args, kwargs = missed(module, args, kwargs) or (args, kwargs)
             elif number not in before and (changed := missed(module, args)) is not None:
                 args = changed if isinstance(changed, tuple) else (changed,)
-        return args if kwargs is None else (args, kwargs)  # some copies of modules lose that a hook takes both
+        return args if kwargs is None else (args, kwargs)  # some copies of modules lose the hook's with_kwargs flag
 
     hook = functools.wraps(gather)(torch.compiler.disable(gather))  # type: ignore[no-untyped-call]
     for module in modules:
@@ -171,7 +173,7 @@ def _has_partitioned(module: torch.nn.Module) -> bool:
 
 
 def _evaluate(module: torch.nn.Module, config: DeepSpeedConfig) -> None:
-    """Build an engine, which lives as long as its hooks are on the module."""
+    """Build an evaluation engine, which exists as long as its hooks are on the module."""
     if any(owner.rank_state.is_open for owner in trainings_of(module)):
         raise UnsupportedError(
             f"{type(module).__name__} was called without its engine, and has parameters that are being trained.",
@@ -179,7 +181,7 @@ def _evaluate(module: torch.nn.Module, config: DeepSpeedConfig) -> None:
         )
     parts: list[ZeroParameter] = [param for param in module.parameters() if hasattr(param, "ds_tensor")]
     dtypes = {param.ds_tensor.dtype for param in parts}
-    precision = {name: {"enabled": dtype in dtypes} for name, dtype in SIXTEEN_BIT.items()}  # it may be "auto" still
+    precision = {name: {"enabled": dtype in dtypes} for name, dtype in SIXTEEN_BIT.items()}  # config may have "auto"
     swapper = parts[0].nvme_swapper
     with having_local_rank(), swapping_with(swapper) if isinstance(swapper, ParameterSwapper) else nullcontext():
         index = int(get_accelerator().current_device())

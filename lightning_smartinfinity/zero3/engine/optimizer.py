@@ -1,4 +1,4 @@
-"""The stage-3 optimizer that our engine builds: state on storage, checkpoints in DeepSpeed's format."""
+"""The stage-3 optimizer that the engine builds: state on storage, checkpoints in DeepSpeed's format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SmartInfinityOptimizer(StateByParameter):
     """The complete stage-3 optimizer of this package."""
 
     def destroy(self) -> None:
-        """Call the base class, which would otherwise look for state in memory that it has pinned."""
+        """Call the base class with an empty state, because it would search the state for pinned memory."""
         with replaced(self.optimizer, "state_on_storage", {}):
             super().destroy()
 
@@ -36,7 +36,7 @@ class SmartInfinityOptimizer(StateByParameter):
 
     @torch.no_grad()
     def _restore_from_bit16_weights(self) -> None:
-        """Set the masters to the partition's present values; moments and step counts stay."""
+        """Set the masters to the partition's current values; moments and step counts stay."""
         self.update.drain()
         self.outside_writes.refresh_all()
 
@@ -50,7 +50,7 @@ class SmartInfinityOptimizer(StateByParameter):
         )
 
     def reload_states(self, *args: object, **kwargs: object) -> None:
-        """Raise UnsupportedError: no state was moved away."""
+        """Raise UnsupportedError: there is no offloaded state to move back."""
         raise UnsupportedError(
             "reload_states does not work with the smart_infinity strategy.",
             "Remove the call: optimizer state stays on storage.",

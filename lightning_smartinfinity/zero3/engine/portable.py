@@ -56,7 +56,7 @@ __all__ = ["EvaluationEngine", "PortableEngine"]
 
 
 class PortableEngine(DeepSpeedEngine):
-    """A ``DeepSpeedEngine`` that uses fp16 wherever torch can, and refuses loads that partitioning would discard."""
+    """A ``DeepSpeedEngine`` with this package's changes to ZeRO-3's parameters, and fp16 on every device of torch."""
 
     module: torch.nn.Module
     optimizer: SmartInfinityOptimizer | DeepSpeedZeRoOffload
@@ -80,22 +80,22 @@ class PortableEngine(DeepSpeedEngine):
             keep_statistics(self.module)
         note_model(self)
         if torch.distributed.get_world_size() > 1:
-            reading_group()  # while all ranks are here
+            reading_group()  # creating it is collective, and all ranks are here
 
     def destroy(self) -> None:
-        """Remove all hooks from the module; the base class leaves two."""
+        """Remove all hooks from the module, including two that the base class leaves."""
         super().destroy()
         for name in ("module_forward_pre_hook", "module_forward_post_hook"):
             if (handle := vars(self).get(name)) is not None:
                 handle.remove()
 
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
-        # The base class casts nothing if zero.Init has partitioned a parameter. Parameters that were copied or assigned
-        # without it still need the dtype. Otherwise it would keep the memory of what it casts.
+        # If zero.Init has partitioned any parameter, the base class casts none: others, that were copied or assigned,
+        # still need the dtype. If it has not, the base class would cast without returning freed memory.
         if self.bfloat16_enabled() or self.fp16_enabled():
             cast_parameters(model.parameters(), torch.bfloat16 if self.bfloat16_enabled() else torch.float16)
         super()._configure_distributed_model(model)
-        # DeepSpeed sends parameters only.
+        # DeepSpeed broadcasts parameters only.
         broadcast_buffers(model, self.seq_data_parallel_group, device=self.device)
         nbytes = whole_bytes(model)
         if nbytes:
@@ -128,7 +128,7 @@ class PortableEngine(DeepSpeedEngine):
 
     @contextmanager
     def _mending_gathers(self) -> Iterator[None]:
-        """Let the first of these contexts behind an interrupt, or an error, end the gathers that this broke off."""
+        """On first entry after an interrupt or error in this context, end the interrupted gathers."""
         if self._was_broken_off:
             end_gathers(self.module)
             self._was_broken_off = False
@@ -140,10 +140,10 @@ class PortableEngine(DeepSpeedEngine):
 
     @contextmanager
     def gathering_trained_only(self, only: bool) -> Iterator[None]:
-        """Leave frozen parameters out of state dicts of the whole model that are asked for within this context.
+        """Leave frozen parameters out of the whole model's state dicts that are requested within this context.
 
         Args:
-            only: Whether to leave them out; otherwise the context changes nothing.
+            only: Whether to leave them out; if false, the context changes nothing.
         """
         if not only:
             yield
@@ -178,7 +178,7 @@ class EvaluationEngine(PortableEngine):
             super().__init__(model=model, **kwargs)
 
     def backward(self, *args: object, **kwargs: object) -> None:
-        """Raise UnsupportedError: nothing takes the gradients."""
+        """Raise UnsupportedError: there is no optimizer for the gradients."""
         raise UnsupportedError(
             f"backward was called for {type(self.module).__name__}, which was set up without an optimizer.",
             "Pass the loss to the model that is trained. An Accelerator trains the model that it has prepared first: "

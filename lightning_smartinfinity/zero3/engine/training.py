@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-# Imported here, since DeepSpeed would otherwise import it while its base class is replaced (see below).
+# Imported first: otherwise DeepSpeed would import it while its base class is replaced (_configure_zero_optimizer).
 import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
 import deepspeed.runtime.zero.stage3 as stage3
 import torch
@@ -68,13 +68,13 @@ class SmartInfinityEngine(PortableEngine):
     """An engine that builds a :class:`SmartInfinityOptimizer`.
 
     Args:
-        offload: Where optimizer state lives and how it moves.
+        offload: Where optimizer state is stored and how it is transferred.
         model: The model, as ``deepspeed.initialize`` passes it to ``DeepSpeedEngine``.
         optimizer: The user's optimizer, passed in the same way.
         **kwargs: Further arguments, passed in the same way.
 
     Attributes:
-        saves: The saves in progress beside the training.
+        saves: The saves in progress in the background.
     """
 
     optimizer: SmartInfinityOptimizer
@@ -85,11 +85,11 @@ class SmartInfinityEngine(PortableEngine):
         self, *, offload: OffloadSettings, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **kwargs: object
     ) -> None:
         self._offload = offload
-        self._groups = list(optimizer.param_groups)  # the base class removes the empty ones
+        self._groups = list(optimizer.param_groups)  # the base class removes empty groups
         try:
             super().__init__(model=model, optimizer=optimizer, **kwargs)
         except BaseException:
-            # If the constructor failed early, torch's Module cannot look up attributes yet.
+            # vars: torch's Module cannot look up attributes if its constructor has not run.
             built = vars(self).get("optimizer")
             if isinstance(built, SmartInfinityOptimizer):
                 built.rank_state.close()
@@ -98,7 +98,7 @@ class SmartInfinityEngine(PortableEngine):
             raise
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> ZeroOptimizer:
-        # The base imports the optimizer class at call time, in order to choose among its own stage-3 subclasses.
+        # The base class imports the optimizer class from its module at call time.
         with replaced(
             stage3,
             "DeepSpeedZeroOptimizer_Stage3",
@@ -107,7 +107,7 @@ class SmartInfinityEngine(PortableEngine):
             return super()._configure_zero_optimizer(optimizer)
 
     def _check_for_duplicates(self, optimizer: torch.optim.Optimizer) -> None:
-        # The base class searches lists: with many parameters that takes longer than the rest of the set-up.
+        # The base class searches lists: with many parameters, its check takes longer than the rest of the set-up.
         counts = Counter(id(param) for group in optimizer.param_groups for param in group["params"])
         for name, param in self.module.named_parameters():
             if counts[id(param)] > 1:
@@ -116,18 +116,18 @@ class SmartInfinityEngine(PortableEngine):
                 )
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
-        """Run forward like the base class; what it saves for backward moves to storage if the settings ask for it.
+        """Run forward like the base class; offload activations to storage if the settings say so.
 
         Raises:
             RankLostError: Another rank is missing.
-            UnsupportedError: A module that runs has a parameter that has come since the set-up (the step finds others);
-                or activations move to storage, and the module calls code of torch that refuses hooks.
+            UnsupportedError: A module that runs has a parameter added since the set-up (the step finds others); or
+                activations are offloaded, and the module calls code of torch that refuses saved-tensor hooks.
         """
         activations = self.optimizer.rank_state.activations
         with ExitStack() as contexts:
             contexts.enter_context(naming_late_parameters(self.module))
             if activations is not None and torch.is_grad_enabled():
-                # Parameters pass through by their type: before they are gathered, they have no memory to be known by.
+                # Parameters are excluded by their type: before they are gathered, they have no memory to identify them.
                 contexts.enter_context(offloading(activations, inputs, kwargs, list(self.module.buffers())))
             return super().forward(*inputs, **kwargs)
 
@@ -137,8 +137,8 @@ class SmartInfinityEngine(PortableEngine):
         """Run backward like the base class; the parameters of a retained graph stay gathered.
 
         Raises:
-            UnsupportedError: The loss has no graph, another argument of ``Tensor.backward``, such as ``create_graph``,
-                was passed, or a parameter was replaced within forward.
+            UnsupportedError: The loss has no graph; a parameter was replaced within forward; or another argument of
+                ``Tensor.backward``, such as ``create_graph``, was passed.
             RankLostError: Another rank is missing.
         """
         if not loss.requires_grad:
@@ -157,7 +157,7 @@ class SmartInfinityEngine(PortableEngine):
         with naming_lost_rank(), engine_has_turn():
             self.optimizer.retained.backward_begins(retain_graph=retain_graph)
             self.optimizer.backward_begins(retain_graph=retain_graph)
-            # Backward runs checkpointed parts of forward again.
+            # Backward runs checkpointed parts of forward again, so it needs forward's contexts, too.
             with (
                 self.optimizer.in_backward(),
                 engine_at_work(),
@@ -174,21 +174,21 @@ class SmartInfinityEngine(PortableEngine):
 
         Raises:
             RankLostError: Another rank is missing.
-            UnsupportedError: A parameter has come since the set-up.
+            UnsupportedError: A parameter was added since the set-up.
         """
         refuse_late_parameters(self.module)
         with naming_lost_rank(), engine_has_turn():
             super().step(*args, **kwargs)
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the gradients that wait for a step, or of those of the last step. Collective."""
+        """Return the norm of the gradients that wait for a step, or else of the last step's. Collective."""
         return clip_norm(self.optimizer, math.inf) if self._global_grad_norm is None else self._global_grad_norm
 
     def zero_grad(self) -> None:
-        """Discard the gradients, which the base class does not find."""
+        """Discard the gradients, which the base class would not find."""
         self.optimizer.zero_grad_as_torch(set_to_none=True)
 
-    # ---- parameters that are not trained lie outside the optimizer's partition
+    # ---- parameters that are not trained, which are outside the optimizer's partition
 
     def _get_param_fragment_func(self, param: ZeroParameter) -> torch.Tensor:
         if stored_parameter(param) is None:
@@ -199,13 +199,13 @@ class SmartInfinityEngine(PortableEngine):
         return unrounded_slice(param, fragment)
 
     def module_state_dict(self, *args: object, **kwargs: object) -> dict[str, torch.Tensor]:
-        """Return the base class's: buffers, and empty parameters even where modules override ``state_dict``."""
+        """Return the base class's state dict: buffers, and empty parameters even if modules override ``state_dict``."""
         with unanswered():
             states: dict[str, torch.Tensor] = super().module_state_dict(*args, **kwargs)
         return states
 
     def load_module_state_dict(self, checkpoint: SavedState, *args: object, **kwargs: object) -> None:
-        """Load like the base class, also into partitions on storage and fp32 values of parameters in 16 bit."""
+        """Load like the base class, also into partitions on storage and into fp32 values of 16-bit parameters."""
         fragments = checkpoint.get(FROZEN_PARAM_FRAGMENTS)
         with unanswered():
             super().load_module_state_dict({**checkpoint, FROZEN_PARAM_FRAGMENTS: None}, *args, **kwargs)
@@ -249,21 +249,21 @@ class SmartInfinityEngine(PortableEngine):
     ) -> bool:
         """Save like the base class; an earlier save under this tag stays whole until the new one is complete.
 
-        If ``saves.wanted``, the optimizer's arrays may be written after the return, and then the save is put in place.
+        If ``saves.wanted``, the optimizer's arrays may be written after this returns; the save is put in place after
+        that.
 
         Raises:
-            CheckpointError: The checkpoint could not be written, or an earlier one that was in progress; raised on
-                every rank.
+            CheckpointError: This checkpoint, or an earlier one in progress, could not be written; raised on every rank.
         """
         check_save_path(save_dir)
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
-        return_freed_memory()  # which the next step on a CPU would use again: a save needs memory of its own
+        return_freed_memory()  # memory kept for the next step on a CPU: the save needs its own
         with io_limit(self._offload.transfer.io_timeout), ExitStack() as save:
             pinned = self.saves.begin(save_dir, save)
             group = background_group() if pinned is not None else None
             staging = save.enter_context(replacing(save_dir, tag, closing_group=group))
             self.saves.note_leader(save_dir, leads=staging.leads)
-            # Every file of one save carries its id, by which a mixture of two saves is recognised.
+            # Every file of one save contains its id, so that a mixture of two saves is recognised.
             self.optimizer.save_id = staging.save_id
             named = {SAVE_ID: staging.save_id, RANK_KEY: self.global_rank, MODEL_KEY: describe_models(self.module)}
             left_open: list[TensorFile] = []
@@ -291,12 +291,12 @@ class SmartInfinityEngine(PortableEngine):
         return saved
 
     def _copy_recovery_script(self, save_path: str) -> None:
-        # The base class calls this on rank zero only, and the other ranks would wait for it if it raised. The scripts
-        # are copied by _write_beside.
+        # The base class calls this on rank zero only; if it raised there, the other ranks would wait. _write_beside
+        # copies the scripts instead.
         pass
 
     def _write_beside(self, folder: Path, latest: str | None, saved: Collection[str], *, path: str | Path) -> None:
-        """Write the files that every save has beside the subfolder, with DeepSpeed's names."""
+        """Write the files that every save has next to the subfolder, with DeepSpeed's names."""
         super()._copy_recovery_script(str(folder))
         if latest is not None:
             (folder / LATEST).write_text(latest)
@@ -317,16 +317,16 @@ class SmartInfinityEngine(PortableEngine):
 
         Args:
             load_dir: The folder that :meth:`save_checkpoint` wrote.
-            tag: The subfolder; None means the one that ``latest`` names.
-            load_module_strict: Whether names of parameters and buffers have to match.
-            load_optimizer_states: Whether to load moments and the like, too.
-            load_lr_scheduler_states: Whether to load the engine's scheduler, too.
+            tag: The subfolder; None: the one that ``latest`` names.
+            load_module_strict: Whether the names of parameters and buffers must match.
+            load_optimizer_states: Whether to also load optimizer state other than masters.
+            load_lr_scheduler_states: Whether to also load the engine's scheduler.
             *args: Further arguments of the base class.
-            needed: Keys that must have been saved beside the model.
+            needed: Keys of the client state that the checkpoint must have.
             **kwargs: Further arguments of the base class.
 
         Returns:
-            The path of the checkpoint, and the state that was saved beside the model.
+            The path of the checkpoint, and the client state that was saved with the model.
 
         Raises:
             CheckpointError: There is no checkpoint, it is damaged, or it belongs to another model; raised on every
@@ -360,7 +360,7 @@ class SmartInfinityEngine(PortableEngine):
     # ---- accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Tell the engine whether a step follows the next backward, within which its update may then begin."""
+        """Announce whether a step follows the next backward; if so, its update may begin within that backward."""
         super().set_gradient_accumulation_boundary(is_boundary)
         self.optimizer.step_follows = is_boundary
 
@@ -375,7 +375,7 @@ class SmartInfinityEngine(PortableEngine):
 
 
 def _refuse_parts(folder: Path, load_optimizer_states: bool, *others: object) -> None:
-    """Refuse arguments by which the base class loads a part of a checkpoint, of another number of processes."""
+    """Refuse arguments that load only a part of a checkpoint, which another number of processes saved."""
     if not load_optimizer_states or any(others):
         raise CheckpointError(
             f"{folder} was saved by another number of processes, and load_checkpoint was asked for a part of it.",
