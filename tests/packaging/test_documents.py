@@ -21,6 +21,21 @@ def test_links_within_the_project_lead_to_files(document: Path) -> None:
     assert [link for link in relative if not (document.parent / link).exists()] == []
 
 
+def headings(document: Path) -> set[str]:
+    """Return the anchors of a document's headings, made as on GitHub."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_headings(document: Path) -> None:
+    """Each link to a part of a document names a heading that is there."""
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text())
+    targets = [(document.parent / name if name else document, anchor) for name, anchor in links]
+    assert [anchor for path, anchor in targets if path.suffix == ".md" and anchor not in headings(path)] == []
+
+
 def test_make_targets_named_in_documents_exist() -> None:
     """Every ``make something`` in a document is a target."""
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
