@@ -2,7 +2,7 @@
 
     python tools/include_contracts.py [FOLDER]  # the checkout by default
 
-Of the core, hls/emulator includes base/ only, and the rest of hls/ nothing. docs/architecture.md lists the same rooms.
+Of the core, hls/emulator includes base/ only, and the rest of hls/ nothing. docs/native_core.md lists the same rooms.
 Prints everything that breaks a rule, and fails if there is anything.
 """
 
@@ -37,7 +37,7 @@ GENERATED = frozenset({"kernels/update_rules.hpp"})
 """Headers that the build generates, see CMakeLists.txt."""
 HLS = Path("hls")
 HLS_HEADERS = (HLS / "include", HLS / "kernels", HLS / "sim/include", HLS / "emulator")
-PAGE = Path("docs/architecture.md")
+PAGE = Path("docs/native_core.md")
 ONLY_USER_OF_TESTING = "module/bind_testing.cpp"
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^">]+)[">]', re.MULTILINE)
 ROW = re.compile(rf"^\| `native/{SOURCES.name}/(\w+)/` \|", re.MULTILINE)

@@ -84,12 +84,12 @@ def test_names_are_listed_for_messages() -> None:
     assert optimizers_of(STATE_FORMATS["bf16"]) == "Adam or AdamW"
 
 
-def test_architecture_page_tabulates_the_regions() -> None:
-    """The architecture page documents each format's number and the bytes of its regions.
+def test_storage_page_tabulates_the_regions() -> None:
+    """The page on bytes on storage documents each format's number and the bytes of its regions.
 
     The table gives bytes per element (`n`) and per block (`b`).
     """
-    rows = rows_of("architecture.md", columns=2)
+    rows = rows_of("bytes_on_storage.md", columns=2)
     assert list(rows) == list(STATE_FORMATS)
     for name, (number, regions) in rows.items():
         form = STATE_FORMATS[name]

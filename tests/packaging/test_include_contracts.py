@@ -40,7 +40,7 @@ VIOLATIONS = {
     "kernels": ("hls/kernels/sgd_update.hpp", '#include "base/buffer.hpp"', "which only hls/emulator includes"),
     "headers of kernels": ("hls/include/run.hpp", "#include <base/buffer.hpp>", "which only hls/emulator includes"),
     "simulation": ("hls/sim/csim.cpp", '#include "io/transfer.hpp"', "which only hls/emulator includes"),
-    "a room without a row": ("docs/architecture.md", "| `native/src/planted/` | a room |", "lists the rooms base, "),
+    "a room without a row": ("docs/native_core.md", "| `native/src/planted/` | a room |", "lists the rooms base, "),
 }
 
 
@@ -54,7 +54,7 @@ def copy_of_sources(tmp_path: Path) -> Path:
     for folder in (CORE, "hls"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "docs").mkdir()
-    shutil.copy(ROOT / "docs/architecture.md", tmp_path / "docs")
+    shutil.copy(ROOT / "docs/native_core.md", tmp_path / "docs")
     return tmp_path
 
 

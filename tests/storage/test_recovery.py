@@ -94,7 +94,7 @@ def test_store_without_any_generation(tmp_path: Path) -> None:
 
 
 def test_trailer_is_as_documented(tmp_path: Path) -> None:
-    """The native core writes the 128-byte trailer that the architecture page documents."""
+    """The native core writes the 128-byte trailer that docs/bytes_on_storage.md documents."""
     with created([tmp_path]) as store:
         commit_generation(store, 0)
         extent = store.extents.extents[4]
