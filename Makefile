@@ -86,10 +86,11 @@ types: $(INSTALLED) ## mypy --strict on the package and on examples of user code
 	@mypy --no-error-summary
 	@mypy --no-error-summary --strict tests/typing
 
-contracts: $(INSTALLED) ## Who may import whom, and which room of the core may include which (2 s)
-	@echo "contracts: who may import or include whom (2 s)"
+contracts: $(INSTALLED) ## Who may import whom, which room of the core may include which, docs/seams.md (10 s)
+	@echo "contracts: who may import or include whom, docs/seams.md (10 s)"
 	@told=$$(lint-imports --no-logo) || { echo "$$told"; exit 1; }
 	@python tools/include_contracts.py
+	@python tools/seams.py --check
 
 collection: $(INSTALLED) ## Every module of tests can be imported (30 s, then 15 s)
 	@echo "collection: every module of tests can be imported (30 s, then 15 s)"

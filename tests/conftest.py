@@ -148,9 +148,13 @@ class _SkipWatch:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Let xdist send what a test has written about paths that are not UTF-8."""
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Print what a failing test of a seam breaks. Let xdist send what tests write about paths that are not UTF-8."""
     report = yield
+    if report.failed and isinstance(item, pytest.Function) and item.get_closest_marker("seam"):
+        test = f"`{item.path.relative_to(Path(__file__).parent)}::{item.originalname}`"
+        rows = (Path(__file__).parents[1] / "docs/seams.md").read_text().splitlines()
+        report.sections.append(("what breaks (docs/seams.md)", "\n".join(row for row in rows if test in row)))
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
 

@@ -31,6 +31,7 @@ def with_a_pause(x: torch.Tensor) -> torch.Tensor:
     return y.cos().sin().sum()
 
 
+@pytest.mark.seam("OffloadedActivations: no compiled hooks between two graphs", "torch._dynamo.trace_rules.add.")
 @pytest.mark.parametrize("function", [that_depends_on_values, with_a_pause])
 @pytest.mark.parametrize("is_within", [False, True])
 def test_code_between_graphs(tmp_path: Path, function: Callable[[torch.Tensor], torch.Tensor], is_within: bool) -> None:

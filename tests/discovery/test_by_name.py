@@ -31,6 +31,7 @@ def test_import_torch_loads_three_small_modules(tmp_path: Path) -> None:
     assert foreign == {"lightning_smartinfinity", *ours}
 
 
+@pytest.mark.seam("discovery by name", "StrategyRegistry, STRATEGY_REGISTRY; the entry point torch.backends.")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "imports",

@@ -325,6 +325,7 @@ def test_random_states_of_other_processes_are_left_out() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.seam("SmartInfinityFabricStrategy runs it in `fabric.backward`", "DeepSpeedStrategy._deepspeed_engine.")
 def test_a_second_model_evaluates_beside_the_one_that_trains(fabric: Fabric) -> None:
     """Setting up a second model changes nothing for the first, and training leaves the second unchanged."""
     teacher = fabric.setup_module(build_net())

@@ -182,6 +182,7 @@ def test_a_whole_module_is_pickled(dump: Callable[[nn.Module], object], trained:
         dump(trained.model.head)
 
 
+@pytest.mark.seam("moves_module: nothing is gathered", "torch.nn.Module._apply calls functions from its module.")
 def test_moving_a_module_keeps_its_parameters(trained: LitTiny) -> None:
     """Module.to and its like leave parameters that ZeRO-3 still knows, which GatheredParameters still gathers."""
     from deepspeed.runtime.zero.partition_parameters import is_zero_param

@@ -250,6 +250,9 @@ class Copying(pl.Callback):
         self.copies.append(copy.deepcopy(trainer.callbacks))  # type: ignore[attr-defined]
 
 
+@pytest.mark.seam(
+    "copies share the module", "They get ``log`` and log_dict early; copy.deepcopy asks for __deepcopy__."
+)
 def test_callbacks_are_copied_within_a_fit(tmp_path: Path) -> None:
     """Copies are as with plain Lightning. Trainers that they refer to are copies, too, which share the one training."""
 

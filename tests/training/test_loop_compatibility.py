@@ -111,6 +111,10 @@ def test_a_search_by_a_callback(finder: str, tmp_path: Path) -> None:
     assert (size == 4) is (finder == "batch size") and (rate == 1e-3) is (finder == "batch size")
 
 
+@pytest.mark.seam(
+    "searches of the batch size in one process",
+    "BatchSizeFinder.setup, tuning._check_scale_batch_size_configuration: _accelerator_connector.is_distributed.",
+)
 @pytest.mark.parametrize("method", ["lr_find", "scale_batch_size"])
 def test_a_search_by_the_tuner(method: str, tmp_path: Path) -> None:
     """It finds what plain Lightning finds, and a fit by the same Trainer begins anew."""

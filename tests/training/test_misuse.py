@@ -25,6 +25,7 @@ class WithoutOptimizer(LitTiny):
         pass
 
 
+@pytest.mark.seam("SmartInfinityStrategy says if `configure_optimizers` returned None", "_MockOptimizer of Lightning.")
 def test_saving_after_a_fit_that_failed_in_set_up(tmp_path: Path) -> None:
     """There is nothing to save, and nothing is written."""
     trainer = quiet_trainer(tmp_path)

@@ -55,6 +55,7 @@ def guesses(root: Path, recipe: Recipe, **options: Any) -> tuple[int, int]:
     return speculation.num_adopted, speculation.num_discarded
 
 
+@pytest.mark.seam("StorageOptimizer begins updates then", "post_sub_module_backward_function is looked up when called.")
 @pytest.mark.parametrize("zero", [{}, NVME], ids=["in memory", "on storage"])
 def test_a_plain_loop_is_guessed_right(zero: dict[str, Any], tmp_path: Path) -> None:
     """Every step of a plain loop keeps its speculative update, and none is rolled back."""

@@ -69,6 +69,7 @@ def test_every_precision_trains_like_torch(precision: str, tmp_path: Path) -> No
     compare(recipe, tmp_path, **(STATIC_SCALE if precision.startswith("16") else {}))
 
 
+@pytest.mark.seam("accumulation until the step", "Strategy.handles_gradient_accumulation, gradient_accumulation_steps.")
 @pytest.mark.parametrize("scenario", long_but(USUAL, SCENARIOS))
 def test_every_scenario_trains_like_torch_in_fp32(scenario: str, tmp_path: Path) -> None:
     """fp32 training equals torch in every scenario."""

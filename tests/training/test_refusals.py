@@ -126,6 +126,7 @@ class TwoByHand(LitTiny):
         return [torch.optim.AdamW(params[:3]), torch.optim.AdamW(params[3:])]
 
 
+@pytest.mark.seam("refusing several optimizers", "lightning.pytorch.core.optimizer._init_optimizers_and_lr_schedulers.")
 def test_several_optimizers_by_hand_are_refused(tmp_path: Path) -> None:
     """The limit of one optimizer also holds for manual optimization."""
     with pytest.raises(UnsupportedError) as caught:

@@ -182,6 +182,13 @@ def check(name: str, root: Path, breaks: list[int] | None) -> None:
         assert [*kept, *resumed.seen] == whole.seen, f"interrupted before step {step}"
 
 
+@pytest.mark.seam(
+    "loaders of every kind go on from storage",
+    "_FitLoop.setup_data calls _load_combined_loader_states and then creates the iterators; "
+    "_last_train_dl_reload_epoch; _TrainingEpochLoop._on_before_fetch is called before each batch; "
+    "_PrefetchDataFetcher.batches, which ``next`` does not fill while it is empty; "
+    "CombinedLoader._iterator._consumed; PL_GLOBAL_SEED is the seed of the samplers that Lightning makes.",
+)
 @pytest.mark.parametrize(
     ("name", "breaks"),
     [

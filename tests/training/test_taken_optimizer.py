@@ -229,6 +229,12 @@ WORKS: dict[str, tuple[Make, Act]] = {
 ELSEWHERE = ("hooks", "a state that was loaded")
 
 
+@pytest.mark.seam("there is none in memory", "Strategy.teardown moves the state of Strategy._optimizers to the CPU.")
+@pytest.mark.seam(
+    "hooks around our step; refusing those that would not be called",
+    "Torch has Optimizer._optimizer_step_pre_hooks, ``_optimizer_<kind>_hooks``, "
+    "torch.optim.optimizer._global_optimizer_pre_hooks, and the mark _wrapped_by_lr_sched of a scheduler's step.",
+)
 @pytest.mark.parametrize(
     ("door", "case"),
     [(door, case) for door in DOORS for case in (WORKS if door == "in_manual_loop" else ELSEWHERE)],

@@ -33,6 +33,7 @@ SITUATIONS = {
 USUAL = ("TrainingStreams", "ForwardAtEnd", "ReadOnOne", "WrittenOnOne", "GeneratedApart", "Busy")
 
 
+@pytest.mark.seam("cut_connections ends waits: gloo has no call", "Processes listen on ports of gloo's connections.")
 @pytest.mark.parametrize("situation", long_but(USUAL, SITUATIONS))
 def test_ranks_that_cannot_meet(situation: str, tmp_path: Path) -> None:
     """Each rank that waits raises an error that names ranks, parameters, module, line and step; then it ends."""

@@ -45,6 +45,7 @@ def final(module: Averaged) -> list[float]:
     return [*module.seen, *(float(param.detach().square().sum()) for param in module.parameters())]
 
 
+@pytest.mark.seam("average under a key", "WeightAveraging._average_model, on_save_checkpoint, on_load_checkpoint.")
 @pytest.mark.parametrize(
     ("how", "precision", "rel"), [*((how, "32-true", 1e-5) for how in CALLBACKS), ("EMA", "bf16-mixed", 0.1)]
 )

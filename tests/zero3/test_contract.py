@@ -21,37 +21,6 @@ from lightning_smartinfinity.integrations.trainer.strategy import SmartInfinityS
 from lightning_smartinfinity.zero3.engine.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 
-OVERRIDDEN = [
-    "_setup_for_real_optimizer",
-    "_create_fp32_partitions",
-    "partition_grads",
-    "reduce_ready_partitions_and_remove_grads",
-    "reduce_independent_p_g_buckets_and_remove_grads",
-    "zero_grad",
-    "step",
-    "_rigid_state_dict",
-    "_rigid_load_state_dict",
-    "_restore_from_bit16_weights",
-    "_get_fp32_grad_state_partition",
-    "_get_fp32_opt_state_partition",
-]
-OVERRIDDEN_OF_ENGINE = [
-    "_configure_zero_optimizer",
-    "_configure_distributed_model",
-    "_broadcast_model",
-    "_configure_checkpointing",
-    "_check_for_duplicates",
-    "_do_sanity_check",
-    "_get_param_fragment_func",
-    "_get_all_ckpt_names",
-    "_get_all_zero_checkpoint_names",
-    "offload_states",
-    "forward",
-    "step",
-    "get_global_grad_norm",
-    "zero_grad",
-]
-
 
 def undecorated(function: Any) -> Any:
     """Return the function under DeepSpeed's instrument_w_nvtx, which does not keep the signature."""
@@ -60,14 +29,32 @@ def undecorated(function: Any) -> Any:
     return function
 
 
-@pytest.mark.parametrize("name", OVERRIDDEN)
+@pytest.mark.seam("GradientPath has an arena; StorageOptimizer, SmartInfinityOptimizer, StateByParameter have storage")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_setup_for_real_optimizer",
+        "_create_fp32_partitions",
+        "partition_grads",
+        "reduce_ready_partitions_and_remove_grads",
+        "reduce_independent_p_g_buckets_and_remove_grads",
+        "zero_grad",
+        "step",
+        "_rigid_state_dict",
+        "_rigid_load_state_dict",
+        "_restore_from_bit16_weights",
+        "_get_fp32_grad_state_partition",
+        "_get_fp32_opt_state_partition",
+    ],
+)
 def test_overridden_methods_take_what_the_base_passes(name: str) -> None:
-    """Every overridden method has the parameters of the method it replaces, in name and order."""
+    """Every overridden method of the optimizer has the parameters of the method it replaces, in name and order."""
     theirs = inspect.signature(undecorated(getattr(DeepSpeedZeroOptimizer_Stage3, name)))
     ours = inspect.signature(getattr(SmartInfinityOptimizer, name))
     assert list(theirs.parameters) == list(ours.parameters), "DeepSpeed changed what it passes"
 
 
+@pytest.mark.seam("our method replaces it")
 def test_setup_override_replaces_all_that_the_base_sets_up() -> None:
     """The base's _setup_for_real_optimizer assigns only what ours assigns or replaces."""
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer)
@@ -81,8 +68,9 @@ def test_setup_override_replaces_all_that_the_base_sets_up() -> None:
     }
 
 
+@pytest.mark.seam("StorageOptimizer never builds the map")
 def test_private_gradient_map_is_only_read_where_overridden() -> None:
-    """The base's gradient map, which ours never builds, is used only by methods that ours replaces or never enters."""
+    """__param_id_to_grad_partition is used only by methods of the base that ours replaces or never enters."""
     users = {
         name
         for name, member in inspect.getmembers(DeepSpeedZeroOptimizer_Stage3, inspect.isfunction)
@@ -103,25 +91,46 @@ def test_private_gradient_map_is_only_read_where_overridden() -> None:
     assert users <= replaced | not_entered
 
 
-@pytest.mark.parametrize("name", OVERRIDDEN_OF_ENGINE)
+@pytest.mark.seam("SmartInfinityEngine: the engines that we build")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_configure_zero_optimizer",
+        "_configure_distributed_model",
+        "_broadcast_model",
+        "_configure_checkpointing",
+        "_check_for_duplicates",
+        "_do_sanity_check",
+        "_get_param_fragment_func",
+        "_get_all_ckpt_names",
+        "_get_all_zero_checkpoint_names",
+        "offload_states",
+        "forward",
+        "step",
+        "get_global_grad_norm",
+        "zero_grad",
+    ],
+)
 def test_overridden_methods_of_the_engine_exist(name: str) -> None:
-    """Every method that training.py overrides exists in the base, and the override takes what the base passes."""
+    """Every method of DeepSpeedEngine that ours overrides exists, and ours takes what the base passes."""
     theirs = inspect.signature(undecorated(getattr(DeepSpeedEngine, name)))
     required = [p for p in theirs.parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     inspect.signature(getattr(SmartInfinityEngine, name)).bind(*required)
 
 
+@pytest.mark.seam("which slice is this rank's")
 def test_rank_of_a_partition_is_asked_of_the_optimizer() -> None:
-    """The optimizer tells partition.py and state_by_parameter.py which slice of a parameter is this rank's."""
+    """The optimizer's _get_param_partition_rank takes a parameter."""
     parameters = inspect.signature(DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank).parameters
     assert list(parameters) == ["self", "param"], "slices of other ranks would be taken for this one's"
 
 
+@pytest.mark.seam("fp16 on a CPU, with torch's own kernels")
 @pytest.mark.parametrize("supported", [True, False])
 def test_engine_asks_the_accelerator_about_fp16_in_its_sanity_check_only(
     supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check that zero3/engine/portable.py widens on a CPU refuses fp16 if, and only if, the accelerator does."""
+    """DeepSpeedEngine._do_sanity_check refuses fp16 if, and only if, the accelerator's is_fp16_supported does."""
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: supported)
     engine = mock.create_autospec(DeepSpeedEngine, instance=True, client_optimizer=None, client_lr_scheduler=None)
     engine.fp16_enabled.return_value, engine.bfloat16_enabled.return_value = True, False
@@ -133,8 +142,9 @@ def test_engine_asks_the_accelerator_about_fp16_in_its_sanity_check_only(
         DeepSpeedEngine._do_sanity_check(engine)
 
 
+@pytest.mark.seam("no compiled shared-memory collectives")
 def test_shared_memory_op_can_be_declined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed consults the table of compatible ops before it compiles its shared-memory collectives."""
+    """DeepSpeed consults deepspeed.ops.__compatible_ops__ before it compiles its shared-memory collectives."""
     from deepspeed.comm.torch import build_shm_op
 
     assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__, "zero3/setup/environment.py has nothing to decline"
@@ -143,11 +153,13 @@ def test_shared_memory_op_can_be_declined(monkeypatch: pytest.MonkeyPatch) -> No
     assert build_shm_op() is None, "a compiler would be needed on every machine (zero3/setup/environment.py)"
 
 
+@pytest.mark.seam("NearStorage and take_options set them, and DeepSpeed is imported after the accelerator is known")
 def test_strategy_has_every_attribute_of_its_base() -> None:
-    """Our constructor, which skips DeepSpeedStrategy's, sets every attribute that it would have set."""
+    """Our constructor sets every attribute that DeepSpeedStrategy.__init__, which it skips, would have set."""
     assert set(vars(DeepSpeedStrategy(stage=3))) <= set(vars(SmartInfinityStrategy()))
 
 
+@pytest.mark.seam("the strategy")
 @pytest.mark.parametrize(
     "name",
     [
@@ -167,7 +179,7 @@ def test_strategy_has_every_attribute_of_its_base() -> None:
     ],
 )
 def test_strategy_hooks_have_the_signature_of_their_base(name: str) -> None:
-    """Every overridden hook takes what Lightning passes."""
+    """Every overridden hook of DeepSpeedStrategy takes what Lightning passes."""
     theirs = inspect.signature(getattr(DeepSpeedStrategy, name))
     ours = inspect.signature(getattr(SmartInfinityStrategy, name))
     assert list(theirs.parameters) == list(ours.parameters)

@@ -105,20 +105,23 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
 # ---- building the engine and the optimizer
 
 
+@pytest.mark.seam("building our engines")
 def test_initialize_builds_the_engine_from_its_module_global(seen: Observed) -> None:
-    """deepspeed.initialize looks DeepSpeedEngine up by its global name: ours can replace it (zero3/engine/build.py)."""
+    """deepspeed.initialize looks DeepSpeedEngine up by its global name, so ours can replace it."""
     assert seen.has("_build", "SmartInfinityEngine.__init__"), "stock engines would train instead of ours"
     assert seen.has("_build", "EvaluationEngine.__init__"), "stock engines would evaluate instead of ours"
 
 
+@pytest.mark.seam("SmartInfinityEngine builds our optimizer")
 def test_engine_imports_the_optimizer_class_at_call_time(seen: Observed) -> None:
-    """_configure_zero_optimizer finds our subclass under the stage-3 class's name (zero3/engine/training.py)."""
+    """DeepSpeedEngine._configure_zero_optimizer looks stage3.DeepSpeedZeroOptimizer_Stage3 up when it is called."""
     built = seen.callers(f"{STEPPING}.__init__")
     assert built == {"DeepSpeedEngine._configure_zero_optimizer"}, "the stock optimizer would keep state in memory"
 
 
+@pytest.mark.seam("an autocast around an engine's forward reaches into it")
 def test_forward_ends_an_autocast_by_a_global() -> None:
-    """An engine asks its module's name for what it does about an autocast (zero3/parameters/torch_functions.py)."""
+    """DeepSpeedEngine.forward looks autocast_if_enabled up as a global of deepspeed.runtime.engine."""
     forward = undecorated(deepspeed.DeepSpeedEngine.forward)
     assert "autocast_if_enabled" in forward.__code__.co_names
     assert (
@@ -126,8 +129,9 @@ def test_forward_ends_an_autocast_by_a_global() -> None:
     )
 
 
+@pytest.mark.seam("the same check in linear time")
 def test_engine_looks_for_duplicates_in_the_overridden_method(seen: Observed) -> None:
-    """The engine calls our check before it builds the optimizer; the base's check is quadratic (training.py)."""
+    """DeepSpeedEngine calls our _check_for_duplicates before it builds the optimizer; the base's is quadratic."""
     looked = seen.callers("SmartInfinityEngine._check_for_duplicates")
     assert looked == {"DeepSpeedEngine._configure_optimizer"}, "ten thousand parameters would take seconds more"
     assert seen.in_order(
@@ -137,8 +141,9 @@ def test_engine_looks_for_duplicates_in_the_overridden_method(seen: Observed) ->
     )
 
 
+@pytest.mark.seam("partitions exist when _setup_for_real_optimizer opens storage")
 def test_constructor_calls_the_overridden_setup(seen: Observed) -> None:
-    """The base constructor builds partitions, calls our _setup_for_real_optimizer, then sets positions and hooks."""
+    """DeepSpeedZeroOptimizer_Stage3 partitions, calls _setup_for_real_optimizer, then sets positions and hooks."""
     assert seen.in_order(
         f"{STAGE3}.__init__",
         f"{STAGE3}._create_fp16_partitions_with_defragmentation",
@@ -148,15 +153,20 @@ def test_constructor_calls_the_overridden_setup(seen: Observed) -> None:
     ), "zero3/optimizer/storage_optimizer.py opens storage in _setup_for_real_optimizer, from partitions that are there"
 
 
+@pytest.mark.seam("names on storage, in checkpoints and messages")
 def test_engine_names_parameters_and_hands_the_names_on(seen: Observed) -> None:
-    """``param_names`` maps parameters to names, in the engine and in the optimizer that it builds."""
+    """param_names maps parameters to names, in the engine and in the optimizer that it builds."""
     names = {param: f"{name}" for name, param in seen.engine.module.named_parameters()}
     assert seen.engine.param_names == names, "names in checkpoints and messages (parameters/partition.py, engine.py)"
     assert seen.engine.optimizer.param_names == names
 
 
+@pytest.mark.seam("describe_partition, GradientPath, check_extra: the partition, buckets, checkpoints")
 def test_optimizer_has_what_is_read_of_it(seen: Observed) -> None:
-    """The stage-3 optimizer has attributes that describe its partition, its loss scale and its buckets."""
+    """The optimizer has fp16_groups, fp16_partitioned_groups_flat, sub_group_to_group_id, ipg_buckets, loss_scaler,
+    clip_grad, reduce_and_partition_stream, _grad_acc_hooks, parameter_offload and the like; DeepSpeedEngine has
+    _config.
+    """
     optimizer = seen.engine.optimizer
     assert len(optimizer.fp16_groups) == len(optimizer.fp16_partitioned_groups_flat), "parameters/partition.py"
     assert set(optimizer.sub_group_to_group_id) == set(range(len(optimizer.fp16_groups))), "parameters/partition.py"
@@ -177,13 +187,12 @@ def test_optimizer_has_what_is_read_of_it(seen: Observed) -> None:
     assert seen.engine._config is not None, "zero3/engine/training.py passes it to the checkpoint engine"
 
 
+@pytest.mark.seam("describe_partition, gathering_on_use, end_gathers; trainings_of finds trainings by _z3_optimizer")
 def test_parameters_have_what_is_read_of_them(seen: Observed) -> None:
-    """zero.Init gives a parameter the attributes that this package reads."""
+    """zero.Init sets ds_id, ds_numel, ds_shape, ds_status, ds_tensor, ds_process_group, ds_summary, partition_numel."""
     param = seen.param
     assert (param.ds_numel, tuple(param.ds_shape)) == (32, (32,)), "parameters/partition.py, gather_on_use.py"
-    assert param.partition_numel() == param.ds_tensor.numel() == param.ds_tensor.ds_numel == 32, (
-        "parameters/partition.py"
-    )
+    assert param.partition_numel() == param.ds_tensor.numel() == param.ds_tensor.ds_numel == 32
     assert isinstance(param.ds_id, int) and isinstance(param.ds_status, ZeroParamStatus), "parameters/gather_on_use.py"
     assert param.ds_process_group is not None and param.ds_summary()["shape"], "parameters/gather_on_use.py"
     assert param._z3_optimizer is seen.engine.optimizer, (
@@ -195,8 +204,9 @@ def test_parameters_have_what_is_read_of_them(seen: Observed) -> None:
 # ---- gradients and gathers
 
 
+@pytest.mark.seam("gradients go into the arena; with one process they bypass the buckets")
 def test_gradients_pass_through_the_overridden_methods(seen: Observed) -> None:
-    """Gradients come only from DeepSpeed's hooks, and in one process our methods lead them past the buckets."""
+    """Hooks call reduce_ready_partitions_and_remove_grads, it reduce_independent_p_g_buckets_and_remove_grads."""
     hook = f"{STAGE3}.create_reduce_and_remove_grad_hooks.<locals>.wrapper.<locals>.reduce_partition_and_remove_grads"
     assert seen.callers("GradientPath.reduce_ready_partitions_and_remove_grads") == {hook}, "the arena would be empty"
     into_buckets = "GradientPath.reduce_independent_p_g_buckets_and_remove_grads"
@@ -205,8 +215,9 @@ def test_gradients_pass_through_the_overridden_methods(seen: Observed) -> None:
     assert not seen.callers(f"{STAGE3}.__add_grad_to_ipg_bucket")
 
 
+@pytest.mark.seam("gathering_on_use: code that touches a partitioned parameter finds it gathered")
 def test_parameters_gather_and_partition_through_their_init(seen: Observed) -> None:
-    """The methods that zero.Init installs on parameters call Init's own, which gather_on_use.py replaces at times."""
+    """The methods that zero.Init installs on parameters call its _all_gather, _partition and _post_init_method."""
     installed = "Init._convert_to_deepspeed_param.<locals>"
     assert seen.has(f"{installed}.all_gather", "Init._all_gather"), "a read of a new model would not be noticed"
     assert seen.has(f"{installed}.partition", "Init._partition"), "nor that it was partitioned again"
@@ -215,14 +226,14 @@ def test_parameters_gather_and_partition_through_their_init(seen: Observed) -> N
     assert list(inspect.signature(Init._post_init_method).parameters) == ["self", "module"]
 
 
+@pytest.mark.seam("SmartInfinityEngine notices retained graphs, GradientPath releases their parameters at the end")
 def test_engine_ends_every_backward_in_the_optimizer(seen: Observed) -> None:
-    """The engine's epilogue calls the optimizer's, where graphs that are no longer retained are released."""
+    """DeepSpeedEngine.backward ends in _backward_epilogue, which calls the optimizer's backward_epilogue."""
     assert seen.callers(f"{STEPPING}.backward_epilogue") == {"DeepSpeedEngine._backward_epilogue"}
-    assert seen.callers("SmartInfinityEngine.backward") == {"SmartInfinityPrecision.backward"}, (
-        "retain_graph goes unseen"
-    )
+    assert seen.callers("SmartInfinityEngine.backward") == {"SmartInfinityPrecision.backward"}, "graphs go unseen"
 
 
+@pytest.mark.seam("RetainedGraphs keeps parameters gathered, guard_modules refuses late ones")
 @pytest.mark.parametrize(
     ("ours", "hook"),
     [
@@ -232,25 +243,26 @@ def test_engine_ends_every_backward_in_the_optimizer(seen: Observed) -> None:
     ],
 )
 def test_module_hooks_look_up_what_gathers_and_releases(seen: Observed, ours: str, hook: str) -> None:
-    """Hooks call the offload's methods by name, so ours can wrap them.
-
-    Ours are in external_parameters.py, module_guard.py, storage_optimizer.py and retained_graphs.py.
+    """Hooks look pre_sub_module_backward_function, post_sub_module_backward_function and
+    post_sub_module_forward_function up on the DeepSpeedZeRoOffload.
     """
     caller = f"DeepSpeedZeRoOffload._register_deepspeed_module.<locals>.{hook}"
     assert caller in seen.callers(ours), "parameters of retained graphs would be released"
     assert seen.has("guard_modules.<locals>.checked_again", "RetainedGraphs._unless_retained.<locals>.releasing")
 
 
+@pytest.mark.seam("parameters stay gathered while a graph is retained")
 def test_leftovers_of_backward_are_released_by_the_offload(seen: Observed) -> None:
-    """The end of backward calls the method that we postpone while a graph is retained."""
+    """The end of backward calls DeepSpeedZeRoOffload.release_backward_leftovers, which we postpone."""
     assert seen.has(f"{STAGE3}.backward_epilogue", "RetainedGraphs._unless_retained.<locals>.releasing")
     assert seen.has(
         "RetainedGraphs._unless_retained.<locals>.releasing", "DeepSpeedZeRoOffload.release_backward_leftovers"
     )
 
 
+@pytest.mark.seam("release_module releases parameters after a step that was broken off")
 def test_active_modules_of_a_parameter_are_a_set(seen: Observed) -> None:
-    """A parameter is released only when no module uses it; release.py clears that set after a broken step."""
+    """A parameter is released only when no module uses it: ds_active_sub_modules is the set of those that do."""
     sets = [param.ds_active_sub_modules for param in seen.engine.module.parameters()]
     assert all(isinstance(users, set) and not users for users in sets), "abandoned parameters would stay gathered"
 
@@ -258,35 +270,35 @@ def test_active_modules_of_a_parameter_are_a_set(seen: Observed) -> None:
 # ---- the step
 
 
+@pytest.mark.seam("taking the step on storage, between what DeepSpeed does before and after its own")
 @pytest.mark.parametrize(
-    "verb", ["_pre_step", "_partition_all_parameters", "_loss_scale_update_and_overflow_cleanup", "_post_step"]
+    "name", ["_pre_step", "_partition_all_parameters", "_loss_scale_update_and_overflow_cleanup", "_post_step"]
 )
-def test_step_calls_the_verbs_of_the_base(seen: Observed, verb: str) -> None:
-    """The engine calls our step, which calls the base's verbs around an update (storage_optimizer.py)."""
+def test_step_calls_the_verbs_of_the_base(seen: Observed, name: str) -> None:
+    """DeepSpeedEngine._take_model_step calls our step, which calls the base's verbs around an update."""
     assert "DeepSpeedEngine._take_model_step" in seen.callers(f"{STEPPING}.step")
     caller = f"{STEPPING}.step"
-    if verb == "_partition_all_parameters":
-        assert seen.has(caller, f"{STEPPING}.{verb}")
-        caller = f"{STEPPING}.{verb}"
-    assert seen.has(caller, f"{STAGE3}.{verb}"), f"the step stands on {verb}"
+    if name == "_partition_all_parameters":
+        assert seen.has(caller, f"{STEPPING}.{name}")
+        caller = f"{STEPPING}.{name}"
+    assert seen.has(caller, f"{STAGE3}.{name}"), f"the step stands on {name}"
 
 
 # ---- hooks and marks on a module
 
 
+@pytest.mark.seam("answer_values: these tensors answer", "By DeepSpeedZeRoOffload._register_deepspeed_module.")
 def test_hooks_pass_each_input_and_output_through_a_function_of_the_module() -> None:
-    """They look the functions up on the module, where those of parameters/module_values.py stand in their place."""
+    """Hooks look pre_bwd_fn and post_bwd_fn up on the module, and call their ``apply`` for each tensor in and out."""
     source = inspect.getsource(parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module)
     for name, given in (("post_bwd_fn", "inputs"), ("pre_bwd_fn", "output")):
         assert re.search(rf"apply_to_tensors_only\(module\.{name}\.apply,\s+{given},", source), name
         assert f'"{name}" not in module.__dict__' in source
 
 
+@pytest.mark.seam("accept_any_output: modules may return anything, as the hook's result is not used")
 def test_hooks_after_a_forward_look_into_the_output(seen: Observed) -> None:
-    """One hook of each module asks its output for attributes, or a dictionary for text keys; it returns nothing.
-
-    The hook is reached through the offload's handles, and ours stands in its place (parameters/module_values.py).
-    """
+    """One hook of a module, in DeepSpeedZeRoOffload.forward_hooks and _forward_hooks, calls ``vars`` on the output."""
     offload, norm = seen.engine.optimizer.parameter_offload, seen.module.model.norm
     (number,) = {handle.id for handle in offload.forward_hooks} & norm._forward_hooks.keys()
     ours = norm._forward_hooks[number]
@@ -300,8 +312,9 @@ def test_hooks_after_a_forward_look_into_the_output(seen: Observed) -> None:
     assert ours.__wrapped__(norm, (), []) is None
 
 
+@pytest.mark.seam("`release_module` takes a module back from finished, failed and interrupted engines")
 def test_hooks_of_deepspeed_can_be_told_by_their_module(seen: Observed) -> None:
-    """Every hook of an engine is defined in a module of DeepSpeed; release.py removes those and no others."""
+    """Every hook of an engine is a function of a module named deepspeed.*, and no other hook of a module is."""
     owned = {
         name: [hook.__module__ for child in seen.module.modules() for hook in getattr(child, name).values()]
         for name in HOOKS
@@ -318,8 +331,9 @@ def test_hooks_of_deepspeed_can_be_told_by_their_module(seen: Observed) -> None:
     assert left == [__name__], "a second fit of the module would run hooks of the first one's engine"
 
 
+@pytest.mark.seam("release_module and end_gathers take a module back from finished, failed and interrupted engines")
 def test_a_forward_pass_marks_modules_where_the_marks_are_removed(seen: Observed) -> None:
-    """In a forward pass modules are on a stack and their parameters marked; zero3/optimizer/release.py undoes both."""
+    """A forward sets FWD_MODULE_STACK, ZeROOrderedDict._in_forward of _parameters, ds_inflight_param_registry."""
     assert seen.module.in_forward and all(seen.module.in_forward), "after a broken forward whoever reads one gathers it"
     assert isinstance(parameter_offload.FWD_MODULE_STACK, list) and any(seen.module.stack)
     children = [child for child in seen.module.modules() if child._parameters]
@@ -331,8 +345,9 @@ def test_a_forward_pass_marks_modules_where_the_marks_are_removed(seen: Observed
 # ---- writes from outside
 
 
+@pytest.mark.seam("PartitionKeepingWrites takes writes to parameters to the masters")
 def test_writes_end_in_the_partition_method_of_the_first_parameter(seen: Observed) -> None:
-    """GatheredParameters ends in param.partition, which ours wraps, so writes reach the master weights."""
+    """GatheredParameters ends in param.partition of the first parameter, which ours wraps."""
     callers = {
         caller for caller in seen.callers("PartitionKeepingWrites.__call__") if caller.startswith("GatheredParameters.")
     }
@@ -341,21 +356,24 @@ def test_writes_end_in_the_partition_method_of_the_first_parameter(seen: Observe
     assert (after == 2).all() and (before != 2).any(), "the masters on storage are those before the write"
 
 
+@pytest.mark.seam("`PartitionKeepingWrites` runs in its place")
 def test_the_watched_partition_method_takes_what_the_original_takes(seen: Observed) -> None:
-    """The ``partition`` of outside_writes.py has the parameters of the one that zero.Init installs."""
+    """Our ``partition`` of a parameter has the parameters of the one that zero.Init installs."""
     original = inspect.signature(seen.param.partition.original).parameters.values()
     ours = list(inspect.signature(seen.param.partition).parameters.values())
     assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in original]
 
 
+@pytest.mark.seam("refuse_foreign_steps, PartitionKeepingWrites: parameters are ordinary within GatheredParameters")
 def test_gathered_parameters_are_marked(seen: Observed) -> None:
-    """A parameter carries this mark inside GatheredParameters, and only there."""
+    """A parameter has DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR inside GatheredParameters, and only there."""
     assert seen.depths == [1], "parameters/gather_methods.py would take it for one outside of GatheredParameters"
     assert getattr(seen.param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) == 0
 
 
+@pytest.mark.seam("StateByParameter: safe_get_*, safe_set_*")
 def test_the_api_asks_the_optimizer_of_the_parameter(seen: Observed) -> None:
-    """safe_get_* and safe_set_* end in the methods that state_by_parameter.py overrides."""
+    """deepspeed.utils.tensor_fragment asks _z3_optimizer, so safe_get_* and safe_set_* end in our methods."""
     assert seen.callers("StateByParameter.set_full_hp_param"), "safe_set_full_fp32_param would write into no master"
     assert seen.callers("StateByParameter._get_fp32_opt_state_partition"), "safe_get_full_fp32_param"
     assert seen.callers("StateByParameter.get_fp32_grad_for_param"), "safe_get_full_grad"
@@ -364,39 +382,41 @@ def test_the_api_asks_the_optimizer_of_the_parameter(seen: Observed) -> None:
 # ---- checkpoints
 
 
+@pytest.mark.seam("SmartInfinityCheckpointEngine saves collectively; without it a save takes 12 bytes per parameter")
 def test_every_rank_saves_two_files(seen: Observed) -> None:
-    """The checkpoint engine saves model states, then optimizer states; its save is collective."""
+    """Every rank calls DeepSpeedEngine.checkpoint_engine for model states, then for optimizer states."""
     savers = ["DeepSpeedEngine._save_checkpoint", "DeepSpeedEngine._save_zero_checkpoint"]
-    assert seen.callers("SmartInfinityCheckpointEngine.save") == set(savers), "save/checkpoint_engine.py would hang"
+    assert seen.callers("SmartInfinityCheckpointEngine.save") == set(savers), "our save would hang"
     assert seen.in_order("DeepSpeedEngine.save_checkpoint", *savers)
     assert seen.callers("SmartInfinityEngine._copy_recovery_script") == {"DeepSpeedEngine._save_zero_checkpoint"}, (
         "the scripts would be copied on rank 0 alone, outside of what is given up"
     )
     made = seen.callers("SmartInfinityCheckpointEngine.makedirs")
-    assert made == {"DeepSpeedEngine.save_checkpoint", "DeepSpeedEngine._create_checkpoint_file"}, (
-        "folders would be made on rank 0 alone"
-    )
+    assert made == {"DeepSpeedEngine.save_checkpoint", "DeepSpeedEngine._create_checkpoint_file"}, "by rank 0 alone"
     assert seen.callers("SmartInfinityEngine._configure_checkpointing") == {"DeepSpeedEngine.__init__"}
 
 
+@pytest.mark.seam("optimizer state reaches the checkpoint engine as described, and comes back as it was read")
 def test_the_optimizer_state_reaches_the_checkpoint_engine_as_it_was_described(seen: Observed) -> None:
-    """DeepSpeed saves what formats/optimizer_state.py describes and hands it to the optimizer on loading."""
+    """_save_zero_checkpoint saves state_dict; _get_all_zero_checkpoint_state_dicts reads it for load_state_dict."""
     assert seen.callers(f"{OURS}._rigid_state_dict") == {f"{STAGE3}.state_dict"}
     assert seen.has("DeepSpeedEngine._save_zero_checkpoint", f"{STAGE3}.state_dict")
     assert "DeepSpeedEngine._get_all_zero_checkpoint_state_dicts" in seen.callers("SmartInfinityCheckpointEngine.load")
     assert seen.callers(f"{OURS}._rigid_load_state_dict") == {f"{STAGE3}.load_state_dict"}
 
 
+@pytest.mark.seam("comparing parameters before anything is loaded")
 def test_names_and_shapes_of_parameters_lie_in_the_model_states(seen: Observed) -> None:
-    """load/folder_check.py can compare names and shapes before anything is loaded."""
+    """The file that _get_ckpt_name names has what _common_checkpoint_state and _get_zero_param_shapes return."""
     assert seen.has("DeepSpeedEngine._common_checkpoint_state", "DeepSpeedEngine._get_zero_param_shapes")
     ((name, shape), *_) = seen.engine._get_zero_param_shapes()[0].items()
     assert name in dict(seen.engine.module.named_parameters()) and isinstance(shape, torch.Size)
     assert seen.engine._get_ckpt_name("folder", "tag").startswith(str(Path("folder", "tag")))
 
 
+@pytest.mark.seam("refuse_reserved refuses a user's keys that would replace DeepSpeed's")
 def test_names_in_deepspeeds_checkpoints_are_those_that_we_refuse(seen: Observed) -> None:
-    """Every key that DeepSpeed saves beside the user's entries is reserved (formats/client_state.py)."""
+    """DeepSpeedEngine._common_checkpoint_state has its keys, with which _save_checkpoint merges the user's."""
     names = set(seen.engine._common_checkpoint_state({}, zero_optimizer_state=False, save_frozen_param=True))
     assert "module" in names
     assert names <= RESERVED_KEYS, "a user's entry of that name would be lost or replace DeepSpeed's"
@@ -405,20 +425,22 @@ def test_names_in_deepspeeds_checkpoints_are_those_that_we_refuse(seen: Observed
     assert saved & RESERVED_KEYS >= names
 
 
+@pytest.mark.seam("load_resharded loads these counts")
 def test_engine_counts_steps_and_samples(seen: Observed) -> None:
-    """The engine counts in attributes that are saved under their names; load/resharding.py sets them."""
+    """DeepSpeedEngine counts in global_steps, global_samples and skipped_steps, which are saved under these names."""
     saved = torch.load(seen.model_states, weights_only=False, mmap=True)
     for name, count in {"global_steps": 2, "global_samples": 2, "skipped_steps": 0}.items():
         assert saved[name] == getattr(seen.engine, name) == count, name
 
 
+@pytest.mark.seam("SmartInfinityOptimizer and load_resharded gather persistent parameters after a skipped step, a load")
 def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -> None:
-    """A save and a load partition all parameters first and gather the persistent ones last."""
+    """checkpoint_event_prologue partitions all parameters, checkpoint_event_epilogue gathers the persistent ones."""
     base, epilogue = f"{STAGE3}.checkpoint_event_prologue", f"{STAGE3}.checkpoint_event_epilogue"
     prologue = f"{OURS}.checkpoint_event_prologue"
     assert seen.in_order("DeepSpeedEngine.load_checkpoint", prologue, "DeepSpeedEngine._load_checkpoint", epilogue)
     assert seen.in_order("DeepSpeedEngine.save_checkpoint", prologue, "DeepSpeedEngine._save_checkpoint", epilogue)
-    assert seen.has(base, f"{STEPPING}._partition_all_parameters"), "load/resharding.py would load into gathered ones"
+    assert seen.has(base, f"{STEPPING}._partition_all_parameters"), "a load would fill gathered ones"
     # Ours wraps the method that zero.Init installs (parameters/gather_methods.py).
     assert seen.has(epilogue, "GatherNow.__call__"), "zero3/optimizer/storage_optimizer.py, skipped step"
     assert seen.has("Gather._gather", "Init._convert_to_deepspeed_param.<locals>.all_gather")
@@ -427,8 +449,9 @@ def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -
 # ---- Lightning's loops
 
 
+@pytest.mark.seam("`adapt_callbacks` refuses callbacks before they act")
 def test_callbacks_are_complete_before_setup_environment_and_set_up_after_it(seen: Observed) -> None:
-    """callback_support.py refuses callbacks in setup_environment, after configure_callbacks and before any acts."""
+    """Trainer._run attaches the model's callbacks, then calls setup_environment, and then sets callbacks up."""
     assert seen.in_order(
         "Trainer._run",
         "_CallbackConnector._attach_model_callbacks",
@@ -438,14 +461,16 @@ def test_callbacks_are_complete_before_setup_environment_and_set_up_after_it(see
     ), "refused callbacks would have acted, or be unknown yet"
 
 
+@pytest.mark.seam("we let it run")
 def test_the_accumulation_scheduler_asks_its_trainer_for_the_strategy(seen: Observed) -> None:
-    """The scheduler's check reads trainer.strategy in a method that is looked up on the instance."""
+    """GradientAccumulationScheduler.on_train_start, looked up on the instance as hooks are, asks trainer.strategy."""
     assert seen.has("_call_callback_hooks", "_run_admitted"), "GradientAccumulationScheduler would raise again"
     assert seen.has("GradientAccumulationScheduler.on_train_start", "_AnyStrategy.__getattr__")
 
 
+@pytest.mark.seam("SmartInfinityStrategy restores RandomStates after every hook that only a start has")
 def test_on_train_start_is_the_last_hook_before_the_first_epoch(seen: Observed) -> None:
-    """Random states are restored in the strategy's hook: after all others, and after the iterator was created."""
+    """_FitLoop.run: setup_data creates the first iterator, on_run_start ends with the strategy's on_train_start."""
     assert seen.made_by("_FitLoop.on_run_start")[-1] == "_call_strategy_hook", "a hook draws after the restoration"
     assert seen.in_order(
         "_FitLoop.run", "_FitLoop.setup_data", "_FitLoop.reset", "_FitLoop.on_run_start", "_FitLoop.on_advance_start"
@@ -454,21 +479,21 @@ def test_on_train_start_is_the_last_hook_before_the_first_epoch(seen: Observed) 
     assert seen.has("SmartInfinityStrategy.on_train_start", begin) and seen.has(begin, "continue_epoch"), "not restored"
 
 
+@pytest.mark.seam("set-up of training and evaluation")
 def test_set_up_of_training_and_evaluation_goes_through_the_overridden_hooks(seen: Observed) -> None:
-    """DeepSpeedStrategy calls the methods that our strategy replaces, and our strategy calls those that it keeps."""
+    """_initialize_deepspeed_train calls the hooks that we replace; we call it and _init_deepspeed_distributed."""
     train = "DeepSpeedStrategy._initialize_deepspeed_train"
     assert seen.has("SmartInfinityStrategy.init_deepspeed", train)
     for hook in ("_init_optimizers", "_setup_model_and_optimizer"):
         assert seen.callers(f"SmartInfinityStrategy.{hook}") == {train}, hook
     assert seen.has("SmartInfinityStrategy.init_deepspeed", "SmartInfinityStrategy._initialize_deepspeed_inference")
     assert seen.has("SmartInfinityStrategy.setup_distributed", "DeepSpeedStrategy._init_deepspeed_distributed")
-    assert seen.callers("SmartInfinityStrategy._format_config"), (
-        "gradient clipping and accumulation would be DeepSpeed's"
-    )
+    assert seen.callers("SmartInfinityStrategy._format_config"), "DeepSpeed would clip and accumulate"
 
 
+@pytest.mark.seam("the step itself clips by the norm")
 def test_clipping_comes_after_the_closure_and_before_the_step(seen: Observed) -> None:
-    """_after_closure calls _clip_gradients, in which integrations/precision.py clips, and the step follows."""
+    """Precision._after_closure calls _clip_gradients, and the step follows."""
     step = "SmartInfinityEngine.step"
     assert seen.in_order("SmartInfinityPrecision.optimizer_step", "Precision._after_closure", step)
     assert seen.callers("DeepSpeedEngine.step") == {step}

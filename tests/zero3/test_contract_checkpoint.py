@@ -26,6 +26,7 @@ from lightning_smartinfinity.zero3.checkpoints.save.checkpoint_engine import Sma
 from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 
 
+@pytest.mark.seam("SmartInfinityCheckpointEngine and SmartInfinityEngine write and read checkpoints in windows")
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
@@ -38,12 +39,13 @@ from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
     ],
 )
 def test_overridden_methods_take_what_the_base_passes(theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
-    """Every override has the parameters of the method it replaces, in name and order."""
+    """save_checkpoint, _configure_checkpointing, _copy_recovery_script, ``makedirs``, ``load``, ``save`` match ours."""
     assert list(inspect.signature(theirs).parameters) == list(inspect.signature(ours).parameters)
 
 
+@pytest.mark.seam("SmartInfinityEngine, put_common_in_place: failures reach all ranks, a dead disk is given up")
 def test_deepspeed_writes_these_files_beside_the_subfolder(tmp_path: Path) -> None:
-    """_copy_recovery_script copies the scripts that we replace in a save, and the engine writes the tag to latest."""
+    """DeepSpeedEngine._copy_recovery_script; save_checkpoint writes only ``latest``, unless ``save_latest=False``."""
     engine = SimpleNamespace(_change_recovery_script_permissions=lambda _: None)
     DeepSpeedEngine._copy_recovery_script(engine, str(tmp_path))
     scripts = {file.name for file in tmp_path.iterdir()}
@@ -52,8 +54,9 @@ def test_deepspeed_writes_these_files_beside_the_subfolder(tmp_path: Path) -> No
     assert source.count("open(") == 1 and f"'{LATEST}'" in source, "a dead disk would keep a save for ever"
 
 
+@pytest.mark.seam("put_save_in_place replaces DeepSpeed's files and keeps the user's")
 def test_names_of_deepspeeds_files_have_the_rank_of_the_model(tmp_path: Path) -> None:
-    """The files that a save under the same tag replaces are told from the user's own by their names."""
+    """_get_rank_zero_ckpt_name, _get_zero_ckpt_prefix and _get_ckpt_name tell DeepSpeed's files from the user's."""
     engine = SimpleNamespace(
         checkpoint_mp_rank=0,
         zero_optimization_partition_weights=lambda: True,
@@ -69,14 +72,16 @@ def test_names_of_deepspeeds_files_have_the_rank_of_the_model(tmp_path: Path) ->
         assert any(fnmatch(Path(name).name, pattern) for pattern in staged_save.OF_DEEPSPEED), name
 
 
+@pytest.mark.seam("we leave room in a file and fill it later")
 def test_torch_can_save_without_data() -> None:
-    """Torch can save tensors without their data; tests/zero3/test_tensor_file.py tests the rest of torch's format."""
+    """skip_data(materialize_fake_tensors=True) saves no data; UntypedStorage._checkpoint_offset has its place."""
     assert "materialize_fake_tensors" in inspect.signature(torch.serialization.skip_data.__init__).parameters
     assert hasattr(torch.UntypedStorage, "_checkpoint_offset")
 
 
+@pytest.mark.seam("save_in_turn, SmartInfinityStrategy: it goes on before its checkpoints are whole")
 def test_model_checkpoint_looks_at_its_checkpoints_in_these_methods_only() -> None:
-    """While it saves, it asks for a file in ``file_exists`` and touches one in ``_link_checkpoint`` only."""
+    """ModelCheckpoint uses no more than _save_checkpoint, file_exists, _link_checkpoint, Strategy.remove_checkpoint."""
     saving = [name for name in vars(ModelCheckpoint) if name.startswith(("_save", "_update", "_get_metric"))]
     assert "_save_checkpoint" in saving and "_save_last_checkpoint" in saving
     for name in saving:
@@ -87,8 +92,9 @@ def test_model_checkpoint_looks_at_its_checkpoints_in_these_methods_only() -> No
     assert "self._fs.exists(" in inspect.getsource(ModelCheckpoint.file_exists)
 
 
+@pytest.mark.seam("a file may be larger than memory")
 def test_torch_maps_files_by_this_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.load(mmap=True) maps a file by torch.UntypedStorage.from_file, with path, sharing and size."""
+    """torch.load(mmap=True) maps a file by torch.UntypedStorage.from_file(path, shared, nbytes)."""
     calls: list[tuple[Any, ...]] = []
     original = torch.UntypedStorage.from_file
     monkeypatch.setattr(torch.UntypedStorage, "from_file", lambda *given: (calls.append(given), original(*given))[1])

@@ -27,8 +27,9 @@ from lightning_smartinfinity.zero3.parameters.torch_functions import _LEFT
 from tests.helpers.runif import RunIf
 
 
+@pytest.mark.seam("tensors keep the dtype that the model asks for")
 def test_dtypes_of_new_tensors_are_overridden_by_the_outermost_context() -> None:
-    """The tensor_overrides of top_level_context decide, and wrappers start from torch's own functions."""
+    """DeepSpeedTensorOverride of top_level_context decides; _add_tensor_creation_wrappers wraps torch's functions."""
     assert partition_parameters.top_level_context is None
     source = inspect.getsource(Init._add_tensor_creation_wrappers)
     assert "if DeepSpeedTensorOverride.dtype in self.tensor_overrides:" in source
@@ -36,8 +37,9 @@ def test_dtypes_of_new_tensors_are_overridden_by_the_outermost_context() -> None
     assert "top_level_context = self" in inspect.getsource(Init.__enter__)
 
 
+@pytest.mark.seam("nothing stays replaced", "torch.nn.functional.linear stays zero3_linear_wrap; zero_init_context.")
 def test_what_init_replaces_in_torch() -> None:
-    """It keeps originals under names of its own, which stay; linear stays replaced by the function that we use."""
+    """zero.Init keeps _old_init, _old_init_subclass, _old_apply, __old_new__ of get_all_subclasses."""
     patch = inspect.getsource(Init.patch_init_and_builtins)
     assert set(re.findall(r"(\w+)\._old_init = ", patch)) == {"cls"}
     assert set(re.findall(r"(\w+\.(?:_old_|__old_)\w+) = ", patch)) == {
@@ -51,25 +53,27 @@ def test_what_init_replaces_in_torch() -> None:
     assert nn.Linear in partition_parameters.get_all_subclasses(nn.Module)
 
 
+@pytest.mark.seam("parameters that were not partitioned get the model's dtype")
 def test_engine_asks_parameters_for_its_dtype_before_it_takes_them() -> None:
-    """A partly partitioned model must have the engine's dtype throughout when _configure_distributed_model begins."""
+    """A model must have the engine's dtype throughout when DeepSpeedEngine._configure_distributed_model begins."""
     source = inspect.getsource(DeepSpeedEngine._configure_distributed_model)
     assert source.index("self.__check_params(self.module, check_dtype)") > source.index("is_zero_init_model = ")
     ours = inspect.signature(SmartInfinityEngine._configure_distributed_model)
     assert list(inspect.signature(DeepSpeedEngine._configure_distributed_model).parameters) == list(ours.parameters)
 
 
+@pytest.mark.seam("progress, and memory that is returned at once")
 def test_every_parameter_is_partitioned_by_one_method() -> None:
-    """Both ways into ZeRO-3, a constructor under zero.Init and an engine, call _zero_init_param on the instance."""
+    """A constructor under zero.Init and an engine both call zero.Init._zero_init_param on the instance."""
     for caller in (Init._post_init_method, Init._convert_to_zero_parameters):
         assert "self._zero_init_param(param)" in inspect.getsource(caller)
     assert list(inspect.signature(Init._zero_init_param).parameters) == ["self", "param"]
 
 
+@pytest.mark.seam("ScalarsAsBytes, PartitionedParameter, SmartInfinityEngine: parameters without a dimension")
 def test_parameters_are_sent_as_views_of_bytes() -> None:
-    """Every method that sends a parameter views its data as uint8, which scalars.py makes work without a dimension.
-
-    What it sends has the class by which we answer: zero.Init converts a parameter before it sends it.
+    """zero.Init._zero_init_param, in its Module.apply, GatheredParameters._exit and DeepSpeedEngine._broadcast_model
+    send a parameter as ``param.data.view(torch.uint8)``.
     """
     source = inspect.getsource(Init._zero_init_param)
     assert source.index("self._convert_to_deepspeed_param(param)") < source.index("param.data.view(torch.uint8)")
@@ -85,8 +89,9 @@ def test_parameters_are_sent_as_views_of_bytes() -> None:
     assert data == 4 and sendable(data, of_deepspeed).view(-1).shape == (1,)
 
 
+@pytest.mark.seam("a parameter is partitioned once nothing refers to its memory")
 def test_references_to_the_memory_of_a_parameter_are_counted() -> None:
-    """The parameter and the storage object are counted; a view, a detached alias and an array raise the count."""
+    """torch._C._storage_Use_Count of UntypedStorage._cdata counts parameter, storage object, views and arrays."""
     param = nn.Parameter(torch.randn(4, 3))
     assert torch._C._storage_Use_Count(param.untyped_storage()._cdata) == _OWN_REFERENCES
     aliases: list[Any] = [param[0], param.data, param.detach().numpy()]
@@ -106,8 +111,9 @@ class Seen(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.seam("parameters are gathered when touched")
 def test_modes_are_not_asked_about_two_ways_to_a_parameter() -> None:
-    """Parameter(other) and calls under DisableTorchFunction reach no mode; an ordinary copy_ does."""
+    """``Parameter(other)`` and calls in torch._C.DisableTorchFunction reach no function mode; a copy_ does."""
     param, other = nn.Parameter(torch.randn(4, 3)), torch.zeros(4, 3)
     with Seen() as seen:
         nn.Parameter(param)
@@ -120,9 +126,10 @@ def test_modes_are_not_asked_about_two_ways_to_a_parameter() -> None:
         assert seen.asked
 
 
+@pytest.mark.seam("pretrained weights", "PreTrainedModel.get_init_context, from_pretrained, no_init_weights.")
 @RunIf(package="transformers")
 def test_transformers_is_told_as_its_own_integration_is() -> None:
-    """Transformers reads whether ZeRO-3 is on, and whether zero.Init was entered, where this package sets it."""
+    """set_hf_deepspeed_config, _hf_deepspeed_config_weak_ref, modeling_utils.set_zero3_state tell of ZeRO-3."""
     modeling: Any = import_module("transformers.modeling_utils")
     integration: Any = import_module("transformers.integrations.deepspeed")
     initialization: Any = import_module("transformers.initialization")
@@ -141,9 +148,10 @@ def test_transformers_is_told_as_its_own_integration_is() -> None:
     assert callable(initialization.no_init_weights)
 
 
+@pytest.mark.seam("releasing_pages: files that weights are loaded from leave memory as they are read")
 @RunIf(package="transformers")
 def test_transformers_maps_files_by_one_function_and_loads_modules_one_by_one() -> None:
-    """With ZeRO-3 each file is passed to load_state_dict first, and each module copies its own parameters."""
+    """modeling_utils.load_state_dict maps each file, and Module._load_from_state_dict copies module by module."""
     modeling: Any = import_module("transformers.modeling_utils")
     integration: Any = import_module("transformers.integrations.deepspeed")
     assert re.search(r"load_state_dict\(\s*ckpt_file,", inspect.getsource(modeling))

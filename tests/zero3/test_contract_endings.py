@@ -22,8 +22,9 @@ from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
 
 
+@pytest.mark.seam("SIGTERM is told to all ranks by the watch, not by a collective")
 def test_the_connector_looks_up_its_handler_of_sigterm_on_itself(tmp_path: Path) -> None:
-    """A handler in its place is the one that is registered."""
+    """Trainer._signal_connector looks _sigterm_notifier_fn up on the instance when it registers handlers."""
     trainer = quiet_trainer(tmp_path, "auto")
     heard: list[Any] = []
     trainer._signal_connector._sigterm_notifier_fn = lambda *arguments: heard.append(arguments)  # type: ignore[assignment]
@@ -37,8 +38,9 @@ def test_the_connector_looks_up_its_handler_of_sigterm_on_itself(tmp_path: Path)
     assert len(heard) == 1
 
 
+@pytest.mark.seam("`end_by` raises an error that names the lost rank instead of a collective's")
 def test_an_error_ends_in_teardown_after_on_exception(tmp_path: Path) -> None:
-    """What on_exception raises replaces the error; Trainer._teardown would come after it and needs nothing else."""
+    """Strategy.on_exception may replace an error, before Trainer._teardown ends signals, loops and strategy."""
     trainer = quiet_trainer(tmp_path, "auto")
     torn = []
 
@@ -60,8 +62,9 @@ def test_an_error_ends_in_teardown_after_on_exception(tmp_path: Path) -> None:
     assert torn == [True]
 
 
+@pytest.mark.seam("all ranks end after the same batch")
 def test_ranks_learn_at_the_start_of_a_batch_what_rank_0_received() -> None:
-    """Each rank calls the loop's method, which raises on all of them if rank 0 was asked to end."""
+    """_TrainingEpochLoop._broadcast_sigterm_tensor sends rank 0's received_sigterm, and raises SIGTERMException."""
     done = run_module("tests.zero3.test_contract_endings", ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -84,15 +87,17 @@ def main() -> None:
     assert calls == [0, 1]
 
 
+@pytest.mark.seam("`lost_rank_behind` recognises a collective that misses a rank")
 def test_errors_of_gloo_name_it() -> None:
-    """A collective that misses a rank raises an error by which it is recognised."""
+    """A collective of torch that misses a rank raises a plain RuntimeError with a text of gloo."""
     done = run_module("tests.zero3.lonely_worker", ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.seam("errors that name them")
 @pytest.mark.parametrize("name", ["AllGatherHandle", "AllGatherCoalescedHandle"])
 def test_handles_of_gathers_hold_their_parameters(name: str) -> None:
-    """An error that says where a rank waits finds the parameters in the attributes of what is waited for."""
+    """Attributes of DeepSpeed's handles of gathers, and locals of its functions, hold parameters and modules."""
     param = torch.nn.Parameter(torch.empty(0))
     param.ds_status = partition_parameters.ZeroParamStatus.INFLIGHT  # type: ignore[attr-defined]
     arguments = {"handle": None, "param": param, "allgather_handle": None, "params": [param], "partitions": []}
@@ -102,14 +107,19 @@ def test_handles_of_gathers_hold_their_parameters(name: str) -> None:
     assert param in set(_params_in(handle))
 
 
+@pytest.mark.seam("where a rank waits for others, and whether for the same collective, without an exchange")
 def test_every_collective_waits_and_counts() -> None:
-    """Collectives of torch's functions wait by the method that we replace, and torch counts them by group."""
+    """Torch, Lightning and DeepSpeed wait for collectives by torch.distributed.Work.wait; Work._get_op_type is a
+    torch._C._distributed_c10d.OpType, and groups of distributed_c10d._world.pg_map count:
+    ProcessGroup._get_sequence_number_for_group.
+    """
     done = run_module("tests.zero3.counting_worker", ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.seam("ranks that generate texts of different lengths")
 def test_generate_asks_a_mark_of_the_model() -> None:
-    """Unless its caller says otherwise, generate waits for other ranks if the model is marked as divided."""
+    """GenerationMixin.generate takes synced_gpus from is_fsdp_managed_module, by a model's _is_fsdp_managed_module."""
     assert inspect.signature(GenerationMixin.generate).parameters["synced_gpus"].default is None
     assert "is_fsdp_managed_module(self)" in inspect.getsource(sys.modules[GenerationMixin.__module__])
     module: Any = torch.nn.Linear(1, 1)

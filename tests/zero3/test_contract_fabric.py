@@ -22,11 +22,13 @@ from lightning_smartinfinity.integrations.fabric.strategy import SmartInfinityFa
 from lightning_smartinfinity.integrations.precision import SmartInfinityFabricPrecision
 
 
+@pytest.mark.seam("NearStorage and SmartInfinityFabricStrategy set them")
 def test_strategy_has_every_attribute_of_its_base() -> None:
-    """Our constructor, which skips DeepSpeedStrategy's, sets every attribute that it would have set."""
+    """Our constructor sets every attribute that DeepSpeedStrategy.__init__, which it skips, would have set."""
     assert set(vars(DeepSpeedStrategy(stage=3))) <= set(vars(SmartInfinityFabricStrategy()))
 
 
+@pytest.mark.seam("SmartInfinityFabricStrategy")
 @pytest.mark.parametrize(
     "name",
     [
@@ -44,14 +46,15 @@ def test_strategy_has_every_attribute_of_its_base() -> None:
     ],
 )
 def test_strategy_hooks_have_the_signature_of_their_base(name: str) -> None:
-    """Every overridden hook takes what Fabric passes."""
+    """Every overridden hook of DeepSpeedStrategy takes what Fabric passes."""
     theirs = inspect.signature(getattr(DeepSpeedStrategy, name))
     ours = inspect.signature(getattr(SmartInfinityFabricStrategy, name))
     assert list(theirs.parameters) == list(ours.parameters)
 
 
+@pytest.mark.seam("SmartInfinityFabricStrategy builds our engines")
 def test_engines_are_built_through_one_method() -> None:
-    """Both kinds of set-up call _initialize_engine, whose engine the user gets and ours is built there."""
+    """Both kinds of set-up call _initialize_engine, whose engine the user gets."""
     module, strategy = torch.nn.Linear(1, 1), mock.MagicMock()
     optimizer = torch.optim.SGD(module.parameters())
     strategy._initialize_engine.return_value = ("engine", "optimizer", "scheduler")
@@ -60,8 +63,9 @@ def test_engines_are_built_through_one_method() -> None:
     assert strategy._initialize_engine.call_count == 2, "stock engines would be built instead of ours"
 
 
+@pytest.mark.seam("training on a CPU")
 def test_distributed_setup_formats_the_config_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """_setup_distributed does on CUDA what our strategy does on a CPU, and validates the GPU indices besides."""
+    """_setup_distributed: _set_world_ranks, _init_deepspeed_distributed, _config_initialized, and GPU indices."""
     validated: list[object] = []
     monkeypatch.setattr(stock, "_validate_device_index_selection", validated.append)
     strategy = mock.MagicMock(_config_initialized=False)
@@ -73,15 +77,17 @@ def test_distributed_setup_formats_the_config_once(monkeypatch: pytest.MonkeyPat
     assert strategy._format_config.call_count == 1
 
 
+@pytest.mark.seam("our precision plugin replaces the one that the connector builds")
 def test_connector_sets_the_precision_on_the_strategy() -> None:
-    """Fabric reads the plugin back from the strategy, whose setter in integrations/fabric/strategy.py swaps it."""
+    """_Connector._lazy_init_strategy sets strategy.precision, and Fabric.__init__ reads it back."""
     fabric = Fabric(accelerator="cpu", devices=1, strategy=SmartInfinityFabricStrategy(), precision="bf16-mixed")
     assert type(fabric.strategy.precision) is SmartInfinityFabricPrecision
     assert fabric._precision is fabric.strategy.precision, "Fabric would go on with DeepSpeed's own plugin"
 
 
+@pytest.mark.seam("no_backward_sync without a warning")
 def test_no_backward_sync_asks_the_strategys_control() -> None:
-    """The strategy's own control keeps Fabric from warning that the strategy cannot skip synchronization."""
+    """Fabric asks Strategy._backward_sync_control for a _BackwardSyncControl, or warns."""
     assert _BackwardSyncControl.__abstractmethods__ == {"no_backward_sync"}
     strategy = mock.MagicMock(spec=SmartInfinityFabricStrategy, _backward_sync_control=mock.MagicMock())
     fabric, module = mock.MagicMock(_strategy=strategy, strategy=strategy), torch.nn.Linear(1, 1)
@@ -89,23 +95,26 @@ def test_no_backward_sync_asks_the_strategys_control() -> None:
     assert strategy._backward_sync_control.no_backward_sync.called, "every user of no_backward_sync would be warned"
 
 
+@pytest.mark.seam("`fabric.strategy.record` takes the state that `fabric.save` takes, with what Fabric wrapped")
 def test_a_state_is_unwrapped_as_fabric_save_does() -> None:
-    """Fabric unwraps the objects of a state that it has wrapped, and leaves other values as they are."""
+    """lightning.fabric.wrappers._unwrap_objects unwraps what Fabric has wrapped, and nothing else."""
     module, optimizer = torch.nn.Linear(1, 1), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     strategy = SmartInfinityFabricStrategy()
     state = {"model": _FabricModule(module, strategy), "optimizer": _FabricOptimizer(optimizer, strategy), "step": 1}
     assert _unwrap_objects(state) == {"model": module, "optimizer": optimizer, "step": 1}
 
 
+@pytest.mark.seam("methods of TakenOptimizer use instance attributes only")
 def test_fabric_wraps_optimizers_by_their_class() -> None:
-    """The wrapper inherits from the class of what it wraps, so that methods run with the wrapper as self."""
+    """_FabricOptimizer inherits from the class of what it wraps, whose methods run with the wrapper as self."""
     inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     wrapper = _FabricOptimizer(inner, SmartInfinityFabricStrategy())
     assert isinstance(wrapper, torch.optim.SGD) and wrapper.param_groups is inner.param_groups
 
 
+@pytest.mark.seam("save_engine and load_engine go to the engine itself")
 def test_engine_takes_what_we_pass_to_its_checkpoints() -> None:
-    """The engine's save_checkpoint and load_checkpoint take the keywords that we pass."""
+    """DeepSpeedEngine.save_checkpoint and load_checkpoint take the keywords that we pass."""
     saving = {"client_state", "tag", "exclude_frozen_parameters"}
     loading = {"tag", "load_optimizer_states", "load_lr_scheduler_states", "load_module_strict"}
     assert saving <= set(inspect.signature(DeepSpeedEngine.save_checkpoint).parameters)

@@ -27,8 +27,9 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from tests.zero3.test_contract import undecorated
 
 
+@pytest.mark.seam("a shared weight's gradient arrives again while it waits in a bucket (reentrant checkpointing)")
 def test_a_gradient_in_a_bucket_is_a_view_of_it() -> None:
-    """Whatever autograd adds to a gradient that waits in a bucket is in the bucket, too."""
+    """IPGBucketZ3 holds views of a waiting param.grad.data, which autograd adds to; reduce_and_partition_stream."""
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3)
     adding = source[
         source.index("def __add_grad_to_ipg_bucket(") : source.index("def __reduce_and_partition_ipg_grads(")
@@ -38,15 +39,17 @@ def test_a_gradient_in_a_bucket_is_a_view_of_it() -> None:
     assert {field.name for field in dataclasses.fields(IPGBucketZ3)} >= {"params", "elements"}
 
 
+@pytest.mark.seam("GradientPath drops gradients before, and they are not looked for twice")
 def test_gradients_are_reset_by_groups_alone() -> None:
-    """gradient_path.py has dropped all gradients, and hides the groups: DeepSpeed has nothing to look at again."""
+    """DeepSpeedZeroOptimizer_Stage3.zero_grad looks at the parameters of fp16_groups alone, which ours hides."""
     source = inspect.getsource(undecorated(DeepSpeedZeroOptimizer_Stage3.zero_grad))
     loops = re.findall(r"^\s*for (.*):$", source, re.MULTILINE)
     assert loops == ["group in self.fp16_groups", "p in group"]
 
 
+@pytest.mark.seam("GradientPath bypasses buckets in one process")
 def test_buckets_do_nothing_to_gradients_in_one_process_but_round_them() -> None:
-    """gradient_path.py may bypass buckets in one process, because there they only round gradients."""
+    """Buckets round gradients to the dtypes that are keys of ipg_buckets (ds_grad_is_ready, partition_grads)."""
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3.reduce_independent_p_g_buckets_and_remove_grads)
     assert 'getattr(param, "ds_grad_is_ready", True)' in source, "gradients that are not complete would leave"
     assert source.count("(param)") == 5, "something new is done to a gradient on its way into the bucket"
@@ -56,8 +59,9 @@ def test_buckets_do_nothing_to_gradients_in_one_process_but_round_them() -> None
     assert "IPGBucketZ3() for dtype in comm_dtypes" in source, "buckets of another dtype would not be noticed"
 
 
+@pytest.mark.seam("GradientPath bypasses it, which changes no bit")
 def test_a_reduce_scatter_of_one_process_changes_no_bit() -> None:
-    """A reduce-scatter divides by the number of processes, which is one here."""
+    """reduce_scatter_coalesced divides by the number of processes, which is one here."""
     gradient = torch.tensor([1.0, -0.0, 1e-40, math.inf])
     with (
         mock.patch.object(coalesced_collectives.dist, "get_world_size", return_value=1),
@@ -68,8 +72,9 @@ def test_a_reduce_scatter_of_one_process_changes_no_bit() -> None:
     assert torch.equal(reduced.view(torch.int32), gradient.view(torch.int32))
 
 
+@pytest.mark.seam("knowing from within backward that the graph is retained")
 def test_autograd_tells_whether_its_graph_is_retained() -> None:
-    """A backward pass can ask whether its graph is retained, for retain_graph and create_graph alike."""
+    """torch._C._autograd._get_current_graph_task_keep_graph tells of retain_graph and create_graph alike."""
     seen = []
 
     class Noticing(torch.autograd.Function):
@@ -90,8 +95,9 @@ def test_autograd_tells_whether_its_graph_is_retained() -> None:
     assert seen == [True, True, False]
 
 
+@pytest.mark.seam("what is used later is gathered", "A module has _external_params (pre_sub_module_forward_function).")
 def test_the_order_of_gathering_can_be_learnt_anew() -> None:
-    """A module keeps its uses of other modules' parameters, and the trace can be dropped (external_parameters.py)."""
+    """get_param_coordinator of DeepSpeedZeRoOffload has is_complete_trace and _invalidate_trace."""
     coordinator = PartitionedParameterCoordinator
     assert "_external_params" in inspect.getsource(register_external_parameter), "late uses would go unseen"
     assert list(inspect.signature(coordinator._invalidate_trace).parameters) == ["self"]
@@ -101,9 +107,10 @@ def test_the_order_of_gathering_can_be_learnt_anew() -> None:
     assert "get_param_coordinator()" in inspect.getsource(DeepSpeedZeRoOffload.pre_sub_module_forward_function)
 
 
+@pytest.mark.seam("`keep_statistics` keeps statistics in fp32")
 @pytest.mark.parametrize("kind", [torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d])
 def test_norms_take_16_bit_inputs_with_fp32_weights(kind: Any) -> None:
-    """norm_statistics.py casts weights for a call, hidden by an attribute, and the statistics stay in fp32."""
+    """Norms take 16-bit inputs with fp32 weights, running_mean, running_var (_buffers); __dict__ hides _parameters."""
     norm = kind(2, affine=True, track_running_stats=True).bfloat16()
     statistics = {name: buffer.float() for name, buffer in norm._buffers.items() if name.startswith("running_")}
     assert list(statistics) == ["running_mean", "running_var"]
@@ -116,24 +123,27 @@ def test_norms_take_16_bit_inputs_with_fp32_weights(kind: Any) -> None:
     assert norm.running_mean.dtype is torch.float32 and bool((norm.running_mean != 0).all())
 
 
+@pytest.mark.seam("`Trainer(sync_batchnorm=True)`")
 def test_lightning_synchronizes_layers_when_a_fit_is_set_up() -> None:
-    """The connector gives every ParallelStrategy its _layer_sync, and DDP converts the module before anything else."""
+    """The Trainer sets ParallelStrategy._layer_sync; DDP converts each torch.nn.modules.batchnorm._BatchNorm first."""
     assert "self.strategy._layer_sync = self._layer_sync" in inspect.getsource(_AcceleratorConnector)
     setup = inspect.getsource(DDPStrategy.setup)
     assert setup.index("self.model = self._layer_sync.apply(self.model)") < setup.index("convert_module")
     assert isinstance(torch.nn.SyncBatchNorm(2), torch.nn.modules.batchnorm._BatchNorm)
 
 
+@pytest.mark.seam("time that grows with the modules, not with their square")
 def test_the_trace_of_modules_is_frozen_and_sliced() -> None:
-    """A complete trace is a tuple, of which every module reads a slice until enough elements have gone by."""
+    """PartitionedParameterCoordinator.reset_step makes __submodule_order a tuple, which each module slices."""
     source = inspect.getsource(PartitionedParameterCoordinator)
     assert "self.__submodule_order = tuple(self.__submodule_order)" in source
     assert "for module in self.__submodule_order[step_id:]:" in source
     assert callable(PartitionedParameterCoordinator.reset_step)
 
 
+@pytest.mark.seam("guard_modules refuses torch.func's transforms, which would end the process; check_model, scripts")
 def test_torch_tells_of_transforms_and_of_modules_without_hooks() -> None:
-    """A transform of torch.func has a level; scripted modules refuse hooks, and traced ones take them."""
+    """torch._C._functorch.maybe_current_level tells of transforms; torch.jit.TopLevelTracedModule takes hooks."""
     levels: list[object] = []
 
     def noting(x: torch.Tensor) -> torch.Tensor:

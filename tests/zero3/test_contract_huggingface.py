@@ -32,8 +32,9 @@ from tests.helpers.runif import RunIf
 from tests.huggingface.trained import arguments
 
 
+@pytest.mark.seam("SmartInfinityTraining, initializing_with: our engine", "By ``zero_force_ds_cpu_optimizer: false``.")
 def test_accelerate_asks_deepspeed_for_an_engine_by_name_and_keeps_the_optimizer() -> None:
-    """It looks ``deepspeed.initialize`` up when it prepares, and passes model, configuration and torch's optimizer."""
+    """Accelerate looks deepspeed.initialize up, passes config_params, and keeps torch's optimizer."""
 
     class Asked(Exception):
         pass
@@ -54,8 +55,9 @@ def test_accelerate_asks_deepspeed_for_an_engine_by_name_and_keeps_the_optimizer
     assert passed["config_params"]["gradient_accumulation_steps"] == 3
 
 
+@pytest.mark.seam("checking the arguments, and where the storage lies")
 def test_arguments_complete_the_configuration_and_show_themselves(tmp_path: Path) -> None:
-    """They call ``trainer_config_process`` with themselves, and have what is asked of them."""
+    """TrainingArguments call trainer_config_process of HfTrainerDeepSpeedConfig; unset_hf_deepspeed_config."""
     seen: list[transformers.TrainingArguments] = []
     original = integration.HfTrainerDeepSpeedConfig.trainer_config_process
 
@@ -77,8 +79,9 @@ def test_arguments_complete_the_configuration_and_show_themselves(tmp_path: Path
     assert not integration.is_deepspeed_zero3_enabled()
 
 
+@pytest.mark.seam("an update that begins within the last backward of a window")
 def test_the_boundary_of_a_window_is_told_before_backward() -> None:
-    """Accelerate says whether a step follows, then runs backward, then steps if it said so."""
+    """DeepSpeedEngineWrapper.backward calls set_gradient_accumulation_boundary, then DeepSpeedEngine.backward."""
     engine = mock.MagicMock()
     wrapper = DeepSpeedEngineWrapper(engine)
     wrapper.backward("loss", sync_gradients=False, scale_wrt_gas=False)
@@ -92,8 +95,12 @@ def test_the_boundary_of_a_window_is_told_before_backward() -> None:
     ]
 
 
+@pytest.mark.seam("steps_taken_by_optimizers, SmartInfinityEngine: the optimizer's methods step and drop gradients")
 def test_accelerates_optimizers_do_nothing_for_deepspeed_alone() -> None:
-    """Their base's methods step and drop gradients at the end of a window; the norm is asked of the engine."""
+    """DeepSpeedEngineWrapper.backward ends with engine.step(). ``step`` and zero_grad of DeepSpeedOptimizerWrapper do
+    nothing; those of its base, AcceleratedOptimizer, call the optimizer's. Accelerator.clip_grad_norm_ returns the
+    engine's get_global_grad_norm, the _global_grad_norm that each step sets.
+    """
     engine, optimizer = mock.MagicMock(), mock.create_autospec(torch.optim.SGD, instance=True)
     wrapper = mock.MagicMock(optimizer=optimizer, scaler=None)
     assert issubclass(DeepSpeedOptimizerWrapper, AcceleratedOptimizer)
@@ -111,8 +118,11 @@ def test_accelerates_optimizers_do_nothing_for_deepspeed_alone() -> None:
     assert stepping.index("self.optimizer.step()") < stepping.index("self._global_grad_norm = ")
 
 
+@pytest.mark.seam("steps_taken_by_optimizers: `accelerator.backward` divides no loss; callbacks find clipped gradients")
 def test_a_trainer_divides_the_loss_and_asks_for_the_norm_before_it_steps() -> None:
-    """Its Accelerator divides by 1. Behind a training step come norm, callbacks, the step and the schedule."""
+    """The Trainer divides losses by the number of micro-batches, and its Accelerator by 1. After Trainer.training_step
+    come norm, CallbackHandler.on_pre_optimizer_step(args, state, control), step and schedule.
+    """
     loop, step = inspect.getsource(transformers.Trainer._run_epoch), transformers.Trainer.training_step
     calls = (
         "self.training_step(",
@@ -129,8 +139,9 @@ def test_a_trainer_divides_the_loss_and_asks_for_the_norm_before_it_steps() -> N
     assert 'grad_acc_kwargs["num_steps"] = 1' in made
 
 
+@pytest.mark.seam("SmartInfinityTraining, models_saved_by: models are written by windows (is_deepspeed_enabled)")
 def test_the_trainer_saves_models_by_one_method() -> None:
-    """``save_model`` asks the engine for a state dict if DeepSpeed is on, and writes by the model's own method."""
+    """Trainer.save_model asks Trainer.deepspeed for _zero3_consolidated_16bit_state_dict, or calls save_pretrained."""
     assert list(inspect.signature(transformers.Trainer.save_model).parameters) == [
         "self",
         "output_dir",
@@ -149,8 +160,9 @@ def test_the_trainer_saves_models_by_one_method() -> None:
     assert "self.model.save_pretrained(output_dir, state_dict=state_dict" in source
 
 
+@pytest.mark.seam("SmartInfinityEngine has checks and names of saves")
 def test_checkpoints_are_asked_of_the_engine(tmp_path: Path) -> None:
-    """The Trainer looks for DeepSpeed's folders, and calls the engine's own methods with what ours take."""
+    """deepspeed_load_checkpoint and the Trainer call load_checkpoint and save_checkpoint of the engine."""
     (tmp_path / "global_step3").mkdir()
     engine = mock.MagicMock()
     engine.load_checkpoint.return_value = ("path", {})
@@ -162,8 +174,12 @@ def test_checkpoints_are_asked_of_the_engine(tmp_path: Path) -> None:
     assert "exclude_frozen_parameters" in inspect.signature(SmartInfinityEngine.save_checkpoint).parameters
 
 
+@pytest.mark.seam("begin_checkpoint and models_saved_by: flushed before older ones go; only whole ones, ours, resume")
 def test_a_checkpoint_begins_with_the_model_and_ends_with_the_trainers_state(tmp_path: Path) -> None:
-    """A checkpoint with the Trainer's state is a whole one, since that is written last; then older ones are removed."""
+    """Trainer._save_checkpoint begins with ``save_model(..., _internal_call=True)``, ends with the file of
+    TRAINER_STATE_NAME, and then calls its module's rotate_checkpoints. Folders begin with PREFIX_CHECKPOINT_DIR;
+    OPTIMIZER_NAME is the file of an optimizer in memory.
+    """
     trainer = mock.MagicMock(hp_search_backend=None)
     trainer.args.save_only_model, trainer.args.push_to_hub, trainer.args.save_total_limit = False, False, None
     trainer._get_output_dir.return_value, trainer.state.global_step = str(tmp_path), 7
@@ -179,24 +195,27 @@ def test_a_checkpoint_begins_with_the_model_and_ends_with_the_trainers_state(tmp
     assert "_save_rng_state" in calls
 
 
+@pytest.mark.seam("each rank's random states are flushed before older checkpoints are removed")
 def test_each_rank_saves_its_random_states(tmp_path: Path) -> None:
-    """Each of several ranks writes a file with its number."""
+    """Trainer._save_rng_state(output_dir) writes ``rng_state_<rank>.pth`` on each rank before rotate_checkpoints."""
     trainer = mock.MagicMock()
     trainer.args.world_size, trainer.args.process_index = 2, 1
     transformers.Trainer._save_rng_state(trainer, str(tmp_path))
     assert os.listdir(tmp_path) == ["rng_state_1.pth"]
 
 
+@pytest.mark.seam("refusing quantized bases; which models are written by windows")
 def test_a_model_tells_of_its_quantizer_and_of_its_adapters() -> None:
-    """``from_pretrained`` leaves the quantizer with the model, and ``add_adapter`` a mark."""
+    """from_pretrained leaves hf_quantizer and is_quantized with the model, and add_adapter _hf_peft_config_loaded."""
     source = inspect.getsource(transformers.PreTrainedModel.from_pretrained)
     assert "model.hf_quantizer = hf_quantizer" in source
     assert transformers.PreTrainedModel._hf_peft_config_loaded is False
     assert "self._hf_peft_config_loaded = True" in inspect.getsource(transformers.PreTrainedModel.add_adapter)
 
 
+@pytest.mark.seam("optimizers that a Trainer is given", "DeepSpeedSchedulerWrapper is an AcceleratedScheduler.")
 def test_a_trainer_gives_its_optimizer_and_its_schedule_away() -> None:
-    """DeepSpeed's branch asks for both anew, by the methods that return what the Trainer was given."""
+    """deepspeed_init drops Trainer.optimizer, calls create_optimizer; create_scheduler sets _created_lr_scheduler."""
     source = inspect.getsource(integration.deepspeed_init)
     assert "trainer.optimizer = None" in source
     assert "trainer.create_optimizer()" in inspect.getsource(integration.deepspeed_optim_sched)
@@ -207,8 +226,9 @@ def test_a_trainer_gives_its_optimizer_and_its_schedule_away() -> None:
     assert issubclass(DeepSpeedSchedulerWrapper, AcceleratedScheduler)
 
 
+@pytest.mark.seam("refusing arguments of another Trainer", "A second Accelerator raises NotImplementedError.")
 def test_accelerate_keeps_one_plugin_at_a_time(tmp_path: Path) -> None:
-    """Arguments that are made later replace the plugin that the Accelerators before them use."""
+    """AcceleratorState.deepspeed_plugin is one for all Accelerators; a later HfTrainerDeepSpeedConfig replaces it."""
     with SmartInfinityTraining() as training:
         first = arguments(tmp_path, training.config)
         accelerator = Accelerator(deepspeed_plugin=first.deepspeed_plugin)
@@ -218,15 +238,17 @@ def test_accelerate_keeps_one_plugin_at_a_time(tmp_path: Path) -> None:
         assert accelerator.state.deepspeed_plugin is second.deepspeed_plugin
 
 
+@pytest.mark.seam("SmartInfinityTraining, trainings_seen_by: training after an evaluation; which engine saves")
 def test_a_trainer_keeps_the_evaluations_engine() -> None:
-    """``train`` would take ``model_wrapped`` for its own engine, so it is reset to the model before."""
+    """``train`` takes Trainer.model_wrapped for its engine, so it is reset to the model before."""
     source = inspect.getsource(transformers.Trainer._prepare_for_training)
     assert "self._wrap_model(self.model_wrapped)" in source
     assert "use_accelerator_prepare = model is self.model" in source
 
 
+@pytest.mark.seam("several trainings in one process")
 def test_accelerate_forgets_its_state() -> None:
-    """The method that TrainingArguments call lets a process use another configuration of DeepSpeed."""
+    """TrainingArguments call AcceleratorState._reset_state and GradientState._reset_state."""
     for _ in range(2):
         with fresh_accelerate(), launched():
             config = {**SmartInfinityTraining()._config, "train_micro_batch_size_per_gpu": 1}
@@ -234,8 +256,11 @@ def test_accelerate_forgets_its_state() -> None:
             assert accelerator.distributed_type == "DEEPSPEED"
 
 
+@pytest.mark.seam("gathering_when_called, has_engine, SmartInfinityEngine: a module without an engine gets one")
 def test_the_hooks_that_gather_go_with_their_engine(tmp_path: Path) -> None:
-    """Every module has one while its engine exists, and none of DeepSpeed's afterwards."""
+    """Hooks module_forward_pre_hook and module_forward_post_hook exist from Init._post_init_method (zero_init_context)
+    to DeepSpeedEngine.destroy, in torch's Module._forward_pre_hooks and _forward_pre_hooks_with_kwargs.
+    """
     with SmartInfinityTraining(tmp_path / "storage") as training:
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=training.config))
         model = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -249,9 +274,10 @@ def test_the_hooks_that_gather_go_with_their_engine(tmp_path: Path) -> None:
             assert partition_parameters.zero_init_context == 1
 
 
+@pytest.mark.seam("precomputed log-probabilities are those of the weights")
 @RunIf(package="trl")
 def test_trl_hashes_the_reference_after_the_trainer_is_made() -> None:
-    """Both trainers that precompute call ``hash_module`` of their own module, after ``Trainer.__init__``."""
+    """TRL's DPOTrainer and KTOTrainer call hash_module, a global of their modules, after Trainer.__init__."""
     from trl.trainer import dpo_trainer, kto_trainer
 
     for module, trainer in ((dpo_trainer, dpo_trainer.DPOTrainer), (kto_trainer, kto_trainer.KTOTrainer)):

@@ -22,6 +22,7 @@ from lightning_smartinfinity.integrations.trainer.strategy import SmartInfinityS
 from lightning_smartinfinity.zero3.optimizer import release
 
 
+@pytest.mark.seam("SmartInfinityStrategy: no wrong warning about clipping; the user's hooks stay on the module")
 @pytest.mark.parametrize("name", ["init_deepspeed", "_initialize_deepspeed_inference"])
 def test_replaced_strategy_hooks_have_the_signature_of_their_base(name: str) -> None:
     """Every hook that our strategy replaces has the parameters of its base."""
@@ -29,13 +30,15 @@ def test_replaced_strategy_hooks_have_the_signature_of_their_base(name: str) -> 
     assert list(theirs.parameters) == list(inspect.signature(getattr(SmartInfinityStrategy, name)).parameters)
 
 
+@pytest.mark.seam("SmartInfinityPrecision: clipping, `training_step` returning None, no lost imaginary parts")
 @pytest.mark.parametrize("name", ["optimizer_step", "clip_gradients", "convert_module"])
 def test_replaced_precision_hooks_have_the_signature_of_their_base(name: str) -> None:
-    """Every hook that our precision plugin replaces has the parameters of its base."""
+    """Every hook of DeepSpeedPrecision that ours replaces has the parameters of its base."""
     theirs = inspect.signature(getattr(DeepSpeedPrecision, name))
     assert list(theirs.parameters) == list(inspect.signature(getattr(SmartInfinityPrecision, name)).parameters)
 
 
+@pytest.mark.seam("`release_module` removes DeepSpeed's completely, and those of others stay")
 @pytest.mark.parametrize(
     "registering",
     [
@@ -46,7 +49,9 @@ def test_replaced_precision_hooks_have_the_signature_of_their_base(name: str) ->
     ],
 )
 def test_torch_keeps_hooks_where_they_are_removed(registering: Callable[[torch.nn.Module, Any], object]) -> None:
-    """zero3/optimizer/release.py removes DeepSpeed's hooks from a module completely, and the hooks of others stay."""
+    """Torch keeps hooks in _forward_pre_hooks, _forward_hooks, _backward_pre_hooks, _backward_hooks,
+    _forward_hooks_with_kwargs, _forward_hooks_always_called and _forward_pre_hooks_with_kwargs.
+    """
     module, ran = torch.nn.Linear(1, 1), []
     before = {name: dict(kept) for name, kept in vars(module).items() if "hook" in name and isinstance(kept, dict)}
     for owner in ("deepspeed.runtime", __name__, None):  # a function of exec has no module
@@ -60,9 +65,10 @@ def test_torch_keeps_hooks_where_they_are_removed(registering: Callable[[torch.n
     assert max(left.values()) == 2, "flags of removed hooks stay"
 
 
+@pytest.mark.seam("SmartInfinityStrategy replaces it without a warning that is untrue and a refusal made earlier")
 @pytest.mark.parametrize(("training", "call"), [(True, "train"), (False, "inference")])
 def test_init_deepspeed_does_nothing_but_warn_refuse_and_initialize(training: bool, call: str) -> None:
-    """Our strategy replaces init_deepspeed to leave out a warning that is not true here and a refusal made earlier."""
+    """DeepSpeedStrategy.init_deepspeed does nothing but a warning, a refusal and the set-up."""
     module = pl.LightningModule()
     strategy = mock.MagicMock(model=module, lightning_module=mock.MagicMock())
     strategy.lightning_module.trainer.training = training

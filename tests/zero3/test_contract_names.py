@@ -28,8 +28,9 @@ from lightning_smartinfinity.settings.zero_keys import ZERO_KEYS
 from lightning_smartinfinity.zero3.setup import section_keys
 
 
+@pytest.mark.seam("check_zero_section, before the set-up")
 def test_zero_section_has_the_fields_that_are_read() -> None:
-    """DeepSpeed's own parsing gives the fields that zero3/setup/validation.py reads, and forbids unknown keys."""
+    """deepspeed.runtime.zero.config parses the section zero_optimization into fields, and forbids unknown keys."""
     zero = DeepSpeedZeroConfig(stage=3, offload_param={"device": "nvme", "nvme_path": "/nowhere"})
     assert zero.offload_param is not None and zero.offload_param.device == "nvme"
     assert zero.offload_param.buffer_count >= 1 and zero.offload_param.buffer_size > 0
@@ -39,8 +40,9 @@ def test_zero_section_has_the_fields_that_are_read() -> None:
         DeepSpeedZeroConfig(stage=3, unknown_key=1)
 
 
+@pytest.mark.seam("wrong keys are answered before DeepSpeed may be imported")
 def test_zero_section_has_the_keys_that_are_listed() -> None:
-    """zero3/setup/section_keys.py knows every key of DeepSpeed's section and of its sections, and those only."""
+    """We know every key of DeepSpeed's section and of its offload_param and leaf_module, and those only."""
     listed = {*ZERO_KEYS, *section_keys._SECTIONS, *section_keys._ANSWERS}
     gone = {"super_offload", "mics_shard_size", "mics_hierarchical_params_gather"}
     beside = {key for key, answer in section_keys._ANSWERS.items() if "beside the section" in answer.fault}
@@ -53,8 +55,9 @@ def _keys_of(config: type[pydantic.BaseModel]) -> set[str]:
     return {key for name, field in config.model_fields.items() for key in (name, field.alias) if key is not None}
 
 
+@pytest.mark.seam("our files have DeepSpeed's format")
 def test_keys_of_checkpoints_are_those_of_files_that_exist() -> None:
-    """Keys stay those of saved files, which optimizer_state.py and the readers of other checkpoints use."""
+    """Keys of DeepSpeed's checkpoints, deepspeed.checkpoint.constants, stay those of files that exist."""
     assert (constants.OPTIMIZER_STATE_DICT, constants.FP32_FLAT_GROUPS) == ("optimizer_state_dict", "fp32_flat_groups")
     assert (constants.PARTITION_COUNT, constants.ZERO_STAGE) == ("partition_count", "zero_stage")
     assert (constants.LOSS_SCALER, constants.PARAM_SHAPES) == ("loss_scaler", "param_shapes")
@@ -64,14 +67,16 @@ def test_keys_of_checkpoints_are_those_of_files_that_exist() -> None:
     assert ZeroStageEnum.weights == 3
 
 
+@pytest.mark.seam("the default of our `timeout`")
 def test_process_groups_have_a_default_timeout() -> None:
-    """integrations/lightning_options.py takes torch's default timeout, as Lightning does, if the user gives none."""
+    """torch.distributed.constants.default_pg_timeout is the default of Lightning's ``timeout``."""
     theirs = inspect.signature(DeepSpeedStrategy.__init__).parameters["timeout"].default
     assert default_pg_timeout == theirs, "process groups of ours would time out at another time than stock's"
 
 
+@pytest.mark.seam("loading module by module")
 def test_a_module_loads_its_own_part_of_a_state_dict() -> None:
-    """A module loads its own parameters and buffers by the method that load/full_weights.py calls."""
+    """Module._load_from_state_dict loads a module's own part, with _metadata of a state dict; _modules has children."""
     module = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
     weights = {name: tensor + 1 for name, tensor in module.state_dict().items()}
     missing, unexpected, errors = [], [], []  # type: ignore[var-annotated]
@@ -83,21 +88,24 @@ def test_a_module_loads_its_own_part_of_a_state_dict() -> None:
     assert all(torch.equal(tensor, weights[name]) for name, tensor in module.state_dict().items())
 
 
+@pytest.mark.seam("SmartInfinityFabricStrategy saves stateful objects as Fabric does")
 def test_fabric_converts_stateful_objects() -> None:
-    """Fabric replaces an object by its ``state_dict``, if it has one (fabric/strategy.py, save_checkpoint)."""
+    """Strategy._convert_stateful_objects_in_state replaces an object by its state_dict, if it has one."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.ones(1, requires_grad=True)]), lambda _: 1.0)
     state = SmartInfinityFabricStrategy()._convert_stateful_objects_in_state({"a": scheduler, "b": 1}, filter={})
     assert state == {"a": scheduler.state_dict(), "b": 1}
 
 
+@pytest.mark.seam("safe_get_full_*, full values of one parameter")
 def test_fp32_state_is_gathered_from_a_parameter_and_its_slice() -> None:
-    """The gather behind safe_get_full_* takes the parameter and the rank's padded fp32 slice."""
+    """_fp32_state_allgather takes the parameter and the rank's padded fp32 slice."""
     gather = DeepSpeedZeroOptimizer_Stage3._fp32_state_allgather
     assert list(inspect.signature(gather).parameters) == ["self", "param", "fp32_state_partition"]
 
 
+@pytest.mark.seam("schedulers do not warn")
 def test_schedulers_ask_the_optimizer_whether_it_stepped() -> None:
-    """A scheduler warns that it stepped first unless our step sets an attribute (storage_optimizer.py)."""
+    """A scheduler of torch warns that it stepped first unless our step sets the optimizer's _opt_called."""
     for stepped in (False, True):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
@@ -109,33 +117,38 @@ def test_schedulers_ask_the_optimizer_whether_it_stepped() -> None:
         assert bool(caught) != stepped, "every training with a scheduler would warn"
 
 
+@pytest.mark.seam("gradients are used in the right order of streams")
 def test_accelerator_says_how_its_streams_behave() -> None:
-    """The accelerator says that nothing runs beside the caller on a CPU, so the gradient path orders no streams."""
+    """On a CPU nothing runs beside the caller: is_synchronized_device and resolves_data_dependency are true."""
     assert get_accelerator().is_synchronized_device() is True
     assert get_accelerator().resolves_data_dependency() is True
 
 
+@pytest.mark.seam("replacing the stage-3 class leaves DeepSpeed's own subclass alone")
 def test_stage3_is_imported_before_its_class_is_replaced() -> None:
-    """SuperOffload subclasses the stage-3 optimizer at import, so it is imported before that name is replaced."""
+    """deepspeed.runtime.superoffload.superoffload_stage3 subclasses the stage-3 optimizer at import."""
     from deepspeed.runtime.superoffload.superoffload_stage3 import SuperOffloadOptimizer_Stage3
 
     assert SuperOffloadOptimizer_Stage3.__mro__[1] is DeepSpeedZeroOptimizer_Stage3
 
 
+@pytest.mark.seam("refusing compiled wrappers")
 def test_compiled_wrapper_has_its_name() -> None:
-    """``torch.compile`` of a module returns the wrapper that set-up refuses."""
+    """torch.compile of a module returns a torch._dynamo.eval_frame.OptimizedModule."""
     wrapped = torch.compile(torch.nn.Linear(1, 1), backend="eager")
     assert type(wrapped) is torch._dynamo.eval_frame.OptimizedModule
 
 
+@pytest.mark.seam("16-bit gradients are then held in fp32 from the start")
 def test_accumulation_scheduler_says_whether_it_accumulates() -> None:
-    """The scheduler says whether it ever accumulates; 16-bit gradients are then held in fp32 from the start."""
+    """GradientAccumulationScheduler.going_to_accumulate_grad_batches says whether it ever accumulates."""
     assert GradientAccumulationScheduler({0: 1, 4: 2}).going_to_accumulate_grad_batches()
     assert not GradientAccumulationScheduler({0: 1}).going_to_accumulate_grad_batches()
 
 
+@pytest.mark.seam("`self.dtype` of Lightning's modules is that of their parameters")
 def test_modules_of_lightning_are_told_their_dtype() -> None:
-    """The function sets the dtype of a module and of those in it, and changes no parameter."""
+    """device_dtype_mixin._update_properties sets the dtype of modules; DeepSpeedPrecision._desired_dtype has it."""
     from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 
     outer, inner = pl.LightningModule(), pl.LightningModule()

@@ -6,6 +6,8 @@ import inspect
 import os
 import re
 
+import pytest
+
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed.runtime.engine as engine
@@ -26,16 +28,18 @@ CONVERT = inspect.getsource(Init._convert_to_deepspeed_param)
 COORDINATOR = inspect.getsource(PartitionedParameterCoordinator)
 
 
+@pytest.mark.seam("`UpdateInFlight` lets a parameter be gathered only after its update")
 def test_parameters_are_gathered_by_two_methods_of_their_own() -> None:
-    """Both methods are looked up on the parameter and take what they gather first or by a known name."""
+    """zero.Init sets all_gather and all_gather_coalesced on the parameter; they take what they gather first."""
     assert "def all_gather(param_list=None, async_op=False, hierarchy=0):" in CONVERT
     assert "def all_gather_coalesced(params: Iterable[Parameter]," in CONVERT
     assert "param.all_gather = all_gather\n" in CONVERT
     assert "param.all_gather_coalesced = all_gather_coalesced\n" in CONVERT
 
 
+@pytest.mark.seam("UpdateInFlight sees GatheredParameters, too; other gathers would give values from before the update")
 def test_nothing_else_gathers() -> None:
-    """Only these two methods make partitions available, which every gather does first."""
+    """all_gather and all_gather_coalesced alone call _ensure_availability_of_partitioned_params and _all_gather."""
     source = inspect.getsource(partition_parameters)
     assert source.count("self._ensure_availability_of_partitioned_params(") == 2
     assert CONVERT.count("self._ensure_availability_of_partitioned_params(") == 1
@@ -44,8 +48,9 @@ def test_nothing_else_gathers() -> None:
     assert "self.params[0].all_gather(param_list=self.params)" in gathering
 
 
+@pytest.mark.seam("a parameter that still has to be updated is not gathered ahead")
 def test_the_coordinator_gathers_what_is_needed_and_what_is_next_by_one_method() -> None:
-    """The coordinator looks the method up on itself for both; a fetch names the module, whose parameters come first."""
+    """PartitionedParameterCoordinator.fetch_sub_module calls its __all_gather_params for a module, then ahead."""
     assert GATHER_PARAMS in vars(PartitionedParameterCoordinator)
     method = undecorated(getattr(PartitionedParameterCoordinator, GATHER_PARAMS))
     assert list(inspect.signature(method).parameters) == ["self", "params", "forward"]
@@ -57,16 +62,18 @@ def test_the_coordinator_gathers_what_is_needed_and_what_is_next_by_one_method()
     assert COORDINATOR.count(".all_gather_coalesced(") == 1
 
 
+@pytest.mark.seam("`skip_in_prefetch` need not gather a parameter ahead: it is gathered when it is used")
 def test_a_parameter_that_was_not_gathered_ahead_is_gathered_when_it_is_needed() -> None:
-    """The coordinator gathers by each parameter's status, not by its notes on what was gathered ahead."""
+    """The coordinator gathers by each parameter's ds_status, not by its notes on what was gathered ahead."""
     assert "if p.ds_status == ZeroParamStatus.NOT_AVAILABLE])" in COORDINATOR
     assert (
         "if param.ds_status == ZeroParamStatus.NOT_AVAILABLE:\n                partitioned_params.append" in COORDINATOR
     )
 
 
+@pytest.mark.seam("what was gathered ahead makes room for the next module")
 def test_a_gathered_parameter_can_be_released_before_its_module_is_done_waiting_for_it() -> None:
-    """Releasing spares what a module computes with; what is in flight is in a registry of the module, with handles."""
+    """__release_param spares what a module computes with; ds_inflight_param_registry has what is in flight."""
     release = inspect.getsource(undecorated(getattr(PartitionedParameterCoordinator, RELEASE_PARAM)))
     assert "def __release_param(self, param: Parameter, free_data: bool = True)" in release
     assert "if param.ds_status == ZeroParamStatus.AVAILABLE and not param.ds_active_sub_modules:" in release
@@ -76,24 +83,27 @@ def test_a_gathered_parameter_can_be_released_before_its_module_is_done_waiting_
     assert "inflight_param_registry=self.__inflight_param_registry" in offload
 
 
+@pytest.mark.seam("with a budget, parameters are not in memory twice while they are gathered")
 def test_parameters_can_be_gathered_one_by_one() -> None:
-    """Then each is gathered into its own memory, and not copied out of a common one."""
+    """With allgather_sequential, each parameter is gathered into its own memory, not copied out of a common one."""
     assert (
         "if self.allgather_sequential or len(params) == 1:\n                return _all_gather_sequential(" in CONVERT
     )
     assert "param.data = param_buffer.narrow(0, 0, param.ds_numel).view(param.ds_shape).to(param.device)" in CONVERT
 
 
+@pytest.mark.seam("a parameter that still has to be updated is read when it is used")
 def test_parameters_are_read_ahead_from_storage_in_the_background_only() -> None:
-    """Reading ahead does not wait, so a gather reads whatever is still on storage."""
+    """A swapper's swap_in with async_op, which reads ahead, does not wait: a gather reads what is still on storage."""
     assert "nvme_swapper.swap_in(swap_in_params, async_op=True)" in COORDINATOR
     assert "nvme_swapper.swap_in(swap_in_list, async_op=False)" in inspect.getsource(
         Init._ensure_availability_of_partitioned_params
     )
 
 
+@pytest.mark.seam("a step does not wait for small parameters from all over the model")
 def test_persistent_parameters_are_gathered_by_the_optimizer_in_two_places() -> None:
-    """The optimizer gathers them after a step and after a checkpoint, unless the list of them is empty."""
+    """DeepSpeedZeroOptimizer_Stage3 gathers persistent_parameters (empty unless overlap is none) in two places."""
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3)
     used = {
         name
@@ -106,8 +116,9 @@ def test_persistent_parameters_are_gathered_by_the_optimizer_in_two_places() -> 
     assert source.count("if len(self.persistent_parameters) > 0:") == 3
 
 
+@pytest.mark.seam("SmartInfinityOptimizer finishes the update before a checkpoint is saved or loaded")
 def test_checkpoints_begin_with_an_event() -> None:
-    """The engine tells the optimizer before it saves or loads anything."""
+    """The engine's save_checkpoint and load_checkpoint call checkpoint_event_prologue before anything else."""
     for method in ("save_checkpoint", "load_checkpoint"):
         source = inspect.getsource(getattr(engine.DeepSpeedEngine, method))
         assert "checkpoint_event_prologue()" in source, method
@@ -117,14 +128,16 @@ def test_checkpoints_begin_with_an_event() -> None:
     )
 
 
+@pytest.mark.seam("SmartInfinityStrategy: if the answer is wrong, the update is discarded and made again")
 def test_lightning_tells_the_strategy_of_a_backward_and_knows_whether_a_step_follows() -> None:
-    """Lightning's backward calls pre_backward, and the fit loop says whether gradients go on accumulating."""
+    """Lightning's backward calls Strategy.pre_backward; _FitLoop._should_accumulate says whether a step follows."""
     assert "self.pre_backward(closure_loss)" in inspect.getsource(Strategy.backward)
     assert list(inspect.signature(Strategy.pre_backward).parameters) == ["self", "closure_loss"]
     assert list(inspect.signature(_FitLoop._should_accumulate).parameters) == ["self"]
 
 
+@pytest.mark.seam("`Speculation` updates a parameter when no module computes with it any more")
 def test_a_module_that_is_through_with_a_parameter_leaves_its_active_ones() -> None:
-    """After a module's backward its parameters no longer list it as active, whether they stay gathered or not."""
+    """release_sub_module takes a module out of ds_active_sub_modules, whether the parameter stays gathered or not."""
     release = inspect.getsource(undecorated(PartitionedParameterCoordinator.release_sub_module))
     assert "param.ds_active_sub_modules.discard(submodule.ds_id)" in release

@@ -26,8 +26,9 @@ class Counted(torch.Tensor):
         return torch.zeros(2, 3, dtype=(kwargs or {}).get("dtype"))
 
 
+@pytest.mark.seam("which operations are views, and what they change")
 def test_an_operation_says_what_it_views_and_changes() -> None:
-    """The schema distinguishes views, operations in place, and operations that return new tensors."""
+    """The _schema of an operator of torch has alias_info; names in _foreach_* change lists of tensors."""
     returned = {
         func: func._schema.returns[0].alias_info for func in (aten.t.default, aten.mul_.Tensor, aten.mul.Tensor)
     }
@@ -38,8 +39,9 @@ def test_an_operation_says_what_it_views_and_changes() -> None:
     assert aten._foreach_lerp_.Scalar._schema.name == "aten::_foreach_lerp_"
 
 
+@pytest.mark.seam("tensors that stand for partitioned parameters")
 def test_a_tensor_without_memory_has_a_shape_and_is_asked_for_each_operation() -> None:
-    """Autograd keeps it for backward, and computes with it there."""
+    """Autograd keeps a tensor of torch.Tensor._make_wrapper_subclass for backward, and computes with it there."""
     Counted.calls.clear()
     tensor: Any = torch.Tensor._make_wrapper_subclass(Counted, (2, 3), dtype=torch.float32, requires_grad=True)
     assert tensor.shape == (2, 3) and tensor.stride() == (3, 1) and tensor.is_leaf
@@ -50,8 +52,9 @@ def test_a_tensor_without_memory_has_a_shape_and_is_asked_for_each_operation() -
     assert len(Counted.calls) > in_forward
 
 
+@pytest.mark.seam("autocast casts tensors without memory, and no ordinary tensor takes them as its data")
 def test_a_tensor_without_memory_is_cast_by_autocast_and_is_nobodys_data() -> None:
-    """Its device is asked for, so that torch keeps it apart from ordinary tensors; a key says that autocast casts."""
+    """Such a tensor has dispatch_device and _extra_dispatch_keys, a torch._C.DispatchKeySet of torch._C.DispatchKey."""
     cast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     tensor: Any = torch.Tensor._make_wrapper_subclass(
         Counted,
@@ -69,8 +72,9 @@ def test_a_tensor_without_memory_is_cast_by_autocast_and_is_nobodys_data() -> No
         torch.zeros(2, 3).data = tensor
 
 
+@pytest.mark.seam("PartitionedParameter and PartitionedTensor: operations on gathered parameters cost nothing")
 def test_a_parameter_class_without_a_function_of_its_own_breaks_no_graph() -> None:
-    """Torch computes with it, and torch.compile traces it, as with torch's own class."""
+    """torch._C._disabled_torch_function_impl and torch._C.DisableTorchFunctionSubclass cost torch nothing."""
 
     class Own(nn.Parameter):
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -84,8 +88,9 @@ def test_a_parameter_class_without_a_function_of_its_own_breaks_no_graph() -> No
         assert type(layer.weight + 1) is torch.Tensor
 
 
+@pytest.mark.seam("a parameter has its shape until its gradient has arrived")
 def test_backward_calls_back_at_its_end() -> None:
-    """What a function queues in backward runs after the gradients of all leaves have arrived."""
+    """torch.autograd.Variable._execution_engine.queue_callback runs after the gradients of all leaves have arrived."""
     seen: list[bool] = []
     leaf = torch.ones(2, requires_grad=True)
 
@@ -103,8 +108,9 @@ def test_backward_calls_back_at_its_end() -> None:
     assert seen == [True]
 
 
+@pytest.mark.seam("`Status` switches the parameter's class, for instance to PartitionedParameter")
 def test_a_new_zero_parameter_has_the_attributes_that_are_replaced() -> None:
-    """zero.Init sets the status and the methods on the parameter itself, and partitions it afterwards."""
+    """_convert_to_deepspeed_param sets ds_status, all_gather, all_gather_coalesced, ``partition``, ``item`` first."""
     source = inspect.getsource(Init._convert_to_deepspeed_param)
     for name in ("ds_status", "all_gather", "all_gather_coalesced", "partition", "item"):
         assert f"param.{name} = " in source, name

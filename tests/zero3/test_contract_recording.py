@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -21,8 +22,9 @@ def quiet() -> pl.Trainer:
     return pl.Trainer(accelerator="cpu", max_epochs=1, limit_train_batches=3, limit_val_batches=0, **off)
 
 
+@pytest.mark.seam("going on after a batch")
 def test_a_loop_calls_what_we_replace() -> None:
-    """The loop of batches calls on_run_start once and on_advance_end after each batch, looked up on the object."""
+    """_TrainingEpochLoop.run calls on_run_start once, on_advance_end after each batch, and has _Loop._restarting."""
     trainer, calls = quiet(), []
     loop = trainer.fit_loop.epoch_loop
     for name in ("on_run_start", "on_advance_end"):
@@ -37,8 +39,9 @@ def test_a_loop_calls_what_we_replace() -> None:
     assert trainer.fit_loop._restarting is False and loop.restarting is False
 
 
+@pytest.mark.seam("training records", "Callbacks see Trainer._logger_connector._callback_metrics.")
 def test_a_checkpoint_without_weights() -> None:
-    """A checkpoint's weights come from one method of the connector, and what callbacks see from one dictionary."""
+    """dump_checkpoint of Trainer._checkpoint_connector asks _get_lightning_module_state_dict and on_save_checkpoint."""
     trainer = quiet()
     trainer.fit(BoringModel())
     weights = replaced(trainer._checkpoint_connector, "_get_lightning_module_state_dict", dict)
@@ -49,8 +52,9 @@ def test_a_checkpoint_without_weights() -> None:
     assert "x" in trainer.callback_metrics
 
 
+@pytest.mark.seam("a resume knows whole ones", "There are _should_remove_checkpoint and _remove_checkpoint.")
 def test_the_books_of_a_model_checkpoint() -> None:
-    """A ModelCheckpoint's state has these attributes and two settings, and it has the other names that we use."""
+    """ModelCheckpoint.state_dict has the books; _last_checkpoint_saved and _last_global_step_saved are attributes."""
     callback = ModelCheckpoint()
     assert {*callback.state_dict()} == {*_FIELDS, "monitor", "dirpath"}
     assert all(callback.state_dict()[name] is getattr(callback, name) for name in _FIELDS)

@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader
 from lightning_smartinfinity.resume import loops
 
 
+@pytest.mark.seam("the first epoch after a resume creates its iterator where every epoch does")
 @pytest.mark.parametrize("resuming", [True, False])
 def test_epoch_creates_its_iterator_unless_it_resumes(resuming: bool) -> None:
-    """resume/loops.py clears the fit loop's flag: that makes the first epoch after a resume create its iterator."""
+    """_TrainingEpochLoop.on_run_start reads _FitLoop._resuming_from_checkpoint, which we clear."""
     fit_loop = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit_loop
     fit_loop._resuming_from_checkpoint = resuming
     loop, fetcher = mock.MagicMock(restarting=False), mock.MagicMock()
@@ -31,8 +32,12 @@ def test_epoch_creates_its_iterator_unless_it_resumes(resuming: bool) -> None:
     assert fetcher.__iter__.called != resuming, "a resumed epoch would draw its seed at another time"
 
 
+@pytest.mark.seam("we tell where in an epoch a save was, warn once, and load states of loaders that were set up early")
 def test_loops_have_what_a_resume_asks_them() -> None:
-    """Lightning's loops have the progress, loaders and fetcher that we read, and the warning that ours replaces."""
+    """_FitLoop has _data_fetcher, _combined_loader, _combined_loader_states_to_load and _load_combined_loader_states;
+    _TrainingEpochLoop has batch_progress, restarted_on_train_batch_end, _should_check_val_fx, and warns of a loader
+    without state.
+    """
     fit_loop = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit_loop
     assert fit_loop._data_fetcher is None and fit_loop._combined_loader is None
     assert fit_loop._combined_loader_states_to_load == [] and fit_loop._load_combined_loader_states() is None
@@ -45,10 +50,11 @@ def test_loops_have_what_a_resume_asks_them() -> None:
     assert any(text.startswith(loops._LIGHTNING_WARNING) for text in texts), "a resumed user is warned twice"
 
 
+@pytest.mark.seam("passed_to_run: a user's consent to other types in a checkpoint")
 @pytest.mark.parametrize("passed", [None, True, False])
 @pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
 def test_the_trainer_knows_weights_only_where_it_restores(method: str, passed: bool | None, tmp_path: Path) -> None:
-    """Lightning drops the flag for strategies that load after the set-up; we read it where the Trainer has it."""
+    """Trainer._run has weights_only, until _restore_modules_and_callbacks with restore_checkpoint_after_setup."""
 
     class AfterSetup(SingleDeviceStrategy):
         restore_checkpoint_after_setup = True
@@ -67,8 +73,9 @@ def test_the_trainer_knows_weights_only_where_it_restores(method: str, passed: b
     assert loops.passed_to_run(trainer, "weights_only") is None
 
 
+@pytest.mark.seam("a resumed epoch draws what the saved one drew, by _index_sampler; other loaders are not rebuilt")
 def test_a_loader_resets_the_iterator_of_persistent_workers() -> None:
-    """An iterator draws a seed when it is made, and none when it is reset. Other loaders make one for each epoch."""
+    """DataLoader.__iter__ resets the _iterator of persistent workers; _get_iterator makes others, which draw a seed."""
     options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "generator": torch.Generator()}
     loader = DataLoader(range(4), **options)  # type: ignore[arg-type]
     states = [loader.generator.get_state()]

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_smartinfinity.common.patches import wrapped
 
 
+@pytest.mark.seam("views of parameters pass through")
 def test_a_view_knows_its_base() -> None:
-    """A product with a transposed weight saves a view, which is known as a view of that parameter."""
+    """A product with a transposed weight saves a view, whose Tensor._base is that parameter."""
     weight = torch.nn.Parameter(torch.ones(2, 3))
     saved: list[torch.Tensor] = []
     with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
@@ -26,8 +27,9 @@ def test_a_view_knows_its_base() -> None:
     assert torch.ones(2)._base is None
 
 
+@pytest.mark.seam("`Packing` lets pass what is saved within backward")
 def test_autograd_tells_whether_it_runs_a_graph() -> None:
-    """There is no graph task outside of backward, and there is one in a recomputation, whose tensors pass through."""
+    """torch._C._current_graph_task_id is -1 outside of backward, and not in a recomputation within it."""
     seen: list[int] = []
 
     def body(value: torch.Tensor) -> torch.Tensor:
@@ -39,8 +41,9 @@ def test_autograd_tells_whether_it_runs_a_graph() -> None:
     assert seen[0] == -1 and seen[1] >= 0 and torch._C._current_graph_task_id() == -1
 
 
+@pytest.mark.seam("a pause for code, as torch.func, that refuses hooks", "_push_saved_tensors_default_hooks.")
 def test_hooks_can_be_set_aside_and_put_back() -> None:
-    """The innermost hooks are on top of a stack; torch.func refuses to run while there are any."""
+    """torch._C._autograd has _top_saved_tensors_default_hooks and _pop_saved_tensors_default_hooks of a stack."""
     packed: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,8 +69,9 @@ def test_hooks_can_be_set_aside_and_put_back() -> None:
     assert len(packed) == 1 and autograd._top_saved_tensors_default_hooks(True) is None
 
 
+@pytest.mark.seam("change_error: changes in place are noticed")
 def test_changes_are_counted_for_all_views_and_the_count_can_be_set() -> None:
-    """A tensor and its detached alias share a count, whatever memory the alias has; a copy does not."""
+    """An alias without memory shares Tensor._version; _unsafe_set_version_counter of torch._C._autograd sets it."""
     tensor = torch.ones(4)
     alias, other = tensor.detach(), tensor.clone()
     alias.data = torch.empty(0)
@@ -81,8 +85,9 @@ def test_changes_are_counted_for_all_views_and_the_count_can_be_set() -> None:
     assert (tensor._version, alias._version, other._version) == (8, 8, 0)
 
 
+@pytest.mark.seam("`Packing` notices changes in place within backward")
 def test_an_unpacked_tensor_shares_its_count_with_what_the_hook_returned() -> None:
-    """If backward changes what it gets, the count of what the hook returned shows it."""
+    """Autograd gives the unpacked tensor the _version of what a hook returned, which shows what backward changes."""
     value, unpacked = torch.ones(3, requires_grad=True), torch.ones(3)
     with saved_tensors_hooks(lambda tensor: None, lambda packed: unpacked):
         node: Any = value.exp().grad_fn
@@ -90,8 +95,9 @@ def test_an_unpacked_tensor_shares_its_count_with_what_the_hook_returned() -> No
     assert unpacked._version == 1
 
 
+@pytest.mark.seam("one `Entry` for each storage, and `Packing` knows whether offloading it frees memory")
 def test_who_holds_the_memory_of_a_tensor_is_known() -> None:
-    """Storages are counted and told apart by address, and a weak reference ends with the last holder."""
+    """torch._C._storage_Use_Count counts by UntypedStorage._cdata, and a StorageWeakRef ends with the last holder."""
     tensor = torch.ones(4)
     storage = tensor.untyped_storage()
     assert tensor.view(2, 2).untyped_storage()._cdata == storage._cdata
@@ -105,15 +111,17 @@ def test_who_holds_the_memory_of_a_tensor_is_known() -> None:
     assert weak.expired()
 
 
+@pytest.mark.seam("`Packing` lets tensors of the batch pass")
 def test_tensors_are_found_in_nested_containers() -> None:
-    """A batch may nest dictionaries, lists and tuples."""
+    """torch.utils._pytree.tree_leaves goes through dictionaries, lists and tuples."""
     one, two = torch.ones(1), torch.ones(2)
     leaves = tree_leaves({"a": [one, {"b": (two, "text")}]})
     assert [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] == [one, two]
 
 
+@pytest.mark.seam("open_activations says that they are not offloaded")
 def test_the_checkpoints_of_deepspeed_keep_their_inputs_themselves() -> None:
-    """Their inputs follow two arguments of a method that is looked up for each of them, and no hook sees them."""
+    """activation_checkpointing.checkpointing.CheckpointFunction.forward keeps ctx.deepspeed_saved_tensors, unhooked."""
     function = checkpointing.CheckpointFunction
     assert isinstance(vars(function)["forward"], staticmethod)
     names = list(inspect.signature(function.forward).parameters)
@@ -135,8 +143,9 @@ def test_the_checkpoints_of_deepspeed_keep_their_inputs_themselves() -> None:
     assert seen == [value] and packed == []
 
 
+@pytest.mark.seam("zeros that have no memory pass through")
 def test_zeros_of_forward_mode_have_no_memory() -> None:
-    """A tensor tells that it is one of them. Its storage has a size, but no memory."""
+    """Tensor._is_zerotensor tells of zeros whose storage has a size, but no memory."""
     zeros = torch._efficientzerotensor((4,))  # type: ignore[attr-defined]
     assert zeros._is_zerotensor() and zeros.untyped_storage().nbytes() == 16
     with pytest.raises(RuntimeError):

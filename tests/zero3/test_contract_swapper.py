@@ -43,6 +43,7 @@ NOT_ENTERED = {
 }
 
 
+@pytest.mark.seam("`ParameterSwapper` has all of them")
 def test_every_name_that_deepspeed_uses_is_known() -> None:
     """ZeRO-3 and the engine use exactly the listed attributes of param_swapper and nvme_swapper."""
     found = {
@@ -54,6 +55,7 @@ def test_every_name_that_deepspeed_uses_is_known() -> None:
     assert found == CALLED | set(NOT_ENTERED)
 
 
+@pytest.mark.seam("ParameterSwapper takes what is passed")
 @pytest.mark.parametrize("name", sorted(CALLED))
 def test_our_swapper_takes_what_deepspeed_passes(name: str) -> None:
     """Every method of our swapper has the parameters of DeepSpeed's, in name, order and default."""
@@ -62,9 +64,10 @@ def test_our_swapper_takes_what_deepspeed_passes(name: str) -> None:
     assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
 
 
+@pytest.mark.seam("ParameterSwapper and StorageOptimizer leave them out")
 @pytest.mark.parametrize("name", sorted(NOT_ENTERED))
 def test_other_verbs_are_used_only_where_ours_never_goes(name: str) -> None:
-    """The base's methods that use them are replaced, or called only by replaced methods."""
+    """A swapper's other methods are called only by methods that we replace, or by methods that only those call."""
     users = {
         method
         for method, member in inspect.getmembers(DeepSpeedZeroOptimizer_Stage3, inspect.isfunction)
@@ -86,8 +89,9 @@ def test_other_verbs_are_used_only_where_ours_never_goes(name: str) -> None:
         }
 
 
+@pytest.mark.seam("DeepSpeed uses our swapper; if the name moves, it compiles `async_io`")
 def test_init_looks_the_swapper_up_when_it_begins() -> None:
-    """zero.Init builds its swapper by a global name of its module, once its device is known to be nvme."""
+    """zero.Init looks partition_parameters.AsyncPartitionedParameterSwapper up as a global, once its device is nvme."""
     source = inspect.getsource(partition_parameters.Init.__init__)
     assert "self.param_swapper = param_swapper or AsyncPartitionedParameterSwapper(_ds_config, self.dtype)" in source
     assert "if self.remote_device == OffloadDeviceEnum.nvme:" in source
@@ -99,8 +103,9 @@ def _calls(function: Any, *calls: str) -> None:
     assert where == sorted(where), calls
 
 
+@pytest.mark.seam("ParameterSwapper writes partitions when DeepSpeed expects it")
 def test_the_order_in_which_a_partition_is_made_written_and_forgotten() -> None:
-    """An updated partition gets a buffer, is copied into it and written; otherwise it is only released."""
+    """Init._partition_param writes an updated partition from a buffer, and releases others (PartitionedParamStatus)."""
     _calls(
         partition_parameters.Init._partition_param,
         "param.nvme_swapper.remove_partition_and_release_buffers([param])",
@@ -111,8 +116,9 @@ def test_the_order_in_which_a_partition_is_made_written_and_forgotten() -> None:
     )
 
 
+@pytest.mark.seam("`ParameterSwapper` reads partitions before they are gathered")
 def test_partitions_are_there_before_they_are_gathered() -> None:
-    """Both ways of gathering first read what is on storage and wait for reads in progress."""
+    """Gathers begin with Init._ensure_availability_of_partitioned_params, which reads from storage and waits."""
     ensure = partition_parameters.Init._ensure_availability_of_partitioned_params
     _calls(ensure, "swap_in(swap_in_list, async_op=False)", "synchronize_reads()")
     _calls(partition_parameters.Init._all_gather, "_ensure_availability_of_partitioned_params(", "_allgather_param(")
@@ -121,8 +127,9 @@ def test_partitions_are_there_before_they_are_gathered() -> None:
     assert 0 < converted.index("_ensure_availability_of_partitioned_params(", start) - start < 600
 
 
+@pytest.mark.seam("StoredPartition: the update writes parameters to their files")
 def test_a_sub_group_that_is_not_in_memory_has_no_flat_tensor() -> None:
-    """A sub-group beyond max_in_cpu has None in fp16_partitioned_groups_flat; others are read into it once."""
+    """fp16_partitioned_groups_flat has None for sub-groups not in memory, by ds_tensor.final_location."""
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3._create_fp16_partitions_with_defragmentation)
     assert "fp16_partitioned_group_flat = None" in source
     _calls(
@@ -132,8 +139,9 @@ def test_a_sub_group_that_is_not_in_memory_has_no_flat_tensor() -> None:
     )
 
 
+@pytest.mark.seam("parameters that are not trained in checkpoints: on storage, and the fp32 values behind 16 bit")
 def test_frozen_parameters_are_saved_and_loaded_by_the_engine() -> None:
-    """The two methods of the engine that read and write partitions outside the optimizer are ours."""
+    """DeepSpeedEngine._get_param_fragment_func, load_module_state_dict touch partitions (is_optimized_parameter)."""
     saved = inspect.getsource(DeepSpeedEngine._get_param_fragment_func)
     loaded = inspect.getsource(DeepSpeedEngine.load_module_state_dict)
     assert "param.ds_tensor.detach().cpu()" in saved

@@ -35,6 +35,7 @@ def universal(checkpoint: Path) -> Path:
     return convert(checkpoint)
 
 
+@pytest.mark.seam("convert_checkpoint writes them for optimizers that the converter does not know")
 def test_ours_makes_the_same(checkpoint: Path, universal: Path, tmp_path: Path) -> None:
     """``smart-infinity universal`` writes the files and keys that DeepSpeed's converter writes, and checksums."""
     ours = convert_by_command(checkpoint, tmp_path / "ours")
@@ -50,8 +51,9 @@ def test_ours_makes_the_same(checkpoint: Path, universal: Path, tmp_path: Path) 
     ]
 
 
+@pytest.mark.seam("`write_arrays` saves what it reads")
 def test_converter_makes_flat_tensors_of_what_our_checkpoints_hold(universal: Path) -> None:
-    """The converter writes one file per parameter and array, without padding (formats/universal_folder.py)."""
+    """ds_to_universal writes one file per parameter and array, without padding."""
     expected = {
         f"{name}/{array}": values + offset
         for name, values in WHOLE.items()
@@ -63,8 +65,9 @@ def test_converter_makes_flat_tensors_of_what_our_checkpoints_hold(universal: Pa
         assert torch.equal(converted[name].flatten(), values), name
 
 
+@pytest.mark.seam("`UniversalFolder` reads universal checkpoints")
 def test_converter_keeps_the_states_that_are_read(universal: Path) -> None:
-    """The converter keeps the first rank's optimizer state and every rank's model states."""
+    """deepspeed.checkpoint.ds_to_universal keeps the first rank's optimizer state and every rank's model states."""
     state = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)
     assert (state["ours"], state["optimizer_state_dict"]["param_groups"][0]["lr"]) == (0, 0.5)
     assert int(state["optimizer_state_dict"]["state"][0]["step"]) == 7
@@ -73,6 +76,7 @@ def test_converter_keeps_the_states_that_are_read(universal: Path) -> None:
         assert (states["of_user"], states["param_shapes"]) == (rank, SHAPES)
 
 
+@pytest.mark.seam("comparing a checkpoint of another number of processes with the model")
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -82,12 +86,13 @@ def test_converter_keeps_the_states_that_are_read(universal: Path) -> None:
     ],
 )
 def test_engine_describes_its_parameters(name: str, parameters: list[str]) -> None:
-    """The engine has methods that give the shapes of trained and frozen parameters by name."""
+    """DeepSpeedEngine: _get_zero_param_shapes, _get_zero_frozen_param_attributes, _get_param_shape_func."""
     assert list(inspect.signature(getattr(DeepSpeedEngine, name)).parameters) == parameters
 
 
+@pytest.mark.seam("load_resharded and load_saved_weights load buffers and frozen parameters")
 def test_engine_loads_buffers_and_frozen_fragments() -> None:
-    """The engine's own method loads what a checkpoint holds beside masters and moments."""
+    """DeepSpeedEngine.load_module_state_dict loads what a checkpoint holds beside masters and moments."""
     module = torch.nn.BatchNorm1d(2)
     weight: Any = module.weight
     weight.requires_grad_(False)

@@ -28,15 +28,17 @@ OVERRIDDEN = [
 ]
 
 
+@pytest.mark.seam("StateByParameter: safe_get_*, safe_set_*")
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_overridden_methods_take_what_deepspeed_passes(name: str) -> None:
-    """Every method of the API by parameter has the parameters of the one it replaces."""
+    """set_full_hp_param, set_local_hp_param, get_fp32_grad_for_param and their kin have the parameters of ours."""
     theirs = inspect.signature(getattr(DeepSpeedZeroOptimizer_Stage3, name))
     assert list(theirs.parameters) == list(inspect.signature(getattr(SmartInfinityOptimizer, name)).parameters)
 
 
+@pytest.mark.seam("every write reaches storage, by StateByParameter")
 def test_every_writer_of_state_is_overridden() -> None:
-    """Every method that fetches a partition to write to it (release_swap_buffers=False) is overridden."""
+    """Every method that fetches a partition to write to it (``release_swap_buffers=False``) is overridden."""
     writers = {
         name
         for name, member in inspect.getmembers(DeepSpeedZeroOptimizer_Stage3, inspect.isfunction)
@@ -45,8 +47,9 @@ def test_every_writer_of_state_is_overridden() -> None:
     assert writers and writers <= set(OVERRIDDEN)
 
 
+@pytest.mark.seam("SmartInfinityStrategy loads full weights")
 def test_lightning_restores_full_weights_by_the_overridden_hook() -> None:
-    """load_full_weights ends in _restore_zero_state with the checkpoint that load_checkpoint returned."""
+    """load_full_weights ends in DeepSpeedStrategy._restore_zero_state with what load_checkpoint returned."""
     for name in ("load_checkpoint", "_restore_zero_state"):
         theirs: Any = getattr(DeepSpeedStrategy, name)
         ours: Any = getattr(SmartInfinityStrategy, name)

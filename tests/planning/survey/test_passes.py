@@ -23,6 +23,7 @@ def passes():  # type: ignore[no-untyped-def]
     return found
 
 
+@pytest.mark.seam("counting bytes", "torch.utils._python_dispatch.TorchDispatchMode; untyped_storage lives as memory.")
 def test_saved_bytes_are_what_autograd_saves(passes) -> None:  # type: ignore[no-untyped-def]
     """Autograd's own hooks on a real model see as many bytes as the count, within 5 %."""
     model = LlamaForCausalLM(CONFIG)
@@ -40,6 +41,11 @@ def test_saved_bytes_are_what_autograd_saves(passes) -> None:  # type: ignore[no
     assert passes.saved_bytes == pytest.approx(sum(storage.nbytes() for storage in saved.values()), rel=0.05)
 
 
+@pytest.mark.seam(
+    "counting attention on a CPU",
+    "Torch counts no ``aten._scaled_dot_product_flash_attention_for_cpu``, nor its "
+    "``_scaled_dot_product_flash_attention_for_cpu_backward``.",
+)
 def test_operations_are_those_of_the_matrices(passes) -> None:  # type: ignore[no-untyped-def]
     """Forward takes two operations per weight of a matrix and token, and attention; backward takes twice as many."""
     model = LlamaForCausalLM(CONFIG)
