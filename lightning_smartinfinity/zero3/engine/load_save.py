@@ -32,14 +32,14 @@ def save_engine(
 def load_engine(
     path: str | Path, engine: PortableEngine, *, with_optimizer: bool, strict: bool, needed: Collection[str] = ()
 ) -> ClientState:
-    """Load a checkpoint into an engine, and return the state that the user saved beside the model.
+    """Load a checkpoint into an engine, and return the state that the user saved with the model.
 
     Args:
         path: A folder saved by this strategy, by stock DeepSpeed with ZeRO-3, or converted to a universal one.
         engine: Engine of this strategy.
-        with_optimizer: Whether to resume the training, or to load weights alone.
-        strict: Whether names of parameters and buffers have to match.
-        needed: Keys that must have been saved beside the model if training resumes.
+        with_optimizer: Whether to resume the training; if false, only weights are loaded.
+        strict: Whether the names of parameters and buffers must match.
+        needed: Keys that must have been saved with the model if the training resumes.
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it belongs to another model.
@@ -57,6 +57,6 @@ def load_engine(
 
 
 def load_weights(weights: SavedState, engine: PortableEngine, *, trained: bool, strict: bool) -> None:
-    """Load a plain state dict, the same on all ranks, into an engine, and into the masters if it is being trained."""
+    """Load a plain state dict, the same on all ranks, into an engine and, if ``trained``, into the masters."""
     writes = engine.optimizer.outside_writes if trained else None
     load_full_weights(engine.module, weights, writes=writes, strict=strict)

@@ -1,4 +1,4 @@
-"""The engine's part of a training record: what DeepSpeed and the module hold beside parameters and optimizer state."""
+"""The engine's part of a training record: DeepSpeed's and the module's state without parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _AFTER_A_BYTE = 1 << 23  # x to the power of 8
 
 
 def crc32c_of_both(first: int, second: int, nbytes: int) -> int:
-    """Return the CRC32C of two pieces of data, one after the other.
+    """Return the CRC32C of two concatenated pieces of data.
 
     Args:
         first: CRC32C of the first piece.
         second: CRC32C of the second piece.
-        nbytes: Bytes of the second piece.
+        nbytes: Size of the second piece, in bytes.
     """
     return _product(_power(nbytes), first) ^ second
 
 
 @cache
 def _power(nbytes: int) -> int:
-    """Return what so many further bytes multiply a CRC by."""
+    """Return the polynomial by which ``nbytes`` further bytes multiply a CRC."""
     power, square = _ONE, _AFTER_A_BYTE
     while nbytes:
         if nbytes & 1:
@@ -56,7 +56,7 @@ def _power(nbytes: int) -> int:
 
 
 def _product(first: int, second: int) -> int:
-    """Return the product of two polynomials over GF(2), modulo the one of CRC32C."""
+    """Return the product of two polynomials over GF(2), modulo CRC32C's polynomial."""
     product = 0
     for bit in range(31, -1, -1):
         if first >> bit & 1:
@@ -72,9 +72,9 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 def describe_engine(engine: SmartInfinityEngine) -> SavedState:
-    """Return the engine's part of a training record, whose values share memory with the engine's.
+    """Return the engine's part of a training record; its tensors share memory with the engine's.
 
-    The caller adds :func:`frozen_checksum` as ``"frozen"``: it does not change.
+    The caller adds :func:`frozen_checksum` as ``"frozen"``, once, because it does not change.
     """
     optimizer = engine.optimizer
     return {
@@ -97,7 +97,7 @@ def restore_engine(engine: SmartInfinityEngine, saved: SavedState, *, frozen: in
 
     Raises:
         StorageCorruptError: The residual of compressed gradients is damaged.
-        CheckpointError: The module's buffers, or its parameters that are not trained, are others than they were.
+        CheckpointError: The module's buffers, or the values of its untrained parameters, differ from the record's.
     """
     optimizer = engine.optimizer
     if saved["frozen"] != frozen:
@@ -142,11 +142,11 @@ def _restore_residual(optimizer: StorageOptimizer) -> None:
 
 
 def frozen_checksum(module: torch.nn.Module) -> int:
-    """Return a checksum of the parameters that are not trained, the same for any number of ranks. Collective."""
+    """Return a checksum of the untrained parameters that is the same for any number of ranks. Collective."""
     refuse_late_parameters(module)
     frozen = [param for param in module.parameters() if not param.requires_grad]
     crc = 0
-    # Of each parameter the ranks hold consecutive parts.
+    # The ranks hold consecutive parts of each parameter.
     for parts in zip(*gather([_checksum_of(_partition_of(param)) for param in frozen], None), strict=True):
         for of_part, nbytes in parts:
             crc = crc32c_of_both(crc, of_part, nbytes)
@@ -154,7 +154,7 @@ def frozen_checksum(module: torch.nn.Module) -> int:
 
 
 def _checksum_of(values: torch.Tensor) -> tuple[int, int]:
-    """Return the CRC32C of values, and their bytes."""
+    """Return the CRC32C of values, and their size in bytes."""
     crc = 0
     for begin in range(0, values.numel(), _CHUNK_NUMEL):
         chunk = values[begin : begin + _CHUNK_NUMEL].cpu().contiguous()

@@ -1,1 +1,1 @@
-"""A save's folder while it is written: staging, the parts of several machines, and the swap that completes it."""
+"""The folder of a save in progress: staging, the parts of several machines, and the swap that completes it."""

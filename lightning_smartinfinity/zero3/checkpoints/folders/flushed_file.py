@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` that are on the device when the call returns, or given up if their disk does not answer."""
+"""Saves files of ``torch.save`` and flushes them to the device; gives up if the disk does not answer."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def save_flushed(state: object, path: Path, *, advance: Advance = lambda _: None
     """Save as ``torch.save`` does, and flush the file to the device.
 
     Args:
-        state: What is saved.
+        state: Object to save.
         path: Path of the file.
-        advance: Is told the bytes as they are written.
-        total_bytes: Number of bytes to report in all; more is written, since the file has headers.
+        advance: Function called with the number of bytes after each write.
+        total_bytes: Total number of bytes to report; more is written, because the file has headers.
 
     Raises:
         StorageTimeoutError: The disk does not answer.
         OSError: The file could not be written.
-        RuntimeError: torch could not write it.
+        RuntimeError: torch could not write the object.
     """
     with _Output(path, advance, total_bytes=total_bytes) as output:
         buffered = io.BufferedWriter(output, _BUFFERED_BYTES)
@@ -40,7 +40,7 @@ def save_flushed(state: object, path: Path, *, advance: Advance = lambda _: None
             torch.save(state, cast(IO[bytes], buffered))
             buffered.flush()
         except RuntimeError:
-            if output.error is not None:  # torch hides it behind errors of its own
+            if output.error is not None:  # torch raised its own error instead
                 raise output.error from None
             raise
         unless_idle(partial(os.fsync, output.fileno()), doing="Flushing", path=path)
@@ -51,15 +51,15 @@ def _create(path: Path) -> int:
 
 
 class _Output(io.RawIOBase):
-    """A new file. After a call has failed it takes everything and writes nothing: buffers are emptied when they go.
+    """A new file. After a failed write it discards further data, because buffers are flushed when they are collected.
 
     Args:
         path: Path of the file.
-        advance: Is told the bytes.
-        total_bytes: Number of bytes to report in all.
+        advance: Function called with the number of bytes after each write.
+        total_bytes: Total number of bytes to report.
 
     Attributes:
-        error: What the first call that failed has raised.
+        error: The error that the first failed write raised.
     """
 
     def __init__(self, path: Path, advance: Advance, *, total_bytes: int) -> None:

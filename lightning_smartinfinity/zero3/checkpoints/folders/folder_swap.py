@@ -1,14 +1,15 @@
-"""Saves a folder beside the one that it replaces, and swaps them when it is complete.
+"""Writes a save to a staging folder, and swaps it with the save that it replaces when it is complete.
 
-``path`` holds a subfolder (DeepSpeed's tag) with everything that matters, and small files beside it that are the same
-in every save. A new ``path`` is written under a hidden name beside it and renamed. In a ``path`` that exists, only the
-subfolder is exchanged, by one system call; whatever else lies in ``path`` stays, and what lies in the subfolder but is
-not DeepSpeed's is linked into the new one before. A kill or a power loss at any moment leaves the old save or the new
-one; the next save to ``path`` removes the partial files of the one that was ended. After the call the new save is on
-the device. One process, or one group of ranks, saves to a path at a time.
+``path`` holds a subfolder (DeepSpeed's tag) with all the data, and small files next to it that are the same in every
+save. A new ``path`` is written under a hidden name next to it, and renamed. In an existing ``path``, only the subfolder
+is exchanged, by one system call. Other entries of ``path`` stay. Entries of the old subfolder that are not DeepSpeed's
+are first linked into the new one. A kill or a power loss at any moment leaves the old save or the new one; the next
+save to ``path`` removes partial files. When the call returns, the new save is on the device. One process, or one group
+of ranks, saves to a path at a time.
 
-Machines that do not see the same files each swap their own part. What they have replaced stays until all have done so;
-if a kill comes in between, the next load or save goes to the save that all of them have (:func:`put_one_in_place`).
+Machines that do not see the same files each swap their own part. They keep the replaced parts until all have swapped.
+If the job is killed in between, the next load or save restores the save that all machines have
+(:func:`put_one_in_place`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Staging(NamedTuple):
 
     Args:
         folder: The folder that becomes the save.
-        leads: Whether this rank writes what each file system has once.
+        leads: Whether this rank writes the files that exist once on each file system.
         save_id: Random id of the save, the same on all ranks.
     """
 
@@ -66,23 +67,23 @@ class Staging(NamedTuple):
 def replacing(path: str | Path, tag: str, *, closing_group: ProcessGroup | None = None) -> Iterator[Staging]:
     """Yield a folder to save into, which becomes ``path`` when the body ends; if the body raises, nothing changes.
 
-    This is a collective. One rank on each file system makes the folder and puts it in place: machines need not see
-    the same files under the path, and may remember for some time that something was not there.
+    This is a collective. One rank on each file system creates the folder and puts it in place: machines need not see
+    the same files under the path, and may cache for some time that a file does not exist.
 
     Args:
         path: Final path of the save.
-        tag: The subfolder that holds everything that matters.
+        tag: The subfolder that holds all the data.
         closing_group: Process group in which the ranks agree at the end, if another thread leaves the context.
 
     Raises:
-        CheckpointError: The folder cannot be created or put in place, or something lies where it is to be written that
-            this package did not make; raised on every rank.
+        CheckpointError: The folder cannot be created or put in place, or its place is taken by something that this
+            package did not create; raised on every rank.
         StorageLockedError: Another process is saving to the same path; raised on every rank.
         StorageTimeoutError: The disk does not answer; raised on every rank.
     """
     if Path(tag).name != tag or tag in ("", ".."):
         raise CheckpointError(f"The tag {shown(tag)} is not the name of a folder.", "Pass a tag without slashes.")
-    save_id = gather(uuid.uuid4().hex, None)[0]  # also the name of a file that nobody has looked for
+    save_id = gather(uuid.uuid4().hex, None)[0]  # also names a file whose absence no machine has cached
     with ExitStack() as leading:
         led = _lead(path, tag, leading, errors=writing)
         new = _made_for_all(path, tag, led, save_id)
@@ -93,10 +94,10 @@ def replacing(path: str | Path, tag: str, *, closing_group: ProcessGroup | None 
                 unless_idle(end, doing="Linking what is kept of", path=led.target / tag)
         with raising_together(closing_group), writing(path):
             if led.place.is_first_here:
-                flush_tree(new)  # on every machine: what it has written to a shared file system is in its own memory
+                flush_tree(new)  # on every machine: each caches its own writes to a shared file system
         with raising_together(closing_group), _swapping(path):
             if led.leads:
-                # It may hold what the path held before, until all machines have the new save in place.
+                # After the swap the staging folder holds the old save, until all machines have swapped.
                 led.lock.leaves_content = led.staging.parent == led.target
                 put = partial(put_save_in_place, led.staging, led.target, tag, save_id)
                 unless_idle(put, doing="Replacing", path=led.target)
@@ -104,9 +105,9 @@ def replacing(path: str | Path, tag: str, *, closing_group: ProcessGroup | None 
 
 
 def put_one_in_place(path: str | Path, tag: str) -> None:
-    """Put the parts of one save in place on all machines, where a kill has left those of two. Collective.
+    """Put the parts of one save in place on all machines after a kill left those of two. Collective.
 
-    No save changes if none is whole on all of them. What none of them needs any more is removed.
+    Nothing changes if no save is complete on all machines. Parts that are no longer needed are removed.
 
     Args:
         path: Path as given to :func:`replacing`.
@@ -128,18 +129,18 @@ def put_one_in_place(path: str | Path, tag: str) -> None:
 
 
 def remove_interrupted(path: str | Path, tag: str) -> None:
-    """Remove what a killed process has left of its save to a path, as far as that can be done. Collective.
+    """Remove the remains of a killed process's save to a path, as far as possible. Collective.
 
-    What this package did not make stays, and so does what a live process uses.
+    Files that this package did not create, or that a running process uses, stay.
 
     Args:
         path: Path as given to :func:`replacing`.
         tag: The subfolder.
     """
     found = False
-    with suppress(SmartInfinityError):  # which is raised on all ranks
+    with suppress(SmartInfinityError):  # raised on all ranks alike
         (place,) = places_of([Path(path)])
-        # Another machine may remember that nothing was there, and its next save to the path would wait.
+        # Only the leader looks: a machine that caches the absence of a file would make its next save to the path wait.
         if place.leader == dist.get_rank():
             with suppress(SmartInfinityError, OSError):
                 found = unless_idle(lambda: has_leftovers(_resolved(path)), doing="Looking at", path=Path(path))
@@ -149,12 +150,12 @@ def remove_interrupted(path: str | Path, tag: str) -> None:
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Turn errors of the system, and torch's of a full disk, into a :class:`CheckpointError` about ``path``."""
+    """Turn other errors, such as the system's or torch's of a full disk, into a :class:`CheckpointError`."""
     try:
         yield
     except SmartInfinityError:
         raise
-    except Exception as error:  # torch reports a full disk as a RuntimeError, and the other ranks must hear of any
+    except Exception as error:  # torch reports a full disk as a RuntimeError; every error must reach the other ranks
         raise CheckpointError(
             f"The checkpoint {path} could not be written: {str(error) or type(error).__name__}.",
             "Free space there, check the folder, or save to another one. What the path held before is still whole.",
@@ -174,15 +175,16 @@ def _swapping(path: str | Path) -> Iterator[None]:
 
 
 class _Led(NamedTuple):
-    """Holds what a rank knows of a path, and a leader of the folder that it has locked there.
+    """A rank's information about a path and, on a leader, the staging folder that it has locked.
 
     Args:
-        place: Where the path lies.
+        place: The file system of the path.
         leads: Whether this rank is the leader there.
-        target: The path; a leader has followed its links.
-        staging: The folder in which a save is written; of no meaning on other ranks.
-        lock: Its lock; likewise. What other machines may go to stays when it is unlocked.
-        common: Id of the save that all machines have to go to, if they have parts of several.
+        target: The path; on a leader, with links resolved.
+        staging: The folder in which a save is written; meaningful on leaders only.
+        lock: Lock of the staging folder; meaningful on leaders only. It can keep the folder's content on release,
+            because other machines may need that save.
+        common: Id of the save that all machines must use, if they have parts of several.
     """
 
     place: Place
@@ -196,7 +198,7 @@ class _Led(NamedTuple):
 def _lead(
     path: str | Path, tag: str, leading: ExitStack, *, errors: Callable[[str | Path], AbstractContextManager[None]]
 ) -> _Led:
-    """Lock the folder in which saves are written, on one rank of each file system, and look at what lies there."""
+    """Lock the staging folder, on one rank of each file system, and find out which saves have parts there."""
     target = staging = Path(path)
     lock, parts = StagingLock(), list[PartsHere]()
     with errors(path):
@@ -206,7 +208,7 @@ def _lead(
         if leads:
             target = unless_idle(partial(_resolved, path), doing="Looking at", path=target)
             lock, staging = leading.enter_context(_staged(path, target, tag))
-            lock.leaves_content = True  # it may hold the part of a save that other machines have in place
+            lock.leaves_content = True  # it may hold a part of a save that other machines have in place
             parts = [unless_idle(partial(parts_at, staging, target, tag), doing="Looking at", path=target)]
             lock.leaves_content = parts[0].beside is not None
     machines = list(chain.from_iterable(gather(parts, None)))
@@ -215,7 +217,7 @@ def _lead(
 
 
 def _made_for_all(path: str | Path, tag: str, led: _Led, save_id: str) -> Path:
-    """Make the folder that becomes the save, and return its path as this machine sees it."""
+    """Create the folder that becomes the save, and return its path on this machine."""
     made: tuple[Path, Path] | None = None
     with raising_together(), writing(path):
         if led.leads:
@@ -239,18 +241,18 @@ def _made_for_all(path: str | Path, tag: str, led: _Led, save_id: str) -> Path:
 
 @contextmanager
 def _staged(path: str | Path, target: Path, tag: str) -> Iterator[tuple[StagingLock, Path]]:
-    """Lock the folder in which a save is written, and yield lock and folder."""
+    """Lock the staging folder, and yield lock and folder."""
     while True:
         staging = unless_idle(partial(staging_for, target, tag), doing="Looking at", path=target)
         with locked(staging, path) as lock:
-            # Another process may have made or removed the target before the lock.
+            # Another process may have created or removed the target before the lock was taken.
             if staging == unless_idle(partial(staging_for, target, tag), doing="Looking at", path=target):
                 yield lock, staging
                 return
 
 
 def _as_here(path: str | Path, target: Path, staging: Path) -> Path:
-    """Return the path of the leader's staging folder where links lead to another mount point on this machine."""
+    """Return this machine's path of the leader's staging folder: links may lead to another mount point here."""
     return Path(os.path.normpath(_resolved(path) / os.path.relpath(staging, target)))
 
 

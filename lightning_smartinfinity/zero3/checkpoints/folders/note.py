@@ -1,4 +1,4 @@
-"""Writes into a checkpoint folder how it can be read."""
+"""Writes a note into a checkpoint folder that explains how to read it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import writin
 __all__ = ["note_for", "write_note"]
 
 _OURS = " is a checkpoint folder of the smart_infinity strategy, no file that torch.load can read.\n"
-_LONGEST = 8192  # characters, more than a path has
+_LONGEST = 8192  # characters; a path is shorter
 _IN_LIGHTNING = """\
 To go on from it or to evaluate it, pass the folder as ckpt_path, with Trainer(strategy="smart_infinity").
 For torch.load, load_from_checkpoint or another strategy, make a file of it:
@@ -37,7 +37,7 @@ def note_for(path: str | Path, saved: Collection[str]) -> str:
 
     Args:
         path: Path that the folder will have.
-        saved: Keys of what was saved beside the model.
+        saved: Keys of the state saved with the model.
     """
     folder = os.path.abspath(path)
     how = _IN_LIGHTNING if LIGHTNING_KEY in saved else _ELSEWHERE
@@ -45,22 +45,22 @@ def note_for(path: str | Path, saved: Collection[str]) -> str:
 
 
 def write_note(folder: Path, saved: Collection[str], *, path: str | Path) -> None:
-    """Write instructions for people who find the folder, unless a user keeps something of this name there.
+    """Write instructions for people who find the folder, unless a user's file has the note's name there.
 
     Args:
         folder: Folder in which the checkpoint is being saved.
-        saved: Keys of what is saved beside the model.
+        saved: Keys of the state saved with the model.
         path: Path that the checkpoint will have.
 
     Raises:
-        CheckpointError: They could not be written.
+        CheckpointError: The note could not be written.
     """
     present = Path(path, NOTE_NAME)
     with writing(folder / NOTE_NAME):
         if os.path.lexists(present) and not _is_ours(present):
             warnings.warn(f"{present} is not what this package writes there, and stays.", stacklevel=2)
             return
-        # The path need not be text.
+        # The path may hold bytes that are no text.
         (folder / NOTE_NAME).write_text(note_for(path, saved), encoding="utf-8", errors="surrogateescape")
 
 

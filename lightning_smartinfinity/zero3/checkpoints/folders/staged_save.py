@@ -1,6 +1,7 @@
 """Writes a save on one file system, and puts it in place.
 
-A new path is written beside it; in a path that exists, only the subfolder is replaced. No rank waits for another here.
+A new path is written next to its final place; in an existing path, only the subfolder is replaced. Nothing here waits
+for other ranks.
 """
 
 from __future__ import annotations
@@ -44,29 +45,30 @@ LATEST = "latest"
 """Name of DeepSpeed's file that holds the tag."""
 
 FILES_BESIDE = (LATEST, "zero_to_fp32.py", "zero_to_torch.py")
-"""Names of DeepSpeed's files beside the subfolder. They are replaced by every save."""
+"""Names of DeepSpeed's files next to the subfolder. Every save replaces them."""
 
 _STAGING = ".saving"
 _NEW = "new"
 _GLANCE, _MOST_GLANCES = 0.05, 200  # ten seconds, for two system calls
 OF_DEEPSPEED = ("*mp_rank_[0-9]*_states.pt",)
-"""Patterns of the names of DeepSpeed's files in the subfolder."""
+"""Name patterns of DeepSpeed's files in the subfolder."""
 
 
 def new_in(staging: Path) -> Path:
-    """Return the folder that becomes the save, in the folder in which it is written."""
+    """Return the folder that becomes the save, inside the staging folder."""
     return staging / _NEW
 
 
 def has_leftovers(target: Path) -> bool:
-    """Return whether a process that was killed may have left a save to a path there."""
+    """Return whether a killed process may have left remains of a save to a path."""
     return (target / _STAGING).exists() or beside(target).exists()
 
 
 def restore_interrupted(path: str | Path, tag: str) -> None:
-    """Roll back a swap by renames that was interrupted when nothing had the tag: not all systems exchange in one call.
+    """Roll back a swap by two renames that was interrupted between them, when no folder had the tag's name.
 
-    Any number of processes may call it at once. It waits for one that is just between them.
+    Not all systems can exchange folders in one call. Any number of processes may call this at once. It waits for a
+    running process that is between the renames.
 
     Args:
         path: Path as given to :func:`replacing`.
@@ -83,7 +85,7 @@ def restore_interrupted(path: str | Path, tag: str) -> None:
 
 
 def staging_for(target: Path, tag: str) -> Path:
-    """Return the folder in which a save is written, after refusing what the save could not replace."""
+    """Return the staging folder of a save; raise CheckpointError if an entry could not be replaced."""
     if not target.exists():
         return beside(target)
     for folder in (target, target / tag):
@@ -99,7 +101,7 @@ def staging_for(target: Path, tag: str) -> Path:
 
 
 def _mark_leftover(staging: Path) -> None:
-    """Mark what two processes left that saved to one path with older versions, if it has files of checkpoints only."""
+    """Mark a staging folder left by two processes of older versions, if it has files of checkpoints only."""
     if not staging.is_symlink() and staging.is_dir() and os.listdir(staging) == [_NEW]:
         entries = [staging / _NEW, *(staging / _NEW).rglob("*")]
         if not any(entry.is_symlink() or not (entry.is_dir() or _is_of_a_save(entry.name)) for entry in entries):
@@ -111,14 +113,14 @@ def _is_of_a_save(name: str) -> bool:
 
 
 def parts_at(staging: Path, target: Path, tag: str) -> PartsHere:
-    """Return which saves have a part at the path and beside it, after undoing what was interrupted between renames."""
+    """Return which saves have a part at the path and in staging, after undoing a swap interrupted between renames."""
     _put_back(target, tag)
     old, new = target / tag, staging / _NEW / tag
     return PartsHere(id_of(old), id_of(new), time_of(new) > time_of(old))
 
 
 def put_common_in_place(common: str | None, staging: Path, target: Path, tag: str) -> None:
-    """Put the part of the save that all machines go to in place, if there is one and something else lies there."""
+    """Put the part of the save that all machines must use in place, if there is one and another is in place."""
     if common is not None and id_of(target / tag) != common:
         if staging.parent == target:
             put_in_place(staging / _NEW / tag, target / tag)
@@ -127,11 +129,11 @@ def put_common_in_place(common: str | None, staging: Path, target: Path, tag: st
         else:
             _put_first_in_place(staging, target)
     if staging.parent == target:
-        remove_leftover(beside(target))  # of the first save
+        remove_leftover(beside(target))  # staging folder of the first save
 
 
 def prepare(staging: Path, target: Path, tag: str, *, save_id: str, common: str | None) -> None:
-    """Make what a save is written into, and what all ranks look for, in the place of what lies in the locked folder."""
+    """Reset the staging folder and write the marker file that every rank checks."""
     if staging.parent == target:
         put_common_in_place(common, staging, target, tag)
     remove_content(staging)
@@ -140,7 +142,7 @@ def prepare(staging: Path, target: Path, tag: str, *, save_id: str, common: str 
 
 
 def complete(staging: Path, target: Path, tag: str, save_id: str) -> None:
-    """Write the id into what was saved, and link what else lies in what it is to replace."""
+    """Write the id into the new save, and link other files of the old save into it."""
     new, old = staging / _NEW / tag, target / tag
     (new / SAVE_ID_NAME).write_text(save_id)
     if staging.parent == target and old.exists():
@@ -152,7 +154,7 @@ def _put_back(target: Path, tag: str) -> None:
 
 
 def put_save_in_place(staging: Path, target: Path, tag: str, save_id: str) -> None:
-    """Put what was written in place; what it replaces then lies where it was."""
+    """Swap the new save with the old one; the old one is then in the staging folder."""
     new = staging / _NEW
     if not (staging / save_id).exists():
         raise FileNotFoundError(errno.ENOENT, "somebody has removed what was written", str(staging))

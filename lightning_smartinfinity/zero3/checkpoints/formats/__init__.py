@@ -1,1 +1,1 @@
-"""Reads, checks and converts the files of a checkpoint: ours, DeepSpeed's, and universal folders."""
+"""Reads, checks and converts checkpoint files: this package's, DeepSpeed's, and universal folders."""

@@ -1,7 +1,7 @@
-"""CRC-32Cs of blocks of the values in a checkpoint.
+"""CRC-32C checksums of blocks of the values in a checkpoint.
 
-A file of ``torch.save`` has one checksum of each tensor, which tells nothing of the part that a rank reads. A universal
-checkpoint has those of blocks in a file; for an ordinary one they are computed when its files are verified.
+A file of ``torch.save`` has one checksum of each tensor, which cannot verify the part that one rank reads. A universal
+checkpoint has a file of block checksums; for an ordinary checkpoint they are computed when its files are verified.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lightning_smartinfinity.errors import CheckpointError
 __all__ = ["CHECKSUMMED", "CHECKSUMS_NAME", "BlockChecksums", "Checksums", "SavedArray", "VerifiedBlocks"]
 
 CHECKSUMS_NAME = "crc32c.pt"
-"""File in ``zero/``: of each file below it, by its relative path, a tensor of the checksums of its blocks in order."""
+"""File in ``zero/``: for each file below it, by relative path, a tensor of the checksums of its blocks in order."""
 
 CHECKSUMMED = "smart_infinity_checksums"
-"""Key in ``optimizer_state.pt`` that says that the folder was written with that file: DeepSpeed's has none."""
+"""Key in ``optimizer_state.pt``: the folder was written with that file. DeepSpeed's folders lack both."""
 
 _BLOCK_NUMEL = 1 << 16
 _NUM_KEPT = 64  # blocks in memory: 16 MiB
@@ -46,18 +46,18 @@ Checksums = Mapping[SavedArray, Sequence[int]]
 
 
 class BlockChecksums:
-    """Computes the checksums of the blocks of fp32 values that arrive in consecutive parts.
+    """Computes the checksums of the blocks of fp32 values that are added in consecutive parts.
 
     Attributes:
-        values: The checksums so far; the last block's may be of its first part.
+        values: The checksums so far; the last one may cover only the first part of its block.
     """
 
     def __init__(self) -> None:
         self.values: list[int] = []
-        self._missing = 0  # elements of the last block
+        self._missing = 0  # elements that the last block still lacks
 
     def add(self, part: NDArray[np.float32]) -> None:
-        """Take the next values, which are contiguous in memory."""
+        """Add the next values, which must be contiguous in memory."""
         while part.size:
             if self._missing == 0:
                 self.values.append(0)
@@ -72,8 +72,8 @@ class VerifiedBlocks:
     """Reads saved arrays block by block, and compares each block with its checksum. The latest blocks stay in memory.
 
     Args:
-        read: Returns a copy of elements ``[begin, end)`` of an array, or of those before the array's end.
-        checksums: The checksums; None in a checkpoint that has none, where nothing is compared.
+        read: Function that returns a copy of elements ``[begin, end)`` of an array, cut at the array's end.
+        checksums: The checksums; None if the checkpoint has none, and blocks are not verified.
         folder: The folder with the files, for the error.
         remedy: Remedy for a damaged file, for the error.
     """
@@ -98,7 +98,7 @@ class VerifiedBlocks:
         Args:
             array: The array.
             begin: Index of the first element.
-            values: Takes the elements.
+            values: Array to fill.
 
         Raises:
             CheckpointError: A checksum is wrong or missing.

@@ -1,4 +1,4 @@
-"""Finds the folder with the processes' files in a checkpoint, and these files in it."""
+"""Finds the folder with the processes' files in a checkpoint, and the files in it."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ __all__ = [
 ]
 
 OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
-"""Pattern of the names of the files with optimizer states."""
+"""Name pattern of the files with optimizer states."""
 
 _MODEL_FILES = "zero_pp_rank_*_mp_rank_*_model_states.pt"
 _NAMED = 3
-_MAX_TAG_BYTES = 255  # of a name in a file system
+_MAX_TAG_BYTES = 255  # limit of names in file systems
 _RANK = re.compile(r"zero_pp_rank_([0-9]+)_mp_rank_")
 
 
 def saved_by(file: Path) -> int:
-    """Return the number of the process that saved a file; -1 if its name has none."""
+    """Return the rank of the process that saved a file; -1 if the file's name has none."""
     match = _RANK.search(file.name)
     return int(match.group(1)) if match else -1
 
 
 def has_latest(folder: Path) -> bool:
-    """Return whether there is a file ``latest`` beside the folder with the processes' files."""
+    """Return whether there is a file ``latest`` next to the folder with the processes' files."""
     return (folder.parent / LATEST).is_file()
 
 
 def require_latest(folder: Path) -> None:
-    """Check that there is a file ``latest`` beside the folder with the processes' files: it is written last.
+    """Check that there is a file ``latest``, which is written last, next to the folder with the processes' files.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: The file is missing.
     """
     if not has_latest(folder):
         raise CheckpointError(
@@ -59,12 +59,12 @@ def require_latest(folder: Path) -> None:
 
 
 def optimizer_files(folder: Path) -> list[Path]:
-    """Return the files of optimizer states of all processes; their order has no meaning."""
+    """Return the optimizer state files of all processes, in no meaningful order."""
     return unless_idle(lambda: sorted(folder.glob(OPTIMIZER_FILES)), doing="Reading", path=folder)
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the files of model states of all processes; their order has no meaning."""
+    """Return the model state files of all processes, in no meaningful order."""
     return unless_idle(lambda: sorted(folder.glob(_MODEL_FILES)), doing="Reading", path=folder)
 
 
@@ -94,11 +94,11 @@ def tagged_folder(path: Path, tag: str | None = None) -> Path:
 
     Args:
         path: The folder that was saved, or the folder in it that holds the files.
-        tag: Name of the subfolder if it is known; else ``latest`` names it.
+        tag: Name of the subfolder; None: the one that ``latest`` names.
 
     Raises:
-        CheckpointNotFoundError: There is nothing at ``path``.
-        CheckpointError: There is no such folder.
+        CheckpointNotFoundError: ``path`` does not exist.
+        CheckpointError: The subfolder does not exist, or ``path`` is a file.
     """
     if not path.exists():
         raise _not_found(path)
@@ -107,7 +107,7 @@ def tagged_folder(path: Path, tag: str | None = None) -> Path:
             f"The checkpoint {path} is a file; the smart_infinity strategy saves folders.",
             "Load a plain checkpoint's weights with LightningModule.load_from_checkpoint before fit.",
         )
-    if optimizer_files(path):  # one of several saves that lie in the same folder
+    if optimizer_files(path):  # path is the subfolder itself: its parent may hold several saves
         return path
     if tag is None:
         latest = path / LATEST
@@ -122,7 +122,7 @@ def tagged_folder(path: Path, tag: str | None = None) -> Path:
 
 
 def _tag_in(latest: Path) -> str:
-    """Return the name of the subfolder that ``latest`` names, which lies directly in the checkpoint."""
+    """Return the name of the subfolder that ``latest`` names; it must be directly in the checkpoint."""
     with latest.open("rb") as file:
         content = file.read(_MAX_TAG_BYTES + 1)
     tag = content.decode(errors="replace").strip()
@@ -135,7 +135,7 @@ def _tag_in(latest: Path) -> str:
 
 
 def _where_else(path: Path) -> str:
-    """Say where checkpoints are if a folder that holds some was passed, such as lightning_logs."""
+    """Return a remedy that names the checkpoints below a folder such as lightning_logs, if there are any."""
     found = [folder for levels in range(4) for folder in sorted(path.glob("*/" * levels + "*.ckpt")) if folder.is_dir()]
     if not found:
         return "Check the path, or pass the folder in it that holds the files of the processes."

@@ -29,7 +29,7 @@ __all__ = ["CheckpointWeights"]
 
 
 class CheckpointWeights(WeightSource):
-    """The weights in a folder that this strategy or stock DeepSpeed saved with ZeRO-3, or a universal checkpoint.
+    """The weights in a folder that this strategy or stock DeepSpeed saved with ZeRO-3, or in a universal checkpoint.
 
     Any number of processes may have saved it; this process reads all of their files, and verifies their checksums.
 
@@ -37,8 +37,8 @@ class CheckpointWeights(WeightSource):
         path: The folder that Lightning or DeepSpeed saved, or the folder in it that holds the files.
 
     Raises:
-        CheckpointError: It is no such folder, it is not whole, or a file is damaged. Masters are verified as they are
-            read.
+        CheckpointError: The path is no checkpoint folder, files are missing, or a file is damaged. Masters are verified
+            only when they are read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -53,19 +53,19 @@ class CheckpointWeights(WeightSource):
 
     @property
     def saved_models(self) -> SavedState | None:
-        """The strategy's description of the models of transformers in the module; None if it saved none."""
+        """The strategy's description of transformers models in the module; None if it saved none."""
         with reading_checkpoint(self.path):
             saved: SavedState | None = self._folder.model_states.get(MODEL_KEY)
         return saved
 
     @property
     def lacks_frozen(self) -> bool:
-        """Whether parameters that are not trained were left out (``exclude_frozen_parameters``), if there are any."""
+        """Whether untrained parameters were left out (``exclude_frozen_parameters``), if the model has any."""
         with reading_checkpoint(self.path):
             return self._folder.frozen_shapes() is None
 
     def client_state(self) -> ClientState:
-        """Return what Lightning or the user saved beside the model."""
+        """Return the state that Lightning or the user saved with the model."""
         with reading_checkpoint(self.path):
             return user_state(self._folder.model_states)
 
@@ -76,12 +76,12 @@ class CheckpointWeights(WeightSource):
             return _contents(self._folder)
 
     def state_dict_order(self) -> list[str]:
-        """Return the names of the module's state dict in its order."""
+        """Return the keys of the module's state dict in order."""
         with reading_checkpoint(self.path):
             return list(self._folder.module)
 
     def other(self, name: str) -> object:
-        """Return an entry of the state dict that is no tensor."""
+        """Return an entry of the state dict that is not a tensor."""
         return self._folder.module[name]
 
     @override
@@ -108,7 +108,7 @@ def _check(folder: SavedWeights) -> None:
     for rank in range(folder.num_saved):
         check_records(folder.model_file(rank), tensors=True)
         if isinstance(folder, ZeroFolder):
-            check_records(folder.optimizer_file(rank), tensors=False)  # its tensors are verified when they are read
+            check_records(folder.optimizer_file(rank), tensors=False)  # its tensors are verified when read
     folder.require_one_save()
 
 
@@ -116,7 +116,7 @@ def _contents(folder: SavedWeights) -> Contents:
     module = folder.module
     trained = {name: TensorSpec(shape, module[name].dtype, trained=True) for name, shape in folder.shapes.items()}
     fragments = folder.model_states.get(FROZEN_PARAM_FRAGMENTS) or {}
-    # In the dtype of the module. The file may hold a parameter of 16 bit in fp32, as something has written it.
+    # In the module's dtype: the file may hold fp32 values of a 16-bit parameter that was written in fp32.
     frozen = {
         name: TensorSpec(shape, module[name].dtype if name in module else fragments[name].dtype)
         for name, shape in (folder.frozen_shapes() or {}).items()
@@ -128,14 +128,14 @@ def _contents(folder: SavedWeights) -> Contents:
     return Contents(
         parameters=parameters,
         aliases=aliases,
-        # Frozen parameters that were left out may have left placeholders without elements.
+        # Frozen parameters that were left out may have placeholders without elements.
         buffers={n: v for n, v in rest.items() if isinstance(v, torch.Tensor) and (v.numel() or n in named)},
         others=[name for name, value in rest.items() if not isinstance(value, torch.Tensor)],
     )
 
 
 def _read_frozen(file: Path, rank: int, specs: dict[str, TensorSpec], put: Put) -> None:
-    """Pass one process's slices of frozen parameters on. Mapped files would stay in memory, as far as they are read."""
+    """Pass one process's slices of frozen parameters to ``put``. Not by mapping: pages read would stay in memory."""
     frozen = {name: spec for name, spec in specs.items() if not spec.trained}
     if not frozen:
         return

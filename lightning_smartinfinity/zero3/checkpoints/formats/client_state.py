@@ -25,7 +25,7 @@ __all__ = [
 
 
 MODEL_KEY = "smart_infinity_models"
-"""Key under which a checkpoint describes the models of transformers in its module."""
+"""Key of a checkpoint's description of the transformers models in its module."""
 
 RESERVED_KEYS = frozenset(
     {
@@ -54,14 +54,14 @@ RESERVED_KEYS = frozenset(
         MODEL_KEY,
     }
 )
-"""Keys of the file that users cannot choose."""
+"""Keys of the file that users may not use."""
 
 
 def refuse_reserved(state: SavedState) -> None:
     """Refuse entries that would replace DeepSpeed's own.
 
     Raises:
-        UnsupportedError: There are such entries; the message names them.
+        UnsupportedError: The state has reserved keys; the message names them.
     """
     reserved = sorted(RESERVED_KEYS & set(state))
     if reserved:
@@ -72,7 +72,7 @@ def refuse_reserved(state: SavedState) -> None:
 
 
 def user_state(client_state: SavedState) -> ClientState:
-    """Return the user's entries of the state that an engine returns when it loads."""
+    """Return the user's entries of the client state that an engine has loaded."""
     return {key: value for key, value in client_state.items() if key not in RESERVED_KEYS}
 
 
@@ -81,15 +81,15 @@ _NEEDED = {"dynamic", "cur_scale"}
 
 
 def numbers_of(scaler: LossScalerBase) -> SavedState:
-    """Return what :func:`loss_scaler_of` makes a loss scaler of."""
+    """Return a loss scaler's numbers by name, from which :func:`loss_scaler_of` restores it."""
     return {name: value for name, value in vars(scaler).items() if name != _DTYPE}
 
 
 def loss_scaler_of(saved: object) -> LossScalerBase:
-    """Return the loss scaler that was saved: as numbers, or as the object that DeepSpeed itself saves.
+    """Return a saved loss scaler, given its numbers or the object that DeepSpeed itself saves.
 
     Raises:
-        CheckpointError: It is neither.
+        CheckpointError: ``saved`` is neither.
     """
     if isinstance(saved, LossScalerBase):
         return saved
@@ -106,7 +106,7 @@ def loss_scaler_of(saved: object) -> LossScalerBase:
 
 
 def _dynamic() -> DynamicLossScaler:
-    """Return a scaler with a dynamic scale, whose numbers do not matter."""
+    """Return a scaler with a dynamic scale, whose numbers are to be replaced."""
     return DynamicLossScaler(
         init_scale=1.0,
         scale_window=1,

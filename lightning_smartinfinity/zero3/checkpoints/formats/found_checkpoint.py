@@ -1,4 +1,4 @@
-"""Finds a checkpoint that all ranks are to load, of which every machine may have a part of its own."""
+"""Finds a checkpoint for all ranks to load; each machine may have only its own part of it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class FoundCheckpoint(NamedTuple):
     Args:
         folder: The folder with the files, whose name is DeepSpeed's tag.
         num_saved: Number of processes that saved it.
-        in_parts: Whether some rank sees the files of some processes only, its own among them. As many processes as
-            there are saved it, then.
+        in_parts: Whether some rank sees only the files of some processes, including its own. Then the number of
+            processes is the same as when it was saved.
     """
 
     folder: Path
@@ -50,12 +50,12 @@ class FoundCheckpoint(NamedTuple):
 
     @property
     def is_of_as_many(self) -> bool:
-        """Whether as many processes saved it as there are now."""
+        """Whether it was saved by the present number of processes."""
         return self.num_saved == dist.get_world_size()
 
 
 class _Seen(NamedTuple):
-    """Says of which processes a rank sees optimizer states and model states."""
+    """The files of a checkpoint that a rank sees: the processes with optimizer states and with model states."""
 
     folder: Path
     saved: frozenset[int]
@@ -67,17 +67,17 @@ class _Seen(NamedTuple):
 
 
 def find_checkpoint(path: str | Path, *, bf16: bool, latest: bool = False) -> FoundCheckpoint:
-    """Find the folder with the processes' files in a checkpoint that an engine is to load.
+    """Find the folder with the processes' files in a checkpoint for an engine to load.
 
     This is a collective: if one rank finds a fault, every rank raises.
 
     Args:
         path: The folder that Lightning or DeepSpeed saved, or the folder in it that holds the files.
         bf16: Whether the engine that will load it trains in bf16.
-        latest: Whether the file ``latest``, which is written last, has to be there.
+        latest: Whether to require the file ``latest``, which is written last.
 
     Raises:
-        CheckpointError: There is none, it is not whole, or it was saved in another precision.
+        CheckpointError: There is no checkpoint, it is incomplete, or it was saved in another precision.
     """
     found = _found_by_all(path, bf16)
     rank = dist.get_rank()
@@ -102,7 +102,7 @@ def find_checkpoint(path: str | Path, *, bf16: bool, latest: bool = False) -> Fo
 
 
 def _found_by_all(path: str | Path, bf16: bool) -> list[_Seen]:
-    """Return what each rank sees of a checkpoint; if one sees nothing of it, every rank raises."""
+    """Return what each rank sees of a checkpoint; if a rank sees nothing of it, every rank raises."""
     found, problem = _look_together(path, bf16)
     if None in found and any(found):
         _await(path, [None if each is None else each.folder for each in found])
@@ -117,7 +117,7 @@ def _found_by_all(path: str | Path, bf16: bool) -> list[_Seen]:
 def _look_together(
     path: str | Path, bf16: bool, tag: str | None = None
 ) -> tuple[list[_Seen | None], CheckpointError | None]:
-    """Return what each rank sees of a checkpoint, and why this one sees nothing."""
+    """Return what each rank sees of a checkpoint (None: nothing), and the reason if this rank sees nothing."""
     seen: _Seen | None = None
     problem: CheckpointError | None = None
     with raising_together():
@@ -126,7 +126,7 @@ def _look_together(
 
 
 def _look(path: str | Path, bf16: bool, tag: str | None) -> tuple[_Seen | None, CheckpointError | None]:
-    """Return what this rank sees of a checkpoint, or why it sees none."""
+    """Return what this rank sees of a checkpoint, or the reason why it sees nothing."""
 
     def look() -> _Seen:
         folder = tagged_folder(Path(path), tag)
@@ -153,10 +153,10 @@ def _look(path: str | Path, bf16: bool, tag: str | None) -> tuple[_Seen | None, 
 
 
 def await_seen(path: str | Path) -> None:
-    """Return when this rank sees what others see under a path on a file system that it shares with them. Collective.
+    """Wait until this rank sees a path that other ranks see on the same file system. Collective.
 
-    A network file system may not show at once what another machine has made. What this rank does not see then is
-    for others to tell.
+    A network file system may not show new files of another machine at once. If the path does not appear, this returns
+    without an error, and later checks report what is missing.
     """
     seen = False
     with raising_together(), reading_checkpoint(path):
@@ -165,7 +165,7 @@ def await_seen(path: str | Path) -> None:
 
 
 def _await(path: str | Path, found: Sequence[Path | None]) -> None:
-    """Wait until this rank sees what others have found on its file system; None stands for a rank without."""
+    """Wait until this rank sees the paths that others found on its file system; None: the rank found none."""
     if None not in found or not any(found):
         return
     (place,) = places_of([Path(path)])
@@ -198,7 +198,7 @@ def _require_one_save(found: Sequence[_Seen]) -> None:
 
 
 def _with_others(problem: CheckpointError, found: Sequence[_Seen | None]) -> CheckpointError:
-    """Return why this rank cannot load a checkpoint, with what others see of it."""
+    """Return why this rank cannot load a checkpoint, together with the files that other ranks see."""
     others = [f"{each.host} has the files of the processes {_listed(each.saved)}" for each in found if each is not None]
     if not others:
         return problem
@@ -207,7 +207,7 @@ def _with_others(problem: CheckpointError, found: Sequence[_Seen | None]) -> Che
 
 
 def _require_part(own: _Seen, saved: frozenset[int]) -> None:
-    """Check that a rank that may not see all of a checkpoint sees its own files."""
+    """Check that a rank that may see only a part of a checkpoint sees its own files."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for kind, there in (("optim", own.saved), ("model", own.models)):
         if rank not in there:

@@ -1,8 +1,8 @@
-"""Lets files hold arrays and scalars of numpy, paths, dates and namespaces without the user's consent.
+"""Allows files to hold numpy arrays and scalars, paths, dates and namespaces without the user's consent.
 
 Callbacks and hyperparameters often hold such values. numpy's own unpickling is not used, because it trusts the file: a
-``dtype`` from there may claim to be one of numbers and be one of objects, which makes pointers of the file's bytes. So
-stand-ins take the place of numpy's types while a file is loaded. They check what they are given and make the values.
+``dtype`` in the file may claim to be numeric but describe objects, which would turn the file's bytes into pointers. So
+stand-ins replace numpy's types while a file is loaded. They check the file's data and create the values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Dtype:
     def __init__(self, text: str, *_: object) -> None:
         if not _NUMBERS_AND_TEXT.fullmatch(text):
             known = _OTHER_TYPES.fullmatch(text)
-            # Messages of this form are searched for the types that need consent.
+            # trust.py extracts the types that need consent from messages of this form.
             raise pickle.UnpicklingError(f"GLOBAL numpy.{np.dtype(text).type.__name__}" if known else "A wrong dtype")
         self.dtype: np.dtype[Any] = np.dtype(text)
 
@@ -82,12 +82,12 @@ def _reconstruct(*_: object) -> _Array:
 
 
 def _no_bytes() -> bytes:
-    """Stand in for ``bytes``, of which files name the class if there are none."""
+    """Stand in for the class ``bytes``, which files name for an empty value."""
     return b""
 
 
 def _names(owners: Iterable[str], **values: Callable[..., Any]) -> list[tuple[Callable[..., Any], str]]:
-    """Return each value with the names by which files may know it: modules were renamed."""
+    """Return each value with the names that files may use for it; modules were renamed."""
     return [(value, f"{owner}.{name}") for owner in owners for name, value in values.items()]
 
 
@@ -104,9 +104,9 @@ _OTHERS = [
 
 
 def harmless_types() -> AbstractContextManager[object]:
-    """Let torch load these types in this context with ``weights_only=True``; :func:`with_arrays` takes the result."""
+    """Make torch load these types with ``weights_only=True`` in this context; pass results to :func:`with_arrays`."""
     allowed = {each[1] if isinstance(each, tuple) else _full_name(each) for each in get_safe_globals()}
-    # What the user has allowed by add_safe_globals is the user's, and their numpy takes no stand-ins.
+    # Types that the user has allowed by add_safe_globals are left alone: numpy's own do not work with stand-ins.
     numpy = [] if allowed & {name for _, name in _NUMPY} else _NUMPY
     types: list[Any] = [each for each in (*numpy, *_OTHERS) if each[1] not in allowed]
     return safe_globals(types) if types else nullcontext()
@@ -117,9 +117,9 @@ def _full_name(each: Any) -> str:
 
 
 def with_arrays(loaded: Any) -> Any:
-    """Return what was loaded, with numpy's objects in place of their stand-ins.
+    """Return a loaded object with stand-ins replaced by numpy's objects.
 
-    Dictionaries and lists are changed in place. What was one object in several places stays one.
+    Dictionaries and lists are changed in place. An object that is in several places stays a single object.
 
     Raises:
         UnpicklingError: An array has no content, or the containers are nested too deeply.
@@ -131,14 +131,14 @@ def with_arrays(loaded: Any) -> Any:
 
 
 def _replaced(value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
-    """Return the value to have in place of another one; ``done`` has both, by the id of what is replaced."""
+    """Return the replacement of a value; ``done`` maps the ids of visited values to value and replacement."""
     if isinstance(value, _Array):
         if value.array is None:
             raise pickle.UnpicklingError("An array without content")
         return value.array
     if isinstance(value, _Dtype):
         return value.dtype
-    if id(value) in done:  # tuples that share tuples would otherwise be gone through again and again
+    if id(value) in done:  # visits shared tuples only once
         return done[id(value)][1]
     if type(value) is tuple:
         items = tuple(_replaced(item, done) for item in value)

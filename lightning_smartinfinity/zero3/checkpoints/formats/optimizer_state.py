@@ -1,7 +1,7 @@
 """Optimizer state in DeepSpeed's own ZeRO-3 checkpoint format, written and read window by window.
 
 Tools such as ``zero_to_fp32`` read ``fp32_flat_groups`` and ``optimizer_state_dict``. Entries that DeepSpeed's format
-does not define (step counts per parameter, names) lie beside these under ``smart_infinity``.
+does not define (step counts per parameter, names) are stored next to these, under ``smart_infinity``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 FILE = "smart_infinity_file"
-"""Key of the path from which a state was read."""
+"""Key of the path of the file that a state was read from."""
 
 EXTRA_KEY = "smart_infinity"
 """Key of the entries that DeepSpeed's own format does not define."""
@@ -65,14 +65,14 @@ _FP32_BYTES = 4
 
 
 def state_dict(optimizer: StorageOptimizer) -> SavedState:
-    """Describe this rank's optimizer state. Masters and other arrays are tensors without memory, one per sub-group.
+    """Return this rank's optimizer state. Masters and other arrays are tensors without memory, one per sub-group.
 
     :func:`write_arrays` writes their values into the saved file.
     """
     layout = optimizer.partition.layout
     steps, with_arrays = optimizer.update.drained_handler().steps, _saves_arrays(optimizer)
     return {
-        # Numbers, not DeepSpeed's objects: loading these would need the user's consent.
+        # Numbers, because loading DeepSpeed's objects would need the user's consent.
         ZERO_STAGE: int(ZeroStageEnum.weights),
         LOSS_SCALER: numbers_of(optimizer.loss_scaler),
         "dynamic_loss_scale": optimizer.dynamic_loss_scale,
@@ -104,7 +104,7 @@ def is_described(state: object) -> bool:
 
 
 def write_arrays(optimizer: StorageOptimizer, file: TensorFile) -> None:
-    """Write masters and other arrays into a file in which :func:`state_dict` was saved."""
+    """Write masters and other arrays into a file that holds the result of :func:`state_dict`."""
     write = ArrayWriter(optimizer, file)
     with show_on_rank_zero("Saving the optimizer state", write.nbytes) as advance:
         optimizer.update.drained_handler().state.scan(lambda window: advance(write(window)))
@@ -112,14 +112,16 @@ def write_arrays(optimizer: StorageOptimizer, file: TensorFile) -> None:
 
 
 class ArrayWriter:
-    """Writes windows, given in order, into a file in which :func:`state_dict` was saved. Collective to make.
+    """Writes windows, given in order, into a file that holds the result of :func:`state_dict`.
+
+    The constructor is collective.
 
     Args:
         optimizer: Optimizer of this strategy.
         file: The file.
 
     Attributes:
-        nbytes: Bytes of all windows, as far as they are saved.
+        nbytes: Saved bytes of all windows.
     """
 
     def __init__(self, optimizer: StorageOptimizer, file: TensorFile) -> None:
@@ -127,19 +129,20 @@ class ArrayWriter:
         self.nbytes = _FP32_BYTES * optimizer.partition.layout.numel * len(self._streams)
 
     def __call__(self, window: Window) -> int:
-        """Write a window; return its bytes, as far as they are saved."""
+        """Write a window, and return the number of saved bytes."""
         for number, stream in self._streams.items():
             stream.write(window.arrays[number])
         return sum(window.arrays[number].nbytes for number in self._streams)
 
 
 def load_state_dict(optimizer: StorageOptimizer, state_dict: SavedState, *, load_optimizer_states: bool) -> None:
-    """Write a checkpoint's masters to storage and to the partition, and restore the rest of its state if wanted.
+    """Write a checkpoint's masters to storage and to the partition, and optionally restore the rest of its state.
 
     Args:
         optimizer: Optimizer of this strategy.
         state_dict: State that ``SmartInfinityCheckpointEngine`` has read; its arrays are not used.
-        load_optimizer_states: Whether to restore more than masters. Otherwise arrays, counts and residual start anew.
+        load_optimizer_states: Whether to also restore arrays, counts, groups and residual; if not, arrays, counts and
+            residual are reset.
 
     Raises:
         CheckpointError: The checkpoint belongs to another model, optimizer or number of processes, or is damaged.
@@ -176,7 +179,7 @@ def require_resumable(extra: SavedState | None, path: str | Path) -> None:
     """Raise if a checkpoint holds weights only.
 
     Args:
-        extra: What this strategy added to DeepSpeed's format; None if stock DeepSpeed saved the checkpoint.
+        extra: Entries that this strategy added to DeepSpeed's format; None if stock DeepSpeed saved the checkpoint.
         path: Path of the checkpoint, for the error.
     """
     if extra is not None and extra["weights_only"]:
@@ -188,15 +191,15 @@ def require_resumable(extra: SavedState | None, path: str | Path) -> None:
 
 
 def check_extra(optimizer: StorageOptimizer, extra: SavedState, path: str | Path) -> None:
-    """Check that an optimizer can go on from what this strategy has saved, on any number of processes.
+    """Check that an optimizer can resume from this strategy's checkpoint, on any number of processes.
 
     Args:
         optimizer: Optimizer of this strategy.
-        extra: What this strategy added to DeepSpeed's format.
+        extra: Entries that this strategy added to DeepSpeed's format.
         path: Path of the checkpoint, for the error.
 
     Raises:
-        CheckpointError: The format, the optimizer or the precision is another one, or it holds weights only.
+        CheckpointError: The format, optimizer or precision differs, or the checkpoint holds weights only.
     """
     if extra["version"] != _VERSION:
         raise CheckpointError(
@@ -224,7 +227,7 @@ def loading_state(
 
     Args:
         optimizer: Optimizer of this strategy.
-        fill: Fills one window.
+        fill: Function that fills one window.
     """
     nbytes = _FP32_BYTES * optimizer.partition.layout.numel * len(optimizer.rule.arrays)
     with show_on_rank_zero("Loading the optimizer state", nbytes) as advance:
@@ -246,7 +249,7 @@ class _Filler:
 
     Args:
         optimizer: Optimizer of this strategy.
-        streams: Streams over the saved arrays, by their number; other arrays start from their first values.
+        streams: Streams over the saved arrays, by array number; other arrays start from their first values.
     """
 
     def __init__(self, optimizer: StorageOptimizer, streams: Mapping[int, TensorStream]) -> None:
@@ -266,20 +269,20 @@ class _Filler:
             if begin < window.end and window.begin < end:
                 for values in window.arrays:
                     values[max(0, begin - window.begin) : end - window.begin] = 0
-        # DeepSpeed's sub-groups are not used, since parameters may lie outside the partition that it keeps.
+        # Not through DeepSpeed's flat partitions: parameters on storage have none.
         self._optimizer.partition.write(window.begin, torch.from_numpy(window.arrays[0]))
 
 
 def _saves_arrays(optimizer: StorageOptimizer) -> bool:
-    """Return whether there is more to save than masters: torch's SGD keeps nothing without momentum."""
+    """Return whether to save arrays other than masters; false for weights only, or before the rule keeps state."""
     counts = optimizer.update.drained_handler().steps.tolist()
     return not optimizer.saves_weights_only and any(map(optimizer.rule.holds_state, counts))
 
 
 def _streams(optimizer: StorageOptimizer, file: TensorFile, *, with_arrays: bool) -> dict[int, TensorStream]:
-    """Return streams over the file's arrays, or over the masters alone, by their number in the rule.
+    """Return streams over the file's arrays, or over the masters alone, by array number in the rule.
 
-    Sub-groups may be cut differently in the file; the order of elements is the same.
+    The file's sub-groups may have other bounds; the order of elements is the same.
     """
     state = file.state[OPTIMIZER_STATE_DICT]
     masters = state[FP32_FLAT_GROUPS]
@@ -319,7 +322,7 @@ def restore_groups(optimizer: StorageOptimizer, saved: Sequence[SavedState], *, 
     """
     for number, values in zip(saved_numbers(optimizer, saved), saved, strict=True):
         group = optimizer.optimizer.param_groups[number]
-        # DeepSpeed's own optimizers have settings that torch's lack.
+        # DeepSpeed's own optimizers have settings that torch's do not have.
         group.update({key: value for key, value in values.items() if key != "params" and (ours or key in group)})
 
 

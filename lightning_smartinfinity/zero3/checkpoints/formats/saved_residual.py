@@ -1,4 +1,4 @@
-"""Saves and loads the residual of compressed gradients, among the entries that DeepSpeed's format does not define."""
+"""Saves and loads the residual of compressed gradients, as an entry that DeepSpeed's format does not define."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _CHUNK_NUMEL = 1 << 20
 
 
 def describe_residual(optimizer: StorageOptimizer) -> SavedState:
-    """Return the entry for :func:`write_residual`: a tensor without memory. Without a residual to save it is empty."""
+    """Return the entry for :func:`write_residual`, a tensor without memory; empty if there is no residual to save."""
     residual = optimizer.rank_state.residual
     return {} if residual is None or optimizer.saves_weights_only else {_KEY: room_for(residual.numel())}
 
 
 def write_residual(optimizer: StorageOptimizer, file: TensorFile, extra: SavedState) -> None:
-    """Write the residual into a file saved with :func:`describe_residual`. No step may be in progress."""
+    """Write the residual into a file with the entry of :func:`describe_residual`. No step may be in progress."""
     residual = optimizer.rank_state.residual
     if residual is not None and _KEY in extra:
         file.stream([extra[_KEY]]).write(residual.numpy())
 
 
 def begin_residual(optimizer: StorageOptimizer, *, source: str = "the checkpoint") -> None:
-    """Set the residual, if there is one, to zero, and warn on rank zero that the source gives none."""
+    """Set the residual, if there is one, to zero, and warn on rank zero that the source has none."""
     residual = optimizer.rank_state.residual
     if residual is not None:
         if torch.distributed.get_rank() == 0:
@@ -50,7 +50,7 @@ class SavedResidual:
         optimizer: Optimizer of this strategy.
         file: Optimizer file of this rank.
         extra: Entries that this strategy added to the file; none in a file of stock DeepSpeed.
-        wanted: Whether to restore the residual; otherwise it starts at zero.
+        wanted: Whether to restore the residual; if not, it starts at zero.
 
     Raises:
         CheckpointError: The residual is damaged.

@@ -1,4 +1,4 @@
-"""A training in a checkpoint folder: beside the weights, what the optimizer keeps of them. It is read part by part."""
+"""A training in a checkpoint folder: weights and optimizer state, which is read part by part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MASTERS = "fp32"
 
 
 class SavedTraining(SavedWeights):
-    """A checkpoint from which a training can go on, on any number of processes."""
+    """A checkpoint from which a training can resume, on any number of processes."""
 
     @property
     @abstractmethod
@@ -31,23 +31,23 @@ class SavedTraining(SavedWeights):
 
     @abstractmethod
     def check_states(self) -> None:
-        """Verify this rank's share of all that is no array of a trained parameter, and that it is of one save."""
+        """Verify this rank's share of everything but trained parameters' arrays; check that all are of one save."""
 
     @abstractmethod
     def check_arrays(self, names: Collection[str]) -> Checksums:
-        """Check that arrays of all trained parameters are there, and verify this rank's share of them.
+        """Check that the arrays of all trained parameters exist, and verify this rank's share of them.
 
         Args:
-            names: Names of the arrays: :data:`MASTERS`, ``exp_avg`` and the like.
+            names: Names of the arrays, such as :data:`MASTERS` and ``exp_avg``.
 
         Returns:
-            The checksums of the blocks of what was verified, for :meth:`begin_reading` on every rank; none if the
-            checkpoint holds them.
+            The block checksums of the verified arrays, for :meth:`begin_reading` on every rank; none if the checkpoint
+            itself holds block checksums.
         """
 
     @abstractmethod
     def begin_reading(self, checksums: Checksums) -> None:
-        """Take the checksums that all ranks have found, before the first :meth:`read`."""
+        """Set the checksums that all ranks have computed; call this before the first :meth:`read`."""
 
     @abstractmethod
     def read(self, name: str, array: str, begin: int, values: NDArray[np.float32]) -> None:
@@ -57,11 +57,11 @@ class SavedTraining(SavedWeights):
             name: Name of the parameter.
             array: Name of the array.
             begin: Index of the first element in the flat, whole parameter.
-            values: Takes the elements.
+            values: Array to fill.
         """
 
     def close(self) -> None:
-        """Close what :meth:`read` has opened; idempotent."""
+        """Close the files that :meth:`read` has opened; idempotent."""
 
     @property
     def extra(self) -> SavedState | None:
@@ -70,7 +70,7 @@ class SavedTraining(SavedWeights):
 
     @property
     def param_groups(self) -> list[SavedState]:
-        """The optimizer's parameter groups, whose ``params`` are names."""
+        """The optimizer's parameter groups, with names as ``params``."""
         names = [list(shapes) for shapes in self.model_states[PARAM_SHAPES]]
         return [
             {**group, "params": [name for sub_group in group["params"] for name in names[sub_group]]}
@@ -79,7 +79,7 @@ class SavedTraining(SavedWeights):
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """Names of the arrays saved beside the master; none if the optimizer had not begun to keep any."""
+        """Names of the saved arrays other than the master; empty if the optimizer had no state yet."""
         names = {name for state in self._states_of_sub_groups.values() for name in state}
         return tuple(sorted(names - {STEP}))
 
@@ -96,7 +96,7 @@ class SavedTraining(SavedWeights):
             return dict(zip(names, self.extra["steps"], strict=True))
         states = self._states_of_sub_groups
         return {
-            # Where no count was saved, 1 says that the arrays have been updated.
+            # If no count was saved, 1 means that the arrays have been updated.
             name: int(states[sub_group].get(STEP, 1)) if states.get(sub_group) else 0
             for sub_group, shapes in enumerate(self.model_states[PARAM_SHAPES])
             for name in shapes

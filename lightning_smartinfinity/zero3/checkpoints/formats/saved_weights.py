@@ -56,26 +56,26 @@ DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""Errors that torch, pickle and DeepSpeed raise on a damaged file, or on one with other content than a checkpoint's."""
+"""Errors that torch, pickle and DeepSpeed raise on a damaged file, or on a file that is no checkpoint."""
 
 SAVE_ID = "smart_infinity_save"
-"""Key of the save's random name in the model states."""
+"""Key of the save's random id in the model states."""
 
 RANK_KEY = "smart_infinity_rank"
 """Key of the rank that saved a file of model states."""
 
 WINDOW_NUMEL = 1 << 22
-"""Largest number of elements that are in memory at once."""
+"""Largest number of elements in memory at once."""
 
 _PART = re.compile(r"zero_pp_rank_[0-9]+_mp_rank_")
 
 Wanted = Mapping[str, range]
-"""The elements to read of each parameter, counted in the flat, whole parameter."""
+"""The elements to read of each parameter, as indices into the flat, whole parameter."""
 
 Put = Callable[[str, int, torch.Tensor], None]
-"""Receives the name of a parameter, the index of the first of some consecutive elements, and their values.
+"""Function called with a parameter's name, the index of the first element, and consecutive values.
 
-The values lie in host memory that is reused: copy what is to be kept.
+The values are in host memory that is reused: copy values to keep them.
 """
 
 
@@ -86,7 +86,7 @@ class SavedSlice(NamedTuple):
         name: Name of the parameter.
         begin: Index of the first element in the whole parameter.
         end: Index after the last element.
-        padding: Number of padding elements that follow in the file.
+        padding: Number of padding elements after the slice in the file.
     """
 
     name: str
@@ -96,7 +96,7 @@ class SavedSlice(NamedTuple):
 
 
 def slices_of(shapes: Mapping[str, torch.Size], *, rank: int, world_size: int) -> list[SavedSlice]:
-    """Return the slices that one process saves; padding makes them equally long on all processes."""
+    """Return the slices that one process saves; padding gives them the same length on all processes."""
     slices = []
     for name, shape in shapes.items():
         numel = shape.numel()
@@ -114,12 +114,12 @@ def holds(slices: Sequence[SavedSlice], wanted: Wanted) -> bool:
 def read_saved(
     file: TensorFile, tensors: Sequence[torch.Tensor], slices: Sequence[SavedSlice], wanted: Wanted, put: Put
 ) -> None:
-    """Read fp32 tensors that hold these slices one after another, and pass the wanted elements to ``put``.
+    """Read fp32 tensors that hold these slices in order, and pass the wanted elements to ``put``.
 
-    The tensors are read completely, since their checksums cover all of their elements.
+    The tensors are read completely, because their checksums cover all elements.
 
     Raises:
-        CheckpointError: The file is damaged. What lies before the damage has been passed on by then.
+        CheckpointError: The file is damaged. Elements before the damage have already been passed to ``put``.
     """
     stream = file.stream(tensors)
     largest = max((each.end - each.begin + each.padding for each in slices), default=0)
@@ -141,10 +141,11 @@ class SavedWeights(ABC):
 
     Args:
         path: Path of the folder.
-        rank: Rank whose model states are wanted.
-        world_size: Number of processes now. If another number saved the checkpoint, all use the model states of rank 0.
-        num_saved: Number of processes that saved the checkpoint; None: as many as there are files.
-        parts: Further folders with files of the same save, of other machines.
+        rank: Rank whose model states to read.
+        world_size: Present number of processes. If another number saved the checkpoint, all read the model states of
+            rank 0.
+        num_saved: Number of processes that saved the checkpoint; None: the number of files.
+        parts: Further folders with files of the same save, from other machines.
     """
 
     remedy: str
@@ -164,7 +165,7 @@ class SavedWeights(ABC):
 
     @cached_property
     def model_states(self) -> SavedState:
-        """Everything that the rank saved except the optimizer's state: buffers, shapes, Lightning's state."""
+        """The rank's saved states other than the optimizer's: buffers, shapes, Lightning's state."""
         states = self.model_states_of(self._rank)
         if states["dp_world_size"] != self.num_saved:
             raise CheckpointError(
@@ -176,17 +177,17 @@ class SavedWeights(ABC):
 
     @property
     def in_parts(self) -> bool:
-        """Whether the folder may lack files of other processes, so that this one may read its own only."""
+        """Whether the folder may lack files of other processes, so that this process may read only its own."""
         return self._first_states is not None
 
     def states_for_others(self) -> SavedState:
-        """Return what processes need of this one's model states that do not see its file."""
+        """Return the part of this process's model states that processes need that do not see its file."""
         states = self.model_states
         module = read_mapped(states["module"], self.path)
         return {"module": module, **{key: states[key] for key in ("shared_params", SAVE_ID) if key in states}}
 
     def take_first_states(self, states: SavedState) -> None:
-        """Use the :meth:`states_for_others` of the first process, whose file this one may not see."""
+        """Set the first process's :meth:`states_for_others`, because this process may not see its file."""
         self._first_states = states
 
     @cached_property
@@ -200,13 +201,13 @@ class SavedWeights(ABC):
         """Shape of every trained parameter, in the order of the optimizer's files."""
         saved = {name: shape for shapes in self.model_states[PARAM_SHAPES] for name, shape in shapes.items()}
         for name in saved:
-            # Universal checkpoints have a folder of this name. No module of torch has parameters with such names.
+            # The name becomes a path in universal checkpoints. No torch module has parameters with such names.
             if not name or name.startswith("/") or "\0" in name or ".." in name.split("/"):
                 raise CheckpointError(f"{self.path} names a parameter {name!r}.", self.remedy)
         return self._checked_shapes(saved)
 
     def model_states_of(self, rank: int) -> SavedState:
-        """Return everything that a process saved except the optimizer's state."""
+        """Return a process's saved states other than the optimizer's."""
         states: SavedState = self._load(self.model_file(rank))
         if not isinstance(states, dict):
             raise CheckpointError(
@@ -228,7 +229,7 @@ class SavedWeights(ABC):
         )
 
     def frozen_shapes(self) -> dict[str, torch.Size] | None:
-        """Return the shape of every parameter that was not trained, or None if these were not saved."""
+        """Return the shape of every untrained parameter, or None if these were not saved."""
         shapes = self.model_states.get(FROZEN_PARAM_SHAPES)
         return None if shapes is None else self._checked_shapes(dict(shapes))
 
@@ -240,8 +241,8 @@ class SavedWeights(ABC):
 
     @property
     def shared(self) -> dict[str, str]:
-        """Aliases of parameters, each with the name under which the parameter is saved."""
-        # Only the first rank saves them.
+        """Aliases of parameters, each mapped to the name under which the parameter is saved."""
+        # Only the first rank saves aliases.
         return dict(self._first_model_states["shared_params"])
 
     @property
@@ -250,7 +251,7 @@ class SavedWeights(ABC):
         return read_mapped(self.model_states["module"], self.path)
 
     def frozen(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Return elements ``[begin, end)`` of a parameter that was not trained, flattened."""
+        """Return elements ``[begin, end)`` of an untrained parameter, flattened."""
         numel = max(1, self._frozen_fragments(self._rank)[name].numel())  # the same for all processes
         slices = [
             self._frozen_fragments(rank)[name].detach().flatten()[max(0, begin - rank * numel) : end - rank * numel]
@@ -260,14 +261,14 @@ class SavedWeights(ABC):
 
     @abstractmethod
     def require_whole(self) -> None:
-        """Raise if files are missing or do not belong together, as far as can be told without reading them all."""
+        """Raise if files are missing or do not belong together, as far as can be checked without reading them all."""
 
     @abstractmethod
     def read_masters(self, wanted: Wanted, put: Put) -> None:
-        """Pass fp32 values of trained parameters to ``put``, and verify the checksums of what was read."""
+        """Pass fp32 values of trained parameters to ``put``, and verify the checksums of the values read."""
 
     def read_frozen(self, wanted: Wanted, put: Put) -> None:
-        """Pass values of parameters that were not trained to ``put``, in the dtype in which they were saved."""
+        """Pass values of untrained parameters to ``put``, in their saved dtype."""
         for name in self.frozen_shapes() or {}:
             elements = wanted.get(name, range(0))
             for begin, end in windows(elements.start, elements.stop):
@@ -325,15 +326,15 @@ def _overlap(name: str, begin: int, end: int, wanted: Wanted) -> range:
 
 
 def require_rank(saved_by: int | None, rank: int, file: Path) -> None:
-    """Check that a file is that of the rank in its name.
+    """Check that the rank in a file's name saved it.
 
     Args:
-        saved_by: The rank that saved it; None: unknown, as in checkpoints of stock DeepSpeed and of older versions.
-        rank: The rank in its name.
+        saved_by: The rank that saved the file; None: unknown, as in checkpoints of stock DeepSpeed and older versions.
+        rank: The rank in the file's name.
         file: Path of the file, for the error.
 
     Raises:
-        CheckpointError: It is another rank's, with another part of the parameters.
+        CheckpointError: Another rank saved the file, with another part of the parameters.
     """
     if saved_by is not None and saved_by != rank:
         raise CheckpointError(
@@ -343,5 +344,5 @@ def require_rank(saved_by: int | None, rank: int, file: Path) -> None:
 
 
 def _count(folders: Sequence[Path]) -> int:
-    """Return the number of processes whose model states lie in folders."""
+    """Return the number of model state files in folders."""
     return sum(len(list(folder.glob("zero_pp_rank_*_mp_rank_00_model_states.pt"))) for folder in folders)

@@ -1,4 +1,4 @@
-"""Reads every file of a checkpoint, and compares it with its checksums and with the others."""
+"""Reads every file of a checkpoint, and compares it with its checksums and with the other files."""
 
 from __future__ import annotations
 
@@ -44,13 +44,12 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(model|optim)_states\.pt")
 
 @dataclass(frozen=True, kw_only=True)
 class ScrubbedCheckpoint:
-    """Tells how much of a checkpoint was read, and which of it is damaged.
+    """The result of reading a checkpoint: the files, and sentences about damage.
 
     Args:
         files: Files that were read.
-        damaged: A sentence about everything that is damaged or missing, or that belongs to another save.
-        unknown: Sentences about files that were not read or not loaded, so that nobody knows whether they are whole
-            and belong together.
+        damaged: One sentence about each thing that is damaged, missing or from another save.
+        unknown: Sentences about files that were not read or not loaded, so that their state is unknown.
     """
 
     files: list[Path] = field(default_factory=list)
@@ -61,12 +60,12 @@ class ScrubbedCheckpoint:
 def scrub_checkpoint(path: Path, *, weights_only: bool = True, show: Show) -> ScrubbedCheckpoint:
     """Read all files of ``torch.save`` in a checkpoint, universal or not, and check that a training could resume.
 
-    Nothing there changes, except that a save that was interrupted in the middle is put back as a load would do it.
+    Nothing there changes, except that a save interrupted during its swap is restored, as a load would do it.
 
     Args:
         path: The folder that was saved.
-        weights_only: Whether to load nothing but tensors, numbers, text and containers of them.
-        show: Shows the progress.
+        weights_only: Whether to load only tensors, numbers, text and containers of these.
+        show: Function that shows the progress.
 
     Raises:
         CheckpointError: There is no checkpoint.
@@ -76,7 +75,7 @@ def scrub_checkpoint(path: Path, *, weights_only: bool = True, show: Show) -> Sc
         unless_idle(partial(_scrub, path, found, weights_only, show), doing="Reading", path=path)
     except OSError as error:
         found.unknown.append(str(_unreadable(error, path)))
-    except StorageError as error:  # what was found before is told all the same
+    except StorageError as error:  # still report what was found before
         found.unknown.append(str(error))
     return found
 
@@ -102,10 +101,10 @@ def _scrub(path: Path, found: ScrubbedCheckpoint, weights_only: bool, show: Show
 
 
 def _require_listable(folder: Path) -> None:
-    """Check that all folders can be read: ``rglob`` leaves others out, and their files would be called missing.
+    """Check that all folders can be read: ``rglob`` skips the others, whose files would be reported as missing.
 
     Raises:
-        StorageError: One cannot be read.
+        StorageError: A folder cannot be read.
     """
 
     def fail(error: OSError) -> None:
@@ -170,7 +169,7 @@ def _of_universal(folder: Path, files: Sequence[Path], damaged: Collection[Path]
 
 
 def _arrays_of(saved: UniversalFolder) -> Iterator[tuple[str, str, int]]:
-    """Yield parameter, array and number of elements of all files that there have to be."""
+    """Yield the parameter, the array and the number of elements of every required file."""
     for name, shape in saved.shapes.items():
         for array in (MASTERS, *saved.arrays):
             yield name, array, shape.numel()
@@ -183,10 +182,10 @@ def _require_array(saved: UniversalFolder, name: str, array: str, numel: int) ->
 
 
 def _raised_by(check: Callable[[], object], path: Path) -> Iterator[str]:
-    """Yield what a check finds damaged.
+    """Yield the problem that a check raises, if it raises.
 
     Raises:
-        StorageError: This user may not read a file, so nobody knows whether it is damaged.
+        StorageError: This user may not read a file, so its state is unknown.
     """
     try:
         with reading_checkpoint(path), doing_now("Reading", path):
@@ -205,7 +204,7 @@ def _unreadable(error: OSError, path: Path) -> StorageError:
 
 
 def _missing(files: Sequence[Path]) -> Iterator[str]:
-    """Name ranks below the largest of which a file is missing: not all, as there may be billions by an odd name."""
+    """Yield sentences about missing files, up to the largest rank; the first few by name, as there may be billions."""
     found: dict[str, set[int]] = {"model": set(), "optim": set()}
     for file in files:
         named = _RANK.search(file.name)

@@ -1,4 +1,4 @@
-"""Optimizer state that stock DeepSpeed saved with ZeRO-3 in memory: with or without CPU offload."""
+"""Optimizer state that stock DeepSpeed saved with ZeRO-3 in memory, with or without CPU offload."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, SavedState
 __all__ = ["STEP", "WITHOUT_ARRAYS", "check_groups", "describe_stock"]
 
 WITHOUT_ARRAYS = "without_arrays"
-"""Key of the flag that the checkpoint holds no arrays but masters."""
+"""Key of a flag: the checkpoint holds no arrays other than masters."""
 
 STEP = "step"
-"""Key of the number of updates among the arrays of an optimizer."""
+"""Key of the number of updates, next to an optimizer's arrays."""
 
 
 def describe_stock(optimizer: StorageOptimizer, state_dict: SavedState, *, ds_config: DeepSpeedConfig) -> SavedState:
-    """Return the description that a checkpoint of this strategy would hold, for one of stock DeepSpeed.
+    """Return, for a checkpoint of stock DeepSpeed, the description that this strategy would have saved.
 
-    Names and shapes of its parameters lie in another file; ``check_checkpoint`` has compared them.
+    The names and shapes of its parameters are in another file; ``check_checkpoint`` has compared them.
 
     Raises:
-        CheckpointError: It holds no optimizer state, or that of another optimizer, model or number of processes.
+        CheckpointError: The checkpoint holds no optimizer state, or the state of another optimizer, model or number of
+            processes.
     """
     layout = optimizer.partition.layout
     masters = state_dict[FP32_FLAT_GROUPS]
@@ -53,13 +54,13 @@ def describe_stock(optimizer: StorageOptimizer, state_dict: SavedState, *, ds_co
     if not any(states):  # saved before the first update
         return {"save_id": None, "steps": [0] * len(layout.parameters), WITHOUT_ARRAYS: True}
     _check_states(optimizer, states, numels, kept=optimizer.rule.kept_arrays(groups))
-    # Where no count was saved, 1 says that the arrays have been updated.
+    # If no count was saved, 1 means that the arrays have been updated.
     steps = [int(state.get(STEP, 1)) for state in states]
     return {"save_id": None, "steps": _steps_of_parameters(layout, numels, steps)}
 
 
 def _check_precision(optimizer: StorageOptimizer, ds_config: DeepSpeedConfig) -> None:
-    # The names of the files tell bf16; they have been compared before.
+    # bf16 was checked before, by the names of the files.
     saved, wanted = bool(ds_config.get("fp16", {}).get("enabled")), optimizer.dtype == torch.float16
     if saved != wanted:
         raise CheckpointError(
@@ -83,11 +84,11 @@ def _check_states(
 
 
 def check_groups(optimizer: StorageOptimizer, groups: Sequence[SavedState]) -> None:
-    """Check that the settings of parameter groups are those of this optimizer.
+    """Check that saved parameter groups fit this optimizer.
 
     Raises:
-        CheckpointError: They belong to another optimizer, or to this one with settings that are not supported, or they
-            are other groups.
+        CheckpointError: The groups are of another optimizer, have unsupported settings, or differ from this
+            optimizer's groups.
     """
     key = "decoupled_weight_decay"
     for saved, number in zip(groups, saved_numbers(optimizer, groups), strict=True):

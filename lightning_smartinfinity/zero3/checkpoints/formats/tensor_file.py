@@ -1,8 +1,8 @@
 """Files of ``torch.save`` whose large tensors are read and written part by part, with bounded memory and page cache.
 
 ``torch.save`` writes a zip archive with one stored (uncompressed) record per storage. Its ``skip_data`` mode omits the
-records' bytes; this module writes them afterwards, together with the CRC-32 that the archive keeps of each record. The
-result is an ordinary file of ``torch.save``. Reading verifies the CRC-32 of every record that it reads.
+records' bytes; this module writes them afterwards, together with each record's CRC-32 in the archive. The result is an
+ordinary file of ``torch.save``. Streams verify the CRC-32 of every record that they read completely.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HAS_DESCRIPTOR = 0x08
 
 
 def room_for(numel: int) -> torch.Tensor:
-    """Return an fp32 tensor without memory, for which :func:`saved_with_room` leaves room."""
+    """Return an fp32 tensor without memory, for which :func:`saved_with_room` reserves room in the file."""
     with FakeTensorMode():
         return torch.empty(numel, dtype=torch.float32)
 
@@ -77,7 +77,7 @@ class TensorStream:
         """Fill the array with the next values.
 
         Raises:
-            CheckpointError: The file is damaged; a tensor's last values reveal it.
+            CheckpointError: The file is damaged; detected when a tensor's last values are read.
         """
         for record, part in self._parts(values.data.cast("B")):
             self._file.read_at(record.offset + self._done, part)
@@ -88,11 +88,11 @@ class TensorStream:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all values."""
+        """Size of all values, in bytes."""
         return self._ends[-1] if self._ends else 0
 
     def values(self, begin: int, end: int) -> NDArray[np.float32]:
-        """Return a copy of elements ``[begin, end)``, or of those before the end of the run, unverified.
+        """Return a copy of elements ``[begin, end)``, cut at the end of the run and unverified.
 
         Raises:
             CheckpointError: The file ends too early.
@@ -188,7 +188,7 @@ class TensorFile:
         return {info.filename for info in self._infos if _RECORD_FOLDER in info.filename} - named
 
     def write_at(self, offset: int, content: memoryview) -> None:
-        """Write all of the content."""
+        """Write the whole content at an offset of the file."""
         while content.nbytes:
             write = partial(os.pwrite, self._descriptor, content, offset)
             done = unless_idle(write, doing="Writing", path=self._path)
@@ -196,7 +196,7 @@ class TensorFile:
             offset, content = offset + done, content[done:]
 
     def read_at(self, offset: int, content: memoryview) -> None:
-        """Fill all of the content.
+        """Fill the whole content from an offset of the file.
 
         Raises:
             CheckpointError: The file ends too early.
@@ -210,7 +210,7 @@ class TensorFile:
             offset, content = offset + done, content[done:]
 
     def write_checksum(self, record: _Record, checksum: int) -> None:
-        """Write a record's CRC-32 where zip keeps it: behind the record and in the directory at the file's end."""
+        """Write a record's CRC-32 to the two places of a zip archive: after the record, and in the final directory."""
         unless_idle(partial(self._write_checksum, record, checksum), doing="Writing", path=self._path)
 
     def _write_checksum(self, record: _Record, checksum: int) -> None:
@@ -221,7 +221,7 @@ class TensorFile:
         self.write_at(self._entry_offsets[record.info.filename] + _CRC_IN_ENTRY, memoryview(field))
 
     def check(self, record: _Record, checksum: int) -> None:
-        """Compare a checksum with the CRC-32 in the archive. A tensor that shares its storage has none of its own.
+        """Compare a checksum with the CRC-32 in the archive, unless the tensor covers only a part of its record.
 
         Raises:
             CheckpointError: The checksums differ.
@@ -232,7 +232,7 @@ class TensorFile:
             )
 
     def flush(self) -> None:
-        """Return when all written bytes are on the device and out of the page cache."""
+        """Flush written bytes to the device, and drop the file from the page cache."""
         unless_idle(self._flush, doing="Flushing", path=self._path)
         self._cached_bytes = 0
 
@@ -242,7 +242,7 @@ class TensorFile:
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _count_cached(self, nbytes: int) -> None:
-        # The page cache is memory, too: a state larger than memory would push everything else out of it.
+        # A state larger than memory would push everything else out of the page cache.
         self._cached_bytes += nbytes
         if self._cached_bytes >= _CACHED_BYTES:
             self.flush()
@@ -275,10 +275,10 @@ class _Record(NamedTuple):
 
 
 def saved_with_room(state: object, path: Path) -> TensorFile:
-    """Save as ``torch.save`` does, except for tensors from :func:`room_for`, which are to be written later.
+    """Save as ``torch.save`` does, except for the values of tensors from :func:`room_for`, to be written later.
 
     Raises:
-        CheckpointError: A tensor in ``state`` lies inside an object that is neither a dictionary nor a list.
+        CheckpointError: A tensor in ``state`` is inside an object that is not a dictionary, list or tuple.
     """
     unless_idle(partial(_save_without_data, state, path), doing="Writing", path=path)
     file = TensorFile(path, writable=True)
@@ -299,7 +299,7 @@ def saved_with_room(state: object, path: Path) -> TensorFile:
 
 
 def _save_without_data(state: object, path: Path) -> None:
-    # Given the path, torch would keep the interpreter's lock while a disk does not answer.
+    # Given the path instead of a file, torch would hold the interpreter's lock while a disk does not answer.
     with torch.serialization.skip_data(materialize_fake_tensors=True), open(path, "wb") as file:
         torch.save(state, file)
 
@@ -309,7 +309,7 @@ def check_records(path: Path, *, tensors: bool, remedy: str = "Use another check
 
     Args:
         path: Path of the file.
-        tensors: Whether to read the tensors too, or only what describes them.
+        tensors: Whether to also read the tensors' values; if not, only the other records.
         remedy: Remedy for a damaged file, for the error.
 
     Raises:
@@ -334,7 +334,7 @@ def _check_records(path: Path, *, tensors: bool, remedy: str) -> None:
 
 
 def refused(path: Path, error: PermissionError) -> CheckpointError:
-    """Return the error for a file that this user may not read, of which nobody knows whether it is damaged."""
+    """Return the error for a file that this user may not read; whether it is damaged is unknown."""
     return CheckpointError(f"{path} cannot be read: {error.strerror or error}.", PERMISSION_REMEDY)
 
 

@@ -1,9 +1,9 @@
 """Decides whether a file may name code to run: the only caller of ``torch.load`` in this package.
 
 ``torch.save`` writes a pickle, and a pickle may call any function of any module when it is loaded. So only tensors,
-numbers, text and containers of these are loaded, and what
-:mod:`lightning_smartinfinity.zero3.checkpoints.formats.harmless` adds, unless the user has consented where the load
-began: ``Trainer.fit``, ``Fabric.load``, a command. This package itself writes nothing but tensors, numbers, text and
+numbers, text, containers of these, and the types that
+:mod:`lightning_smartinfinity.zero3.checkpoints.formats.harmless` adds are loaded, unless the user has consented in the
+call that loads: ``Trainer.fit``, ``Fabric.load``, a command. This package itself writes only tensors, numbers, text and
 containers of these.
 """
 
@@ -50,7 +50,7 @@ __all__ = [
 T = TypeVar("T")
 
 _NAMED = 5
-_MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # older versions of Python lack the name
+_MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # missing in older Python versions
 _WARNED: set[str] = set()
 _IN_MESSAGE = re.compile(r"GLOBAL ([\w.]+)")
 
@@ -66,11 +66,11 @@ _DOOR: ContextVar[_Door] = ContextVar("_DOOR", default=_NO_DOOR)
 
 @contextmanager
 def door(weights_only: bool | None, *, consent: str) -> Iterator[None]:
-    """Say within this context whether files may hold more than tensors, numbers, text and containers of them.
+    """Set within this context whether files may hold more than tensors, numbers, text and containers of these.
 
     Args:
-        weights_only: False is the user's consent to whatever the files do; None means True.
-        consent: What a user who trusts the files has to write at this door.
+        weights_only: False is the user's consent to run any code that the files name; None means True.
+        consent: Text for errors: the argument that a user who trusts the files must pass.
     """
     token = _DOOR.set(_Door(weights_only is not False, consent))
     try:
@@ -80,26 +80,26 @@ def door(weights_only: bool | None, *, consent: str) -> Iterator[None]:
 
 
 def _restricts() -> bool:
-    """Return whether files must not hold other types: the default, and ``weights_only=True``."""
+    """Return whether files may hold only harmless types: the default, and ``weights_only=True``."""
     return _DOOR.get().weights_only
 
 
 def load_file(file: str | Path, **options: Any) -> Pickled:
-    """Load a file of ``torch.save`` as far as the present door allows.
+    """Load a file of ``torch.save``, with the consent set by :func:`door`.
 
     Args:
         file: Path of the file.
         **options: ``map_location`` and ``mmap`` of ``torch.load``.
 
     Raises:
-        CheckpointError: It holds types that need consent; the message lists them. Nothing was loaded.
-        Exception: It is damaged, or cannot be read.
+        CheckpointError: The file holds types that need consent; the message lists them. Nothing was loaded.
+        Exception: The file is damaged or cannot be read.
     """
     return unless_idle(partial(load_by, partial(_load, **options), file), doing="Reading", path=Path(file))
 
 
 def load_by(load: Callable[..., Pickled], file: str | Path) -> Pickled:
-    """Load a file like :func:`load_file` by another function, which takes its path and ``weights_only``."""
+    """Load a file like :func:`load_file`, with another function of its path and ``weights_only``."""
     require_file(file)
     with _naming_types(file), harmless_types():
         return with_arrays(load(file, weights_only=_restricts()))
@@ -111,7 +111,7 @@ def _load(file: str | Path, **options: Any) -> Pickled:
 
 
 class _Mapping:
-    """Lets torch.load map files by :func:`_mapped` as long as a load of any thread lasts."""
+    """Makes torch.load map files by :func:`_mapped` while any thread is loading."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -135,9 +135,9 @@ _MAPPING = _Mapping()
 
 
 def _mapped(path: str, shared: bool, nbytes: int) -> torch.UntypedStorage:
-    """Map a file as torch does, but reserve no memory: Linux would refuse a file that is larger than all of it.
+    """Map a file as torch does, but reserve no memory: Linux would refuse a file larger than the memory.
 
-    Pages are copied when they are written to, whatever torch's default for mapped files is.
+    Pages are copied on write, regardless of torch's default for mapped files.
     """
     with open(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE)
@@ -146,7 +146,7 @@ def _mapped(path: str, shared: bool, nbytes: int) -> torch.UntypedStorage:
 
 @contextmanager
 def _path_in_text(file: str | Path) -> Iterator[str | Path]:
-    """Yield a path of the file that is text: torch maps no others into memory."""
+    """Yield a path of the file that is valid text: torch cannot map files with other paths."""
     try:
         os.fspath(file).encode()
     except UnicodeEncodeError:
@@ -164,7 +164,7 @@ def load_without_memory(file: Path, *, written_here: bool = False) -> Pickled:
 
     Args:
         file: Path of the file.
-        written_here: Whether this process has just written it: then it names no code of anybody else.
+        written_here: Whether this process has just written the file, so that it can be trusted.
     """
 
     def load() -> Pickled:
@@ -175,10 +175,10 @@ def load_without_memory(file: Path, *, written_here: bool = False) -> Pickled:
 
 
 def read_mapped(tensors: Mapping[str, T], path: Path) -> Mapping[str, T]:
-    """Return a mapping in which tensors of a mapped file are in memory: a disk that does not answer stops no copy.
+    """Return a copy of a mapping with the tensors of a mapped file read into memory, within the I/O time limit.
 
     Args:
-        tensors: Tensors of the file, and other values, which stay.
+        tensors: Tensors of the file, and other values, which are not copied.
         path: Path of the file, for the error.
 
     Raises:
@@ -195,7 +195,7 @@ def read_mapped(tensors: Mapping[str, T], path: Path) -> Mapping[str, T]:
 
 
 class ReadWhenUsed(Mapping[str, torch.Tensor]):
-    """Tensors of a mapped file, each of which is read as :func:`read_mapped` does when it is asked for.
+    """Tensors of a mapped file; each is read into memory, as by :func:`read_mapped`, when it is looked up.
 
     Args:
         tensors: The tensors.
@@ -216,10 +216,10 @@ class ReadWhenUsed(Mapping[str, torch.Tensor]):
 
 
 def require_file(path: str | Path) -> None:
-    """Check that nothing else lies in the place of a file: who opens a pipe waits for another process.
+    """Check that a path is a regular file or missing: opening a pipe would wait for another process.
 
     Raises:
-        CheckpointError: It is a pipe, a device, a socket or a folder. What is missing is left to those who open it.
+        CheckpointError: The path is a pipe, a device, a socket or a folder. Opening a missing file raises later.
     """
     try:
         mode = os.stat(path).st_mode
@@ -230,7 +230,7 @@ def require_file(path: str | Path) -> None:
 
 
 def warn_of_types(file: str | Path) -> None:
-    """Warn once of types in a file that was just saved which only a user's consent will load again."""
+    """Warn once about types in a newly saved file that can be loaded only with the user's consent."""
     types: set[str] = set()
     try:
         with FakeTensorMode(), harmless_types():
@@ -248,11 +248,11 @@ def warn_of_types(file: str | Path) -> None:
 
 
 def check_plain(file: Path) -> None:
-    """Check that :func:`load_file` will load a file here, before any rank begins to load anything.
+    """Check that :func:`load_file` can load a file here, before any rank begins to load.
 
     Raises:
-        CheckpointError: It holds types that need consent.
-        Exception: It is damaged, or cannot be read.
+        CheckpointError: The file holds types that need consent.
+        Exception: The file is damaged or cannot be read.
     """
     if _restricts():
         load_without_memory(file)
@@ -260,7 +260,7 @@ def check_plain(file: Path) -> None:
 
 @contextmanager
 def _naming_types(file: str | Path) -> Iterator[None]:
-    """Turn the error of a load that was restricted into one that lists the types and says how to consent."""
+    """Turn the error of a restricted load into one that lists the types and explains how to consent."""
     try:
         yield
     except pickle.UnpicklingError as error:
@@ -278,7 +278,7 @@ def _naming_types(file: str | Path) -> Iterator[None]:
 def _foreign_types(file: str | Path, error: pickle.UnpicklingError) -> set[str]:
     """Return the names of types that a restricted load refuses; none if the file is damaged instead."""
     types = set(_IN_MESSAGE.findall(str(error)))
-    with suppress(Exception), harmless_types():  # whatever torch raises on files and instructions that it does not know
+    with suppress(Exception), harmless_types():  # torch raises various errors on unknown files and instructions
         types.update(get_unsafe_globals_in_checkpoint(file))
     return types
 

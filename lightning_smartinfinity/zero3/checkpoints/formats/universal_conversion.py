@@ -1,6 +1,6 @@
-"""Makes a universal checkpoint: joins the slices that processes saved of each parameter in files of its own.
+"""Converts a checkpoint to a universal one: joins the processes' slices of each parameter in separate files.
 
-DeepSpeed's ``ds_to_universal`` knows only Adam's moments. This module writes the same layout, described in
+DeepSpeed's ``ds_to_universal`` converts only Adam's moments. This module writes the same layout, described in
 :mod:`~lightning_smartinfinity.zero3.checkpoints.formats.universal_folder`, for all arrays that an optimizer keeps. It
 uses bounded memory, and verifies the checksums of everything that it reads.
 """
@@ -67,17 +67,17 @@ def convert_checkpoint(
     weights_only: bool = True,
     show: Show = hidden,
 ) -> None:
-    """Make a universal checkpoint from an ordinary one of this strategy or of stock DeepSpeed, which stays.
+    """Create a universal checkpoint from an ordinary one of this strategy or of stock DeepSpeed, which stays.
 
-    The result is complete or absent. The next conversion removes what a killed process left beside ``into``.
+    The result is complete or absent. The next conversion removes a killed process's staging folder next to ``into``.
 
     Args:
         checkpoint: The folder that Lightning or DeepSpeed saved, or the folder in it that holds the files.
         into: A folder that does not exist yet.
-        parts: Further folders, if each machine has saved to a file system of its own: the same one of the others.
-        weights_only: Whether the checkpoint may hold nothing but tensors, numbers, text and containers of them. False
-            is for checkpoints that you trust: loading other types runs code that a file names.
-        show: Shows the progress.
+        parts: The other machines' folders of the same checkpoint, if each machine saved to its own file system.
+        weights_only: Whether the checkpoint may hold only tensors, numbers, text and containers of these. False is for
+            checkpoints that you trust: loading other types runs code that a file names.
+        show: Function that shows the progress.
 
     Raises:
         CheckpointError: The checkpoint is damaged, holds weights only, or ``into`` cannot be written.
@@ -101,7 +101,7 @@ def _convert(checkpoint: str | Path, parts: Sequence[str | Path], into: str | Pa
 
 
 def _read(read: Callable[[], T], path: Path) -> T:
-    """Return what a function reads from the source, unless its disk does not answer."""
+    """Return the result of a function that reads the source; raise if the disk does not answer."""
     return unless_idle(read, doing="Reading", path=path)
 
 
@@ -122,7 +122,7 @@ def _write_rest(source: ZeroFolder, folder: Path, into: str | Path) -> None:
 
 @contextmanager
 def _staged_folder(into: str | Path) -> Iterator[Path]:
-    """Yield a folder to write to, which becomes ``into`` when the body ends; if the body raises, nothing is left."""
+    """Yield a folder to write to, which becomes ``into`` when the body ends; if the body raises, it is removed."""
     with writing(into):
         target = unless_idle(lambda: Path(os.path.realpath(into)), doing="Looking at", path=Path(into))
         staging = beside(target)
@@ -166,7 +166,7 @@ def _write_arrays(source: ZeroFolder, arrays: Mapping[str, Sequence[TensorStream
 def _write_array(
     file: Path, streams: Sequence[TensorStream], slices: Sequence[SavedSlice], buffer: NDArray[np.float32], source: Path
 ) -> BlockChecksums:
-    """Write one array of one parameter, of which every process saved a slice, and return its checksums."""
+    """Join all processes' slices of one parameter's array in a file, and return its block checksums."""
     checksums = BlockChecksums()
     with closing(saved_with_room(room_for(slices[-1].end), file)) as written:
         whole = written.stream([written.state])
@@ -185,7 +185,7 @@ def _write_array(
 
 
 def _optimizer_state(source: ZeroFolder) -> SavedState:
-    """Return the optimizer state that the first process saved, with an empty tensor in place of every array."""
+    """Return the first process's optimizer state, with an empty tensor in place of every array."""
     saved = source.optimizer_states
     flat = saved[OPTIMIZER_STATE_DICT]
     states = {
@@ -193,7 +193,7 @@ def _optimizer_state(source: ZeroFolder) -> SavedState:
         for index, state in flat["state"].items()
     }
     converted = {**saved, FP32_FLAT_GROUPS: [], OPTIMIZER_STATE_DICT: {**flat, "state": states}}
-    if LOSS_SCALER in saved:  # stock DeepSpeed saves objects here, which only the user's consent would load again
+    if LOSS_SCALER in saved:  # stock DeepSpeed saves objects, which need the user's consent to load
         converted[LOSS_SCALER] = numbers_of(loss_scaler_of(saved[LOSS_SCALER]))
     converted[ZERO_STAGE] = int(ZeroStageEnum.weights)
     return {**converted, PARAM_GROUPS: flat["param_groups"], CHECKSUMMED: True}

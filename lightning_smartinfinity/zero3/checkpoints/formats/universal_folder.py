@@ -1,4 +1,4 @@
-"""A universal checkpoint: what a ZeRO-3 checkpoint holds of each parameter, joined in files of its own.
+"""A universal checkpoint: a ZeRO-3 checkpoint with each parameter's slices joined in separate files.
 
 ::
 
@@ -7,12 +7,12 @@
     <folder>/zero/crc32c.pt                                         checksums of blocks of every array
     <folder>/zero_pp_rank_<rank>_mp_rank_00_model_states.pt         as every rank saved it
 
-DeepSpeed's ``ds_to_universal`` writes it for Adam's checkpoints, without checksums of blocks;
-:mod:`universal_conversion` for those of every rule.
+DeepSpeed's ``ds_to_universal`` writes it for Adam's checkpoints, without block checksums; :mod:`universal_conversion`
+writes it for every update rule.
 
-Mapping a file verifies nothing. The ``check_`` methods read each file whole on one rank, and verify the CRC-32s that
-``torch.save`` keeps, before anything is loaded. What is loaded later is read again, and :meth:`UniversalFolder.read`
-compares it with the checksums of its blocks.
+Mapping a file verifies nothing. Before anything is loaded, the ``check_`` methods read each file completely on one
+rank, and verify the CRC-32s that ``torch.save`` keeps. Loading reads the files again, and :meth:`UniversalFolder.read`
+compares values with the block checksums.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from lightning_smartinfinity.zero3.untyped import SavedState
 
 __all__ = ["UniversalFolder", "is_universal"]
 
-_NUM_MAPPED = 8  # files: those of all arrays of one parameter
+_NUM_MAPPED = 8  # files: enough for all arrays of one parameter
 
 
 def is_universal(path: str | Path) -> bool:
-    """Return whether a folder is a universal checkpoint. This is a collective: all ranks agree."""
+    """Return whether any rank finds a universal checkpoint in a folder. Collective: all ranks get the same result."""
     folder, found = Path(path) / "zero", False
     with raising_together():
         found = unless_idle(partial(os.path.isdir, folder), doing="Looking at", path=folder)
@@ -103,7 +103,7 @@ class UniversalFolder(SavedTraining):
         return states
 
     def require_array(self, name: str, array: str, *, numel: int) -> None:
-        """Raise unless an array of one parameter has that many elements of float32."""
+        """Raise unless an array of one parameter has ``numel`` float32 elements."""
         file = self.array_file(name, array)
         tensor = self._load(file)
         if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tensor.numel()) != (torch.float32, numel):
@@ -129,14 +129,14 @@ class UniversalFolder(SavedTraining):
 
     @property
     def _checksums(self) -> Checksums | None:
-        """The checksums of all arrays; None in a folder of DeepSpeed's, which has none."""
+        """The checksums of all arrays; None in a folder that DeepSpeed wrote."""
         file = self.path / "zero" / CHECKSUMS_NAME
         if not file.is_file():
             return None
         return {_saved_array(name): sums.tolist() for name, sums in self._load(file).items()}
 
     def require_checksums(self) -> None:
-        """Raise if the file of checksums is missing that was written with the folder."""
+        """Raise if the folder was written with a file of checksums, and that file is missing."""
         file = self.path / "zero" / CHECKSUMS_NAME
         if self.optimizer_states.get(CHECKSUMMED) and not file.is_file():
             raise self._absent(file)

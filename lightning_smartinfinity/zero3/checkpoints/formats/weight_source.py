@@ -1,4 +1,4 @@
-"""The interface of things that hold a model's weights and pass them on window by window: checkpoints and trainings."""
+"""The interface of sources of a model's weights, read window by window: checkpoints and trainings."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class TensorSpec(NamedTuple):
     """Shape and dtype of a tensor.
 
     Args:
-        shape: Its shape.
-        dtype: Its dtype; of a parameter, the one in which it is used.
-        trained: Whether it is a parameter that is trained, so that there may be a master weight of it.
+        shape: The tensor's shape.
+        dtype: Its dtype; for a parameter, the dtype in which the model uses it.
+        trained: Whether it is a trained parameter, which may have a master weight.
     """
 
     shape: torch.Size
@@ -35,7 +35,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of the elements."""
+        """Size of the elements, in bytes."""
         return self.numel * self.dtype.itemsize
 
 
@@ -45,9 +45,9 @@ class Contents:
 
     Args:
         parameters: Every parameter, under one of its names.
-        aliases: Further names of parameters, each with the name in ``parameters``.
+        aliases: Further names of parameters, each mapped to the name in ``parameters``.
         buffers: Buffers that a state dict contains, in host memory.
-        others: Names of entries of the state dict that are no tensors.
+        others: Names of state dict entries that are not tensors.
     """
 
     parameters: Mapping[str, TensorSpec]
@@ -56,14 +56,14 @@ class Contents:
     others: Collection[str] = ()
 
     def specs(self) -> dict[str, TensorSpec]:
-        """Return what a state dict would contain: parameters under all of their names, and buffers."""
+        """Return the tensors of a state dict: parameters under all of their names, and buffers."""
         aliases = {alias: self.parameters[name] for alias, name in self.aliases.items()}
         buffers = {name: TensorSpec(value.shape, value.dtype) for name, value in self.buffers.items()}
         return {**self.parameters, **aliases, **buffers}
 
 
 class WeightSource(ABC):
-    """Holds weights, and passes the values of parameters on window by window."""
+    """A source of weights, which passes on the values of parameters window by window."""
 
     @property
     @abstractmethod
@@ -76,8 +76,8 @@ class WeightSource(ABC):
 
         Args:
             names: Names in ``contents.parameters``.
-            put: Receives the values in fp32 or in the parameter's dtype.
-            masters: Whether values without rounding are wanted of trained parameters.
+            put: Function called with the values, in fp32 or in the parameter's dtype.
+            masters: Whether to pass unrounded values of trained parameters.
 
         Raises:
             SmartInfinityError: The values could not be read, or ``put`` raised.
@@ -88,8 +88,8 @@ class SubmoduleWeights(WeightSource):
     """The weights of a submodule, by the submodule's own names.
 
     Args:
-        whole: The weights of the module.
-        name: Name of the submodule; empty means the module itself.
+        whole: The weights of the whole module.
+        name: Name of the submodule; empty: the module itself.
     """
 
     def __init__(self, whole: WeightSource, name: str) -> None:
@@ -125,7 +125,7 @@ class SubmoduleWeights(WeightSource):
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the buffers that a checkpoint holds, by name."""
-    # state_dict() is not asked, since it would meet partitioned parameters.
+    # Not by state_dict(), which would process partitioned parameters.
     for prefix, child in module.named_modules():
         for name, value in child._buffers.items():
             if value is not None and name not in child._non_persistent_buffers_set:

@@ -1,4 +1,4 @@
-"""The folder that ZeRO-3 saves, with this strategy or without: each process's slices in files of its own."""
+"""The folder that ZeRO-3 saves, with or without this strategy: separate files for each process's slices."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ __all__ = ["ZeroFolder"]
 class ZeroFolder(SavedTraining):
     """An ordinary checkpoint, which any number of processes saved.
 
-    :meth:`read_masters` reads every file that holds a part of a process's slices, and reads it whole. If as many
-    processes saved the checkpoint, this is only its own file. For :meth:`read` the processes share the work of
-    verifying all files, and exchange checksums of blocks; then each reads the blocks that hold its slices.
+    :meth:`read_masters` completely reads every file that holds wanted elements. If the same number of processes saved
+    the checkpoint, that is only the process's own file. For :meth:`read` the processes share the work of verifying all
+    files, and exchange block checksums; then each reads the blocks that hold its slices.
     """
 
     remedy = "Use another checkpoint."
@@ -72,7 +72,7 @@ class ZeroFolder(SavedTraining):
 
     @classmethod
     def of(cls, found: FoundCheckpoint) -> ZeroFolder:
-        """Open a checkpoint that all ranks are to load. Collective if machines have parts of it."""
+        """Open a checkpoint for all ranks to load. Collective if machines have only parts of it."""
         rank, num_saved = dist.get_rank(), found.num_saved if found.in_parts else None
         saved = cls(found.folder, rank=rank, world_size=dist.get_world_size(), num_saved=num_saved)
         if found.in_parts:
@@ -89,7 +89,7 @@ class ZeroFolder(SavedTraining):
         self.require_whole()
         require_resumable(self.optimizer_states.get(EXTRA_KEY), self.path)
         for rank in range(self.num_saved)[self._share]:
-            check_records(self.optimizer_file(rank), tensors=False)  # its tensors are verified when they are read
+            check_records(self.optimizer_file(rank), tensors=False)  # its tensors are verified when read
             check_records(self.model_file(rank), tensors=True)
         self.require_one_save()
 
@@ -124,7 +124,7 @@ class ZeroFolder(SavedTraining):
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, int]]:
-        """Where the slices of every parameter begin in the processes' arrays, and how long they are with padding."""
+        """Each parameter's offset in the processes' arrays, and the length of its slices with padding."""
         places, offset = {}, 0
         for each in slices_of(self.shapes, rank=0, world_size=self.num_saved):
             numel = each.end - each.begin + each.padding
@@ -141,7 +141,7 @@ class ZeroFolder(SavedTraining):
     @property
     @override
     def module(self) -> SavedState:
-        # All ranks use the first process's, however many processes saved the checkpoint.
+        # All ranks use the first process's module, regardless of how many processes saved the checkpoint.
         return read_mapped(self._first_model_states["module"], self.path)
 
     @override
@@ -168,7 +168,7 @@ class ZeroFolder(SavedTraining):
                     read_saved(file, self.masters(file, rank), slices, wanted, put)
 
     def optimizer_file(self, rank: int) -> Path:
-        """Return the path of the optimizer state that a process saved."""
+        """Return the path of a process's optimizer state."""
         return self.file(f"{self._prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
     @cached_property
@@ -189,10 +189,10 @@ class ZeroFolder(SavedTraining):
         return states
 
     def streams(self, rank: int) -> dict[str, TensorStream]:
-        """Return streams over a process's slices of every array, by its name. :meth:`close` closes the file.
+        """Return streams over a process's slices of every array, by array name. :meth:`close` closes the file.
 
         Raises:
-            CheckpointError: The process kept other arrays than the first one, or they are no arrays of its slices.
+            CheckpointError: The process saved other arrays than the first process, or the arrays do not fit its slices.
         """
         path = self.optimizer_file(rank)
         if path.name not in self._streams:
@@ -207,10 +207,10 @@ class ZeroFolder(SavedTraining):
         return self._streams[path.name]
 
     def masters(self, file: TensorFile, rank: int) -> list[torch.Tensor]:
-        """Return the masters in a process's :meth:`optimizer_file`, one after another.
+        """Return the masters in a process's :meth:`optimizer_file`, in order.
 
         Raises:
-            CheckpointError: They are not exactly the process's slices, or come from another save.
+            CheckpointError: The masters are not exactly the process's slices, or come from another save.
         """
         require_rank(file.state[OPTIMIZER_STATE_DICT].get(EXTRA_KEY, {}).get("rank"), rank, self.optimizer_file(rank))
         slices = slices_of(self.shapes, rank=rank, world_size=self.num_saved)
@@ -232,17 +232,17 @@ class ZeroFolder(SavedTraining):
                 self.remedy,
             )
         saves = {states[SAVE_ID] for states in (self._first_model_states, self.model_states) if SAVE_ID in states}
-        # A save has no name if the engine made it without the strategy.
+        # A save without this strategy has no id.
         if saves and EXTRA_KEY in state and saves != {state[EXTRA_KEY]["save_id"]}:
             raise self._different_saves()
         return masters
 
 
 def _arrays_in(file: TensorFile, masters: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Return the tensors of every array, one for each sub-group."""
+    """Return the tensors of every array by name, one per sub-group."""
     states = file.state[OPTIMIZER_STATE_DICT][OPTIMIZER_STATE_DICT]["state"]
     names = sorted({name for state in states.values() for name in state} - {STEP})
-    if not all(map(str.isidentifier, names)):  # a conversion makes names of files of them
+    if not all(map(str.isidentifier, names)):  # a conversion uses them as file names
         raise CheckpointError(f"The optimizer keeps arrays of the names {names}.", "Use another checkpoint.")
     arrays = {name: [states[index].get(name) for index in range(len(masters))] for name in names}
     for name, tensors in arrays.items():
@@ -257,7 +257,7 @@ def _arrays_in(file: TensorFile, masters: list[torch.Tensor]) -> dict[str, list[
 
 
 def _checksums_of(stream: TensorStream, advance: Advance) -> list[int]:
-    """Verify a stream to its end, and return the checksums of its blocks."""
+    """Read and verify a whole stream, and return its block checksums."""
     checksums, numel = BlockChecksums(), stream.nbytes // np.dtype(np.float32).itemsize
     buffer = np.empty(min(WINDOW_NUMEL, numel), np.float32)
     for begin, end in windows(0, numel):

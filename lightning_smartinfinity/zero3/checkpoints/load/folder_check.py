@@ -38,15 +38,15 @@ __all__ = [
 def check_checkpoint(
     found: FoundCheckpoint, *, engine: ZeroEngine, strict: bool = True, needed: Collection[str] = ()
 ) -> None:
-    """Check that an engine can resume from what as many processes saved, each from its own files.
+    """Check that an engine can resume from a checkpoint of the same number of processes, each from its own files.
 
     This is a collective: if one rank finds a fault, every rank raises.
 
     Args:
         found: The folder with the files.
         engine: DeepSpeed engine that trains and will load the checkpoint.
-        strict: Whether names of parameters and buffers have to match.
-        needed: Keys that must have been saved beside the model.
+        strict: Whether the names of parameters and buffers must match.
+        needed: Keys that must have been saved with the model.
 
     Raises:
         CheckpointError: There is a fault; the message names the folder or file.
@@ -63,9 +63,9 @@ def check_checkpoint(
 
 
 def check_weights(path: str | Path, *, engine: ZeroEngine) -> FoundCheckpoint:
-    """Check that a folder is an undamaged ZeRO-3 checkpoint of this precision.
+    """Check that a folder is an undamaged ZeRO-3 checkpoint of this precision, to load its weights only.
 
-    This is for weights alone, which any number of processes may have saved.
+    Any number of processes may have saved it.
     """
     found = find_checkpoint(path, bf16=engine.bfloat16_enabled())
     with raising_together(), reading_checkpoint(path):
@@ -74,7 +74,7 @@ def check_weights(path: str | Path, *, engine: ZeroEngine) -> FoundCheckpoint:
 
 
 def check_needed(states: SavedState, needed: Collection[str], path: str | Path) -> None:
-    """Check that the entries that a Trainer needs to resume were saved beside the model.
+    """Check that the entries that a Trainer needs to resume were saved with the model.
 
     Raises:
         CheckpointError: Some are missing: DeepSpeed itself saved the checkpoint, or Lightning saved weights only.
@@ -89,7 +89,7 @@ def check_needed(states: SavedState, needed: Collection[str], path: str | Path) 
 
 
 def _export_of(path: str | Path, states: SavedState) -> str:
-    """Say how the weights of a checkpoint become a file that is loaded before a fit."""
+    """Return advice on how to export a checkpoint's weights to a file that can be loaded before a fit."""
     if LIGHTNING_KEY in states:
         output, reader = ["weights.ckpt", "--to", "lightning"], "load_from_checkpoint takes"
     else:
@@ -99,10 +99,10 @@ def _export_of(path: str | Path, states: SavedState) -> str:
 
 
 def check_frozen(module: torch.nn.Module, states: SavedState, path: str | Path) -> None:
-    """Check that the parameters that are not trained were saved, if the model has any.
+    """Check that untrained parameters were saved, if the model has any.
 
     Raises:
-        CheckpointError: They were left out.
+        CheckpointError: The checkpoint was saved without them.
     """
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     if frozen and states.get(FROZEN_PARAM_SHAPES) is None:
@@ -114,7 +114,7 @@ def check_frozen(module: torch.nn.Module, states: SavedState, path: str | Path) 
 
 
 def check_same_save(save_id: str | None, client_state: SavedState) -> None:
-    """Check after loading that one and the same save wrote every file that any rank read.
+    """Check after loading that all files that any rank read come from the same save.
 
     A folder can hold files of two saves if they were copied by hand.
 
@@ -139,7 +139,7 @@ def _check_same_world_size(states: SavedState, folder: Path) -> None:
 
 
 def _check_own_share(folder: Path, *, in_parts: bool) -> None:
-    # One rank verifies each file, but not the tensors of optimizer states, which are verified when they are read.
+    # One rank verifies each file, except the tensors of optimizer states, which are verified when read.
     files = unless_idle(lambda: sorted(folder.glob("*.pt")), doing="Looking at", path=folder)
     rank = dist.get_rank()
     share = [each for each in files if saved_by(each) == rank] if in_parts else files[rank :: dist.get_world_size()]
@@ -157,7 +157,7 @@ def _own_model_states(folder: Path, engine: ZeroEngine) -> SavedState:
 
 
 def _check_parameters(states: SavedState, engine: ZeroEngine) -> None:
-    """Compare names and shapes in the order in which the optimizer's state holds the parameters."""
+    """Compare the parameters' names and shapes, in the order of the optimizer's state."""
     saved, expected = (
         [(name, tuple(shape)) for group in groups for name, shape in group.items()]
         for groups in (states[PARAM_SHAPES], engine._get_zero_param_shapes())

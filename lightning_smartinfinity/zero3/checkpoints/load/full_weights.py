@@ -1,4 +1,4 @@
-"""Loads whole weights of a one-file checkpoint into a partitioned model, without rounding them for the masters."""
+"""Loads the whole weights of a one-file checkpoint into a partitioned model, and unrounded into masters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_NAMED = 5
 
 
 def full_state_dict(checkpoint: object, path: object) -> SavedState:
-    """Return the weights in a checkpoint of one file.
+    """Return the weights in a one-file checkpoint.
 
     Raises:
         CheckpointError: The checkpoint has no weights.
@@ -35,16 +35,16 @@ def full_state_dict(checkpoint: object, path: object) -> SavedState:
 def load_full_weights(
     module: torch.nn.Module, weights: SavedState, *, writes: OutsideWrites | None, strict: bool
 ) -> None:
-    """Load a full state dict into a partitioned model, and into the masters of a training: a collective.
+    """Load a full state dict into a partitioned model, and into the masters of a training. Collective.
 
     Args:
         module: Module that DeepSpeed's engine wraps.
-        weights: Weights by name, the same on all ranks. Masters take them without rounding to the parameters' dtype.
-        writes: The optimizer's outside writes; None if nothing is trained.
+        weights: Weights by name, the same on all ranks. Masters get them without rounding to the parameters' dtype.
+        writes: The optimizer's outside writes; None if the module is not being trained.
         strict: Whether all keys must match.
 
     Raises:
-        CheckpointError: A shape differs or, if ``strict``, keys do. By then everything that fits is loaded.
+        CheckpointError: A shape differs or, if ``strict``, keys do. Weights that fit have been loaded by then.
     """
     found = _Misfits()
     numels = {name: int(getattr(param, "ds_numel", param.numel())) for name, param in module.named_parameters()}
@@ -90,9 +90,9 @@ def _load(
     found: _Misfits,
     advance: Advance,
 ) -> None:
-    """Descend as ``Module.load_state_dict`` does, and gather each module's own parameters while it loads."""
+    """Load recursively like ``Module.load_state_dict``, gathering each module's own parameters while it loads."""
     with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
-        # Every rank loads, since buffers are not broadcast.
+        # Every rank loads, because buffers are not broadcast.
         module._load_from_state_dict(
             weights, prefix, metadata.get(prefix[:-1], {}), True, found.missing, found.unexpected, found.errors
         )
@@ -106,7 +106,7 @@ def _load(
 
 
 def _bytes_outside(weights: Mapping[str, object], prefixes: Collection[str]) -> int:
-    """Return the bytes of the tensors whose names begin with none of these."""
+    """Return the bytes of the tensors whose names begin with none of the prefixes."""
     outside = (value for key, value in weights.items() if not key.startswith(tuple(prefixes)))
     return sum(value.nbytes for value in outside if isinstance(value, torch.Tensor))
 

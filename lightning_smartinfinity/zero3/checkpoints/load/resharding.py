@@ -1,7 +1,7 @@
-"""Resumes a training on any number of processes, however many saved it.
+"""Resumes a training on any number of processes, regardless of how many saved it.
 
-Every rank reads its slices of the saved arrays a window at a time, by :class:`SavedTraining`: from the files of the
-processes that saved an ordinary checkpoint, or from those of a universal one.
+Every rank reads its slices of the saved arrays window by window, through :class:`SavedTraining`: from the processes'
+files of an ordinary checkpoint, or from the files of a universal one.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def load_resharded(
 
     Args:
         engine: Engine of this strategy.
-        saved: The checkpoint, as this rank opened it. It is closed.
-        strict: Whether buffers have to match exactly.
-        needed: Keys that must have been saved beside the model.
+        saved: The checkpoint, opened by this rank; this function closes it.
+        strict: Whether buffers must match exactly.
+        needed: Keys that must have been saved with the model.
 
     Returns:
-        The state that was saved beside the model.
+        The state that was saved with the model.
 
     Raises:
         CheckpointError: The checkpoint belongs to another model, optimizer or precision, or is damaged.
@@ -85,7 +85,7 @@ def load_resharded(
 
 
 def _numbers_of(optimizer: StorageOptimizer, saved: SavedTraining) -> dict[str, int]:
-    """Return the number of each array that was saved; other arrays start from their first values."""
+    """Return the rule's number of each saved array by name; other arrays start from their first values."""
     kept = optimizer.rule.kept_arrays(saved.param_groups) if saved.arrays else ()
     return {MASTERS: 0} | {name: optimizer.rule.arrays.index(name) for name in kept}
 
@@ -111,7 +111,7 @@ def _filler(optimizer: StorageOptimizer, saved: SavedTraining, numbers: Mapping[
 
 
 class _FrozenSlices:
-    """This rank's slice of every frozen parameter, padded as ZeRO-3 pads it; each is read when it is asked for.
+    """This rank's slice of every frozen parameter, padded as in ZeRO-3; each is read when it is looked up.
 
     Args:
         engine: Engine of this strategy.
@@ -163,7 +163,7 @@ def _check_model(engine: ZeroEngine, saved: SavedTraining) -> None:
     if frozen is not None:
         check_names(engine._get_zero_frozen_param_attributes(engine._get_param_shape_func), frozen, saved.path)
         for name in frozen:
-            saved.frozen(name, 0, 0)  # raises if no values are there
+            saved.frozen(name, 0, 0)  # raises if the values are missing
 
 
 def _check_buffers(module: torch.nn.Module, saved: SavedTraining) -> None:
@@ -199,7 +199,7 @@ def _check_optimizer(optimizer: StorageOptimizer, saved: SavedTraining) -> None:
 
 
 def _check_dtype(optimizer: StorageOptimizer, saved: SavedTraining) -> None:
-    """Compare the precision with that of a checkpoint of stock DeepSpeed."""
+    """Check that a checkpoint of stock DeepSpeed has this run's precision."""
     config = saved.model_states["ds_config"]
     enabled = [section for section in ("fp16", "bf16") if config.get(section, {}).get("enabled")]
     dtype = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}[enabled[0]] if enabled else "torch.float32"
@@ -218,7 +218,7 @@ def _params_of_groups(optimizer: StorageOptimizer) -> list[list[ZeroParameter]]:
 
 
 def _check_numbers(saved: SavedTraining) -> None:
-    """Check what is restored after the arrays, so that a fault is found before anything is loaded."""
+    """Check the values that are restored after the arrays, so that a fault is found before anything is loaded."""
     states, needed = saved.optimizer_states, {"dynamic_loss_scale", "overflow", LOSS_SCALER}
     missing = sorted(needed - states.keys())
     counters = {name: saved.model_states.get(name) for name in ("global_steps", "skipped_steps")}

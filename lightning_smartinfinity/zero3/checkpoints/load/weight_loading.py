@@ -42,17 +42,17 @@ Shapes: TypeAlias = Mapping[str, torch.Size | torch.Tensor]
 def load_saved_weights(engine: ZeroEngine, path: str | Path, *, strict: bool) -> ClientState:
     """Load the weights of an ordinary or universal checkpoint, which any number of processes saved.
 
-    Every rank reads what its slices need, a window at a time. If the module is being trained, or its training is over
-    but can still be saved, the masters take the values too. This is a collective: if one rank finds a fault, every rank
+    Every rank reads the values of its slices, window by window. If the module is being trained, or its training is over
+    but can still be saved, the masters get the values, too. This is a collective: if one rank finds a fault, every rank
     raises. Trained parameters then have their masters' values again; others may hold a part of the checkpoint.
 
     Args:
-        engine: DeepSpeed engine with ZeRO-3, with or without optimizer; moments and step counts stay as they are.
-        path: A folder saved by this strategy, by stock DeepSpeed with ZeRO-3, or converted to a universal one.
-        strict: Whether names of parameters and buffers have to match.
+        engine: DeepSpeed engine with ZeRO-3, with or without optimizer; moments and step counts stay unchanged.
+        path: A folder saved by this strategy, by stock DeepSpeed with ZeRO-3, or converted to a universal checkpoint.
+        strict: Whether the names of parameters and buffers must match.
 
     Returns:
-        The state that was saved beside the model.
+        The state that was saved with the model.
 
     Raises:
         CheckpointError: The checkpoint belongs to another model or precision, or is damaged.
@@ -68,9 +68,9 @@ def load_saved_weights(engine: ZeroEngine, path: str | Path, *, strict: bool) ->
     trains = isinstance(optimizer, StorageOptimizer)
     trainings: list[StorageOptimizer] = [optimizer] if trains else _idle_trainings(engine.module)
     for training in trainings:
-        # An interrupted fit may have left a step in progress. Rolling it back later would overwrite what is loaded.
+        # An interrupted fit may have left a step in flight. Rolling it back later would overwrite the loaded weights.
         training.update.drain()
-    # No parameter may stay gathered: it would hide what is written into the partition.
+    # No parameter may stay gathered: it would hide values written to the partition.
     if trains:
         optimizer.checkpoint_event_prologue()
     else:
@@ -89,7 +89,7 @@ def check_names(present: Shapes, saved: Shapes, path: Path) -> None:
     """Compare parameters by names and shapes.
 
     Raises:
-        CheckpointError: They differ; the message names the first difference.
+        CheckpointError: A name or shape differs; the message names the first difference.
     """
     difference = next(
         (
@@ -125,7 +125,7 @@ def _saved_shapes(saved: SavedWeights) -> dict[str, torch.Size]:
 
 
 def _targets(module: torch.nn.Module, saved: SavedWeights, *, strict: bool) -> dict[str, list[ZeroParameter]]:
-    """Return the parameters that take each saved one's values: several, if they are tied only in the checkpoint."""
+    """Return the parameters that get each saved parameter's values: several, if tied only in the checkpoint."""
     parameters: list[tuple[str, ZeroParameter]] = list(module.named_parameters(remove_duplicate=False))
     shapes, here = _saved_shapes(saved), {name: param.ds_shape for name, param in parameters}
     origins = saved_names(module, shapes, saved.module, saved.path)
@@ -135,7 +135,7 @@ def _targets(module: torch.nn.Module, saved: SavedWeights, *, strict: bool) -> d
         check_names(here, {**{name: shapes[name] for name in unused}, **there}, saved.path)
     else:
         check_names({name: here[name] for name in there}, there, saved.path)
-    # As in load_state_dict, the last one counts if a parameter has several names here.
+    # As in load_state_dict, the last name counts if a parameter has several here.
     sources = {param: saved.shared.get(origins[name], origins[name]) for name, param in parameters if name in origins}
     targets: dict[str, list[ZeroParameter]] = {}
     for param, name in sources.items():
@@ -144,7 +144,7 @@ def _targets(module: torch.nn.Module, saved: SavedWeights, *, strict: bool) -> d
 
 
 def _without_parameters(saved: SavedWeights) -> SavedState:
-    """Return what ``load_state_dict`` is given: buffers, and parameters without elements, as the module has them."""
+    """Return the state dict to load: buffers, and empty tensors for the parameters, as in the module."""
     nothing = torch.empty(0)
     return {**saved.module, **dict.fromkeys(_saved_shapes(saved).keys() & saved.module.keys(), nothing)}
 
@@ -178,7 +178,7 @@ def _own_elements(param: ZeroParameter) -> range:
 
 
 def _write(param: ZeroParameter, begin: int, values: torch.Tensor) -> None:
-    """Replace elements of this rank's slice, rounding them to the parameter's dtype."""
+    """Replace elements of this rank's slice, rounded to the parameter's dtype."""
     stored = stored_parameter(param)
     if stored is None:
         param.ds_tensor.data[begin : begin + len(values)].copy_(values)
@@ -199,7 +199,7 @@ def _idle_trainings(module: torch.nn.Module) -> list[StorageOptimizer]:
 
 @contextmanager
 def _restored_on_failure(trainings: Iterable[StorageOptimizer], engine: ZeroEngine) -> Iterator[None]:
-    """If loading fails, restore trained parameters from their masters, which the load has not changed."""
+    """If loading fails, restore trained parameters from their masters, which the load has not changed yet."""
     try:
         yield
     except SmartInfinityError:
@@ -216,7 +216,7 @@ def _restore_parameters(optimizer: StorageOptimizer, window: Window) -> None:
 
 
 def saved_names(module: torch.nn.Module, names: Collection[str], saved: SavedState, path: Path) -> dict[str, str]:
-    """Return the name of the saved parameter from which each parameter of a module takes its values.
+    """Return, for each parameter of a module, the name of the saved parameter with its values.
 
     If names differ, the module's pre-hooks of ``load_state_dict`` are called with empty tensors instead of values.
 
@@ -227,7 +227,7 @@ def saved_names(module: torch.nn.Module, names: Collection[str], saved: SavedSta
         path: Path of the checkpoint, for errors.
 
     Returns:
-        The name in the checkpoint for each name in the module that has one.
+        The name in the checkpoint by the name in the module, for parameters that are in the checkpoint.
 
     Raises:
         CheckpointError: A hook computes new values instead of renaming.

@@ -1,1 +1,1 @@
-"""Writing an engine's checkpoint, at once or in the background."""
+"""Writing an engine's checkpoint, immediately or in the background."""

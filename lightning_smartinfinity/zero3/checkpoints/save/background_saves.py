@@ -1,4 +1,4 @@
-"""Saves the optimizer's state in the background, while training goes on from the generation that is saved."""
+"""Saves the optimizer's state in the background, while training continues from the generation that is saved."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from lightning_smartinfinity.zero3.settings import OffloadSettings
 __all__ = ["BackgroundSaves"]
 
 _TAG = "checkpoint"  # of Lightning's checkpoints
-_NUM_BUFFERS = 2  # so that a window is one tasklet, and the training is not held up for long at a time
+_NUM_BUFFERS = 2  # a window is then one tasklet, so that each write delays the training only briefly
 _PAUSE = 6.0
-"""How many times as long a copy pauses as it works. Steps beside it are at most 15 % slower."""
+"""Pause after each window, as a multiple of the time to write it. Steps during a save are at most 15 % slower."""
 
 
 class BackgroundSaves:
-    """The saves of a training that are in progress beside it: of one generation at a time, one after the other.
+    """The saves of a training in progress in the background: of one generation at a time, one after the other.
 
-    The folders are put in place in the order in which the saves began, and removals take their turn among them. All
-    ranks call each method at the same time, and as often.
+    Folders are put in place in the order in which the saves began, and removals are queued among them. All ranks must
+    call the same methods in the same order.
 
     Args:
         optimizer: The optimizer whose state is saved.
         settings: Settings of the storage.
 
     Attributes:
-        wanted: Whether the next save may return before the checkpoint is whole.
+        wanted: Whether the next save may return before the checkpoint is complete.
     """
 
     def __init__(self, optimizer: StorageOptimizer, settings: OffloadSettings) -> None:
@@ -57,25 +57,25 @@ class BackgroundSaves:
         self.wanted = False
 
     def will_exist(self, path: str | Path) -> bool | None:
-        """Return whether a path will exist after all jobs; None if none of them concerns it."""
+        """Return whether a path will exist after all queued jobs; None if no job saves to it or removes it."""
         return self._exists_then.get(os.path.abspath(path)) if self._jobs.any else None
 
     def note_leader(self, path: str | Path, *, leads: bool) -> None:
-        """Remember whether this rank leads on the file system that a save goes to."""
+        """Record whether this rank leads on the file system of a save."""
         self._leads_on[device_of(Path(path))] = leads
 
     def leads_at(self, path: str | Path) -> bool:
-        """Return whether this rank removes and links checkpoints on the file system of a path, for all that see it.
+        """Return whether this rank removes and links checkpoints on a path's file system, for all ranks that see it.
 
-        Where this training has not saved, rank zero does.
+        On a file system without a save of this training, rank zero does.
         """
         return self._leads_on.get(device_of(Path(path)), dist.get_rank() == 0)
 
     def finish(self) -> None:
-        """Return when no save is in progress. Collective.
+        """Wait until no save is in progress. Collective.
 
         Raises:
-            SmartInfinityError: A save failed, on some rank, which no step has reported.
+            SmartInfinityError: A save failed on some rank, and no step has reported it yet.
         """
         if self._jobs.any:
             failure = self._jobs.join()
@@ -83,27 +83,27 @@ class BackgroundSaves:
             raise_together(failure, None)
 
     def make_room(self) -> None:
-        """Make the room on storage that saves beside the training take; where it is missing, warn that they will wait.
+        """Reserve room on storage for background saves; if there is none, warn that training will wait for saves.
 
-        Collective. The next save asks once more.
+        Collective. The next save tries again.
 
         Raises:
-            StorageError: A state file cannot be extended, for another reason.
+            StorageError: A state file cannot be extended, for a reason other than a full disk.
         """
         if self._may_go_on():
             self._has_room_for(self._optimizer.update.drained_handler().make_room_to_pin)
 
     def begin(self, path: str | Path, save: ExitStack) -> PinnedState | None:
-        """Pin the state that is to be saved to a path, or return None if the save has to wait until it is whole.
+        """Pin the state to save to a path; return None if the save cannot run in the background.
 
-        A save in progress is waited for if this one does not save the same generation, or saves to the same path.
+        Waits for a save in progress if that save is of another generation, or goes to the same path.
 
         Args:
             path: Path of the save.
-            save: Releases the state in the end.
+            save: Contexts of the save; releases the pinned state when closed.
 
         Raises:
-            SmartInfinityError: A save that was waited for has failed.
+            SmartInfinityError: A save that this waited for has failed.
             StorageError, DeviceError, CudaError: The step in flight failed.
         """
         if not (self.wanted and self._may_go_on()):
@@ -129,10 +129,10 @@ class BackgroundSaves:
         """Write the arrays in the background, and then leave the contexts of the save.
 
         Args:
-            save: The contexts, which are taken over and left in another thread.
+            save: The contexts; another thread takes them over and leaves them.
             path: Path of the save.
             file: The file with room for the arrays.
-            pinned: The state.
+            pinned: The pinned state.
         """
         write = ArrayWriter(self._optimizer, file)
         transfer, group = self._settings.transfer, background_group()
@@ -148,11 +148,11 @@ class BackgroundSaves:
         self._jobs.start(copy)
 
     def remove(self, path: str | Path, remove: Callable[[], None]) -> None:
-        """Remove a checkpoint, once every save in progress has become one; if one fails, the checkpoint stays.
+        """Remove a checkpoint after every save in progress has completed; if one fails, the checkpoint stays.
 
         Args:
             path: Path of the checkpoint.
-            remove: Removes it. It is called on one rank for each file system.
+            remove: Function that removes it; called on one rank per file system.
         """
         if not self.leads_at(path):
             remove = _nothing
@@ -163,7 +163,7 @@ class BackgroundSaves:
         self._jobs.start(remove, after_success=True)
 
     def remove_interrupted(self, path: str | Path) -> None:
-        """Remove what a killed process has left of a save to a path. Collective."""
+        """Remove the remains of a killed process's save to a path. Collective."""
         remove_interrupted(path, _TAG)
 
     def _may_go_on(self) -> bool:
@@ -177,7 +177,7 @@ class BackgroundSaves:
         )
 
     def _has_room_for(self, take: Callable[[], None]) -> bool:
-        """Take room on storage, and return whether all ranks have it; otherwise warn once."""
+        """Reserve room on storage by ``take``, and return whether all ranks succeeded; if not, warn once."""
         problem = ""
         with raising_together():
             try:
@@ -190,7 +190,7 @@ class BackgroundSaves:
         return not problems
 
     def _in_turns(self, write: Callable[[Window], object]) -> Callable[[Window], None]:
-        """Return a function that writes a window and then pauses, for the training to have its turn."""
+        """Return a function that writes a window and then pauses, to leave the disk to the training."""
         since = time.monotonic()
 
         def write_and_pause(window: Window) -> None:

@@ -1,4 +1,4 @@
-"""Writes and reads a checkpoint's files for DeepSpeed's engine, the optimizer's state window by window."""
+"""Writes and reads checkpoint files for DeepSpeed's engine; the optimizer's state window by window."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["SmartInfinityCheckpointEngine"]
 
 
 class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
-    """Writes and reads the files of ``TorchCheckpointEngine``, but the optimizer's state in bounded memory.
+    """Writes and reads the same files as ``TorchCheckpointEngine``, with bounded memory for the optimizer's state.
 
     Args:
         config_params: Parameters that DeepSpeed passes.
@@ -42,11 +42,11 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
 
     @contextmanager
     def leaving_arrays(self, left_open: list[TensorFile], closing_later: ExitStack) -> Iterator[None]:
-        """Leave the optimizer's arrays to the caller within this context.
+        """Do not write the optimizer's arrays within this context; the caller writes them.
 
         Args:
-            left_open: Takes the file of the optimizer's state, in which they belong.
-            closing_later: Closes that file.
+            left_open: List to which the file of the optimizer's state, with room for the arrays, is added.
+            closing_later: Context that closes that file.
         """
 
         def leave(file: TensorFile) -> None:
@@ -69,10 +69,10 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
                 unless_idle(partial(warn_of_types, path), doing="Reading", path=file)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make nothing: :meth:`save` makes its folders, since a failure here would raise on one rank alone."""
+        """Do nothing: :meth:`save` creates its folders, because a failure here would raise on one rank only."""
 
     def load(self, path: str, map_location: MAP_LOCATION = None) -> Pickled:
-        """Map one file. Parameters are read when they are used, and the state of the optimizer window by window."""
+        """Map one file. Frozen parameters are read when used, and the optimizer's state window by window."""
         state = load_file(path, map_location=map_location, mmap=True)
         saved = state.get(OPTIMIZER_STATE_DICT)
         if saved is not None:
@@ -95,7 +95,7 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
 
 
 def _save_model(state_dict: SavedState, path: Path) -> None:
-    """Save a file with buffers and the parameters that are not trained, and flush it to the device."""
+    """Save a file with buffers and untrained parameters, and flush it to the device."""
     total = sum(tensor.nbytes for tensor in _tensors_in(state_dict))
     with show_on_rank_zero("Saving the model", total) as advance:
         save_flushed(state_dict, path, advance=advance, total_bytes=total)

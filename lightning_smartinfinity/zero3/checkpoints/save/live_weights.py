@@ -1,4 +1,4 @@
-"""Collects the weights of a module that ZeRO-3 has partitioned on the first rank, window by window."""
+"""Collects the weights of a partitioned module on the first rank, window by window."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from lightning_smartinfinity.zero3.untyped import ZeroParameter
 __all__ = ["LiveWeights"]
 
 Collect = Callable[[torch.Tensor], list[torch.Tensor]]
-"""Sends a rank's values to the first rank, which gets those of all ranks; the others get an empty list."""
+"""Function that sends a rank's values to the first rank; returns all ranks' values there, else an empty list."""
 
 
 class LiveWeights(WeightSource):
     """The weights of a module in this process group. All ranks make the same calls.
 
     Args:
-        module: The module, partitioned or not, in a training, after one, or without any.
+        module: The module, partitioned or not, during a training, after it, or without any.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -60,8 +60,8 @@ class LiveWeights(WeightSource):
     def read(self, names: Collection[str], put: Put, *, masters: bool) -> None:
         """Pass the elements to ``put`` on the first rank.
 
-        A step in progress is completed first. Parameters that no training holds have no masters: their own values are
-        passed on.
+        A step in flight is completed first. Parameters without a training have no masters: their own values are passed
+        on.
         """
         unread = set(names)
         for training in trainings_of(self._module):
@@ -74,7 +74,7 @@ class LiveWeights(WeightSource):
                 _read_parameter(name, self._params[name], collect, put)
 
     def _read_masters(self, training: StorageOptimizer, names: Collection[str], put: Put) -> set[str]:
-        """Pass masters on, and return the names of those that the training has."""
+        """Pass a training's masters to ``put``, and return the names of their parameters."""
         by_id = {id(param): name for name, param in self._params.items() if name in names}
         slices = [
             (by_id[id(param)], param, own)
@@ -111,7 +111,7 @@ def _read_parameter(name: str, param: ZeroParameter, collect: Collect, put: Put)
 
 
 def _own_values(param: ZeroParameter, begin: int, end: int) -> torch.Tensor:
-    """Return elements of this rank's partition, wherever it lies, in host memory."""
+    """Return elements of this rank's partition, wherever it is stored, in host memory."""
     stored = stored_parameter(param)
     if stored is None:
         values: torch.Tensor = param.ds_tensor.detach().flatten()[begin:end].cpu()
@@ -124,7 +124,7 @@ def _own_values(param: ZeroParameter, begin: int, end: int) -> torch.Tensor:
 
 
 def _put_parts(name: str, param: ZeroParameter, begin: int, parts: list[torch.Tensor], put: Put) -> None:
-    """Pass on what all ranks have from element ``begin`` of their partitions on, without padding."""
+    """Pass all ranks' values from element ``begin`` of their partitions on to ``put``, without padding."""
     for rank, values in enumerate(parts):
         first = rank * param.partition_numel() + begin
         real = values[: max(0, param.ds_numel - first)]
@@ -134,7 +134,7 @@ def _put_parts(name: str, param: ZeroParameter, begin: int, parts: list[torch.Te
 
 @contextmanager
 def _in_step() -> Iterator[Collect]:
-    """Make a function that all ranks call equally often; if one rank fails, all raise at the function's next call."""
+    """Yield a function that all ranks must call equally often; if a rank fails, all raise at its next call."""
     error = None
     try:
         yield _collect
