@@ -1,1 +1,1 @@
-"""Set-up before the engine exists: DeepSpeed's configuration, the environment, storage and the update device."""
+"""Set-up before the engine is built: DeepSpeed's configuration, the environment, storage and the update device."""

@@ -1,4 +1,4 @@
-"""Offloads what the forward of a training's engine saves for backward."""
+"""Offloads activations that a training engine's forward saves for backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["offloading", "open_activations"]
 
 
 def open_activations(settings: OffloadSettings, group: ProcessGroup | None) -> OffloadedActivations | None:
-    """Return the offloading that the settings ask for, with its files open; None if activations stay in memory.
+    """Return the activation offloading of the settings, with its files open; None if activations stay in memory.
 
     Args:
         settings: Folders and settings.
@@ -46,11 +46,11 @@ def open_activations(settings: OffloadSettings, group: ProcessGroup | None) -> O
 
 @contextmanager
 def offloading(activations: OffloadedActivations, *passing: object) -> Iterator[None]:
-    """Offload what is saved in this context, and say so if DeepSpeed keeps something that no hook sees.
+    """Offload tensors saved for backward in this context; warn if DeepSpeed's checkpointing keeps some in memory.
 
     Args:
         activations: The offloading.
-        *passing: Tensors, also in nested containers, that stay where they are.
+        *passing: Tensors, also in nested containers, that are not offloaded.
     """
 
     def count(forward: Callable[..., Any], *inputs: object) -> Any:
@@ -68,5 +68,5 @@ def offloading(activations: OffloadedActivations, *passing: object) -> Iterator[
 
 
 def _gather(parameter: ZeroParameter) -> None:
-    """Gather a parameter that was released between forward and backward; the end of the step releases it."""
+    """Gather a parameter that was released between forward and backward; the step releases it again."""
     parameter.all_gather()

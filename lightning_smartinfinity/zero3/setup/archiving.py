@@ -1,4 +1,4 @@
-"""Agrees with all ranks to move an interrupted training, as a whole, or to leave all of it where it is."""
+"""Moves an interrupted training aside: all ranks move their parts, or none does."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _log = logging.getLogger(__name__)
 
 
 def look_aside(settings: OffloadSettings, group: ProcessGroup | None) -> Plan:
-    """Decide what has to be moved before a new training begins; nothing changes. Collective.
+    """Plan the moves that are needed before a new training begins; nothing changes yet. Collective.
 
     Raises:
-        StorageError: Something that must stay is in the way; raised on every rank.
+        StorageError: The job's folders hold something that must stay; raised on every rank.
     """
     job = settings.transfer.job
     return plan_setting_aside(
@@ -42,7 +42,7 @@ def look_aside(settings: OffloadSettings, group: ProcessGroup | None) -> Plan:
 
 
 def space_of(plan: Plan, rank: int) -> list[SpaceRequest]:
-    """Return what a rank deletes, moves and leaves by a plan, as requests of no bytes.
+    """Return the parts that a rank deletes, moves or leaves by a plan, as space requests of zero bytes.
 
     Raises:
         StorageError: The free space of a folder cannot be read.
@@ -67,7 +67,7 @@ def set_aside(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None)
 
 
 def _told(plan: Plan) -> str:
-    """Return what users are told of a training that was set aside."""
+    """Return the message to users about a training that was set aside."""
     path, job = str(plan.moved[0][1].path), plan.job
     removal = f"to remove it, run: smart-infinity jobs {' '.join(map(str, plan.storage))} --remove {job}"
     if plan.is_damaged:
@@ -89,12 +89,12 @@ def _told(plan: Plan) -> str:
 
 
 def put_together(settings: OffloadSettings, group: ProcessGroup | None) -> None:
-    """Move the parts of a training that is to be resumed to its job, if a kill has left it divided. Collective.
+    """Move all parts of a training to resume to its job, if a kill has left them in two places. Collective.
 
-    If it was being moved to stores of other ranks, either the old or the new ones are left, whichever are whole.
+    If the training was being moved to another number of ranks, the complete set of stores, old or new, is kept.
 
     Raises:
-        StorageError: A part cannot be moved, or the training lies under another name; raised on every rank.
+        StorageError: A part cannot be moved, or the training is in another job; raised on every rank.
     """
     job = settings.transfer.job
     plan = plan_putting_together(seen_parts(settings, jobs_beside(job), group), job=job)

@@ -1,4 +1,4 @@
-"""Builds DeepSpeed's configuration from ours."""
+"""Builds DeepSpeed's configuration from this package's settings."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["FOLLOWS_FROM_BUDGET", "build_deepspeed_config"]
 # DeepSpeed allocates one bucket of this many elements; Lightning's default of 200M takes 400 MB before the first step.
 _BUCKET_NUMEL = 16 * 1024 * 1024
 
-_LEAST_ITEM_BYTES = 2  # of a parameter's element
-_SHARE_AHEAD = 4  # one over the share of a budget that is gathered ahead at a time
+_LEAST_ITEM_BYTES = 2  # smallest size of a parameter's element
+_SHARE_AHEAD = 4  # one part in this many of the budget is prefetched at a time
 FOLLOWS_FROM_BUDGET = {
     "allgather_sequential",
     "buffer_count",
@@ -28,7 +28,7 @@ FOLLOWS_FROM_BUDGET = {
     "param_persistence_threshold",
     "prefetch_bucket_size",
 }
-"""Keys, without ``stage3_``, of ``zero`` and of its ``offload_param`` that follow from a budget of parameters."""
+"""Keys of ``zero`` (without ``stage3_``) and of its ``offload_param`` that are derived from a parameter budget."""
 
 
 def build_deepspeed_config(
@@ -39,21 +39,21 @@ def build_deepspeed_config(
     Args:
         zero: Additional keys of DeepSpeed's ``zero_optimization`` section.
         parameter_bytes: ``TransferConfig.parameter_bytes``.
-        owner: Class to which they were given, for errors.
+        owner: Class that they were passed to, for errors.
 
     Returns:
         A configuration without batch size, precision, clipping and accumulation, which Lightning fills in.
 
     Raises:
-        ConfigError: A key is unknown, or decided by the strategy or by ``parameter_bytes``.
+        ConfigError: A key is unknown, or set by the strategy or by ``parameter_bytes``.
         UnsupportedError: A key switches on a feature that the strategy refuses.
     """
     user = _copied(zero, owner=owner) if zero else {}
     check_keys(user, owner=owner)
     section: DeepSpeedConfig = {
         "stage": 3,
-        # "cpu" is the branch of DeepSpeed with the fewest side paths: no swapper, the ordinary checkpoint files.
-        # The optimizer subclass prevents it from allocating memory for state.
+        # "cpu" is DeepSpeed's simplest branch: no swapper, and the ordinary checkpoint files. The optimizer subclass
+        # keeps it from allocating memory for state.
         "offload_optimizer": {"device": "cpu", "pin_memory": False},
         "reduce_bucket_size": _BUCKET_NUMEL,
         "sub_group_size": 2 * _BUCKET_NUMEL,
@@ -63,8 +63,8 @@ def build_deepspeed_config(
     section.update(user)
     if "max_reuse_distance" not in section:
         # DeepSpeed's default keeps a parameter gathered if it is used again within a billion elements. To find out, the
-        # second step walks the rest of the trace for every module: time grows with the square of their number. What is
-        # used again within stage3_prefetch_bucket_size stays gathered all the same.
+        # second step walks the rest of the trace for every module, so its time grows with the square of their number.
+        # Even with 0, parameters used again within stage3_prefetch_bucket_size stay gathered.
         section.setdefault("stage3_max_reuse_distance", 0)
     if not isinstance(parameter_bytes, str):
         _follow_budget(section, user, parameter_bytes)
@@ -77,7 +77,7 @@ def build_deepspeed_config(
 
 
 def _follow_budget(section: DeepSpeedConfig, user: Mapping[str, object], nbytes: int) -> None:
-    """Derive from a budget what DeepSpeed counts in elements. Bytes are counted by ``zero3.parameters``."""
+    """Derive DeepSpeed's limits in elements from a budget in bytes, which ``zero3.parameters`` enforces exactly."""
     budget = f"TransferConfig(parameter_bytes={nbytes})"
     offload = user.get("offload_param")
     if not (isinstance(offload, Mapping) and offload.get("device") == "nvme"):
@@ -91,13 +91,13 @@ def _follow_budget(section: DeepSpeedConfig, user: Mapping[str, object], nbytes:
         raise ConfigError(f"{set_too[0]} follows from {budget}, and cannot be set beside it.", "Leave one of them out.")
     section["stage3_param_persistence_threshold"] = 0
     section["stage3_max_live_parameters"] = max(1, nbytes // _LEAST_ITEM_BYTES)
-    # What is gathered together would for a moment be in memory twice.
+    # Parameters gathered together would briefly be in memory twice.
     section["stage3_allgather_sequential"] = True
     section["stage3_prefetch_bucket_size"] = max(1, nbytes // _LEAST_ITEM_BYTES // _SHARE_AHEAD)
 
 
 def _complete_nvme(section: DeepSpeedConfig) -> None:
-    """Add what parameters on storage need beside ``{"device": "nvme"}``, unless the user has set it."""
+    """Add keys that parameters on storage need in addition to ``{"device": "nvme"}``, unless the user set them."""
     offload = section.get("offload_param")
     if not isinstance(offload, dict) or offload.get("device") != "nvme":
         return

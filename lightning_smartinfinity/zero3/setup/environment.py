@@ -20,26 +20,26 @@ __all__ = [
     "reuse_freed_memory",
 ]
 
-# One process with two folders has 28 descriptors more in a fit than before it. Loaders and loggers open more.
+# A fit of one process with two folders opens 28 descriptors. Loaders and loggers open more.
 _DESCRIPTORS = 64
 _DESCRIPTORS_PER_PROCESS = 8  # connections of process groups
 _DESCRIPTORS_PER_FOLDER = 8
 
-_M_MMAP_THRESHOLD = -3  # of mallopt(3)
+_M_MMAP_THRESHOLD = -3  # option of mallopt(3)
 _LEAN_THRESHOLD = 1024 * 1024
-_FAST_THRESHOLD = 32 * 1024 * 1024  # the most that glibc would choose itself
+_FAST_THRESHOLD = 32 * 1024 * 1024  # the largest that glibc chooses itself
 _THRESHOLD_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 
 
 def prepare_environment(device_type: str, *, local_world_size: int) -> None:
-    """Make DeepSpeed use the run's accelerator and compile nothing.
+    """Make DeepSpeed use the run's accelerator, and keep it from compiling ops.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
         local_world_size: Number of processes on this node.
 
     Raises:
-        UnsupportedError: The device is neither, or DeepSpeed has already chosen another one in this process.
+        UnsupportedError: The device type is another one, or DeepSpeed already uses another accelerator in this process.
     """
     if device_type not in ("cpu", "cuda"):
         raise UnsupportedError(
@@ -59,9 +59,9 @@ def prepare_environment(device_type: str, *, local_world_size: int) -> None:
 
 @contextlib.contextmanager
 def having_local_rank() -> Iterator[None]:
-    """Set ``LOCAL_RANK`` in this context if no launcher has: DeepSpeed reads it in the midst of a forward pass.
+    """Set ``LOCAL_RANK`` in this context if no launcher has set it: DeepSpeed reads it during a forward pass.
 
-    It is not left set, since accelerate takes it for a launcher's.
+    It is unset afterwards, because accelerate would conclude that a launcher had set it.
     """
     if "LOCAL_RANK" in os.environ:
         yield
@@ -74,16 +74,16 @@ def having_local_rank() -> Iterator[None]:
 
 
 def require_descriptors(*, num_processes: int, num_folders: int) -> None:
-    """Raise this process's limit of open files, as far as it may, if it is too low for a training.
+    """Raise this process's limit of open files, as far as permitted, if it is too low for a training.
 
-    Without this, gloo or Python would fail somewhere in the middle of the set-up.
+    Without this, gloo or Python would fail in the middle of the set-up.
 
     Args:
         num_processes: Number of processes on this node.
         num_folders: Number of storage folders.
 
     Raises:
-        StorageError: The limit is too low and may not be raised as far.
+        StorageError: The limit is too low, and cannot be raised far enough.
     """
     wanted = _DESCRIPTORS + _DESCRIPTORS_PER_PROCESS * num_processes + _DESCRIPTORS_PER_FOLDER * num_folders
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -116,8 +116,8 @@ def _require_accelerator(device_type: str) -> None:
 def forbid_jit_builds() -> None:
     """Keep DeepSpeed from compiling its shared-memory collectives when a process group starts on a CPU.
 
-    ``deepspeed.comm.torch.build_shm_op`` compiles the op, which needs a compiler and about 20 s, whenever this table
-    marks it as compatible. Each process that uses it leaves 69 MB in /dev/shm. Without it DeepSpeed falls back to
+    ``deepspeed.comm.torch.build_shm_op`` compiles the op, which needs a compiler and about 20 s, if this table marks it
+    as compatible. Each process that uses it leaves 69 MB in /dev/shm. Without it DeepSpeed falls back to
     torch.distributed, which is sufficient.
     """
     import deepspeed.ops
@@ -126,9 +126,9 @@ def forbid_jit_builds() -> None:
 
 
 def _forget_ended_groups() -> None:
-    """Make DeepSpeed forget its process groups if ``torch.distributed.destroy_process_group`` has ended them.
+    """Make DeepSpeed drop its process groups if ``torch.distributed.destroy_process_group`` has ended them.
 
-    DeepSpeed keeps them for the whole process, and forgets them only when it ended them itself.
+    DeepSpeed keeps them for the lifetime of the process, and drops them only when it ends them itself.
     """
     from deepspeed.utils import groups
 
@@ -137,19 +137,20 @@ def _forget_ended_groups() -> None:
 
 
 def reuse_freed_memory() -> None:
-    """Let the C library keep freed blocks of less than 32 MiB for later use, once the model is set up.
+    """Make the C library keep freed blocks of less than 32 MiB for reuse; call this once the model is set up.
 
-    The activations and gradients of a step on the CPU are blocks that the next step needs again. Each new page would
-    cost it a page fault.
+    On a CPU, every step allocates the same blocks for activations and gradients. Without reuse, each page would cost a
+    page fault in every step.
     """
     _map_blocks_from(_FAST_THRESHOLD)
 
 
 def _map_blocks_from(num_bytes: int) -> None:
-    """Make the C library map blocks of this size on one by one, so that each returns to the system when it is freed.
+    """Make the C library map each block of at least this size separately, so that freeing returns it to the system.
 
-    By default glibc learns from freed blocks and then keeps those of up to 32 MiB in its heaps: a fp32 model that was
-    cut into 16-bit partitions would stay resident beside these. A user's own setting counts.
+    By default glibc raises its threshold when blocks are freed, and then keeps blocks of up to 32 MiB in its heaps: an
+    fp32 model that was cut into 16-bit partitions would stay resident in addition to these. A user's own setting takes
+    precedence.
     """
     if _THRESHOLD_VARIABLE not in os.environ:
         with contextlib.suppress(OSError, AttributeError):

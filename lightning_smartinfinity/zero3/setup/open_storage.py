@@ -87,7 +87,7 @@ def open_storage(
 ) -> TransferHandler:
     """Create the store, open the device and write the first generation; or open the store of an interrupted training.
 
-    Collective: if it fails on one rank, it raises on every rank, and no rank leaves any files that it made.
+    Collective: if it fails on one rank, it raises on every rank, and every rank removes the files that it created.
 
     Args:
         settings: Folders and transfer settings, the same on all ranks.
@@ -101,7 +101,7 @@ def open_storage(
         group: Process group of all ranks.
 
     Raises:
-        StorageError: A folder cannot be used, is locked or too small; raised on every rank.
+        StorageError: A folder cannot be used, is locked or has too little space; raised on every rank.
         DeviceError: A card cannot be opened or has too little memory; raised on every rank.
     """
     settings = replace(settings, gradient_itemsize=gradient_dtype.itemsize, parameter_itemsize=dtype.itemsize)
@@ -125,7 +125,7 @@ def open_storage(
     except SmartInfinityError as caught:
         error = caught
     except Exception as caught:
-        # Any error must reach the other ranks, which would wait for this one.
+        # Any error must reach the other ranks, which would otherwise wait for this one.
         error = StorageError(f"Storage could not be opened: {caught!r}.", "Free memory or use another folder.")
     with opened:
         raise_together(error, group)
@@ -161,7 +161,7 @@ def _reopen_storage(
 
 
 def _warn_of_network(settings: OffloadSettings, group: ProcessGroup | None) -> None:
-    """Warn once on each machine whose state would cross the network."""
+    """Warn once on each machine whose state would be transferred over the network."""
     folders, warning = settings.storage, None
     with raising_together(group), io_limit(settings.transfer.io_timeout):
         warning = unless_idle(partial(network_warning, folders), doing="Looking at", path=folders[0])
@@ -177,7 +177,7 @@ def _succeed(
     description: StoreDescription,
     group: ProcessGroup | None,
 ) -> TransferHandler:
-    """Create this rank's store, and fill it from those of a training of other ranks, which go. Collective."""
+    """Create this rank's store, fill it from the stores of another number of ranks, and delete those. Collective."""
     job_id = gather(uuid.uuid4().bytes, group)[0]
     plan = plan_way(predecessor, settings, job_id)
     make_way(
@@ -204,13 +204,13 @@ def _succeed(
 
 
 def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: ProcessGroup | None) -> PartitionLayout:
-    """Return the layout with the resident tasklets that ``dram_cache_bytes`` asks for; cards have none. Collective."""
+    """Return the layout with the resident tasklets set by ``dram_cache_bytes``; none on cards. Collective."""
     if settings.cards is not None:
         return layout
     transfer = settings.transfer
     nbytes = transfer.dram_cache_bytes
     if isinstance(nbytes, str):
-        # Memory of the arena and of the ring, part of which may not have been touched yet.
+        # Memory of the arena and the ring, which may not be resident yet.
         reserved = _MOST_ITEM_BYTES * layout.numel + transfer.num_buffers * settings.tasklet_bytes
         own = measure_memory(reserved=reserved)
         nbytes = share_of_memory(gather(own, group), own)
@@ -220,10 +220,10 @@ def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: Proces
 def with_gradient_budget(
     settings: OffloadSettings, layout: PartitionLayout, *, itemsize: int, group: ProcessGroup | None
 ) -> OffloadSettings:
-    """Return the settings with the bytes of gradients that ``gradient_bytes`` lets be in memory. Collective.
+    """Return the settings with the memory budget of gradients, in bytes, from ``gradient_bytes``. Collective.
 
     Raises:
-        ConfigError: They are too few, or something else needs all gradients in memory; raised on every rank.
+        ConfigError: The budget is too small, or another setting needs all gradients in memory; raised on every rank.
     """
     wanted, nbytes = settings.transfer.gradient_bytes, layout.numel * itemsize
     if isinstance(wanted, str):
@@ -241,7 +241,7 @@ def with_gradient_budget(
 
 
 def _needs_all_gradients(settings: OffloadSettings) -> str | None:
-    """Return what needs all gradients in memory, or None."""
+    """Return why all gradients must be in memory, or None."""
     if settings.cards is not None:
         return "SmartSSDs take gradients from host memory"
     if settings.compression is not None:
@@ -262,11 +262,11 @@ def _require_budget(settings: OffloadSettings, wanted: int, *, least: int) -> No
 
 
 def gradient_store(settings: OffloadSettings, *, direct: bool) -> TensorStore:
-    """Return a store for gradients beside a rank's open state.
+    """Return a store for gradients, in the storage folders of a rank's open state.
 
     Args:
         settings: Folders and transfer settings.
-        direct: Whether the state has direct I/O; if it has none, that was said already.
+        direct: Whether the state has direct I/O; if not, a warning was given already.
 
     Raises:
         StorageError: A file cannot be created.
@@ -310,7 +310,7 @@ def _ring(settings: OffloadSettings, extents: ExtentMap) -> CardRing:
 
 
 def _unnamed_space(settings: OffloadSettings, extents: ExtentMap) -> list[SpaceRequest]:
-    """Return the space for what lies beside the state: gradients, and activations if it is known how many."""
+    """Return the space for data other than the state: gradients, and activations if their size is known."""
     folders, activations = settings.storage, settings.activations
     requests = _gradient_space(settings, extents)
     if activations is None or activations.storage_bytes is None:
@@ -320,7 +320,7 @@ def _unnamed_space(settings: OffloadSettings, extents: ExtentMap) -> list[SpaceR
 
 
 def _gradient_space(settings: OffloadSettings, extents: ExtentMap) -> list[SpaceRequest]:
-    """Return the space for gradients on storage: what is beyond their budget, or what passes through cards' files."""
+    """Return the space for gradients on storage: spilled ones if there is a budget, or the files of cards."""
     cards, largest = settings.cards, max((extent.nbytes for extent in extents.extents), default=0)
     if settings.gradient_budget is not None:
         sizes = [extent.numel * settings.gradient_itemsize for extent in extents.extents]
@@ -339,12 +339,12 @@ def require_parameter_space(
     *,
     in_16_bit: bool,
 ) -> None:
-    """Check on every rank that parameters, which are about to move to storage, and the optimizer state will fit.
+    """Check on every rank that storage has room for the parameters about to move there, and for optimizer state.
 
     Args:
-        parameters: Settings that say where parameters will lie.
-        offload: Settings that say where optimizer state will lie.
-        model: The model. Parameters that ZeRO-3 partitioned before do not move any more.
+        parameters: Storage settings of parameters.
+        offload: Storage settings of optimizer state.
+        model: The model. Parameters that ZeRO-3 has already partitioned are not moved.
         optimizer: The user's torch optimizer.
         in_16_bit: Whether parameters will be bf16 or fp16.
 
@@ -367,7 +367,7 @@ def require_parameter_space(
         places_per_tasklet=transfer.places_per_tasklet,
         state_format=offload.state_format,
     )
-    # Gradients beyond their budget take space, too. Their dtype is not known yet: they have at least so many bytes.
+    # Gradients beyond their budget need space, too. Their dtype is not known yet; this is their smallest possible size.
     itemsize = 2 if in_16_bit else 4
     offload = with_gradient_budget(replace(offload, gradient_itemsize=itemsize), layout, itemsize=itemsize, group=None)
     extents = with_cache(layout, offload, None).extents
@@ -414,7 +414,7 @@ def _space_of_all_ranks(
 
 
 def _of_all_ranks(requests: Sequence[SpaceRequest], group: ProcessGroup | None) -> list[SpaceRequest]:
-    """Return the requests of all ranks, which name file systems as all machines know them. Collective."""
+    """Return the requests of all ranks, with file system numbers that are the same on all machines. Collective."""
     places = places_of([Path(request.path) for request in requests], group, by_device=True)
     named = [replace(each, machine="", file_system=place.number) for each, place in zip(requests, places, strict=True)]
     return [request for of_rank in gather(named, group) for request in of_rank]
@@ -423,12 +423,12 @@ def _of_all_ranks(requests: Sequence[SpaceRequest], group: ProcessGroup | None) 
 def _state_space(
     settings: OffloadSettings, extents: ExtentMap, aside: Plan | None, *, rank: int, numel: int, num_parameters: int
 ) -> list[SpaceRequest]:
-    """Return this rank's requests for its state, and for the gradients of cards, when what is in the way was moved.
+    """Return this rank's space requests for its state and other data, after earlier state was moved aside.
 
     Args:
-        settings: Where the state will lie.
+        settings: Folders of the state.
         extents: The extents of its tasklets.
-        aside: What is moved before; None: the training resumes from state that lies there already.
+        aside: Plan of the moves; None: the training resumes from state that is already there.
         rank: Rank of this process.
         numel: Number of elements of its partition.
         num_parameters: Number of parameters in it.

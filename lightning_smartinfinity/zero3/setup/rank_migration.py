@@ -1,7 +1,7 @@
-"""Lets an interrupted training go on from storage on another number of ranks.
+"""Resumes an interrupted training from storage on another number of ranks.
 
-Its stores are moved aside, those of the new ranks are filled from them a window at a time, and then they are deleted.
-Whenever a kill comes, either the old stores or the new ones are whole, and the next start goes on with these
+The old stores are moved aside, the new ranks' stores are filled from them window by window, and then the old ones are
+deleted. After a kill at any moment, either the old or the new stores are complete, and the next start uses these
 (:func:`~lightning_smartinfinity.zero3.setup.archiving.put_together`).
 """
 
@@ -41,7 +41,7 @@ __all__ = ["Predecessor", "fill_successor", "find_predecessor", "make_way", "pla
 
 _log = logging.getLogger(__name__)
 
-_SAME = ("name", "shape", "group", "dtype")  # of each parameter, on any number of ranks
+_SAME = ("name", "shape", "group", "dtype")  # fields of a parameter that do not depend on the number of ranks
 _FP32_BYTES = 4
 
 
@@ -50,10 +50,10 @@ class Predecessor:
     """An interrupted training of another number of ranks.
 
     Args:
-        training: Its parts.
-        folders: For each of its ranks, the storage folders, as this process sees them.
-        record: The training record to go on from, that of its first rank.
-        seen: For each rank of this training, what it sees of the job and of ``<job>.aside``.
+        training: The parts of the interrupted training.
+        folders: The storage folders of each of its ranks, as this process sees them.
+        record: The training record to resume from, as its first rank has it.
+        seen: For each rank of this training, the parts of the job and of ``<job>.aside`` that it sees.
     """
 
     training: Training
@@ -63,14 +63,14 @@ class Predecessor:
 
     @property
     def num_ranks(self) -> int:
-        """Number of its ranks."""
+        """Number of ranks of the interrupted training."""
         return self.training.parts[0].world_size
 
 
 def find_predecessor(
     settings: OffloadSettings, description: StoreDescription, group: ProcessGroup | None
 ) -> Predecessor | None:
-    """Return the training to resume, if another number of ranks has left it. Nothing changes. Collective.
+    """Return the training to resume if it had another number of ranks, else None. Changes nothing. Collective.
 
     Args:
         settings: Folders and transfer settings, the same on all ranks.
@@ -78,8 +78,8 @@ def find_predecessor(
         group: Process group of all ranks.
 
     Raises:
-        CheckpointError: It belongs to another model or optimizer; raised on every rank.
-        StorageError: A part of it cannot be found or read; raised on every rank.
+        CheckpointError: The training has another model or optimizer; raised on every rank.
+        StorageError: A part of the training cannot be found or read; raised on every rank.
     """
     job, rank, num_ranks = settings.transfer.job, dist.get_rank(group), dist.get_world_size(group)
     seen = seen_parts(settings, [job, f"{job}{ASIDE}"], group)
@@ -124,7 +124,7 @@ def _of_other_ranks(seen: Sequence[Sequence[Part]], job: str, num_ranks: int) ->
 
 
 def _folders_here(training: Training, seen: Sequence[Part], *, rank: int) -> tuple[tuple[Path, ...], ...]:
-    """Return the storage folders of each rank of a training. A process may need any part of it."""
+    """Return the storage folders of each rank of a training; raise if this process, which may need any, lacks one."""
     here = {(part.rank, part.device): part.storage for part in seen if part.store == training.parts[0].store}
     for part in training.parts:
         if (part.rank, part.device) not in here:
@@ -143,7 +143,7 @@ def _by_checkpoint(num_ranks: int) -> str:
 
 
 def plan_way(predecessor: Predecessor, settings: OffloadSettings, successor: bytes) -> Plan:
-    """Decide what has to be moved before the new stores are made.
+    """Plan the moves that are needed before the new stores are created.
 
     Args:
         predecessor: The training.
@@ -151,7 +151,7 @@ def plan_way(predecessor: Predecessor, settings: OffloadSettings, successor: byt
         successor: Job id of the new stores.
 
     Raises:
-        StorageError: What was set aside before must stay; raised on every rank.
+        StorageError: A training that was set aside before must stay; raised on every rank.
     """
     job = settings.transfer.job
     return plan_making_way(predecessor.seen, job=job, training=predecessor.training, successor=successor)
@@ -165,14 +165,14 @@ def make_way(
     *,
     require_room: Callable[[], None],
 ) -> None:
-    """Move a training aside, if there is room for the new stores beside it. Collective.
+    """Move a training aside, if there is room for the new stores in addition to it. Collective.
 
     Args:
         plan: A plan of :func:`plan_way`.
         predecessor: The training.
         settings: Folders and transfer settings.
         group: Process group of all ranks.
-        require_room: Raises StorageFullError if there is no room.
+        require_room: Function that raises StorageFullError if there is no room.
 
     Raises:
         StorageFullError: There is no room; raised on every rank.
@@ -234,7 +234,7 @@ def fill_successor(
 
         def fill(window: Window) -> None:
             for array in window.arrays:
-                array.fill(0)  # padding, too
+                array.fill(0)  # zeroes the padding
             for parameter, begin, end in layout.real_ranges_between(window.begin, window.end):
                 arrays = [array[begin - window.begin : end - window.begin] for array in window.arrays]
                 sources.read(parameter.name, rank * parameter.numel + begin - parameter.offset, arrays)
@@ -243,20 +243,20 @@ def fill_successor(
         state.replace(fill, steps=steps, together=partial(raising_together, group))
     record = predecessor.record
     with raising_together(group):
-        # The residual of compressed gradients belongs to the old partitions.
+        # Without the residual of compressed gradients, which belongs to the old partitions.
         store.record_training(generation=store.generation, step=record.step, content=record.content, has_steps=True)
 
 
 class _Sources:
-    """The old stores, each of which is opened when something of it is needed first.
+    """The old stores; each is opened on its first use.
 
     Args:
         predecessor: The training.
-        job: The job in which its parts lie.
+        job: The job that holds its parts.
         io_timeout: ``TransferConfig.io_timeout``.
 
     Attributes:
-        opened: Closes them.
+        opened: Context that closes the stores.
     """
 
     def __init__(self, predecessor: Predecessor, *, job: str, io_timeout: float) -> None:
@@ -265,7 +265,7 @@ class _Sources:
         self._states: dict[int, StoredState] = {}
 
     def of(self, rank: int) -> StoredState:
-        """Return the state of an old rank. Raises as :class:`StoredState`."""
+        """Return the state of an old rank; raises the errors of :class:`StoredState`."""
         if rank not in self._states:
             folders = self._predecessor.folders[rank]
             state = StoredState(
@@ -279,14 +279,14 @@ class _Sources:
         return self._states[rank]
 
     def read(self, name: str, begin: int, arrays: Sequence[NDArray[np.float32]]) -> None:
-        """Read a range of a parameter, of every array; see :meth:`StoredState.read`.
+        """Read a range of a parameter's elements from every array; see :meth:`StoredState.read`.
 
         Args:
             name: Name of the parameter.
-            begin: First element of the whole parameter, flattened.
-            arrays: Memory that takes the values.
+            begin: Index of the first element in the whole, flattened parameter.
+            arrays: Arrays to fill.
         """
-        numel, done = self.of(0).slices[name].numel, 0  # the same on all of its ranks, padding included
+        numel, done = self.of(0).slices[name].numel, 0  # with padding, the same on all old ranks
         while done < len(arrays[0]):
             rank, skipped = divmod(begin + done, numel)
             parts = [array[done : done + numel - skipped] for array in arrays]

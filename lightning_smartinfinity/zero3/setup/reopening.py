@@ -1,4 +1,4 @@
-"""Describes trainings, and opens the state that an interrupted one has left on storage, to resume from it."""
+"""Describes trainings in manifests, and opens the state of an interrupted training on storage to resume from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["check_description", "describe_training", "newest_common", "recover_f
 def describe_training(
     layout: PartitionLayout, rule: UpdateRule, dtype: torch.dtype, groups: Sequence[ParamGroup]
 ) -> StoreDescription:
-    """Return what a store's manifest says of the training, by which a later one knows that it can go on from there."""
+    """Return the description of a training for its store's manifest; a later training checks it before it resumes."""
     return StoreDescription(
         optimizer=rule.name,
         arrays=rule.arrays,
@@ -59,7 +59,7 @@ def _scalar(value: object) -> object:
 def recover_for_training(
     settings: OffloadSettings, layout: PartitionLayout, description: StoreDescription, group: ProcessGroup | None
 ) -> StateStore:
-    """Open this rank's store at the newest training record that all ranks have, with its generation. Collective.
+    """Open this rank's store at the generation of the newest training record that all ranks have. Collective.
 
     Args:
         settings: Folders and transfer settings, the same on all ranks.
@@ -68,8 +68,8 @@ def recover_for_training(
         group: Process group of all ranks.
 
     Raises:
-        CheckpointError: There is nothing to resume from, or it belongs to another model, optimizer, number of processes
-            or settings; raised on every rank.
+        CheckpointError: There is nothing to resume from, or the model, optimizer, number of processes or settings
+            differ; raised on every rank.
         StorageError: The store cannot be opened; raised on every rank.
     """
     rank, transfer = dist.get_rank(group), settings.transfer
@@ -102,11 +102,11 @@ def newest_common(points: Sequence[set[tuple[int, int, bytes]]], settings: Offlo
     """Return number, generation and run of the newest training record that all ranks of a training have.
 
     Args:
-        points: For each of these ranks, number, generation and run of its records.
-        settings: Where the training lies, for the error.
+        points: For each rank, the number, generation and run of its records.
+        settings: Settings with the training's folders, for the error.
 
     Raises:
-        CheckpointError: They have none in common.
+        CheckpointError: The ranks have no record in common.
     """
     common = set.intersection(*points)
     if not common:
@@ -119,15 +119,15 @@ def newest_common(points: Sequence[set[tuple[int, int, bytes]]], settings: Offlo
 
 
 def check_description(saved: StoreDescription, expected: StoreDescription, *, fields: Collection[str] = ()) -> None:
-    """Check that a store was made by a training of the same model and optimizer as this one.
+    """Check that a store belongs to a training of the same model and optimizer as this one.
 
     Args:
         saved: The store's description.
         expected: This training's description.
-        fields: What is compared of each parameter; nothing means all.
+        fields: Fields of each parameter to compare; empty: all.
 
     Raises:
-        CheckpointError: Something differs.
+        CheckpointError: The optimizer or the model differs.
     """
     if saved.optimizer != expected.optimizer:
         raise _differs("optimizer", saved.optimizer, expected.optimizer, "Use the same optimizer")
@@ -141,7 +141,7 @@ def check_description(saved: StoreDescription, expected: StoreDescription, *, fi
 
 
 def _check(manifest: Manifest, layout: PartitionLayout, description: StoreDescription, *, world_size: int) -> None:
-    """Check that a store was made by a training like this one."""
+    """Check that a store's number of ranks, model, optimizer and layout are those of this training."""
     if manifest.world_size != world_size:
         raise _differs("number of processes", manifest.world_size, world_size, "Use as many processes")
     check_description(manifest.description, description)

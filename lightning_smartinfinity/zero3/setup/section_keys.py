@@ -1,6 +1,6 @@
-"""Says which keys of DeepSpeed's ``zero_optimization`` section a user may set, and answers all others.
+"""Checks which keys of DeepSpeed's ``zero_optimization`` section a user may set, and raises errors for all others.
 
-DeepSpeed would refuse unknown keys, too, but only when a fit begins: it cannot be imported before the accelerator is
+DeepSpeed would also refuse unknown keys, but only when a fit begins: it cannot be imported before the accelerator is
 chosen. So the keys are listed here, and a test compares them with those of the installed version.
 """
 
@@ -19,10 +19,10 @@ __all__ = ["check_keys"]
 
 @dataclass(frozen=True)
 class _Answer:
-    """Says why a key is not taken, and what to write instead.
+    """The error for a key that is not accepted.
 
     Args:
-        fault: What is wrong with the key, as the end of a sentence.
+        fault: The fault of the key, as the end of a sentence.
         remedy: What the user can do about it.
         error: Class of the error.
     """
@@ -62,7 +62,7 @@ _ANSWERS = {
     "stage": _Answer("cannot be set, because training is always in ZeRO stage 3", "Leave it out."),
     "offload_optimizer": _STATE_ON_STORAGE,
     "cpu_offload": _STATE_ON_STORAGE,
-    # DeepSpeed still accepts these, and would silently move them into another section.
+    # DeepSpeed still accepts these old names, and would silently move them into another section.
     "cpu_offload_param": _Answer(_OLD_NAME, _ON_CPU),
     "cpu_offload_use_pin_memory": _Answer(
         _OLD_NAME, "Write zero={'offload_param': {'device': 'cpu', 'pin_memory': True}}."
@@ -102,17 +102,17 @@ _INSIDE = {key: f"zero={{{section!r}: {{{key!r}: ...}}}}" for section, keys in _
 
 
 def check_keys(zero: Mapping[str, object], *, owner: str) -> None:
-    """Refuse keys that are unknown, decided by the strategy, old, or those of features that the strategy lacks.
+    """Refuse keys that are unknown, old, set by the strategy, or of features that the strategy does not support.
 
-    The values are DeepSpeed's to check.
+    DeepSpeed checks the values later.
 
     Args:
-        zero: What the user gave as ``zero``.
-        owner: Class to which it was given, for errors.
+        zero: The user's ``zero`` argument.
+        owner: Class that it was passed to, for errors.
 
     Raises:
-        ConfigError: A key is unknown, old, or decided by the strategy; the message says what to write.
-        UnsupportedError: A key switches on a feature that the strategy lacks.
+        ConfigError: A key is unknown, old, or set by the strategy; the message names the alternative.
+        UnsupportedError: A key switches on a feature that the strategy does not support.
     """
     for key, value in zero.items():
         given = as_passed(owner, "zero", {key: value})
@@ -130,7 +130,7 @@ def check_keys(zero: Mapping[str, object], *, owner: str) -> None:
 
 
 def _check_section(section: str, value: object, *, owner: str) -> None:
-    """Refuse an unknown key of a section within the section, and what is no section."""
+    """Refuse an unknown key of a nested section, and a value that is no section."""
     given = as_passed(owner, "zero", {section: value})
     known = _SECTIONS[section]
     if value is not None and not isinstance(value, Mapping):
@@ -144,14 +144,14 @@ def _check_section(section: str, value: object, *, owner: str) -> None:
 
 
 def _kept(section: object) -> str:
-    """Write out the keys of a whole section that can be set."""
+    """Return text with the keys of a whole section that can be set."""
     if not isinstance(section, Mapping):
         return " as zero={...}"
     return f": zero={shown({key: value for key, value in section.items() if key not in _ANSWERS})}"
 
 
 def _unknown(key: str, given: str) -> SmartInfinityError:
-    """Return the error for an unknown key: with the key that was meant, or with that one's own answer."""
+    """Return the error for an unknown key: it names the closest key, or gives that key's own error."""
     fault = f"{given} is no key of DeepSpeed's zero_optimization section"
     close = closest(key, [*ZERO_KEYS, *_INSIDE, *_ANSWERS])
     if close and close[0] in _ANSWERS:

@@ -1,4 +1,4 @@
-"""Chooses where the update runs; all ranks check it and agree on it before anything else is set up."""
+"""Chooses where the update runs: all ranks check the choice and agree on it before anything else is set up."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SMALL_TASKLET_BYTES = 16 << 20
 
 
 class _Report(NamedTuple):
-    """The result of one rank's search: its cards, or why it has none.
+    """The result of one rank's search: its cards, or the reason why it has none.
 
     Attributes:
         machine: Result of :func:`machine_identity`.
@@ -67,7 +67,7 @@ class _Report(NamedTuple):
 def choose_update_device(
     offload: OffloadSettings, *, optimizer: str, group: ProcessGroup | None = None
 ) -> OffloadSettings:
-    """Return the settings with the cards that update, if cards do. Collective.
+    """Return the settings with the cards that run the update; unchanged if the host runs it. Collective.
 
     Args:
         offload: Settings, the same on all ranks.
@@ -78,7 +78,7 @@ def choose_update_device(
         ConfigError, DeviceError, StorageError: ``update_device="smartssd"``, and cards cannot be used on some rank;
             raised on every rank.
     """
-    close_returned()  # first, since an abandoned call may have kept a folder that the store needs
+    close_returned()  # first, because an abandoned call may still lock a folder that the store needs
     obstacle = _obstacle(offload)
     if offload.update_device == "host" or obstacle is not None:
         _log_obstacle(obstacle)
@@ -99,7 +99,7 @@ def choose_update_device(
             raise_together(error, group)
         first = _first_error(gather(_report(setup, error), group))
     if first is not None or setup is None:
-        # Only the text: a kept log record would keep the error's traceback alive, and with it buffers on the card.
+        # Log only the text: a log record with the error would keep its traceback alive, and with it card buffers.
         _log.warning("update_device='auto': the host updates, since SmartSSDs cannot: %s", str(first))
         return offload
     _warn_of_settings(offload)
@@ -111,7 +111,7 @@ def _first_error(reports: Sequence[_Report]) -> SmartInfinityError | None:
 
 
 def _obstacle(offload: OffloadSettings) -> str | None:
-    """Return why ``"auto"`` does not look for cards; None if nothing prevents it."""
+    """Return why ``"auto"`` does not search for cards; None if it does."""
     if offload.update_device != "auto":
         return None
     if not is_xclbin_named(offload.smartssd, System()):
@@ -127,7 +127,7 @@ def _log_obstacle(obstacle: str | None) -> None:
 
 
 def _outcome_of(work: Callable[[], T]) -> tuple[T | None, SmartInfinityError | None]:
-    """Return what ``work`` returns or raises: no error may leave the other ranks waiting."""
+    """Return the result or the error of ``work``; an error raised here would leave the other ranks waiting."""
     try:
         return work(), None
     except SmartInfinityError as error:
@@ -150,7 +150,7 @@ def _find(offload: OffloadSettings, optimizer: str) -> CardSetup:
 
 
 def _test(offload: OffloadSettings, setup: CardSetup, kernel: Kernel, reports: Sequence[_Report]) -> None:
-    """Test the cards of this rank that no lower rank has: a lower rank tests those that they share."""
+    """Test this rank's cards, except those that it shares with a lower rank, which tests them."""
     testers: dict[tuple[str, str], int] = {}
     for report in reports:
         for card in report.cards:
@@ -187,7 +187,7 @@ def _require_memory(offload: OffloadSettings, setup: CardSetup, kernel: Kernel) 
     share_of_memory(setup)  # raises if the share is unknown
     if offload.update_device != "auto":
         return
-    # Checked now, while the host can still take over: tasklets are sized for the device that updates them.
+    # Check now, while the host can still be chosen: later, tasklets are sized for the chosen device.
     numel = offload.tasklet_bytes // (kernel.num_arrays * 4)
     ring = CardRing(
         num_buffers=offload.transfer.num_buffers,
@@ -219,7 +219,7 @@ def _disagreement(reports: Sequence[_Report]) -> SmartInfinityError | None:
 
 
 def _sharers(reports: Sequence[_Report]) -> int:
-    """Return the most processes that share a card: each process uses such a share, so that all rings are equal."""
+    """Return the largest number of processes that share a card; it sets every process's share, so rings are equal."""
     uses = Counter((report.machine, card) for report in reports for card in report.cards)
     return max(uses.values())
 

@@ -1,4 +1,4 @@
-"""Refuses what the strategy does not support, before anything is allocated or written."""
+"""Refuses unsupported models, optimizers and settings before anything is allocated or written."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _DENSE_EXPERTS = "Build the experts from ordinary torch modules: ZeRO-3 partitio
 
 
 def check_zero_section(section: DeepSpeedConfig, *, owner: str = STRATEGY) -> None:
-    """Let DeepSpeed validate its ``zero_optimization`` section now rather than in the middle of the set-up.
+    """Make DeepSpeed validate its ``zero_optimization`` section now, not in the middle of the set-up.
 
     Args:
-        section: The section, whose keys are known.
-        owner: Class to which ``zero`` was given, for errors.
+        section: The section; its keys have been checked.
+        owner: Class that ``zero`` was passed to, for errors.
 
     Raises:
         ConfigError: A value is out of range.
@@ -65,12 +65,12 @@ def check_zero_section(section: DeepSpeedConfig, *, owner: str = STRATEGY) -> No
 def parameter_settings(
     section: DeepSpeedConfig, *, storage: tuple[Path, ...], nvme_path: Path | None, transfer: TransferConfig
 ) -> ParameterSettings | None:
-    """Return how parameters lie on storage; None if they stay in memory.
+    """Return the storage settings of parameters; None if parameters stay in memory.
 
     Args:
         section: The ``zero_optimization`` section, already checked.
         storage: The strategy's storage folders.
-        nvme_path: Folder that the user chose instead, if any.
+        nvme_path: Folder that the user chose instead; None: the storage folders.
         transfer: Settings of job, direct I/O and I/O engine.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -96,8 +96,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, state_format: str) -> N
     """Refuse optimizers without an update rule.
 
     Raises:
-        UnsupportedError: The optimizer's type or one of its settings is not supported, or the state format does not
-            suit the optimizer.
+        UnsupportedError: The optimizer's type, one of its settings, or its combination with the state format is not
+            supported.
     """
     rule = rule_for(optimizer)
     if state_format not in rule.state_formats:
@@ -109,12 +109,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, state_format: str) -> N
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Refuse modules whose gradients cannot be partitioned over all ranks.
+    """Refuse modules that ZeRO-3 cannot partition and train.
 
     Raises:
-        UnsupportedError: A module produces sparse gradients, a module or parameter belongs to DeepSpeed's mixture of
-            experts, a parameter has no elements at several processes, two share memory, a module is wrapped by
-            torch.compile, or there is nothing to train; or as :func:`check_layers`.
+        UnsupportedError: A module produces sparse gradients; a module or parameter belongs to DeepSpeed's mixture of
+            experts; a parameter has no elements, with several processes; two parameters share memory; a module is
+            wrapped by torch.compile; or there is nothing to train. Also as :func:`check_layers`.
     """
     check_layers(model)
     for name, module in model.named_modules():
@@ -135,7 +135,7 @@ def check_model(model: torch.nn.Module) -> None:
                 "Build it with sparse=False.",
             )
     for name, parameter in model.named_parameters():
-        # DeepSpeed marks the parameters of experts in this way, and reduces them over only some of the ranks.
+        # DeepSpeed marks experts' parameters in this way, and reduces their gradients over only some of the ranks.
         if not getattr(parameter, "allreduce", True):
             raise UnsupportedError(
                 f"Parameter {name!r} has allreduce=False, which marks it as an expert's: ranks would hold different "
@@ -156,14 +156,14 @@ def check_model(model: torch.nn.Module) -> None:
 
 
 def check_layers(model: torch.nn.Module) -> None:
-    """Refuse modules that take no hooks, and those whose parameters have no shape yet.
+    """Refuse modules that do not support hooks, and modules whose parameters have no shape yet.
 
     Raises:
-        UnsupportedError: A module was made by torch.jit, or is a lazy one that has not run.
+        UnsupportedError: A module was created by torch.jit, or is lazy and has not run.
     """
     for path, module in model.named_modules():
         name = f" {path!r}" if path else ""
-        # A traced module's own parameters are gathered for it, and its children run without their hooks.
+        # A traced module runs with its own hooks but without its children's, so only one without children works.
         is_leaf = not list(module.children())
         is_traced_leaf = is_leaf and isinstance(module, torch.jit.TopLevelTracedModule)  # type: ignore[attr-defined]
         if isinstance(module, torch.jit.ScriptModule) and not is_traced_leaf:
@@ -183,18 +183,18 @@ def check_layers(model: torch.nn.Module) -> None:
 
 
 def _compiled_wrappers() -> tuple[type, ...]:
-    """Return the class that torch.compile wraps modules in; none unless its compiler has been imported."""
+    """Return the wrapper class of torch.compile; an empty tuple unless its compiler has been imported."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return (dynamo.OptimizedModule,) if dynamo is not None else ()
 
 
 def _numel(parameter: torch.nn.Parameter) -> int:
-    """Return the elements of the whole parameter, partitioned or not."""
+    """Return the number of elements of the whole parameter, partitioned or not."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _check_memory(model: torch.nn.Module) -> None:
-    """Refuse distinct parameters in the same memory: ZeRO-3 would give each its own memory, and so untie them."""
+    """Refuse distinct parameters that share memory: ZeRO-3 would give each its own memory, and so untie them."""
     placed = sorted(
         (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name)
         for name, parameter in model.named_parameters()
@@ -230,7 +230,7 @@ def check_dtype(model: torch.nn.Module, config: DeepSpeedConfig) -> None:
 
 
 def check_process_groups(model: torch.nn.Module) -> None:
-    """Refuse a module that was partitioned over processes whose group has ended: nothing can gather it any more.
+    """Refuse a module that was partitioned over a process group that has ended: it cannot be gathered any more.
 
     Raises:
         UnsupportedError: ``torch.distributed.destroy_process_group`` was called since.
@@ -244,7 +244,7 @@ def check_process_groups(model: torch.nn.Module) -> None:
 
 
 def check_state_format(state_format: str, config: DeepSpeedConfig) -> None:
-    """Refuse a format that needs parameters of another dtype.
+    """Refuse a state format that needs parameters of another dtype.
 
     Args:
         state_format: The strategy's state format.
@@ -278,7 +278,7 @@ def find_ignored(
                 f"Parameter {names.get(param)!r} was unfrozen in the fit; it has no place on storage.",
                 "Unfreeze it before fit, and freeze it in on_fit_start if it is to be trained later.",
             )
-    own_gradient = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # param.grad would look for the caller first
+    own_gradient = torch.Tensor.grad.__get__  # type: ignore[union-attr]  # param.grad would first examine the caller
     with torch._C.DisableTorchFunctionSubclass():
         ignored = next((param for param in parameters if own_gradient(param) is not None), None)
     if ignored is not None:
@@ -291,7 +291,7 @@ def find_ignored(
 
 
 def _warn_of_cast(model: torch.nn.Module) -> None:
-    """Warn if dtypes differ: DeepSpeed computes in one, and silently casts an fp32 norm in a bf16 model."""
+    """Warn if parameters' dtypes differ: DeepSpeed uses one dtype, and silently casts an fp32 norm in a bf16 model."""
     names: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
