@@ -1,1 +1,1 @@
-"""Several ranks: collectives, shared file systems, work in the background, and the watch for lost ranks."""
+"""Several ranks: collectives, shared file systems, background jobs, and the watch for lost ranks."""

@@ -1,4 +1,4 @@
-"""Jobs that a rank does in the background, one after the other."""
+"""Jobs that a rank runs in the background, one after the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["BackgroundJobs"]
 
 
 class BackgroundJobs:
-    """Does jobs in threads, in the order in which they are given. All calls but :meth:`pause` come from one thread.
+    """Runs jobs in threads, in the order of their start. All methods except :meth:`pause` are called by one thread.
 
     Attributes:
         num_started: Number of jobs started so far.
@@ -28,20 +28,20 @@ class BackgroundJobs:
 
     @property
     def any(self) -> bool:
-        """Whether a job was started since the last :meth:`join`. This is the same on all ranks."""
+        """Whether a job was started since the last :meth:`join`; the same on all ranks."""
         return bool(self._jobs)
 
     @property
     def num_done(self) -> int:
-        """Number of jobs done so far, up to the first that failed."""
+        """Number of jobs done so far; of those since the last :meth:`join`, only the ones before the first failure."""
         return self._num_done + sum(1 for _ in takewhile(lambda job: job.is_done, self._jobs))
 
     def start(self, work: Callable[[], None], *, after_success: bool = False) -> None:
-        """Do a job once all earlier ones have ended.
+        """Run a job after all earlier jobs have ended.
 
         Args:
             work: The job.
-            after_success: Whether to leave it out if one of the earlier ones since the last :meth:`join` failed.
+            after_success: Whether to skip the job if an earlier one since the last :meth:`join` failed.
         """
         job = _Job(work, list(self._jobs), after_success=after_success)
         self._jobs.append(job)
@@ -56,12 +56,12 @@ class BackgroundJobs:
                 self._is_awaited.clear()
 
     def pause(self, seconds: float) -> None:
-        """Let the training have the machine for so long, unless somebody waits for the job or the training ends."""
+        """Pause the job for the training's sake, at most until a caller waits for the job; not if the training ends."""
         if not is_ending():
             self._is_awaited.wait(seconds)
 
     def take_failure(self) -> SmartInfinityError | None:
-        """Return what a job failed with, if one did and it was not returned before."""
+        """Return the first failure of a job that was not returned before, or None."""
         for job in self._jobs:
             if job.failure is not None and not job.is_told:
                 job.is_told = True
@@ -69,7 +69,7 @@ class BackgroundJobs:
         return None
 
     def join(self) -> SmartInfinityError | None:
-        """Return when all jobs have ended, and what :meth:`take_failure` returns then. Jobs no longer pause."""
+        """Wait until all jobs have ended, without pauses, and return the result of :meth:`take_failure`."""
         self._is_awaited.set()
         try:
             for job in self._jobs:
@@ -83,7 +83,7 @@ class BackgroundJobs:
 
 class _Job(threading.Thread):
     def __init__(self, work: Callable[[], None], earlier: list[_Job], *, after_success: bool) -> None:
-        super().__init__(name="smart-infinity-save", daemon=True)  # whoever closes the state waits for it
+        super().__init__(name="smart-infinity-save", daemon=True)  # closing the state waits for it
         self._work: Callable[[], None] | None = work
         self._earlier = earlier
         self._after_success = after_success
@@ -93,7 +93,7 @@ class _Job(threading.Thread):
         self.is_told = False
 
     def run(self) -> None:
-        """Do the job."""
+        """Run the job after the earlier ones."""
         for job in self._earlier:
             job.join_if_alive()
         work, self._work = self._work, None
@@ -113,6 +113,6 @@ class _Job(threading.Thread):
             )
 
     def join_if_alive(self) -> None:
-        """Return when the job has ended. A forked child does not have its thread."""
+        """Wait until the job has ended, except in a forked child, which does not have its thread."""
         if self.is_alive() and self._owner == os.getpid():
             self.join()

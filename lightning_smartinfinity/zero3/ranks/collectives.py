@@ -43,12 +43,12 @@ def gather(value: T, group: ProcessGroup | None) -> list[T]:
 
 
 def broadcast_buffers(module: torch.nn.Module, group: ProcessGroup | None, *, device: torch.device) -> None:
-    """Give all ranks the first one's values of a module's buffers, as torch's DDP does.
+    """Broadcast the first rank's values of a module's buffers to all ranks, as torch's DDP does.
 
     Args:
         module: The module.
-        group: The group of the ranks.
-        device: Device on which the group sends.
+        group: Process group of the ranks.
+        device: Device that the group's backend sends from.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -57,26 +57,26 @@ def broadcast_buffers(module: torch.nn.Module, group: ProcessGroup | None, *, de
         if buffer.is_meta or buffer.layout is not torch.strided or not buffer.numel():
             continue
         sent = buffer.detach().to(device).resolve_conj().contiguous()
-        # As bytes, since backends do not send every dtype, complex ones for example.
+        # As bytes, because backends do not support every dtype, such as complex ones.
         dist.broadcast(sent.view(-1).view(torch.uint8), first, group)
         if dist.get_rank() != first:
             buffer.data = sent.to(buffer.device)
 
 
-_BACKGROUND_LIMIT = timedelta(days=7)  # a rank that is lost is noticed by the watch
+_BACKGROUND_LIMIT = timedelta(days=7)  # long, because the watch detects lost ranks
 _groups: dict[str, tuple[weakref.ref[ProcessGroup], ProcessGroup]] = {}
 
 
 def background_group() -> ProcessGroup:
-    """Return the group of all ranks for agreements of their background threads; collective when it is first called.
+    """Return the group of all ranks for collectives of their background threads; collective on the first call.
 
-    Two threads that use one group at a time would receive each other's messages.
+    Two threads that use the same group at the same time would receive each other's messages.
     """
     return _group_for("background", timeout=_BACKGROUND_LIMIT)
 
 
 def reading_group() -> ProcessGroup:
-    """Return the group of all ranks for :func:`agree_to_gather`; collective when it is first called."""
+    """Return the group of all ranks for :func:`agree_to_gather`; collective on the first call."""
     return _group_for("reads", timeout=None)
 
 
@@ -90,14 +90,15 @@ def _group_for(purpose: str, *, timeout: timedelta | None) -> ProcessGroup:
 
 
 def agree_to_gather(numbers: Sequence[int], describe: Callable[[], tuple[list[str], str]]) -> None:
-    """Return when all ranks are about to gather the same parameters outside of forward and backward. Collective.
+    """Check that all ranks are about to gather the same parameters outside of forward and backward. Collective.
 
-    It uses a group of its own. A gather without it on one rank could meet another gather of the other ranks, and fill
-    parameters with wrong values. If a rank does not come, all raise :class:`RanksDivergedError`, as in any collective.
+    Without this check, a gather on one rank could be matched with a different gather on another rank, and fill
+    parameters with wrong values. The check uses its own group, :func:`reading_group`. If a rank does not call this, all
+    raise :class:`RanksDivergedError`, as in any collective.
 
     Args:
         numbers: Numbers of the parameters (``ds_id``), in order.
-        describe: Returns the names of the parameters, and words for the line that reads them.
+        describe: Function that returns the names of the parameters, and the line of code that reads them.
 
     Raises:
         UnsupportedError: Another rank is about to gather other parameters.
@@ -122,16 +123,16 @@ def has_ended(group: ProcessGroup) -> bool:
     """Return whether a process group was destroyed."""
     try:
         dist.get_backend(group)
-    except ValueError:  # raised for a group that torch does not know any more
+    except ValueError:  # raised for a group that torch no longer knows
         return True
     return False
 
 
 def raise_together(error: SmartInfinityError | None, group: ProcessGroup | None) -> None:
-    """Raise on every rank if any rank has an error: the rank's own, or else that of the first rank with one.
+    """Raise on every rank if any rank has an error: the rank's own error, or that of the first rank with one.
 
-    A rank that raises alone leaves the others waiting in their next collective. An error that not all ranks have says
-    which rank it comes from, and on which host.
+    If one rank raised alone, the others would wait in their next collective. An error that not all ranks have names the
+    rank and the host that it comes from.
     """
     met = gather((error, platform.node()), group)
     failed = [rank for rank, (other, _) in enumerate(met) if other is not None]
@@ -148,7 +149,7 @@ def raise_together(error: SmartInfinityError | None, group: ProcessGroup | None)
 
 @contextmanager
 def raising_together(group: ProcessGroup | None = None) -> Iterator[None]:
-    """Raise on every rank what the body raised on any of them. Every rank must enter and leave the context."""
+    """Raise on every rank if the body raised on any rank. Every rank must enter and leave the context."""
     error = None
     try:
         yield
@@ -159,7 +160,7 @@ def raising_together(group: ProcessGroup | None = None) -> Iterator[None]:
 
 @contextmanager
 def failing_together(group: ProcessGroup | None) -> Iterator[None]:
-    """Act as :func:`raising_together`, for hot paths: ranks exchange one number unless one of them failed."""
+    """Do the same as :func:`raising_together`, for hot paths: ranks exchange only one number unless one failed."""
     error = None
     try:
         yield
@@ -175,7 +176,7 @@ def sum_over_ranks(value: float, group: ProcessGroup | None) -> float:
 
 
 def sums_over_ranks(values: Sequence[float], group: ProcessGroup | None) -> list[float]:
-    """Return the sum of each double over all ranks, as :func:`sum_over_ranks`, in one exchange."""
+    """Return the sum of each double over all ranks, like :func:`sum_over_ranks`, in one all-reduce."""
     if dist.get_world_size(group) == 1:
         return list(values)
     from deepspeed.accelerator import get_accelerator
@@ -187,10 +188,10 @@ def sums_over_ranks(values: Sequence[float], group: ProcessGroup | None) -> list
 
 
 def show_on_rank_zero(what: str, total_bytes: int | None) -> AbstractContextManager[Advance]:
-    """Show the progress of long work, of which every rank does its part, on rank 0.
+    """Show on rank 0 the progress of long work that is divided over all ranks.
 
     Args:
-        what: What is being done.
-        total_bytes: Number of bytes that this rank does; None if it is unknown.
+        what: Description of the work.
+        total_bytes: Number of bytes that this rank processes; None if unknown.
     """
     return showing_progress(what, total_bytes, shown=dist.get_rank() == 0)

@@ -1,8 +1,8 @@
-"""Finds out which folders of which ranks are the same, or lie on one file system, however each machine mounts it.
+"""Finds out which ranks' folders are the same, or on the same file system, regardless of where machines mount it.
 
-A machine tells its own folders apart by numbers, which mean nothing to another machine. Between machines a file
-decides: one rank makes it under a name that nobody has looked up before, and the others look for it. The name must be
-fresh, since network file systems remember for some time that a name was not there.
+A machine distinguishes its own folders by numbers, which mean nothing to another machine. Between machines a test file
+decides: one rank creates it under a new name, and the others look for it. The name must never have been looked up
+before, because network file systems cache for some time that a name does not exist.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_toge
 __all__ = ["REMEMBERED", "Place", "device_of", "first_seen", "places_of", "network_warning"]
 
 REMEMBERED = 75.0
-"""Seconds after which every file system has forgotten that a name was not there. NFS takes 60 at most by default."""
+"""Seconds after which file systems no longer cache that a name does not exist. NFS's default is at most 60."""
 _GLANCE = 0.1
 _MADE = re.compile(r"\.smart-infinity-[0-9a-f]{32}")
 _OLD_SECONDS = 3600.0  # much longer than the waits of all ranks for a slow disk
@@ -44,14 +44,14 @@ _OF_NETWORKS |= {f"fuse.{name}" for name in ("cephfs", "gcsfuse", "glusterfs", "
 
 
 class Place(NamedTuple):
-    """Where a folder of this rank lies.
+    """The place of a folder of this rank, which may be shared with other ranks.
 
     Args:
-        number: The same for all folders of all ranks that lie in one place.
-        leader: The lowest rank that has a folder there. It decides what happens to paths that ranks share.
+        number: Number of the place, the same for all folders of all ranks in it.
+        leader: The lowest rank that has a folder there. It handles paths that ranks share.
         is_first_here: Whether this rank is the lowest one of its machine that has a folder there.
         num_machines: Number of machines whose ranks have folders there.
-        is_certain: Whether a file could be made there. Where it could not, other machines may see the same.
+        is_certain: Whether a test file could be created there. If not, other machines may share the place unnoticed.
     """
 
     number: int
@@ -62,12 +62,12 @@ class Place(NamedTuple):
 
     @property
     def may_be_shared(self) -> bool:
-        """Whether other machines see it, or may do so."""
+        """Whether other machines see the place, or may see it."""
         return self.num_machines > 1 or not self.is_certain
 
 
 class _Spot(NamedTuple):
-    """A folder that exists, as one machine knows it: by the numbers of its file system and of the folder there."""
+    """An existing folder, identified on one machine by the numbers of its file system and inode."""
 
     machine: str
     device: int
@@ -80,17 +80,18 @@ class _Spot(NamedTuple):
 
 
 def places_of(folders: Sequence[Path], group: ProcessGroup | None = None, *, by_device: bool = False) -> list[Place]:
-    """Return where folders lie that need not exist yet. Collective; where all ranks see the same it writes nothing.
+    """Return the places of folders, which need not exist yet. Collective.
 
-    Folders lie in one place if a rank sees, by the path of the other's folder, what the other rank writes there.
+    Two folders are in one place if one rank sees, under the path of the other rank's folder, a file that the other has
+    written there. Nothing is written if all ranks see the same folder.
 
     Args:
-        folders: This rank's folders. Other ranks may pass others, and more or fewer of them.
+        folders: This rank's folders. Other ranks may pass different folders, and another number of them.
         group: Process group of all ranks.
-        by_device: Whether all folders on one file system of a machine lie in one place.
+        by_device: Whether all folders on one file system of a machine count as one place.
 
     Raises:
-        StorageError: A folder cannot be looked at; raised on every rank.
+        StorageError: A folder cannot be examined; raised on every rank.
         StorageTimeoutError: A disk does not answer; raised on every rank.
     """
     own: list[_Spot] = []
@@ -122,7 +123,7 @@ def places_of(folders: Sequence[Path], group: ProcessGroup | None = None, *, by_
                 is_certain=any(keys.index(other.key) in probed for _, other in there),
             )
         )
-        # Only the leader lists the folder: others would have their views of it changed for what they look for next.
+        # Only the leader lists the folder: listing it elsewhere would change what that machine has cached of it.
         if makes_files and there[0][0] == dist.get_rank(group):
             with suppress(OSError, StorageError):
                 unless_idle(partial(_remove_old, spot.folder), doing="Removing old files from", path=spot.folder)
@@ -130,17 +131,17 @@ def places_of(folders: Sequence[Path], group: ProcessGroup | None = None, *, by_
 
 
 def device_of(path: Path) -> int:
-    """Return the number by which this machine knows the file system of a path that need not exist yet.
+    """Return this machine's device number of the file system of a path, which need not exist yet.
 
     Raises:
-        StorageError: The path cannot be looked at.
+        StorageError: The path cannot be examined.
         StorageTimeoutError: The disk does not answer.
     """
     return unless_idle(partial(_spot_of, path), doing="Looking at", path=path).device
 
 
 def network_warning(folders: Sequence[Path]) -> str | None:
-    """Return a warning if folders that are read and written at every step lie on a network file system, or None."""
+    """Return a warning if one of the folders, used in every step, is on a network file system; else None."""
     for folder in folders:
         mount = mount_of(System(), folder)
         if mount is not None and mount.kind in _OF_NETWORKS:
@@ -156,9 +157,9 @@ def first_seen(paths: Iterable[Path], *, shared: bool) -> Path | None:
     """Return the first of these paths that this rank sees; None if it sees none.
 
     Args:
-        paths: Paths of one thing that somebody has made, which another machine may mount elsewhere.
-        shared: Whether that may have been another machine, so that this one may remember for some time that the path
-            was not there.
+        paths: Possible paths of one existing file or folder; machines may mount it at different paths.
+        shared: Whether another machine may have created it. This machine may then cache for some time that the path
+            does not exist, so this waits up to :data:`REMEMBERED` seconds.
     """
     paths = list(paths)
     give_up = time.monotonic() + (REMEMBERED if shared else 0)
@@ -174,13 +175,13 @@ def first_seen(paths: Iterable[Path], *, shared: bool) -> Path | None:
 def _exists(path: Path) -> bool:
     if path.exists():
         return True
-    with suppress(OSError):  # a list makes some file systems ask again
+    with suppress(OSError):  # listing makes some file systems look again
         os.listdir(path.parent)
     return path.exists()
 
 
 def _spot_of(folder: Path) -> _Spot:
-    # With its links: they may lead to another mount point on another machine.
+    # Links stay unresolved: they may lead to another mount point on another machine.
     existing = nearest_existing(Path(os.path.abspath(folder)))
     with storage_errors("Looking at", existing):
         status = os.stat(existing)
@@ -190,14 +191,14 @@ def _spot_of(folder: Path) -> _Spot:
 def _pairs(
     firsts: Sequence[tuple[int, _Spot]], group: ProcessGroup | None, *, by_device: bool
 ) -> tuple[list[tuple[int, int]], set[int]]:
-    """Return pairs of spots of which one shows what was written into the other, and the spots that can be written.
+    """Return pairs of spots in which a file written to one is seen from the other, and the set of writable spots.
 
-    Spots go by their numbers. Collective.
+    Spots are given by their indices in ``firsts``. Collective.
 
     Args:
         firsts: The spots, each with the first rank that has a folder there.
         group: Process group of all ranks.
-        by_device: Whether it is enough that both are on one file system.
+        by_device: Whether it suffices that both spots are on one file system.
     """
     own = [number for number, (first, _) in enumerate(firsts) if first == dist.get_rank(group)]
     made: dict[int, Path] = {}
@@ -220,9 +221,10 @@ def _pairs(
 
 
 def _is_on_the_way(one: Path, other: Path) -> bool:
-    """Return whether one of two folders is the other, or above it.
+    """Return whether two folders are equal, or one contains the other.
 
-    They are those of one path, of which a rank that looked earlier, or remembers what was not there, knows less.
+    Both are the nearest existing folder of the same path. A rank that looked earlier, or has cached that a folder does
+    not exist, finds one further up.
     """
     return one == other or one in other.parents or other in one.parents
 
@@ -236,7 +238,7 @@ def _device_of_file(path: Path) -> int | None:
 
 @contextmanager
 def _file_in(folder: Path) -> Iterator[Path | None]:
-    """Yield the path of a file that others may look for; None if none can be made there."""
+    """Yield the path of a new test file for other ranks to look for; None if it cannot be created."""
     path = folder / f".smart-infinity-{uuid.uuid4().hex}"
     try:
         unless_idle(partial(path.touch, exist_ok=False), doing="Creating a file in", path=folder)
@@ -251,22 +253,22 @@ def _file_in(folder: Path) -> Iterator[Path | None]:
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove old files that others could look for, which kills have left in a folder where one was just made."""
+    """Remove old test files that killed processes have left in a folder."""
     with suppress(OSError), os.scandir(folder) as entries:
-        now = folder.stat().st_mtime  # by the clock of the file system
+        now = folder.stat().st_mtime  # on the file system's clock
         for entry in entries:
             if _MADE.fullmatch(entry.name) and _is_old(entry.stat(follow_symlinks=False), now):
                 os.unlink(entry)
 
 
 def _is_old(status: os.stat_result, now: float) -> bool:
-    """Return whether this user made such a file so long ago that nobody looks for it any more."""
+    """Return whether this user created a test file so long ago that no rank looks for it any more."""
     is_ours = stat.S_ISREG(status.st_mode) and status.st_size == 0 and status.st_uid == os.geteuid()
     return is_ours and now - status.st_mtime > _OLD_SECONDS
 
 
 def _joined(num: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
-    """Return for each of some spots the smallest number of those that pairs connect it with."""
+    """Return for each of ``num`` spots the smallest number of all spots that pairs connect it with."""
     numbers = list(range(num))
     for one, other in pairs:
         low, high = sorted((numbers[one], numbers[other]))

@@ -1,7 +1,7 @@
-"""Finds out where the ranks are if one of them waits, and whether they can still meet.
+"""Detects ranks that wait for each other in different collectives, and describes where each rank is.
 
-Nothing is added to a gather or a reduction but one Python call. A thread of each process looks once a second at what
-the training's thread does. Only if that has begun no collective since the last look, rank 0 is told where it is.
+A gather or a reduction costs only one more Python call. In each process, a thread looks at the training's thread once a
+second. Only if the training's thread has begun no collective since the last look does it report the place to rank 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 CERTAIN = 30.0
-"""Seconds after which ranks that wait for each other at different places are given up."""
+"""Seconds after which ranks that wait for each other at different places count as diverged."""
 
 _SEVERAL = 8  # places, or parameters, that a message names
 _KINDS = {
@@ -49,8 +49,8 @@ _KINDS = {
     "reduction": "REDUCE",
     "broadcast": "BROADCAST",
     "barrier": "BARRIER",
-}  # by words in OpType
-# Calls during which the other ranks wait lawfully, however long they take, and files of code that compiles.
+}  # values: words in the names of OpType
+# Functions during which the other ranks may wait for any time, and source files of compilers, for which they may, too.
 _LAWFUL_CALLS = {
     *("save_checkpoint", "dump_checkpoint", "load_checkpoint", "save_pretrained", "from_pretrained", "save_model"),
     *("_build_engine", "build_evaluation_engine"),
@@ -68,11 +68,11 @@ class Place:
 
     Attributes:
         doing: ``"waits"`` for a collective, ``"works"`` on something else, or has ``"ended"`` its training.
-        lawful: Whether the others may wait for this for any time, as for a save.
-        counts: Collectives begun so far, by group of all ranks.
-        what: The kind of collective it waits for.
-        where: Words for the place.
-        seconds: Seconds for which it has been there.
+        lawful: Whether the others may wait for this rank for any time, such as during a save.
+        counts: Number of collectives begun so far, by name of each group of all ranks.
+        what: The kind of collective that it waits for.
+        where: Description of the place.
+        seconds: Seconds that it has been there.
     """
 
     doing: str
@@ -83,15 +83,15 @@ class Place:
     seconds: float
 
     def is_ahead_of(self, other: Place) -> bool:
-        """Return whether this rank has begun a collective that the other one has not."""
+        """Return whether this rank has begun a collective that the other rank has not."""
         return any(count > other.counts.get(group, count) for group, count in self.counts.items())
 
 
 def find_divergence(places: dict[int, Place], limit: float) -> bool:
     """Return whether ranks wait for each other and cannot meet any more.
 
-    This is certain if each of them waits for a collective that is not that of all, or has ended its training. One that
-    works may still come, unless it has taken longer than the limit.
+    This is certain if every rank waits for a collective or has ended its training, and they do not all wait for the
+    same collective. A working rank may still join, unless it has taken longer than the limit.
 
     Args:
         places: The places of all ranks.
@@ -110,7 +110,7 @@ def find_divergence(places: dict[int, Place], limit: float) -> bool:
 
 
 def describe(places: dict[int, Place], hosts: list[str], limit: float) -> str:
-    """Return a sentence about each place, with the ranks that are there."""
+    """Return text with one sentence for each place and the ranks there."""
     ranks: dict[tuple[str, str, str], list[int]] = {}
     for rank, place in sorted(places.items()):
         ranks.setdefault((place.doing, place.what, place.where), []).append(rank)
@@ -135,10 +135,10 @@ class PlaceWatch(threading.Thread):
     """Reports to rank 0 where this rank waits. On rank 0 it also decides whether the ranks can still meet.
 
     Args:
-        native: The watch over the ranks' processes, by which they tell each other.
+        native: The watch over the ranks' processes, which sends the reports.
         hosts: Host of each rank.
         limit: Seconds that a rank may take to join the others.
-        diverged: Called once, when the ranks are told that they cannot meet.
+        diverged: Function called once, when the watch reports that the ranks have diverged.
     """
 
     def __init__(self, native: RankWatch, hosts: list[str], limit: float, diverged: Callable[[], None]) -> None:
@@ -152,7 +152,7 @@ class PlaceWatch(threading.Thread):
         self.ended = False
 
     def run(self) -> None:
-        """Look until the watch is closed."""
+        """Look once per tick until the watch is closed."""
         while not self._closed.wait(self._tick):
             with suppress(ValueError):  # the watch was closed, or the process group destroyed
                 self._look()
@@ -168,7 +168,7 @@ class PlaceWatch(threading.Thread):
         place = asdict(self._place()) if self._age else None
         if place != self._told:
             self._told = place
-            # How long it has been there is counted on by the watch that hears this.
+            # The receiving watch keeps counting the seconds from here.
             self._native.tell_place("" if place is None else json.dumps(place | {"seconds": self._age}))
         report = self._native.report()
         if report.diverged is not None:
@@ -187,7 +187,7 @@ class PlaceWatch(threading.Thread):
     def _judge(self) -> None:
         told = self._native.places()
         if len(told) < len(self._hosts) or not all(place.where for place in told.values()):
-            return  # a rank moves, or this is not rank 0
+            return  # a rank makes progress, or this is not rank 0
         places = {}
         for rank, place in told.items():
             values = json.loads(place.where)
@@ -200,12 +200,12 @@ class PlaceWatch(threading.Thread):
 
 
 class _Awaited:
-    """The collective for which the training's thread waits.
+    """The collective that the training's thread waits for.
 
     Attributes:
-        thread: The training's thread.
-        num: Waits so far.
-        work: The collective, while the thread waits for it.
+        thread: Id of the training's thread.
+        num: Number of waits so far, in all threads.
+        work: The collective while the thread waits for it; else None.
     """
 
     thread = 0
@@ -218,17 +218,17 @@ _model: weakref.ref[Any] | None = None
 
 
 def note_model(engine: Any) -> None:
-    """Name places by the modules and parameters, and by the step, of this engine, as long as it lives."""
+    """Describe places by this engine's modules, parameters and step, as long as the engine exists."""
     global _model
     _model = weakref.ref(engine)
 
 
 @contextmanager
 def noting_waits(explain: Callable[[RuntimeError], Exception | None]) -> Iterator[None]:
-    """Note for which collective this thread waits within this context.
+    """Record the collective that this thread waits for within this context.
 
     Args:
-        explain: Returns what to raise instead of the error of a collective, if it is known.
+        explain: Function that returns the error to raise instead of a collective's, or None to keep that.
     """
     original = dist.Work.wait
 
@@ -253,7 +253,7 @@ def noting_waits(explain: Callable[[RuntimeError], Exception | None]) -> Iterato
 
 
 def _counts() -> dict[str, int]:
-    """Return how many collectives this process has begun, by group of all ranks."""
+    """Return the number of collectives that this process has begun, by name of each group of all ranks."""
     known = list(distributed_c10d._world.pg_map)
     groups = [group for group in known if group.size() == dist.get_world_size()]
     return {group.group_name: group._get_sequence_number_for_group() for group in groups}  # type: ignore[attr-defined]
@@ -266,7 +266,7 @@ def _kind_of(work: dist.Work) -> str:
 
 
 def where_is(thread: int) -> tuple[str, bool]:
-    """Return words for where a thread is, and whether others may wait for that for any time."""
+    """Return a description of where a thread is, and whether other ranks may wait for it for any time."""
     frames = list(_frames_of(thread))
     lawful = any(
         frame.f_code.co_name in _LAWFUL_CALLS or frame.f_code.co_filename.endswith(_COMPILERS) for frame in frames
@@ -298,7 +298,7 @@ def _line(frame: FrameType) -> str:
 
 
 def _stage(frame: FrameType) -> str:
-    """Return the hook that Lightning calls here, or the function of its loops."""
+    """Return the hook that Lightning calls in a frame, or the frame's function in Lightning's loops; else empty."""
     path, name = frame.f_code.co_filename, frame.f_code.co_name
     if path.endswith(os.path.join("trainer", "call.py")) and "hook_name" in frame.f_code.co_varnames:
         return str(frame.f_locals.get("hook_name"))
@@ -307,7 +307,7 @@ def _stage(frame: FrameType) -> str:
 
 
 def _tensors_of(frames: Iterable[FrameType], engine: Any) -> str:
-    """Return words for the parameters and the module for which DeepSpeed's innermost calls gather or reduce."""
+    """Return a description of the parameters and the module in DeepSpeed's innermost calls."""
     if engine is None:
         return ""
     names = {id(param): name for name, param in engine.module.named_parameters()}
@@ -324,7 +324,7 @@ def _tensors_of(frames: Iterable[FrameType], engine: Any) -> str:
 
 
 def _params_in(value: object) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters that a variable is, holds, or has in its attributes."""
+    """Yield the parameters in a value: itself, its items, or the attributes of DeepSpeed's handles."""
     if isinstance(value, torch.nn.Parameter):
         yield value
     elif isinstance(value, (list, tuple, set)):
@@ -338,17 +338,17 @@ def _params_in(value: object) -> Iterator[torch.nn.Parameter]:
 
 
 def known_sockets() -> set[str]:
-    """Return what identifies the sockets that this process has now."""
+    """Return the identifiers of this process's open sockets."""
     return set(_sockets().values())
 
 
 def cut_connections(known: set[str]) -> None:
     """Shut down the connections between ranks on which gloo waits, as if the other ranks had been killed.
 
-    Gloo has no call that ends a collective. The connections are those that were accepted where this process listens.
+    Gloo has no call that ends a collective. The connections are those accepted by this process's listening sockets.
 
     Args:
-        known: Sockets from before the ranks met, which may be shared with other processes, and are left alone.
+        known: Sockets from before the ranks met. They may be shared with other processes, and are left alone.
     """
     opened = []
     for descriptor, name in _sockets().items():

@@ -1,7 +1,7 @@
-"""Watches over the processes of the other ranks while this one trains or evaluates.
+"""Watches the processes of the other ranks while this one trains or evaluates.
 
-The watch itself is native (:class:`lightning_smartinfinity.native.RankWatch`), so it answers whatever Python does. Here
-the ranks meet, and what the watch knows becomes an error.
+The watch itself is native (:class:`lightning_smartinfinity.native.RankWatch`), so it responds even while Python is
+blocked. This module connects the ranks, and turns the watch's reports into errors.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ __all__ = [
 T = TypeVar("T")
 
 _GRACE = 15.0
-"""Seconds for Python to end a process by an error after a rank was lost."""
+"""Seconds that Python has to end a process with an error after a rank was lost."""
 _PATIENCE = 45.0
 """Seconds for all ranks to end their training together after SIGTERM, or after an error on one of them.
 
-After SIGTERM it is twice the longest batch if that is more, and a checkpoint that is being saved is waited for.
+After SIGTERM, the limit is twice the longest batch if that is longer, and a save in progress may finish.
 """
 _MEETING = 20.0
-"""Seconds in which ranks connect, once they have all said that they are there."""
+"""Seconds for the ranks to connect, after all have exchanged addresses."""
 _NOTICE = 3.0
-"""Seconds in which the watch hears of what a collective has failed by."""
+"""Seconds to wait for the watch's report of the cause after a collective has failed."""
 _TIMEOUT = "as long as the strategy's timeout=timedelta(minutes=5) says"
 _TOKEN_BYTES, _RANK_BYTES = 16, 4
 
@@ -79,15 +79,15 @@ class _Watch:
 
 _watch: _Watch | None = None
 _num_begun = 0
-_known_sockets: set[str] | None = None  # those of this process before the ranks met
+_known_sockets: set[str] | None = None  # this process's sockets before the ranks met
 
 
 @contextmanager
 def awaiting_ranks() -> Iterator[None]:
-    """Say what to do if not all ranks come together, before there can be a watch.
+    """Raise an error with a remedy if not all ranks join the process group; before that, there is no watch.
 
     Raises:
-        RankLostError: Some did not come in time.
+        RankLostError: Some ranks did not join in time.
     """
     global _known_sockets
     if not dist.is_initialized():
@@ -105,11 +105,11 @@ def awaiting_ranks() -> Iterator[None]:
 
 
 def begin_watch(silence: float | None, join_limit: float | None) -> int:
-    """Watch the other ranks from now on, in a training or an evaluation. This is a collective.
+    """Watch the other ranks from now on, in a training or an evaluation. Collective.
 
     Args:
-        silence: Seconds after which a rank that does not answer is lost; None or 0 for no watch.
-        join_limit: Seconds that a rank may take to join the others in a collective; None or 0 for any time.
+        silence: Seconds after which a rank that does not respond counts as lost; None or 0: no watch.
+        join_limit: Seconds that a rank may take to join the others in a collective; None or 0: no limit.
 
     Returns:
         The number of this call, for :func:`end_watch`.
@@ -140,10 +140,10 @@ def begin_watch(silence: float | None, join_limit: float | None) -> int:
 
 
 def end_watch(number: int) -> None:
-    """Let this rank end, and the others live on, without anybody being missed.
+    """End this rank's part in the watch, so that it may exit without counting as lost.
 
     Args:
-        number: What :func:`begin_watch` has returned. If it was called again since, the watch goes on.
+        number: The result of :func:`begin_watch`. If that was called again since, the watch continues.
     """
     if _watch is not None and number == _num_begun:
         _watch.waits.close()
@@ -168,7 +168,7 @@ def _raise_if_lost() -> None:
 
 
 def lost_rank_behind(error: BaseException) -> RankLostError | None:
-    """Return the error that says which rank is missing, if an error is that of a collective that misses one."""
+    """Return an error that names the missing rank if ``error`` is a collective's; None if no rank is missing."""
     if _watch is None or not _is_of_collective(error):
         return None
     report = _watch.native.wait(_NOTICE)
@@ -180,12 +180,12 @@ def lost_rank_behind(error: BaseException) -> RankLostError | None:
 
 @contextmanager
 def naming_lost_rank() -> Iterator[None]:
-    """Raise an error that says which rank is missing, at once or instead of that of a collective that misses it.
+    """Raise an error that names the missing rank, on entry or instead of a failed collective's error.
 
     Raises:
         RankLostError: Another rank is missing.
     """
-    _raise_if_lost()  # a forward that gathers nothing would go on alone
+    _raise_if_lost()  # a forward that gathers nothing would not notice the loss
     try:
         yield
     except Exception as error:
@@ -195,14 +195,14 @@ def naming_lost_rank() -> Iterator[None]:
 
 
 def tell_failure(error: BaseException) -> None:
-    """Tell the other ranks that an error ends this rank's training, in case they wait for it."""
+    """Report to the other ranks, which may be waiting, that an error ends this rank's training."""
     if _watch is not None:
         line = str(error).partition("\n")[0]
         _watch.native.tell_failure(f"failed with {type(error).__name__}: {line}")
 
 
 def hear_sigterm() -> None:
-    """Tell the other ranks of SIGTERM as soon as it comes, and then let the present handler run."""
+    """Install a handler that reports SIGTERM to the other ranks at once, and then calls the present handler."""
     if _watch is not None:
         _watch.native.hear_sigterm()
 
@@ -213,13 +213,13 @@ def is_watching() -> bool:
 
 
 def tell_sigterm() -> None:
-    """Tell the other ranks that this one received SIGTERM."""
+    """Report to the other ranks that this one received SIGTERM."""
     if _watch is not None:
         _watch.native.tell_sigterm()
 
 
 def is_asked_to_end() -> bool:
-    """Return whether any rank received SIGTERM. Rank 0 is told first."""
+    """Return whether any rank received SIGTERM, as far as this rank knows; rank 0 knows first."""
     return _watch is not None and _watch.native.report().asked is not None
 
 
@@ -232,20 +232,20 @@ def is_ending() -> bool:
 
 
 def agree_to_end() -> None:
-    """Let this rank take its time to end: all ranks have agreed to end their training."""
+    """Give this rank unlimited time to end, after all ranks have agreed to end their training."""
     if _watch is not None:
         _watch.native.agree()
 
 
 def note_batch() -> None:
-    """Let SIGTERM end this process only after a wait that is long for this training's batches."""
+    """Record the start of a batch, from which the time to end after SIGTERM counts anew; see :data:`_PATIENCE`."""
     if _watch is not None:
         _watch.native.note_batch()
 
 
 @contextmanager
 def saving() -> Iterator[None]:
-    """Let no SIGTERM end this process in a checkpoint."""
+    """Keep SIGTERM from ending this process within this context, in which a checkpoint is saved."""
     native = None if _watch is None else _watch.native
     if native is None:
         yield
@@ -275,7 +275,7 @@ def _diverged(where: str) -> RanksDivergedError:
 
 
 def _end_waits() -> None:
-    """End what this process waits for, since the ranks have diverged."""
+    """End this process's waits in collectives, because the ranks have diverged."""
     if _known_sockets is not None:
         cut_connections(_known_sockets)
 
@@ -289,12 +289,12 @@ def _is_of_collective(error: BaseException) -> bool:
 
 
 def _meet(silence: float, join_limit: float | None) -> _Watch | None:
-    """Connect all ranks with rank 0, and return this rank's watch; None if some cannot connect."""
+    """Connect all ranks with rank 0, and return this rank's watch; None, with a warning, if some cannot connect."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     listener: socket.socket | None = None
     problem, port = "", 0
     if rank == 0:
-        # All ranks meet below, so none may raise alone before.
+        # No rank may raise alone before the collective below.
         try:
             listener = _listen(world_size)
             port = listener.getsockname()[1]
@@ -332,7 +332,7 @@ def _meet(silence: float, join_limit: float | None) -> _Watch | None:
         grace=_GRACE,
         patience=_PATIENCE,
     )
-    # This runs at interpreter exit, and in a process of multiprocessing, which has no atexit, too.
+    # Runs at interpreter exit, and also in a process of multiprocessing, which runs no atexit handlers.
     Finalize(None, _say_farewell, (native,), exitpriority=100)
     group = dist.group.WORLD
     assert group is not None
@@ -343,7 +343,7 @@ def _meet(silence: float, join_limit: float | None) -> _Watch | None:
 
 
 def _say_farewell(native: RankWatch) -> None:
-    """End a watch at the end of the process; if an error ends the process, tell it."""
+    """End a watch at the end of the process; if an error ends the process, report it first."""
     error = getattr(sys, "last_value", None)
     if error is not None and _watch is not None and _watch.native is native:
         tell_failure(error)
@@ -359,7 +359,7 @@ def _gather(value: T) -> list[T]:
 
 
 def _listen(backlog: int) -> socket.socket:
-    """Listen where the other ranks reach this machine, and on all its interfaces only if that is unknown."""
+    """Listen on the interface that the other ranks reach, or on all interfaces if that is unknown."""
     address = os.environ.get("MASTER_ADDR")
     for family, _, _, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM) if address else []:
         with suppress(OSError):
@@ -382,7 +382,7 @@ def _connect(address: str, port: int, *, hello: bytes) -> socket.socket:
 
 
 def _accept(listener: socket.socket, count: int, token: bytes) -> dict[int, socket.socket]:
-    """Return a connection with each of the other ranks; whoever does not know the token is sent away."""
+    """Return a connection with each of the other ranks; close connections that do not send the token."""
     until = time.monotonic() + _MEETING
     sockets: dict[int, socket.socket] = {}
     with listener:
