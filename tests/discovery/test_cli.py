@@ -111,7 +111,7 @@ ARGUMENTS = (
     ("state_format", "Format of optimizer state on storage", ("str",), "fp32"),
     ("overlap", "Passes during which the update may run", ("str",), "auto"),
     ("compression", "How gradients are sent to the update", ("GradientCodec",), "null"),
-    ("activations", "How much of what forward saves", ("ActivationOffload",), "null"),
+    ("activations", "How many of the tensors that forward saves", ("ActivationOffload",), "null"),
     ("transfer", "Ring size, I/O engine", ("TransferConfig",), "null"),
     ("zero", "Further keys of DeepSpeed's", ("Mapping",), "null"),
 )

@@ -59,7 +59,7 @@ _COMPILERS = tuple(
     os.path.join("torch", *path) for path in (("_dynamo", "convert_frame.py"), ("_inductor", "compile_fx.py"))
 )
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", sysconfig.get_paths()["stdlib"])
-_OWN = os.path.dirname(__file__) + os.sep
+_OWN = str(Path(__file__).parents[2]) + os.sep  # the package
 
 
 @dataclass(frozen=True)
