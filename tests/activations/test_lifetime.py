@@ -60,8 +60,7 @@ def test_backward_frees_everything(activations: OffloadedActivations) -> None:
         loss.backward()
         assert torch.equal(x.grad, expected(x))
         assert_nothing_is_left(activations)
-        traffic = activations.traffic()
-        assert traffic.held_up_seconds > 0 and traffic.waited_seconds > 0
+        assert activations.traffic().held_up_seconds > 0
     finally:
         gc.enable()
 
